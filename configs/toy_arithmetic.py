@@ -1,0 +1,39 @@
+"""Additions on a laptop: a 0.8 M parameter policy, 2 trainer + 1 reference + 1 generator rank over gloo.
+
+    torchrun --nproc_per_node=4 train_grpo.py configs/toy_arithmetic.py
+
+Starts from the model that `train_sft.py configs/toy_sft.py` leaves; `bash launch/quickstart.sh` runs both.
+"""
+
+from grpo.config import (
+    AlgorithmConfig,
+    DataConfig,
+    EvaluationConfig,
+    GeneratorConfig,
+    GRPOConfig,
+    ModelConfig,
+    RewardConfig,
+    RolesConfig,
+    TrainerConfig,
+)
+
+config = GRPOConfig(
+    model=ModelConfig(path="runs/toy_sft/model", dtype="float32"),
+    roles=RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=10),
+    data=DataConfig(path="toy:addition", system_prompt="", max_prompt_tokens=16),
+    reward=RewardConfig(functions={"math_reward": 1.0, "thinking_reward": 0.1}),
+    generator=GeneratorConfig(max_completion_tokens=32),
+    trainer=TrainerConfig(
+        micro_batch_tokens=4096,
+        activation_checkpointing="none",
+        compile=False,
+        learning_rate=5e-4,
+        logprob_chunk_tokens=4096,
+    ),
+    grpo=AlgorithmConfig(kl_coef=0.001),
+    evaluation=EvaluationConfig(interval=10, num_prompts=256),
+    run_dir="runs/toy_arithmetic",
+    num_steps=100,
+    prompts_per_step=32,
+    group_size=8,
+)

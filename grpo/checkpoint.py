@@ -1,0 +1,102 @@
+"""The run folder, saving and exact resume: `RUN_DIR/checkpoints/step-N`, each one complete or not there at all.
+
+Sharded model, optimizer, schedule and random states go through torch.distributed.checkpoint, so a run may resume on
+another number of trainer ranks; the driver's state (step, data position) lies beside them as JSON.
+"""
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from grpo.trainer import Trainer
+
+DRIVER_FILE = "driver.json"
+
+
+# What a run writes into its folder, and all that `overwrite` deletes
+RUN_FILES = ("config.py", "metrics.jsonl", "samples.txt", "tensorboard", "checkpoints", "model", "initial_model")
+
+
+def open_run_dir(run_dir: str, recipe: str, *, resume: bool = False, overwrite: bool = False) -> pathlib.Path | None:
+    """Make the run's folder and save its resolved config there; returns the checkpoint to resume from, if any.
+
+    Raises:
+        FileExistsError: an earlier run's files are there and neither `resume` nor `overwrite` was asked for.
+    """
+    folder = pathlib.Path(run_dir)
+    there = [name for name in RUN_FILES if (folder / name).exists()]
+    if there and overwrite and not resume:
+        for name in there:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif there and not resume:
+        raise FileExistsError(
+            f"{folder} holds an earlier run ({', '.join(there)}); continue it with --resume, delete it with --overwrite, "
+            "or choose another --run-dir"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.py").write_text(recipe)
+    return latest_checkpoint(run_dir) if resume else None
+
+
+def latest_checkpoint(run_dir: str) -> pathlib.Path | None:
+    """The newest complete checkpoint of a run, None if there is none."""
+    found = sorted(_folder(run_dir).glob(f"step-*/{DRIVER_FILE}"))
+    return found[-1].parent if found else None
+
+
+def read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
+    """Step and data position of a checkpoint."""
+    return json.loads((checkpoint / DRIVER_FILE).read_text())
+
+
+def save_checkpoint(run_dir: str, trainer: Trainer, driver_state: dict[str, Any], keep: int) -> None:
+    """Write step `driver_state["step"]` and delete all but the `keep` newest. Collective over the trainer ranks."""
+    target = _folder(run_dir) / f"step-{driver_state['step']:08d}"
+    partial = target.with_suffix(".partial")
+    writes = dist.get_rank() == 0
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(trainer.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}, checkpoint_id=partial)
+    if writes:
+        (partial / DRIVER_FILE).write_text(json.dumps(driver_state))
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
+        for old in sorted(_folder(run_dir).glob("step-????????"))[: -max(keep, 1)]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def load_checkpoint(checkpoint: pathlib.Path, trainer: Trainer) -> None:
+    """Bring model, optimizer, schedule and random states back. Collective over the trainer ranks."""
+    state = trainer.state_dict()
+    there = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    rank = str(dist.get_rank())
+    if f"random.{rank}" in there:  # absent when more ranks resume than saved
+        state["random"] = {rank: _random_state()}
+    dcp.load(state, checkpoint_id=checkpoint)
+    trainer.load_state_dict(state)
+    if "random" in state:
+        _set_random_state(state["random"][rank])
+
+
+def _folder(run_dir: str) -> pathlib.Path:
+    return pathlib.Path(run_dir) / "checkpoints"
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+
+
+def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,212 @@
+"""The sampling engine: one vLLM engine per replica, inside its torchrun ranks. The only file that imports vllm.
+
+Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's.
+"""
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from grpo.config import GRPOConfig
+from grpo.roles import Roles
+from grpo.types import Completion, Prompt
+
+# Request seeds: one run's seeds lie in a block of its own, far above any number of samples a run can draw.
+SEEDS_PER_RUN = 2**40
+CPU_KV_CACHE_GIB = 1 / 16
+
+
+def share_of(num_prompts: int, group_size: int, replica: int, num_replicas: int) -> list[tuple[int, int, int]]:
+    """This replica's part of a step's completions: (prompt, first completion of its group, count).
+
+    Completions in prompt order are cut into `num_replicas` equal runs (they differ by at most one), so load is balanced
+    even with fewer prompts than replicas, nearly every group stays whole and shares its prefix, and the replicas' results
+    laid end to end are in prompt order however many replicas there are.
+    """
+    total = num_prompts * group_size
+    start, end = total * replica // num_replicas, total * (replica + 1) // num_replicas
+    parts = []
+    while start < end:
+        prompt, first = divmod(start, group_size)
+        count = min(group_size - first, end - start)
+        parts.append((prompt, first, count))
+        start += count
+    return parts
+
+
+def request_seed(run_seed: int, prompt: Prompt, completion: int, group_size: int) -> int:
+    """Seed of one completion: distinct for every (prompt of the run, completion), the same whichever replica samples it."""
+    return (run_seed % 2**20) * SEEDS_PER_RUN + prompt.index * group_size + completion
+
+
+class Generator:
+    """One replica's engine on this rank, with the version of the weights it holds.
+
+    All ranks of a replica make the same calls with the same arguments; vLLM keeps them in lock step.
+    """
+
+    def __init__(self, config: GRPOConfig, folder: str, stop_token_ids: Sequence[int], roles: Roles):
+        """Start the engine (seconds on CPU, 20-95 s on a GPU). Collective over the replica, colocated over all ranks."""
+        self.config, self.roles = config, roles
+        self.stop_token_ids = list(stop_token_ids)
+        self.version = 0
+        self.asleep = False
+        self.llm = _start_engine(config, folder, roles)
+        self.tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, *, greedy: bool = False, ignore_eos: bool = False
+    ) -> list[Completion] | None:
+        """Sample this replica's share of `group_size` completions per prompt; greedy ignores seed and temperature.
+
+        `ignore_eos` samples every completion to its full length (benchmarks). Returns completions in prompt order on the
+        replica's first rank, None on its other ranks. An exception in here is fatal for the rank: vLLM keeps unfinished
+        requests queued and its next call would hang.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options = self.config.generator
+        parts = share_of(len(prompts), group_size, self.roles.replica, len(self.roles.replicas))
+        common = dict(
+            max_tokens=options.max_completion_tokens,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=0,  # the sampled token's own
+            detokenize=False,
+            ignore_eos=ignore_eos,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        if ignore_eos:
+            common |= dict(stop_token_ids=[])
+        if greedy:
+            common |= dict(temperature=0.0)
+        else:
+            common |= dict(
+                temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, min_p=options.min_p
+            )
+        requests = [{"prompt_token_ids": prompts[prompt].ids} for prompt, _, _ in parts]
+        params = [
+            SamplingParams(
+                n=count,
+                seed=None if greedy else request_seed(self.config.seed, prompts[prompt], first, group_size),
+                **common,
+            )
+            for prompt, first, count in parts
+        ]
+        self.wake()
+        gc.disable()  # vLLM makes an object per token; the collector would walk them all again and again
+        try:
+            outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
+        finally:
+            gc.enable()
+        if self.roles.rank not in self.roles.heads:
+            return None
+        return [
+            self._completion(sample) for output in outputs for sample in sorted(output.outputs, key=lambda o: o.index)
+        ]
+
+    def _completion(self, sample) -> Completion:
+        ids = list(sample.token_ids)
+        logprobs = [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
+        return Completion(ids, logprobs, truncated=sample.finish_reason == "length", version=self.version)
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take new weights, given under HF names and complete; forget every cached prefix.
+
+        Each tensor must own its memory or at least never be overwritten: vLLM holds tensors until their layer is
+        complete. Collective over the replica's ranks, each of which gets the full tensors.
+        """
+        self.wake("weights")
+        on_cpu = self.roles.device.type == "cpu"
+        if on_cpu:  # CPU kernels hold repacked copies, which only a full reload renews, of tied heads too
+            tensors = _with_tied_head(tensors) if self.tied else tensors
+            self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=tensors))
+        else:
+            self.llm.collective_rpc(_load_live, args=(tensors,))
+        self.wake()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache, so it would sample from stale keys and values")
+        self.version = version
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back to the GPU until the next sync. Does nothing unless `generator.sleep`."""
+        if self.config.generator.sleep and not self.asleep and self.roles.device.type == "cuda":
+            self.llm.sleep(level=2)  # the weights come back with the next sync, so they need no copy on the host
+            self.asleep = True
+
+    def wake(self, only: str = "") -> None:
+        """Take the memory back: all of it, or `only` the weights'."""
+        if self.asleep:
+            self.llm.wake_up(tags=[only] if only else ["kv_cache"])
+            self.asleep = only != ""
+
+    def close(self) -> None:
+        """Shut the engine down. It takes the default process group with it, so nothing may communicate afterwards."""
+        from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+        self.llm.llm_engine.model_executor.shutdown()
+        del self.llm
+        gc.collect()
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
+    on_cpu = roles.device.type == "cpu"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if on_cpu:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several engines would pile onto the same cores
+    from vllm import LLM
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    ranks = roles.replicas[roles.replica]
+    # All ranks of the default group start together; colocated, that group is larger than one replica.
+    world_rank = torch.distributed.get_rank()
+    run_id = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ['MASTER_PORT']}"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    identity = f"env:{run_id}-{restart}-{ranks[0]}"
+
+    class ReplicaExecutor(ExecutorWithExternalLauncher):
+        """Starts one rank of one replica, where vLLM's own executors would put every engine on the first GPU."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            # The part behind the colon names shared memory, so it must be unique to the replica.
+            return identity, world_rank, roles.device.index or 0
+
+    options = config.generator
+    cache_gib = options.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else 0)
+    return LLM(
+        model=folder,
+        tensor_parallel_size=options.tensor_parallel,
+        distributed_executor_backend=ReplicaExecutor,
+        dtype=config.model.dtype,
+        max_model_len=config.max_sequence_tokens,
+        max_num_seqs=options.max_num_seqs,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_memory_bytes=int(cache_gib * 2**30) or None,
+        enforce_eager=options.enforce_eager or on_cpu,
+        enable_sleep_mode=options.sleep and not on_cpu,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature
+        generation_config="vllm",  # sampling options come from our config alone
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        seed=config.seed,
+    )
+
+
+def _load_live(worker, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write into the live parameters, in place, so that captured CUDA graphs stay valid."""
+    worker.model_runner.get_model().load_weights(tensors)
+
+
+def _with_tied_head(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor
+        if name == "model.embed_tokens.weight":
+            yield "lm_head.weight", tensor

@@ -1,0 +1,126 @@
+"""The LM head: hidden states and targets in, log-probs and entropy out.
+
+Computed chunk by chunk, so that `[tokens, vocabulary]` never exists for a whole batch, forward or backward, also with a
+vocabulary that tensor parallelism shards.
+"""
+
+import grpo.titan_on_cpu  # noqa: F401
+
+# isort: split
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import Linear
+
+
+class LogprobHead(Linear):
+    """LM head that returns per-token log-probs and entropy (nats) instead of logits.
+
+    Takes hidden_BTD, targets_BT (int64) and the sampling temperature; returns (logprobs_BT, entropy_BT), float32.
+    With tensor parallelism the weight holds this rank's rows of the vocabulary and the hidden states are replicated.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        chunk_tokens: int = 4096
+        """Tokens whose logits exist at one time."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.chunk_tokens = config.chunk_tokens
+        self.vocab_size = config.out_features
+
+    def forward(
+        self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_BTD = hidden_BTD.to_local() if isinstance(hidden_BTD, DTensor) else hidden_BTD
+        weight_VD, group, first_row = self.weight, None, 0
+        if isinstance(weight_VD, DTensor):  # sharded over the vocabulary by tensor parallelism
+            group = weight_VD.device_mesh.get_group()
+            weight_VD = weight_VD.to_local()
+            # DTensor's chunks: ceil(V / ranks) rows each, the last ranks may hold fewer
+            first_row = group.rank() * -(-self.vocab_size // group.size())
+        logprobs_N, entropy_N = ChunkedLogprobs.apply(
+            hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), temperature, self.chunk_tokens, group, first_row
+        )
+        # copies, because FSDP hooks the outputs and warns of views
+        return logprobs_N.view_as(targets_BT).clone(), entropy_N.view_as(targets_BT).clone()
+
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """log softmax(h W^T / temperature)[target] and the entropy of that distribution, over chunks of tokens.
+
+    The backward recomputes each chunk's logits: one more matrix product instead of `[tokens, vocabulary]` of memory.
+    With `group`, weight_VD holds the vocabulary rows from `first_row` on, and sums over the vocabulary are reduced
+    over the group; every rank returns the same values.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperature, chunk_tokens, group, first_row):
+        outputs = []
+        for hidden, targets in zip(hidden_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True):
+            maximum, total, weighted, target = chunk_statistics(hidden, weight_VD, targets, temperature, first_row)
+            if group is not None:
+                highest = maximum.clone()
+                dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+                rescale = (maximum - highest).exp()
+                sums = torch.stack([total * rescale, weighted * rescale, target])
+                dist.all_reduce(sums, group=group)
+                maximum, (total, weighted, target) = highest, sums.unbind()
+            logsumexp = maximum + total.log()
+            outputs.append(torch.stack([target - logsumexp, logsumexp - weighted / total, logsumexp]))
+        logprobs_N, entropy_N, logsumexp_N = torch.cat(outputs, 1).unbind()
+        ctx.save_for_backward(hidden_ND, targets_N, entropy_N, logsumexp_N, weight_VD)
+        ctx.rest = temperature, chunk_tokens, group, first_row
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logprobs_N, grad_entropy_N):
+        *per_token, weight_VD = ctx.saved_tensors
+        temperature, chunk_tokens, group, first_row = ctx.rest
+        grad_hidden, grad_weight_VD = [], torch.zeros_like(weight_VD, dtype=torch.float32)
+        chunks = zip(*(x.split(chunk_tokens) for x in (*per_token, grad_logprobs_N, grad_entropy_N)), strict=True)
+        for hidden, targets, entropy, logsumexp, grad_logprobs, grad_entropy in chunks:
+            grad_chunk, grad_weight = chunk_gradients(
+                hidden, weight_VD, targets, temperature, first_row, entropy, logsumexp, grad_logprobs, grad_entropy
+            )
+            grad_hidden.append(grad_chunk)
+            grad_weight_VD += grad_weight
+        grad_hidden_ND = torch.cat(grad_hidden)
+        if group is not None:  # each rank saw only its rows of the vocabulary
+            dist.all_reduce(grad_hidden_ND, group=group)
+        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None, None, None
+
+
+def chunk_statistics(hidden_ND, weight_VD, targets_N, temperature: float, first_row: int):
+    """Of one chunk's logits, over the rows of `weight_VD`: (max, sum exp(l - max), sum l exp(l - max), logit of target)."""
+    logits_NV = (hidden_ND @ weight_VD.T).float() / temperature
+    maximum_N = logits_NV.amax(-1)
+    exp_NV = (logits_NV - maximum_N[:, None]).exp()
+    local_N, mine_N = _local_targets(targets_N, first_row, weight_VD.shape[0])
+    target_N = logits_NV.gather(1, local_N[:, None])[:, 0].where(mine_N, 0.0)
+    return maximum_N, exp_NV.sum(-1), (exp_NV * logits_NV).sum(-1), target_N
+
+
+def chunk_gradients(
+    hidden_ND, weight_VD, targets_N, temperature, first_row, entropy_N, logsumexp_N, grad_logprobs_N, grad_entropy_N
+):
+    """Gradients of one chunk's log-probs and entropy with respect to hidden states and weight.
+
+    d logprob / d logit_v = [v = target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
+    """
+    log_p_NV = (hidden_ND @ weight_VD.T).float() / temperature - logsumexp_N[:, None]
+    grad_NV = -log_p_NV.exp() * (grad_logprobs_N[:, None] + grad_entropy_N[:, None] * (log_p_NV + entropy_N[:, None]))
+    local_N, mine_N = _local_targets(targets_N, first_row, weight_VD.shape[0])
+    grad_NV = grad_NV.scatter_add(1, local_N[:, None], grad_logprobs_N.where(mine_N, 0.0)[:, None])
+    grad_NV = (grad_NV / temperature).to(hidden_ND.dtype)
+    return grad_NV @ weight_VD, grad_NV.T @ hidden_ND
+
+
+def _local_targets(targets_N, first_row: int, num_rows: int):
+    """Targets as rows of this rank's share of the vocabulary, and which of them lie in it."""
+    mine_N = (targets_N >= first_row) & (targets_N < first_row + num_rows)
+    return (targets_N - first_row).where(mine_N, 0), mine_N

@@ -1,0 +1,34 @@
+"""The frozen reference: log-probs only, sharded like the trainer, without gradients or optimizer memory."""
+
+import torch
+
+from grpo.config import GRPOConfig
+from grpo.forward import completion_logprobs
+from grpo.models import build_model
+from grpo.roles import Roles
+from grpo.types import TrainBatch
+
+
+class Reference:
+    """A frozen model over the reference ranks (or the trainer ranks, where there are no others)."""
+
+    def __init__(self, config: GRPOConfig, folder: str, roles: Roles):
+        """Load `folder` in the compute dtype. Collective over the reference ranks."""
+        self.config = config
+        self.model = build_model(
+            config.model,
+            config.trainer,
+            folder,
+            world_size=len(roles.reference_ranks),
+            device=roles.device,
+            tensor_parallel=config.reference_tensor_parallel,
+            data_replicas=1,
+            frozen=True,
+        )
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Log-probs of this rank's share of the completion tokens, float32 [C], 0 elsewhere; see `comm.add_ref_logprobs`.
+
+        At the sampling temperature. Collective over the reference ranks.
+        """
+        return completion_logprobs(batch, self.model, self.config.trainer, self.config.generator.temperature)

@@ -1,0 +1,183 @@
+"""Which rank does what, and the process groups that follow from it. The ONLY file that creates process groups.
+
+Every role is a world of its own: it has its own default process group, so torchtitan and vLLM each see exactly the
+ranks they expect, and neither is patched. Roles talk over bridges, groups built beside the default one from torchrun's
+store: `control` over all ranks (CPU tensors, gloo) and `weights` from trainer rank 0 to every generator rank (NCCL on
+GPUs). All groups are created here, in one order, the bridges first.
+
+    launcher rank   0 .. num_trainers-1   then references       then generators (replicas of tensor_parallel neighbours)
+    default group   trainer               reference             one per replica
+    control         every rank
+    weights         rank 0                                      every generator rank
+
+Colocated, every rank holds every role and one default group serves trainer and generator.
+"""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
+
+from grpo.config import GRPOConfig, SFTConfig
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What this rank does, and its groups. Ranks here are torchrun's launcher ranks."""
+
+    rank: int
+    name: str
+    """`trainer`, `reference`, `generator` or `colocated`; for messages, decisions ask the three flags."""
+    device: torch.device
+    trains: bool
+    references: bool
+    generates: bool
+    trainer_ranks: tuple[int, ...]
+    reference_ranks: tuple[int, ...]
+    """Ranks that hold a reference; empty when none is needed."""
+    replicas: tuple[tuple[int, ...], ...]
+    """Generator ranks, one tuple per vLLM engine."""
+    control: ProcessGroup
+    """Bridge over all ranks; gloo."""
+    weights: ProcessGroup | None
+    """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
+
+    @property
+    def is_driver(self) -> bool:
+        """Rank 0 alone draws prompts, scores, decides, logs and writes run files."""
+        return self.rank == 0
+
+    @property
+    def colocated(self) -> bool:
+        return self.name == "colocated"
+
+    @property
+    def replica(self) -> int | None:
+        """Index of this rank's engine replica, None on ranks that do not generate."""
+        return next((index for index, ranks in enumerate(self.replicas) if self.rank in ranks), None)
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """First rank of each replica: the one that hands in the completions."""
+        return tuple(ranks[0] for ranks in self.replicas)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.control.size()
+
+
+def setup_roles(config: GRPOConfig) -> Roles:
+    """Create this rank's groups from torchrun's environment. Collective: every rank of the torchrun calls it once.
+
+    The caller has compared the world size with the layout (`config.check_world_size`). RANK and WORLD_SIZE are
+    rewritten to the role's own world, because torchtitan and vLLM read them; LOCAL_RANK stays, it selects the GPU.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    layout = config.roles
+    device = _select_device()
+    store, timeout = _launcher_store(layout.timeout_minutes)
+
+    first_generator = 0 if layout.colocated else layout.num_trainers + layout.num_references
+    tensor_parallel = config.generator.tensor_parallel
+    replicas = tuple(tuple(range(r, r + tensor_parallel)) for r in range(first_generator, world_size, tensor_parallel))
+    trainer_ranks = tuple(range(layout.num_trainers))
+    split_references = 0 if layout.colocated else layout.num_references
+    reference_ranks = tuple(range(layout.num_trainers, layout.num_trainers + split_references))
+    if config.needs_reference and not reference_ranks:
+        reference_ranks = trainer_ranks
+
+    worlds = [trainer_ranks] if layout.colocated else [trainer_ranks, *replicas]
+    if split_references:
+        worlds.insert(1, reference_ranks)
+    my_world = next(world for world in worlds if rank in world)
+    generator_ranks = tuple(r for ranks in replicas for r in ranks)
+    sync_ranks = (0, *generator_ranks)
+
+    control = _bridge("control", tuple(range(world_size)), rank, store, "gloo", timeout)
+    weights = None
+    if not layout.colocated and rank in sync_ranks:
+        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+        weights = _bridge("weights", sync_ranks, rank, store, backend, timeout)
+
+    os.environ.update(RANK=str(my_world.index(rank)), WORLD_SIZE=str(len(my_world)))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # nobody may rendezvous on torchrun's own store by env://
+    _default_group(PrefixStore(f"world/{my_world[0]}", store), my_world.index(rank), len(my_world), device, timeout)
+
+    trains, generates = rank in trainer_ranks, rank in generator_ranks
+    name = "colocated" if layout.colocated else "trainer" if trains else "generator" if generates else "reference"
+    return Roles(
+        rank=rank,
+        name=name,
+        device=device,
+        trains=trains,
+        references=rank in reference_ranks,
+        generates=generates,
+        trainer_ranks=trainer_ranks,
+        reference_ranks=reference_ranks,
+        replicas=replicas,
+        control=control,
+        weights=weights,
+    )
+
+
+def setup_trainers(config: SFTConfig) -> Roles:
+    """The one-role form for `train_sft.py`: every rank is a trainer. Collective over all ranks."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = _select_device()
+    store, timeout = _launcher_store(minutes=60.0)
+    everyone = tuple(range(world_size))
+    control = _bridge("control", everyone, rank, store, "gloo", timeout)
+    _default_group(PrefixStore("world/0", store), rank, world_size, device, timeout)
+    return Roles(rank, "trainer", device, True, False, False, everyone, (), (), control, None)
+
+
+def close_roles(roles: Roles) -> None:
+    """Leave together: wait for every rank, then destroy this rank's groups. Collective over `control`."""
+    dist.barrier(group=roles.control)
+    dist.destroy_process_group()
+
+
+def _select_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _launcher_store(minutes: float) -> tuple[PrefixStore, datetime.timedelta]:
+    """Torchrun's own store (no further port), under a prefix of its own for each restart."""
+    timeout = datetime.timedelta(minutes=minutes)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), timeout
+
+
+def _bridge(
+    name: str, ranks: tuple[int, ...], rank: int, store: PrefixStore, backend: str, timeout: datetime.timedelta
+) -> ProcessGroup:
+    """A group over launcher `ranks` that is independent of any default group; its group ranks are positions in `ranks`."""
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        [],
+        backend,
+        PrefixStore(f"bridge/{name}", store),
+        group_name=f"bridge_{name}",
+        timeout=timeout,
+        group_desc=f"bridge_{name}",
+    )
+    # torch.distributed's functions look ranks up here; with the identity, group ranks are what they take and give.
+    distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(len(ranks))}
+    dist.barrier(group=group)  # connect now, before an engine changes NCCL's environment
+    return group
+
+
+def _default_group(store: PrefixStore, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> None:
+    cuda = device.type == "cuda"
+    backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
+    device_id = device if cuda else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)

@@ -1,0 +1,63 @@
+"""How a rank ends: one clear message from the rank that failed first, silence from those it took along.
+
+When a rank dies, all others fail too, in whatever collective they waited. Those followers hold their tongue for a while,
+in which torchrun ends them; only a rank that is still there afterwards says where it waited.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+# torchrun looks every 0.1 s for a dead rank and then gives the others 30 s to end
+FOLLOWER_PATIENCE_SECONDS = 15
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out")
+
+_place = {"rank": os.environ.get("RANK", "0"), "role": "rank", "phase": "start"}
+
+
+class BadInput(Exception):
+    """What the user gave cannot work; the message says what and the way out, and no traceback is shown."""
+
+
+def set_place(*, role: str | None = None, phase: str | None = None) -> None:
+    """Remember what this rank is and does, for its last message."""
+    _place.update({key: value for key, value in (("role", role), ("phase", phase)) if value})
+
+
+@contextlib.contextmanager
+def refuse_bad_input() -> Iterator[None]:
+    """Turn a ValueError or a missing file in the block, which checks input, into `BadInput`."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        raise BadInput(str(error)) from error
+
+
+def run_rank(main: Callable[[], None]) -> None:
+    """Call `main` and end the process with its exit code; never returns.
+
+    Ends without destructors when something failed: process groups whose peers are gone would complain or hang.
+    """
+    # taken now, because roles rewrite RANK to the role's own
+    rank = _place["rank"] = os.environ.get("RANK", "0")
+    code = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+    except BadInput as error:
+        if rank == "0":
+            print(f"error: {error}", file=sys.stderr)
+    except BaseException as error:
+        if any(sign in str(error) for sign in LOST_PEER):
+            time.sleep(FOLLOWER_PATIENCE_SECONDS)
+        traceback.print_exc()
+        print(f"error: rank {rank} ({_place['role']}) failed in phase {_place['phase']}: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)

@@ -1,0 +1,78 @@
+"""Run a program of several ranks with a deadline: a hang is a failure with every rank's stack, not a stalled CI."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled on CPU, and this saves seconds of every start
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONPATH": str(ROOT),
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # one cache for all tests: inspecting a model class costs vLLM 9 s the first time
+    "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(ROOT / ".cache" / "vllm")),
+}
+
+
+def torchrun(
+    program: str, *arguments: object, nproc: int, deadline: float = 180, launcher: tuple[str, ...] = ("--standalone",)
+) -> str:
+    """Run `torchrun --nproc_per_node=NPROC program arguments...`; returns its output. Raises AssertionError if it fails."""
+    result = run_torchrun(program, *arguments, nproc=nproc, deadline=deadline, launcher=launcher)
+    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-20_000:]}"
+    return result.stdout
+
+
+def run_torchrun(
+    program: str, *arguments: object, nproc: int, deadline: float = 180, launcher: tuple[str, ...] = ("--standalone",)
+) -> subprocess.CompletedProcess:
+    """The same, with the exit code left to the caller. A missed deadline raises AssertionError with every rank's stack."""
+    process = start_torchrun(program, *arguments, nproc=nproc, launcher=launcher)
+    return finish(process, deadline)
+
+
+def start_torchrun(
+    program: str, *arguments: object, nproc: int, launcher: tuple[str, ...] = ("--standalone",)
+) -> subprocess.Popen:
+    """Start it and return at once, for tests that run two agents side by side."""
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, f"--nproc_per_node={nproc}"]
+    command += [str(ROOT / program), *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | SETTINGS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, deadline: float) -> subprocess.CompletedProcess:
+    """Wait for it; at the deadline make every rank print its stack (SIGABRT), kill them all and fail."""
+    started = time.monotonic()
+    try:
+        output, _ = process.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        for rank in children_of(process.pid):
+            os.kill(rank, signal.SIGABRT)
+        time.sleep(2)
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        waited = time.monotonic() - started
+        raise AssertionError(
+            f"no end after {waited:.0f} s (deadline {deadline} s); stacks:\n{output[-30_000:]}"
+        ) from None
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of the direct children."""
+    text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]

@@ -1,0 +1,379 @@
+"""Data: reading rows, chat tokens, and streams that resume exactly."""
+
+import json
+import pathlib
+import random
+
+import datasets
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from grpo.config import DataConfig, EvaluationConfig
+from grpo.data import (
+    ChatStream,
+    PromptStream,
+    check_columns,
+    check_tokenizer,
+    encode_prompt,
+    load_eval_prompts,
+    load_rows,
+)
+from grpo.rewards import extract_answer, parse_number
+
+GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
+
+# One token per word; the template writes "<role> content .." and, for the generation prompt, "<assistant>".
+WORDS = ["<unk>", "<eos>", "<system>", "<user>", "<assistant>", "<nothink>", "Be", "brief", "add", "yes"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if enable_thinking is false %} <nothink>{% endif %}"
+    "{% if level is defined %}{% for i in range(level) %} yes{% endfor %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {word: i for i, word in enumerate(WORDS + [f"n{i}" for i in range(20)])}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, unk_token="<unk>", eos_token="<eos>", chat_template=TEMPLATE, name_or_path="tiny"
+    )
+
+
+def ids_of(text: str) -> list[int]:
+    words = WORDS + [f"n{i}" for i in range(20)]
+    return [words.index(word) for word in text.split()]
+
+
+def write_rows(path: pathlib.Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def ten_rows(tmp_path) -> str:
+    rows = [{"question": f"add n{i}", "answer": str(i), "completion": f"yes n{i}", "extra": i} for i in range(10)]
+    return write_rows(tmp_path / "rows.jsonl", rows)
+
+
+def config_of(path: str, **changes) -> DataConfig:
+    return DataConfig(**{"path": path, "system_prompt": "", "columns": ("answer",)} | changes)
+
+
+# ---- rows
+
+
+def test_json_lines_skip_blank_lines_and_take_any_name(tmp_path):
+    path = tmp_path / "rows.txt"
+    path.write_bytes(b'{"a": 1}\n\n  \n{"a": "\xc3\xbc"}')
+    assert load_rows(str(path), "main", "train") == [{"a": 1}, {"a": "ü"}]
+
+
+def test_a_missing_file_is_named_with_its_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=rf"data file {tmp_path}/absent.jsonl does not exist"):
+        load_rows("absent.jsonl", "main", "train")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1}\n\n{"a": 2\n', r"rows.jsonl, line 3: not JSON \(Expecting ',' delimiter.*one JSON object per line"),
+        (b'{"a": "\xff"}\n', r"rows.jsonl, line 1: not JSON \('utf-8' codec can't decode byte 0xff"),
+        (b'{"a": 1}\n[1, 2]\n', r"rows.jsonl, line 2: a list, not a JSON object; write one JSON object per line"),
+        (b'"text"\n', r"rows.jsonl, line 1: a str, not a JSON object"),
+        (b"", r"rows.jsonl \(split 'train'\) has no rows"),
+        (b"\n \n", r"rows.jsonl \(split 'train'\) has no rows"),
+    ],
+)
+def test_broken_json_lines_are_refused(tmp_path, content, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_rows(str(path), "main", "train")
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("Couldn't reach 'a/b' on the Hub"), ValueError("BuilderConfig 'main' not found")]
+)
+def test_a_hub_data_set_that_does_not_load_gives_one_error_with_the_way_out(monkeypatch, error):
+    def fail(path, name, split):
+        assert (path, name, split) == ("a/b", "main", "train")
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(ValueError) as caught:
+        load_rows("a/b", "main", "train")
+    assert str(caught.value).startswith(
+        f"data set a/b (name 'main', split 'train') could not be loaded: {type(error).__name__}: {error}\n"
+    )
+    assert ".jsonl" in str(caught.value)
+
+
+def test_a_hub_data_set_without_a_name(monkeypatch):
+    rows = datasets.Dataset.from_list([{"question": "add n1", "answer": "1"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: rows if name is None else None)
+    assert load_rows("a/b", "", "train")[0] == {"question": "add n1", "answer": "1"}
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_toy_tasks_have_what_the_streams_need(split):
+    pytest.importorskip("grpo.toy", reason="grpo/toy.py is not there yet")
+    check_columns(load_rows("toy:addition", "main", split), ["question", "answer", "completion"], "toy:addition")
+
+
+def test_check_columns():
+    rows = [{"question": "a", "answer": "b"}, {"question": "c"}, {"answer": "d"}]
+    check_columns(rows[:1], ["question", "answer"], "f.jsonl")
+    with pytest.raises(ValueError, match="column 'prompt' is missing in f.jsonl; columns there: question, answer$"):
+        check_columns(rows, ["prompt"], "f.jsonl")
+    with pytest.raises(
+        ValueError, match=r"column 'answer' is missing in 1 of 3 rows of f.jsonl: row 2 \(counted from 1"
+    ):
+        check_columns(rows, ["answer"], "f.jsonl")
+    with pytest.raises(ValueError, match=r"missing in 7 of 8 rows of f.jsonl: row 2, 3, 4, 5, 6 and 2 more"):
+        check_columns(rows[:1] + rows[1:2] * 7, ["answer"], "f.jsonl")
+    hub_rows = datasets.Dataset.from_list(rows[:1])
+    check_columns(hub_rows, ["question"], "a/b")
+    with pytest.raises(ValueError, match="column 'prompt' is missing in a/b; columns there: question, answer$"):
+        check_columns(hub_rows, ["prompt"], "a/b")
+
+
+# ---- tokens
+
+
+def test_encode_prompt_writes_system_user_and_opening(tokenizer):
+    ids = encode_prompt(tokenizer, config_of("", system_prompt="Be brief"), "add n1")
+    assert ids == ids_of("<system> Be brief <user> add n1 <assistant>")
+    assert encode_prompt(tokenizer, config_of(""), "add n1") == ids_of("<user> add n1 <assistant>")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "end"),
+    [
+        ({"enable_thinking": "false"}, " <nothink>"),
+        ({"enable_thinking": False}, " <nothink>"),
+        ({"enable_thinking": "true"}, ""),
+        ({"enable_thinking": "no"}, ""),  # stays text
+        ({"level": "2"}, " yes yes"),
+    ],
+)
+def test_template_arguments_from_the_command_line_get_their_values(tokenizer, kwargs, end):
+    ids = encode_prompt(tokenizer, config_of("", chat_template_kwargs=kwargs), "add n1")
+    assert ids == ids_of("<user> add n1 <assistant>" + end)
+
+
+def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer):
+    backend = tokenizer.backend_tokenizer
+    check_tokenizer(tokenizer, "tiny")
+    with pytest.raises(ValueError, match="tokenizer of tiny has no chat template; use an instruction-tuned model"):
+        check_tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), "tiny")
+    with pytest.raises(ValueError, match="tokenizer of tiny has no EOS token"):
+        check_tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE), "tiny")
+
+
+# ---- prompt stream
+
+
+def test_prompts_have_ids_columns_and_a_running_index(tokenizer, ten_rows):
+    prompts = PromptStream(config_of(ten_rows, shuffle=False), tokenizer, seed=0).draw(12)
+    assert [prompt.index for prompt in prompts] == list(range(12))
+    assert prompts[3].ids == ids_of("<user> add n3 <assistant>")
+    assert prompts[3].columns == {"question": "add n3", "answer": "3"}
+    assert prompts[10].columns["answer"] == "0"  # the second epoch, in file order again
+
+
+def test_each_epoch_is_a_new_permutation_from_the_seed(tokenizer, ten_rows):
+    def answers(seed):
+        return [p.columns["answer"] for p in PromptStream(config_of(ten_rows), tokenizer, seed).draw(20)]
+
+    state = random.getstate()
+    first = answers(seed=1)
+    assert random.getstate() == state
+    assert sorted(first[:10]) == sorted(first[10:]) == [str(i) for i in range(10)]
+    assert first[:10] != first[10:]
+    assert first == answers(seed=1)
+    assert first != answers(seed=2)
+
+
+@pytest.mark.parametrize("num_drawn", [0, 7, 10, 13])
+def test_a_resumed_stream_continues_the_same_way(tokenizer, ten_rows, num_drawn):
+    stream = PromptStream(config_of(ten_rows), tokenizer, seed=3)
+    stream.draw(num_drawn)
+    state = json.loads(json.dumps(stream.state_dict()))
+    expected = stream.draw(9)  # from 7: across the end of the first epoch
+    resumed = PromptStream(config_of(ten_rows), tokenizer, seed=3)
+    resumed.draw(2)  # whatever it did before does not matter
+    resumed.load_state_dict(state)
+    assert resumed.draw(9) == expected
+    assert resumed.state_dict() == stream.state_dict()
+    assert expected[0].index == num_drawn
+
+
+def test_one_draw_equals_many(tokenizer, ten_rows):
+    one, many = (PromptStream(config_of(ten_rows), tokenizer, seed=0) for _ in range(2))
+    assert one.draw(25) == [prompt for _ in range(5) for prompt in many.draw(5)]
+
+
+def test_a_state_of_another_data_set_seed_or_order_is_refused(tokenizer, ten_rows, tmp_path):
+    state = PromptStream(config_of(ten_rows), tokenizer, seed=0).state_dict()
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(pathlib.Path(ten_rows).read_text().splitlines(keepends=True)[:4]))
+    with pytest.raises(
+        ValueError, match="saved place in the data has num_rows=10, this run has 4; resume with the data"
+    ):
+        PromptStream(config_of(str(short)), tokenizer, seed=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="has path='.*rows.jsonl', this run has '.*copy.jsonl'"):
+        copy = tmp_path / "copy.jsonl"
+        copy.write_text(pathlib.Path(ten_rows).read_text())
+        PromptStream(config_of(str(copy)), tokenizer, seed=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="has seed=0, this run has 1"):
+        PromptStream(config_of(ten_rows), tokenizer, seed=1).load_state_dict(state)
+    with pytest.raises(ValueError, match="has shuffle=1, this run has 0"):
+        PromptStream(config_of(ten_rows, shuffle=False), tokenizer, seed=0).load_state_dict(state)
+
+
+def long_rows(tmp_path, lengths: list[int]) -> str:
+    """One row per length, in tokens of its whole prompt (<user> and <assistant> are two of them)."""
+    rows = [{"question": " ".join(["add"] * (n - 2)), "answer": str(n)} for n in lengths]
+    return write_rows(tmp_path / "long.jsonl", rows)
+
+
+def test_prompts_that_are_too_long_are_left_out_counted_once_and_reported_once(tokenizer, tmp_path, capsys):
+    config = config_of(long_rows(tmp_path, [4, 9, 5, 8, 6]), max_prompt_tokens=6, shuffle=False)
+    stream = PromptStream(config, tokenizer, seed=0)
+    assert stream.num_too_long == 0
+    prompts = stream.draw(8)
+    assert [p.columns["answer"] for p in prompts] == ["4", "5", "6", "4", "5", "6", "4", "5"]
+    assert [p.index for p in prompts] == list(range(8))
+    assert stream.num_too_long == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert "row 2 of" in lines[0] and "has 9 tokens, more than data.max_prompt_tokens=6" in lines[0]
+    resumed = PromptStream(config, tokenizer, seed=0)
+    resumed.load_state_dict(stream.state_dict())
+    assert resumed.draw(4) == stream.draw(4)
+    assert resumed.num_too_long == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_row_that_fits_is_enough(tokenizer, tmp_path, seed):
+    config = config_of(long_rows(tmp_path, [9, 9, 4, 9, 9]), max_prompt_tokens=6)
+    prompts = PromptStream(config, tokenizer, seed).draw(6)
+    assert [p.columns["answer"] for p in prompts] == ["4"] * 6
+
+
+def test_no_row_that_fits_is_an_error_with_the_numbers(tokenizer, tmp_path):
+    config = config_of(long_rows(tmp_path, [9, 8, 12]), max_prompt_tokens=6)
+    message = "all 3 rows of .*long.jsonl are longer than data.max_prompt_tokens=6 tokens, the shortest has 8; raise"
+    with pytest.raises(ValueError, match=message):
+        PromptStream(config, tokenizer, seed=0).draw(1)
+    with pytest.raises(ValueError, match=message):
+        load_eval_prompts(config, EvaluationConfig(num_prompts=2), tokenizer)
+
+
+def test_a_missing_column_is_refused_before_the_first_draw(tokenizer, ten_rows):
+    with pytest.raises(
+        ValueError, match="column 'prompt' is missing .* columns there: question, answer, completion, extra"
+    ):
+        PromptStream(config_of(ten_rows, prompt_column="prompt"), tokenizer, seed=0)
+    with pytest.raises(ValueError, match="column 'solution' is missing"):
+        PromptStream(config_of(ten_rows, columns=("answer", "solution")), tokenizer, seed=0)
+
+
+def test_a_prompt_that_is_not_text_is_refused(tokenizer, ten_rows):
+    with pytest.raises(ValueError, match="row 1 of .*: column 'extra' holds int, not text"):
+        PromptStream(config_of(ten_rows, prompt_column="extra", shuffle=False), tokenizer, seed=0).draw(1)
+
+
+def test_prompts_from_a_hub_data_set(tokenizer, monkeypatch):
+    rows = datasets.Dataset.from_list([{"question": f"add n{i}", "answer": str(i)} for i in range(3)])
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: rows)
+    prompts = PromptStream(config_of("a/b", shuffle=False), tokenizer, seed=0).draw(3)
+    assert prompts[2].ids == ids_of("<user> add n2 <assistant>")
+    assert prompts[2].columns == {"question": "add n2", "answer": "2"}
+
+
+# ---- chat stream
+
+
+def test_chats_are_prompt_and_completion_with_eos(tokenizer, ten_rows):
+    stream = ChatStream(config_of(ten_rows, shuffle=False), "completion", tokenizer, max_sequence_tokens=20, seed=0)
+    assert stream.draw(2) == [
+        (ids_of("<user> add n0 <assistant>"), ids_of("yes n0 <eos>")),
+        (ids_of("<user> add n1 <assistant>"), ids_of("yes n1 <eos>")),
+    ]
+
+
+def test_a_resumed_chat_stream_continues_the_same_way(tokenizer, ten_rows):
+    stream, resumed = (ChatStream(config_of(ten_rows), "completion", tokenizer, 20, seed=5) for _ in range(2))
+    stream.draw(7)
+    resumed.load_state_dict(stream.state_dict())
+    assert resumed.draw(9) == stream.draw(9)
+    with pytest.raises(ValueError, match="has seed=5, this run has 6"):
+        ChatStream(config_of(ten_rows), "completion", tokenizer, 20, seed=6).load_state_dict(stream.state_dict())
+
+
+def test_the_limit_of_chats_is_on_prompt_plus_completion(tokenizer, ten_rows):
+    # Each is 4 + 3 tokens; max_prompt_tokens does not count here.
+    config = config_of(ten_rows, max_prompt_tokens=1)
+    assert len(ChatStream(config, "completion", tokenizer, max_sequence_tokens=7, seed=0).draw(3)) == 3
+    with pytest.raises(ValueError, match="all 10 rows of .* max_sequence_tokens=6 tokens, the shortest has 7"):
+        ChatStream(config, "completion", tokenizer, max_sequence_tokens=6, seed=0).draw(1)
+
+
+def test_chats_need_a_text_column(tokenizer, ten_rows):
+    with pytest.raises(ValueError, match="column 'reply' is missing"):
+        ChatStream(config_of(ten_rows), "reply", tokenizer, 20, seed=0)
+    with pytest.raises(ValueError, match="column 'extra' holds int, not text"):
+        ChatStream(config_of(ten_rows), "extra", tokenizer, 20, seed=0).draw(1)
+
+
+# ---- evaluation
+
+
+def test_held_out_prompts_are_the_first_that_fit(tokenizer, ten_rows, tmp_path, capsys):
+    held_out = long_rows(tmp_path, [4, 9, 5, 6])
+    data = config_of(ten_rows, max_prompt_tokens=6)
+    prompts = load_eval_prompts(data, EvaluationConfig(path=held_out, num_prompts=2), tokenizer)
+    assert [(p.index, p.columns["answer"]) for p in prompts] == [(0, "4"), (1, "5")]
+    assert "1 held-out prompts of" in capsys.readouterr().out
+    assert len(load_eval_prompts(data, EvaluationConfig(path=held_out, num_prompts=99), tokenizer)) == 3
+
+
+def test_evaluation_on_the_training_file_is_said_aloud(tokenizer, ten_rows, capsys):
+    prompts = load_eval_prompts(config_of(ten_rows), EvaluationConfig(num_prompts=3), tokenizer)
+    assert [p.columns["answer"] for p in prompts] == ["0", "1", "2"]
+    assert "evaluation uses the training data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "loaded"),
+    [("", ("a/b", "main", "test")), ("a/b", ("a/b", "main", "test")), ("c/d", ("c/d", None, "test"))],
+)
+def test_the_training_data_s_name_is_not_used_for_another_data_set(tokenizer, monkeypatch, path, loaded):
+    calls = []
+
+    def load(path, name, split):
+        calls.append((path, name, split))
+        return datasets.Dataset.from_list([{"question": "add n1", "answer": "1"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    load_eval_prompts(config_of("a/b"), EvaluationConfig(path=path, num_prompts=1), tokenizer)
+    assert calls == [loaded]
+
+
+# ---- real rows
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not there")
+def test_gsm8k_rows_stream_and_have_numbers_for_answers(tokenizer):
+    stream = PromptStream(config_of(str(GSM8K), max_prompt_tokens=10_000), tokenizer, seed=0)
+    prompts = stream.draw(50)
+    assert len(stream.rows) == 7473
+    assert len({p.columns["question"] for p in prompts}) == 50
+    assert all(parse_number(extract_answer(p.columns["answer"], "hashes")) is not None for p in prompts)

@@ -1,0 +1,216 @@
+"""Toy tasks, tokenizers and models: what the rest of the tests stand on."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from grpo import toy
+
+torch.set_num_threads(1)
+
+TEXTS = ["Natalia sold 48/2 = 24 clips in May.", "She sold 48+24 = 72 clips altogether in April and May.\n#### 72"] * 3
+MESSAGES = [{"role": "system", "content": "Think first."}, {"role": "user", "content": "70+98"}]
+
+
+@pytest.fixture(scope="module")
+def addition_tokenizer():
+    return toy.addition_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def text_tokenizer():
+    return toy.trained_tokenizer(TEXTS, vocab_size=300)
+
+
+def test_addition_row_by_hand():
+    assert toy._addition_row(70, 98) == {
+        "question": "70+98",
+        "answer": "168",
+        "completion": "<think>088;796;</think><answer>168</answer>",
+    }
+    assert toy._addition_row(10, 10)["completion"] == "<think>0;2;</think><answer>20</answer>"
+
+
+def test_addition_rows_are_right_distinct_disjoint_and_fixed():
+    state = random.getstate()
+    train, test = toy.task_rows("addition", "train"), toy.task_rows("addition", "test")
+    assert random.getstate() == state
+    assert (len(train), len(test)) == (50_000, 2_000)
+    pairs = {
+        split: [tuple(map(int, row["question"].split("+"))) for row in rows]
+        for split, rows in {"train": train, "test": test}.items()
+    }
+    for split, rows in {"train": train, "test": test}.items():
+        assert len(set(pairs[split])) == len(rows)
+        assert all(min(pair) >= 10 and max(pair) <= 999 for pair in pairs[split])
+        assert all(int(row["answer"]) == sum(pair) for row, pair in zip(rows, pairs[split], strict=True))
+    # 98+70 in the test split would give 70+98 in the train split away
+    assert not {tuple(sorted(pair)) for pair in pairs["train"]} & {tuple(sorted(pair)) for pair in pairs["test"]}
+    # every last digit is held out about equally often
+    assert min(sum(row["answer"].endswith(str(digit)) for row in test) for digit in range(10)) > 150
+    assert test == toy.task_rows("addition", "test")
+    assert [row["question"] for row in test[:2]] == ["848+753", "260+646"]  # the same on every machine
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="'chess' is unknown; there is addition"):
+        toy.task_rows("chess", "train")
+    with pytest.raises(ValueError, match="no split 'dev'; there are train, test"):
+        toy.task_rows("addition", "dev")
+    with pytest.raises(ValueError, match="'chess' is unknown; there are addition, gsm8k"):
+        toy.build("chess", "unused")
+    with pytest.raises(ValueError, match="pass data_rows"):
+        toy.build("gsm8k", "unused")
+
+
+def test_addition_tokenizer_has_one_token_per_character(addition_tokenizer):
+    text = "70+98=<think>088;796;</think><answer>168</answer>"
+    ids = addition_tokenizer.encode(text)
+    assert len(addition_tokenizer) == 32
+    assert len(ids) == len("70+98=") + 1 + len("088;796;") + 1 + 1 + len("168") + 1
+    assert addition_tokenizer.decode(ids) == text
+    characters = toy.ADDITION_CHARACTERS + " " + toy.ADDITION_CHARACTERS[::-1]
+    assert addition_tokenizer.decode(addition_tokenizer.encode(characters)) == characters
+    assert addition_tokenizer.convert_ids_to_tokens(addition_tokenizer.encode("7é")) == ["7", "<unk>"]
+
+
+@pytest.mark.parametrize("name", ["addition_tokenizer", "text_tokenizer"])
+def test_tags_are_single_tokens_that_decode_keeps(name, request):
+    tokenizer = request.getfixturevalue(name)
+    for tag in toy.TAGS:
+        (token,) = tokenizer.encode(tag)
+        assert tokenizer.decode([token, tokenizer.eos_token_id], skip_special_tokens=True) == tag
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert {tokenizer.eos_token_id, tokenizer.pad_token_id} <= set(tokenizer.all_special_ids)
+
+
+def test_addition_template_is_the_question_and_an_equals_sign(addition_tokenizer):
+    prompt = addition_tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert prompt == "70+98="
+    full = addition_tokenizer.apply_chat_template(
+        [*MESSAGES, {"role": "assistant", "content": "<answer>168</answer>"}], tokenize=False
+    )
+    assert full == "70+98=<answer>168</answer><eos>"
+
+
+def test_text_template_is_chatml(text_tokenizer):
+    prompt = text_tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    expected = "<|im_start|>system\nThink first.<|im_end|>\n<|im_start|>user\n70+98<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt == expected
+    full = text_tokenizer.apply_chat_template([*MESSAGES, {"role": "assistant", "content": "168"}], tokenize=False)
+    assert full == expected + "168<|im_end|>\n"
+    assert text_tokenizer.eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *TEXTS,
+        "<think>a  b</think>\n\n<answer> 4 </answer> , .",
+        "é 漢字 🙂 \t\r\n",
+        " don't , stop .",
+        "<|im_end|>x",
+        "",
+    ],
+)
+def test_text_tokenizer_decodes_what_it_encoded(text, text_tokenizer):
+    assert text_tokenizer.decode(text_tokenizer.encode(text)) == text
+
+
+def test_trained_tokenizer_size_and_repeatability(text_tokenizer):
+    assert len(text_tokenizer) == 300
+    assert toy.trained_tokenizer(TEXTS, vocab_size=300).get_vocab() == text_tokenizer.get_vocab()
+    # it learned something: fewer tokens than bytes
+    assert len(text_tokenizer.encode(TEXTS[0])) < len(TEXTS[0].encode())
+    with pytest.raises(ValueError, match="vocab_size=200 is too small; .* need 263"):
+        toy.trained_tokenizer(TEXTS, vocab_size=200)
+
+
+def test_model_folder_loads_in_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    folder = toy.build("addition", tmp_path / "a" / "model", seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    files = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= files
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    # per layer: q and o 128 x 128, k and v 128 x 64, 3 x 128 x 384, norms 128 + 128 + 32 + 32
+    per_layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 320
+    assert sum(p.numel() for p in model.parameters()) == 4 * per_layer + 32 * 128 + 128
+    assert model.dtype == torch.float32 and model.config.tie_word_embeddings
+    assert len(tokenizer) == model.config.vocab_size == 32 and model.config.max_position_embeddings == 512
+    for text in ("config.json", "generation_config.json"):
+        ids = json.loads((folder / text).read_text())
+        assert (ids["eos_token_id"], ids["pad_token_id"]) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True) == "70+98="
+    assert tokenizer.encode("70+98=") == toy.addition_tokenizer().encode("70+98=")
+    with torch.no_grad():
+        logits_BTV = model(torch.tensor([tokenizer.encode("70+98=")])).logits
+    assert logits_BTV.shape == (1, 6, 32) and logits_BTV.isfinite().all()
+
+
+def test_weights_follow_from_the_seed(tmp_path, addition_tokenizer):
+    small = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+
+    def weights(folder, seed):
+        return (
+            toy.make_model(tmp_path / folder, addition_tokenizer, seed=seed, **small) / "model.safetensors"
+        ).read_bytes()
+
+    first = weights("a", 0)
+    torch.manual_seed(99)
+    assert weights("b", 0) == first and weights("c", 1) != first
+
+
+def test_llama_with_scaled_rope_and_untied_head(tmp_path, addition_tokenizer):
+    from transformers import AutoModelForCausalLM
+
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    folder = toy.make_model(
+        tmp_path,
+        addition_tokenizer,
+        seed=0,
+        num_layers=1,
+        architecture="llama",
+        rope_scaling=scaling,
+        tie_word_embeddings=False,
+        initializer_range=0.5,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.model_type == "llama" and model.config.head_dim == 32
+    assert model.config.rope_parameters == scaling | {"rope_theta": toy.ROPE_THETA}
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    assert model.lm_head.weight.std().item() == pytest.approx(0.5, rel=0.05)
+
+
+def test_gsm8k_model_brings_a_tokenizer_trained_on_its_rows(tmp_path):
+    from transformers import AutoConfig, AutoTokenizer
+
+    rows = [{"question": TEXTS[0], "answer": TEXTS[1]}]
+    folder = toy.build("gsm8k", tmp_path, rows)
+    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    assert config.max_position_embeddings == 2048 and config.vocab_size == len(tokenizer) <= 2048
+    assert tokenizer.decode(tokenizer.encode(TEXTS[1])) == TEXTS[1]
+
+
+def test_impossible_models_are_refused(tmp_path, addition_tokenizer):
+    with pytest.raises(ValueError, match=r"head_dim=16 does not run in vLLM on a CPU; use one of \(32, 48, 64, 80\)"):
+        toy.make_model(tmp_path, addition_tokenizer, seed=0, head_dim=16)
+    with pytest.raises(ValueError, match="num_heads=4 is no multiple of num_key_value_heads=3"):
+        toy.make_model(tmp_path, addition_tokenizer, seed=0, num_key_value_heads=3)
+    with pytest.raises(ValueError, match="'gpt2' is unknown"):
+        toy.make_model(tmp_path, addition_tokenizer, seed=0, architecture="gpt2")
+    with pytest.raises(ValueError, match="rope_scaling needs architecture='llama'"):
+        toy.make_model(tmp_path, addition_tokenizer, seed=0, rope_scaling={"rope_type": "llama3"})
+    assert not list(tmp_path.iterdir())
