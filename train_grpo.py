@@ -84,10 +84,9 @@ def train(config: GRPOConfig, roles: Roles) -> None:
 
         with ledger.phase("reference"):
             ref_logprobs_C = reference.logprobs(batch) if roles.references else None
-        with ledger.phase("reward"):  # at the same time, where the reference has ranks of its own
-            rollouts = on_driver(roles, Driver.score, driver, rollouts)
+            # at the same time, where the reference has ranks of its own, the driver scores (phase "reward")
+            rollouts = on_driver(roles, Driver.score, driver, rollouts, ledger)
             batch = add_advantages(batch, advantages_of(rollouts), roles)  # driver -> references and trainers
-        with ledger.phase("reference"):
             batch = add_ref_logprobs(batch, ref_logprobs_C, roles)  # references -> trainers
 
         with ledger.phase("train"):
@@ -111,7 +110,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
     if config.checkpoint.export and roles.trains:
         models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", dtype)
     on_driver(roles, Driver.finish, driver)
-    close_roles(roles)
+    close_roles(roles, generator.close if roles.generates else None)
 
 
 def evaluate(
@@ -244,9 +243,10 @@ class Driver:
         group_size = len(completions) // len(prompts)
         return [Rollout(prompts[i // group_size], c, self._text(c.ids)) for i, c in enumerate(completions)]
 
-    def score(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def score(self, rollouts: list[Rollout], ledger: Ledger) -> list[Rollout]:
         """Rewards and advantages."""
-        rollouts = rewards.score(self.reward_functions, rollouts)
+        with ledger.phase("reward"):
+            rollouts = rewards.score(self.reward_functions, rollouts)
         rewards_S = torch.tensor([math.nan if r.reward is None else r.reward for r in rollouts])
         advantages_S = group_advantages(rewards_S, self.config.group_size, self.config.grpo.advantages)
         return [replace(r, advantage=a) for r, a in zip(rollouts, advantages_S.tolist(), strict=True)]

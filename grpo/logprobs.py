@@ -27,10 +27,15 @@ class LogprobHead(Linear):
     class Config(Linear.Config):
         chunk_tokens: int = 4096
         """Tokens whose logits exist at one time."""
+        compile: bool = False
+        """Fuse what happens to a chunk's logits with torch.compile."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
+        self.statistics, self.gradients = chunk_statistics, chunk_gradients
+        if config.compile:
+            self.statistics, self.gradients = torch.compile(chunk_statistics), torch.compile(chunk_gradients)
         self.vocab_size = config.out_features
 
     def forward(
@@ -44,7 +49,7 @@ class LogprobHead(Linear):
             # DTensor's chunks: ceil(V / ranks) rows each, the last ranks may hold fewer
             first_row = group.rank() * -(-self.vocab_size // group.size())
         logprobs_N, entropy_N = ChunkedLogprobs.apply(
-            hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), temperature, self.chunk_tokens, group, first_row
+            hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), temperature, self, group, first_row
         )
         # copies, because FSDP hooks the outputs and warns of views
         return logprobs_N.view_as(targets_BT).clone(), entropy_N.view_as(targets_BT).clone()
@@ -55,14 +60,14 @@ class ChunkedLogprobs(torch.autograd.Function):
 
     The backward recomputes each chunk's logits: one more matrix product instead of `[tokens, vocabulary]` of memory.
     With `group`, weight_VD holds the vocabulary rows from `first_row` on, and sums over the vocabulary are reduced
-    over the group; every rank returns the same values.
+    over the group; every rank returns the same values. `head` gives chunk size and the two functions of a chunk.
     """
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperature, chunk_tokens, group, first_row):
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperature, head, group, first_row):
         outputs = []
-        for hidden, targets in zip(hidden_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True):
-            maximum, total, weighted, target = chunk_statistics(hidden, weight_VD, targets, temperature, first_row)
+        for hidden, targets in zip(hidden_ND.split(head.chunk_tokens), targets_N.split(head.chunk_tokens), strict=True):
+            maximum, total, weighted, target = head.statistics(hidden, weight_VD, targets, temperature, first_row)
             if group is not None:
                 highest = maximum.clone()
                 dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -74,17 +79,17 @@ class ChunkedLogprobs(torch.autograd.Function):
             outputs.append(torch.stack([target - logsumexp, logsumexp - weighted / total, logsumexp]))
         logprobs_N, entropy_N, logsumexp_N = torch.cat(outputs, 1).unbind()
         ctx.save_for_backward(hidden_ND, targets_N, entropy_N, logsumexp_N, weight_VD)
-        ctx.rest = temperature, chunk_tokens, group, first_row
+        ctx.rest = temperature, head, group, first_row
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logprobs_N, grad_entropy_N):
         *per_token, weight_VD = ctx.saved_tensors
-        temperature, chunk_tokens, group, first_row = ctx.rest
+        temperature, head, group, first_row = ctx.rest
         grad_hidden, grad_weight_VD = [], torch.zeros_like(weight_VD, dtype=torch.float32)
-        chunks = zip(*(x.split(chunk_tokens) for x in (*per_token, grad_logprobs_N, grad_entropy_N)), strict=True)
+        chunks = zip(*(x.split(head.chunk_tokens) for x in (*per_token, grad_logprobs_N, grad_entropy_N)), strict=True)
         for hidden, targets, entropy, logsumexp, grad_logprobs, grad_entropy in chunks:
-            grad_chunk, grad_weight = chunk_gradients(
+            grad_chunk, grad_weight = head.gradients(
                 hidden, weight_VD, targets, temperature, first_row, entropy, logsumexp, grad_logprobs, grad_entropy
             )
             grad_hidden.append(grad_chunk)

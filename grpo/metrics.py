@@ -44,31 +44,30 @@ MAX_COLUMN_CHARACTERS = 600
 
 
 class Ledger:
-    """Where the wall time of one step goes, in seconds. Phases follow one another and never nest."""
+    """Where the wall time of one step goes, in seconds. A phase inside another pauses it, so no second counts twice."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.open_phase: str | None = None
-        self.step_start = time.perf_counter()
+        self.open_phases: list[str] = []
+        self.step_start = self.last_change = time.perf_counter()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the wall seconds of the `with` block to phase `name` (generate, reward, reference, train, sync, ...).
 
         Raises:
-            ValueError: another phase is open, or the name is one that `close_step` computes.
+            ValueError: the name is one that `close_step` computes.
         """
-        if self.open_phase is not None:
-            raise ValueError(f"phase {name} inside phase {self.open_phase}: seconds would count twice; end one first")
         if name in ("other", "step"):
             raise ValueError(f"time/{name} is computed by close_step; give the phase another name")
-        self.open_phase, start = name, time.perf_counter()
+        self._book()
+        self.open_phases.append(name)
         set_place(phase=name)
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            self.open_phase = None
+            self._book()
+            self.open_phases.pop()
 
     def close_step(self) -> dict[str, float]:
         """Seconds since the last call: `time/PHASE` of each phase that ran, `time/other`, `time/step`.
@@ -78,14 +77,22 @@ class Ledger:
         Raises:
             ValueError: a phase is still open.
         """
-        if self.open_phase is not None:
-            raise ValueError(f"the step closes inside phase {self.open_phase}; end the phase first")
+        if self.open_phases:
+            raise ValueError(f"the step closes inside phase {self.open_phases[-1]}; end the phase first")
         now = time.perf_counter()
-        total = now - self.step_start
-        metrics = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-        metrics |= {"time/other": total - sum(self.seconds.values()), "time/step": total}
+        step = now - self.step_start
+        times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        times |= {"time/other": step - sum(self.seconds.values()), "time/step": step}
         self.seconds, self.step_start = {}, now
-        return metrics
+        return times
+
+    def _book(self) -> None:
+        """Give the time since the last change to the phase that is open, if any."""
+        now = time.perf_counter()
+        if self.open_phases:
+            name = self.open_phases[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last_change
+        self.last_change = now
 
 
 class RunLog:

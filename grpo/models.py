@@ -244,7 +244,9 @@ def _rope_frequencies(hf: transformers.PretrainedConfig) -> tuple[torch.Tensor, 
     return hf.rope_parameters["rope_theta"] ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim), 1.0
 
 
-def titan_config(hf: transformers.PretrainedConfig, attention: str, chunk_tokens: int) -> Decoder.Config:
+def titan_config(
+    hf: transformers.PretrainedConfig, attention: str, chunk_tokens: int, compiled: bool = False
+) -> Decoder.Config:
     """The torchtitan model config of a Hugging Face one, for any dense size. `attention` is flex or documents."""
     qwen = hf.model_type == "qwen3"
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -293,7 +295,11 @@ def titan_config(hf: transformers.PretrainedConfig, attention: str, chunk_tokens
             param_init={"weight": skip_param_init} if tied else _INIT,
         ),
         lm_head=LogprobHead.Config(
-            in_features=hf.hidden_size, out_features=hf.vocab_size, param_init=_INIT, chunk_tokens=chunk_tokens
+            in_features=hf.hidden_size,
+            out_features=hf.vocab_size,
+            param_init=_INIT,
+            chunk_tokens=chunk_tokens,
+            compile=compiled,
         ),
     )
 
@@ -361,7 +367,8 @@ def build_model(
     """
     attention = model.attention if model.attention != "auto" else "flex" if device.type == "cuda" else "documents"
     hf = read_hf_config(folder)
-    config = titan_config(hf, attention, trainer.logprob_chunk_tokens)
+    compiled = trainer.compile and device.type == "cuda"
+    config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled)
     # spmd_types, torchtitan's default, fails for more than one rank on this torch
     parallelism = ParallelismConfig(
         spmd_backend="partial_dtensor",
@@ -378,7 +385,6 @@ def build_model(
 
     with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
         module = config.build()
-    compiled = trainer.compile and device.type == "cuda"
     parallelize = parallelize_qwen3 if hf.model_type == "qwen3" else parallelize_llama
     module = parallelize(
         module,

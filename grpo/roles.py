@@ -15,6 +15,7 @@ Colocated, every rank holds every role and one default group serves trainer and 
 
 import datetime
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -134,10 +135,13 @@ def setup_trainers(config: SFTConfig) -> Roles:
     return Roles(rank, "trainer", device, True, False, False, everyone, (), (), control, None)
 
 
-def close_roles(roles: Roles) -> None:
-    """Leave together: wait for every rank, then destroy this rank's groups. Collective over `control`."""
+def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:
+    """Leave together: wait for every rank, shut the engine down, destroy this rank's groups. Collective over `control`."""
     dist.barrier(group=roles.control)
-    dist.destroy_process_group()
+    if close_engine is not None:
+        close_engine()
+    if dist.is_initialized():  # an engine takes the default group with it
+        dist.destroy_process_group()
 
 
 def _select_device() -> torch.device:

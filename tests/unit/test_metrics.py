@@ -70,13 +70,21 @@ def test_ledger_starts_the_next_step_where_the_last_one_ended(clock):
     assert ledger.close_step() == {"time/other": 3.0, "time/step": 3.0}
 
 
-def test_ledger_refuses_nested_phases_and_names_both(clock):
+def test_ledger_inner_phase_pauses_the_outer_one(clock):
     ledger = Ledger()
-    with pytest.raises(ValueError, match="reward inside phase generate"), ledger.phase("generate"):
+    with ledger.phase("reference"):
         clock.now += 1.0
         with ledger.phase("reward"):
-            pass
-    # the phase that raised is over and counted
+            clock.now += 4.0
+        clock.now += 2.0
+    assert ledger.close_step() == {"time/reference": 3.0, "time/reward": 4.0, "time/other": 0.0, "time/step": 7.0}
+
+
+def test_ledger_counts_a_phase_that_raised(clock):
+    ledger = Ledger()
+    with pytest.raises(RuntimeError), ledger.phase("generate"):
+        clock.now += 1.0
+        raise RuntimeError
     assert ledger.close_step()["time/generate"] == 1.0
 
 

@@ -1,0 +1,79 @@
+"""Write a random checkpoint of a real model's shape, a tokenizer for it and prompts of equal length, without downloads.
+
+    python tests/bench/random_checkpoint.py qwen3-0.6b FOLDER [--prompt-tokens 128]
+
+FOLDER gets the Hugging Face files and prompts.jsonl. For measurements only: the model knows nothing.
+"""
+
+import json
+import pathlib
+import random
+import sys
+from dataclasses import dataclass
+
+import torch
+import transformers
+import tyro
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from grpo.config import DataConfig
+from grpo.data import encode_prompt
+from grpo.toy import trained_tokenizer
+
+COMMON = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28, "tie_word_embeddings": True}
+SHAPES = {
+    "tiny": COMMON | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32},
+    "qwen3-0.6b": COMMON | {"hidden_size": 1024, "intermediate_size": 3072},
+    "qwen3-1.7b": COMMON | {"hidden_size": 2048, "intermediate_size": 6144},
+    "qwen3-4b": COMMON
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_hidden_layers": 36},
+}
+NUM_PROMPTS = 512
+
+
+@dataclass
+class Arguments:
+    """What to write."""
+
+    shape: tyro.conf.Positional[str]
+    """One of SHAPES."""
+    folder: tyro.conf.Positional[pathlib.Path]
+    """Where to."""
+    prompt_tokens: int = 128
+    """Length of every prompt in tokens, chat template included."""
+
+
+def main(arguments: Arguments) -> None:
+    """Write model, tokenizer and prompts."""
+    shape = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960} | SHAPES[arguments.shape]
+    if arguments.shape == "tiny":
+        shape |= {
+            "vocab_size": 2048,
+            "max_position_embeddings": 1024,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(400)]
+    tokenizer = trained_tokenizer([" ".join(rng.choices(words, k=50)) for _ in range(50)], vocab_size=1024)
+    tokenizer.save_pretrained(arguments.folder)
+    config = transformers.Qwen3Config(
+        **shape, rms_norm_eps=1e-6, rope_theta=1e6, eos_token_id=tokenizer.eos_token_id, pad_token_id=None
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = transformers.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.to("cpu").save_pretrained(arguments.folder)
+
+    data = DataConfig(system_prompt="")
+    with open(arguments.folder / "prompts.jsonl", "w") as file:
+        for _ in range(NUM_PROMPTS):
+            text = " ".join(rng.choices(words, k=arguments.prompt_tokens))
+            while len(encode_prompt(tokenizer, data, text)) > arguments.prompt_tokens:
+                text = text[:-1]
+            file.write(json.dumps({"question": text, "answer": "1"}) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))
