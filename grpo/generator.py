@@ -180,6 +180,8 @@ def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
 
     options = config.generator
     cache_gib = options.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else 0)
+    # Seeded requests whose prompt is prefilled in pieces crash vLLM's CPU runner (it rewinds a generator that cannot).
+    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, config.max_sequence_tokens)}
     return LLM(
         model=folder,
         tensor_parallel_size=options.tensor_parallel,
@@ -197,6 +199,7 @@ def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
         skip_tokenizer_init=True,
         disable_log_stats=True,
         seed=config.seed,
+        **(whole_prompts if on_cpu else {}),
     )
 
 
