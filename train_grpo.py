@@ -77,7 +77,10 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         plan: Plan = share(on_driver(roles, Driver.next_plan, driver, step), roles)
 
         with ledger.phase("generate"):
-            completions = generator.generate(plan.prompts, config.group_size) if roles.generates else None
+            completions = None
+            if roles.generates:
+                completions = generator.generate(plan.prompts, config.group_size)
+                generator.sleep()  # colocated and asked for: its memory is the trainer's until the sync
             completions = gather_completions(completions, roles)  # generators -> driver
             rollouts = on_driver(roles, Driver.rollouts, driver, plan.prompts, completions, step)
             batch = send_batch(batch_of(rollouts), roles)  # driver -> references and trainers

@@ -12,8 +12,14 @@ import math
 import os
 import pathlib
 import sys
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
+
+Value = TypeVar("Value")
+# A dict from names. Not written dict, of which tyro makes one flag per name of the recipe's, so that a command line
+# could not give other names; this way it is `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's.
+Table = MutableMapping[str, Value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +70,7 @@ class DataConfig:
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
     """System message put before every prompt; empty leaves it out."""
-    chat_template_kwargs: dict[str, str] = field(default_factory=dict)
+    chat_template_kwargs: Table[str] = field(default_factory=dict)
     """Extra keyword arguments for the tokenizer's chat template, e.g. enable_thinking false."""
     max_prompt_tokens: int = 512
     """Prompts longer than this many tokens are left out, counted and reported once."""
@@ -76,7 +82,7 @@ class DataConfig:
 class RewardConfig:
     """What a completion is worth: a weighted sum of functions."""
 
-    functions: dict[str, float] = field(default_factory=lambda: {"math_reward": 1.0, "thinking_reward": 0.2})
+    functions: Table[float] = field(default_factory=lambda: {"math_reward": 1.0, "thinking_reward": 0.2})
     """Weights by name: `math_reward`, `thinking_reward`, or your own `path/file.py:function`."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
     """Where math_reward looks for the answer: last <answer>..</answer>, last \\boxed{}, or after the last ####."""
@@ -338,7 +344,9 @@ def load(config_type: type[Config], default_recipe: str, arguments: list[str] | 
             silence.enter_context(contextlib.redirect_stdout(nowhere))
             silence.enter_context(contextlib.redirect_stderr(nowhere))
         config = tyro.cli(config_type, default=default, args=arguments, description=config_type.__doc__)
-    validate(config)
+        validate(config)
+        for warning in cautions(config):
+            print(f"warning: {warning}", flush=True)
     return config
 
 
@@ -361,22 +369,17 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
 
     def lines(value, indent: int) -> str:
         if not dataclasses.is_dataclass(value):
-            return repr(value)
+            return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)
         pad = "    " * (indent + 1)
         body = "".join(
             f"{pad}{f.name}={lines(getattr(value, f.name), indent + 1)},\n" for f in dataclasses.fields(value)
         )
         return f"{type(value).__name__}(\n{body}{'    ' * indent})"
 
-    names = sorted(
-        {type(config).__name__}
-        | {
-            type(getattr(config, f.name)).__name__
-            for f in dataclasses.fields(config)
-            if dataclasses.is_dataclass(getattr(config, f.name))
-        }
-    )
-    return f"from grpo.config import {', '.join(names)}\n\nconfig = {lines(config, 0)}\n"
+    values = [config, *(getattr(config, f.name) for f in dataclasses.fields(config))]
+    names = sorted(type(value).__name__ for value in values if dataclasses.is_dataclass(value))
+    imports = "".join(f"    {name},\n" for name in names)
+    return f"from grpo.config import (\n{imports})\n\nconfig = {lines(config, 0)}\n"
 
 
 def validate(config: GRPOConfig | SFTConfig) -> None:
@@ -384,9 +387,19 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
     if isinstance(config, GRPOConfig):
         _validate_grpo(config)
     trainer, num_trainers = config.trainer, (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
-    _at_least(1, num_steps=config.num_steps, num_trainers=num_trainers)
-    _at_least(1, trainer_tensor_parallel=trainer.tensor_parallel, trainer_data_replicas=trainer.data_replicas)
-    _at_least(1, trainer_logprob_chunk_tokens=trainer.logprob_chunk_tokens)
+    prefix = "roles." if isinstance(config, GRPOConfig) else ""
+    _at_least(1, num_steps=config.num_steps, **{f"{prefix}num_trainers": num_trainers})
+    _at_least(
+        1,
+        **{
+            "trainer.tensor_parallel": trainer.tensor_parallel,
+            "trainer.data_replicas": trainer.data_replicas,
+            "trainer.logprob_chunk_tokens": trainer.logprob_chunk_tokens,
+            "checkpoint.keep": config.checkpoint.keep,
+        },
+    )
+    if isinstance(config, SFTConfig):
+        _at_least(1, sequences_per_step=config.sequences_per_step, max_sequence_tokens=config.max_sequence_tokens)
     shards = trainer.tensor_parallel * trainer.data_replicas
     if num_trainers % shards:
         raise ValueError(
@@ -399,8 +412,16 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
             f"a sequence of up to {config.max_sequence_tokens} tokens does not fit into trainer.micro_batch_tokens="
             f"{trainer.micro_batch_tokens}; raise it to at least {config.max_sequence_tokens} or shorten the lengths"
         )
-    if config.metrics.samples_interval < 0 or config.checkpoint.interval < 0:
-        raise ValueError("intervals count steps and cannot be negative; 0 turns them off")
+    intervals = {
+        "metrics.samples_interval": config.metrics.samples_interval,
+        "checkpoint.interval": config.checkpoint.interval,
+    }
+    if isinstance(config, GRPOConfig):
+        intervals["evaluation.interval"] = config.evaluation.interval
+        intervals["sync_check_interval"] = config.sync_check_interval
+    for name, interval in intervals.items():
+        if interval < 0:
+            raise ValueError(f"{name}={interval} counts steps and cannot be negative; 0 turns it off")
     if trainer.learning_rate < 0 or not trainer.max_grad_norm > 0:
         raise ValueError(
             f"trainer.learning_rate={trainer.learning_rate} must be at least 0 and "
@@ -411,9 +432,21 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
 def _validate_grpo(config: GRPOConfig) -> None:
     roles, generator = config.roles, config.generator
     _at_least(1, prompts_per_step=config.prompts_per_step, group_size=config.group_size)
-    _at_least(1, max_prompt_tokens=config.data.max_prompt_tokens, generator_tensor_parallel=generator.tensor_parallel)
-    _at_least(1, max_completion_tokens=generator.max_completion_tokens, max_num_seqs=generator.max_num_seqs)
-    _at_least(0, num_references=roles.num_references)
+    _at_least(
+        1,
+        **{
+            "data.max_prompt_tokens": config.data.max_prompt_tokens,
+            "generator.tensor_parallel": generator.tensor_parallel,
+            "generator.max_completion_tokens": generator.max_completion_tokens,
+            "generator.max_num_seqs": generator.max_num_seqs,
+            "trainer.tensor_parallel": config.trainer.tensor_parallel,
+            "roles.num_trainers": roles.num_trainers,
+            "evaluation.num_prompts": config.evaluation.num_prompts,
+        },
+    )
+    _at_least(0, **{"roles.num_references": roles.num_references})
+    if not roles.timeout_minutes > 0:
+        raise ValueError(f"roles.timeout_minutes={roles.timeout_minutes} must be above 0 and exceed the longest step")
     num_generators = roles.num_trainers if roles.colocated else roles.num_generators
     if num_generators < 1:
         raise ValueError(
@@ -442,17 +475,45 @@ def _validate_grpo(config: GRPOConfig) -> None:
     if config.completions_per_step % data_parallel:
         fit = math.ceil(config.completions_per_step / data_parallel) * data_parallel
         raise ValueError(
-            f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = {config.completions_per_step} "
-            f"completions do not divide over {data_parallel} data-parallel trainer ranks; the next number that does is {fit}"
+            f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
+            f"{config.completions_per_step} completions do not divide over {data_parallel} data-parallel trainer "
+            f"ranks; the next number that does is {fit}"
         )
     if not generator.temperature > 0:
         raise ValueError(
             f"generator.temperature={generator.temperature} must be above 0: greedy samples cannot be compared"
         )
+    if not 0 < generator.top_p <= 1 or not 0 <= generator.min_p < 1 or generator.top_k < 0:
+        raise ValueError(
+            f"generator.top_p={generator.top_p} must lie in (0, 1], generator.min_p={generator.min_p} in [0, 1) and "
+            f"generator.top_k={generator.top_k} must not be negative; 1, 0 and 0 turn them off"
+        )
+    if not 0 < generator.gpu_memory_utilization <= 1 or generator.kv_cache_gib < 0:
+        raise ValueError(
+            f"generator.gpu_memory_utilization={generator.gpu_memory_utilization} must lie in (0, 1] and "
+            f"generator.kv_cache_gib={generator.kv_cache_gib} must not be negative"
+        )
     if min(config.grpo.clip_low, config.grpo.clip_high) < 0 or config.grpo.clip_low >= 1 or config.grpo.kl_coef < 0:
-        raise ValueError("grpo.clip_low must lie in [0, 1), grpo.clip_high and grpo.kl_coef must not be negative")
+        raise ValueError(
+            f"grpo.clip_low={config.grpo.clip_low} must lie in [0, 1), grpo.clip_high={config.grpo.clip_high} and "
+            f"grpo.kl_coef={config.grpo.kl_coef} must not be negative"
+        )
     if not config.reward.functions:
         raise ValueError("reward.functions is empty; name at least one, such as --reward.functions math_reward 1.0")
+
+
+def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
+    """What is allowed but may surprise, one sentence each; `load` prints them once."""
+    if not isinstance(config, GRPOConfig):
+        return []
+    generator, found = config.generator, []
+    if generator.top_p < 1 or generator.top_k > 0 or generator.min_p > 0:
+        found.append(
+            f"generator.top_p={generator.top_p}, top_k={generator.top_k}, min_p={generator.min_p} sample from another "
+            "distribution than the one that is trained; logprob_diff/mean says by how much, and the canary may stop "
+            "the run (--sync-check-interval 0 turns it off)"
+        )
+    return found
 
 
 def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
@@ -465,8 +526,9 @@ def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
             f"use --nproc_per_node={config.num_ranks} or --num-trainers {world_size}"
         )
     raise ValueError(
-        f"the layout ({describe_layout(config)}) needs {config.num_ranks} processes, but torchrun started {world_size}; "
-        f"use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: {suggest_layout(config, world_size)}"
+        f"the layout ({describe_layout(config)}) needs {config.num_ranks} processes, but torchrun started "
+        f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
+        f"{suggest_layout(config, world_size)}"
     )
 
 

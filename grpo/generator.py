@@ -95,7 +95,8 @@ class Generator:
             )
             for prompt, first, count in parts
         ]
-        self.wake()
+        if self.asleep:
+            raise RuntimeError("the engine sleeps without weights; they come back with the next sync_weights")
         gc.disable()  # vLLM makes an object per token; the collector would walk them all again and again
         try:
             outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
@@ -118,29 +119,29 @@ class Generator:
         Each tensor must own its memory or at least never be overwritten: vLLM holds tensors until their layer is
         complete. Collective over the replica's ranks, each of which gets the full tensors.
         """
-        self.wake("weights")
+        self._wake("weights")
         on_cpu = self.roles.device.type == "cpu"
         if on_cpu:  # CPU kernels hold repacked copies, which only a full reload renews, of tied heads too
             tensors = _with_tied_head(tensors) if self.tied else tensors
             self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=tensors))
         else:
             self.llm.collective_rpc(_load_live, args=(tensors,))
-        self.wake()
+        self._wake("kv_cache")
+        self.asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, so it would sample from stale keys and values")
         self.version = version
 
     def sleep(self) -> None:
-        """Give weights and KV cache back to the GPU until the next sync. Does nothing unless `generator.sleep`."""
-        if self.config.generator.sleep and not self.asleep and self.roles.device.type == "cuda":
+        """Give weights and KV cache back to the GPU until the next `load_weights`, if `generator.sleep` says so."""
+        if self.config.generator.sleep and self.roles.device.type == "cuda":
             self.llm.sleep(level=2)  # the weights come back with the next sync, so they need no copy on the host
             self.asleep = True
 
-    def wake(self, only: str = "") -> None:
-        """Take the memory back: all of it, or `only` the weights'."""
+    def _wake(self, tag: str) -> None:
         if self.asleep:
-            self.llm.wake_up(tags=[only] if only else ["kv_cache"])
-            self.asleep = only != ""
+            torch.cuda.empty_cache()  # the trainer's cached blocks would stand in the way
+            self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:
         """Shut the engine down. It takes the default process group with it, so nothing may communicate afterwards."""

@@ -10,7 +10,6 @@ import grpo.titan_on_cpu  # noqa: F401
 
 # isort: split
 
-import functools
 import json
 import os
 import pathlib
@@ -62,8 +61,9 @@ TOKENIZER_FILES = (
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
 EXPORT_SHARD_BYTES = 4 * 2**30
-_INIT = {"weight": functools.partial(nn.init.normal_, std=0.02)}
-_NORM_INIT = {"weight": nn.init.ones_}
+# Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on the
+# first GPU: DTensor's random states take the GPU's index from the rank within the role.
+_NO_INIT = {"weight": skip_param_init}
 
 
 class _LogprobDecoder(Decoder):
@@ -259,7 +259,7 @@ def titan_config(
     )
 
     def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NORM_INIT)
+        return RMSNorm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
 
     def block() -> Qwen3TransformerBlock.Config | Llama3TransformerBlock.Config:
         block_type = Qwen3TransformerBlock if qwen else Llama3TransformerBlock
@@ -271,14 +271,14 @@ def titan_config(
                 n_heads=hf.num_attention_heads,
                 n_kv_heads=hf.num_key_value_heads,
                 head_dim=head_dim,
-                wqkv_param_init=_INIT,
-                wo_param_init=_INIT,
+                wqkv_param_init=_NO_INIT,
+                wo_param_init=_NO_INIT,
                 inner_attention=(FlexAttention if attention == "flex" else DocumentAttention).Config(),
                 rope=rope_config,
                 qk_norm=norm(head_dim) if qwen else None,
             ),
             feed_forward=make_ffn_config(
-                dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=_INIT, w2w3_param_init=_INIT
+                dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
             ),
         )
 
@@ -292,12 +292,12 @@ def titan_config(
         tok_embeddings=Embedding.Config(
             num_embeddings=hf.vocab_size,
             embedding_dim=hf.hidden_size,
-            param_init={"weight": skip_param_init} if tied else _INIT,
+            param_init=_NO_INIT,
         ),
         lm_head=LogprobHead.Config(
             in_features=hf.hidden_size,
             out_features=hf.vocab_size,
-            param_init=_INIT,
+            param_init=_NO_INIT,
             chunk_tokens=chunk_tokens,
             compile=compiled,
         ),

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 
 # torchrun looks every 0.1 s for a dead rank and then gives the others 30 s to end
 FOLLOWER_PATIENCE_SECONDS = 15
+# ranks that end because the driver refused something let it speak first: torchrun kills all at the first exit
+DRIVER_SPEAKS_SECONDS = 3
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out")
 
 _place = {"rank": os.environ.get("RANK", "0"), "role": "rank", "phase": "start"}
@@ -43,13 +45,15 @@ def run_rank(main: Callable[[], None]) -> None:
     """
     # taken now, because roles rewrite RANK to the role's own
     rank = _place["rank"] = os.environ.get("RANK", "0")
-    code = 1
+    code, quiet = 1, False
     try:
         main()
         code = 0
     except SystemExit as stop:
+        quiet = True
         code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
     except BadInput as error:
+        quiet = True
         if rank == "0":
             print(f"error: {error}", file=sys.stderr)
     except BaseException as error:
@@ -60,4 +64,6 @@ def run_rank(main: Callable[[], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
+        if rank != "0" and quiet:
+            time.sleep(DRIVER_SPEAKS_SECONDS)
         os._exit(code)

@@ -1,0 +1,40 @@
+"""Fixtures that the end-to-end tests share: a tiny model, and a finished run of it."""
+
+import pathlib
+
+import pytest
+
+from grpo import toy
+from tests.e2e.runs import TINY
+from tests.torchrun import torchrun
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Folder of a random model; its weights are large enough for peaked, non-uniform log-probs."""
+    return toy.make_model(
+        tmp_path_factory.mktemp("tiny") / "model",
+        toy.addition_tokenizer(),
+        seed=0,
+        hidden_size=64,
+        num_layers=2,
+        intermediate_size=96,
+        initializer_range=0.2,
+        max_position_embeddings=128,
+    )
+
+
+@pytest.fixture(scope="session")
+def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[str]]:
+    """Folder and arguments of a run of 6 steps with checkpoints at 3 and 6.
+
+    2 trainer ranks that also hold the reference, 1 generator. Warm-up and a cosine, so that a schedule that does not
+    resume would show. `--resume` with nothing to resume from starts fresh.
+    """
+    run_dir = tmp_path_factory.mktemp("run") / "a"
+    layout = ["--roles.num-trainers", 2, "--roles.num-references", 0, "--roles.num-generators", 1]
+    schedule = ["--trainer.schedule", "cosine", "--trainer.warmup-steps", 2, "--num-steps", 6]
+    arguments = [TINY, "--model.path", model, *layout, *schedule, "--checkpoint.interval", 3, "--resume"]
+    output = torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3, deadline=240)
+    assert "starting at step 0" in output
+    return run_dir, [str(argument) for argument in arguments]

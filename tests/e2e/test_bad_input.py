@@ -1,0 +1,280 @@
+"""Bad input is one clear error on rank 0, within seconds and before a model loads; a failing rank ends the job at once."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import time
+
+import pytest
+import tyro
+
+import train_grpo
+from grpo import toy
+from grpo.config import GRPOConfig, check_world_size, load, load_recipe, validate
+from grpo.watchdog import BadInput
+from tests.e2e.runs import TINY, read_metrics
+from tests.torchrun import run_torchrun
+
+REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
+# The first of these lines begins what torchrun itself says about a rank that failed.
+LAUNCHER = re.compile(r"^\S* ?E\d{4} .*|^Traceback \(most recent call last\):\n  File \"<frozen runpy>\"", re.MULTILINE)
+COLOCATED = ("--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The messages, in this process
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def config_of(*arguments: object) -> GRPOConfig:
+    return load(GRPOConfig, TINY, [TINY, *map(str, arguments)])
+
+
+# flags: what the message must contain
+BAD_FLAGS = {
+    ("--group-size", "1"): ["group_size=1", "at least 2"],
+    ("--prompts-per-step", "1", "--group-size", "3"): ["1 x group_size=3 = 3", "2 data-parallel trainer", "is 4"],
+    ("--generator.tensor-parallel", "2"): ["1 generator ranks", "tensor_parallel=2", "use 2 generator ranks"],
+    ("--generator.max-completion-tokens", "4000"): ["4016 tokens", "micro_batch_tokens=128"],
+    ("--roles.num-generators", "0"): ["num_generators=0", "at least 1"],
+    ("--grpo.kl-coef", "0"): ["num_references=1", "--roles.num-references 0"],
+}
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS, ids=" ".join)
+def test_flags_that_cannot_work(flags: tuple[str, ...]):
+    with pytest.raises(ValueError) as refused:
+        config_of(*flags)
+    for part in BAD_FLAGS[flags]:
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--generator.tensor-parallel", "2", "--roles.num-generators", "2"), ("--trainer.tensor-parallel", "2")],
+    ids=["plain", "generator TP 2", "trainer TP 2"],
+)
+def test_world_size_that_does_not_fit(world_size: int, flags: tuple[str, ...]):
+    """The message has both numbers; the flags it suggests validate and fit, whenever it suggests some."""
+    config = config_of(*flags)
+    if world_size == config.num_ranks:
+        pytest.skip("fits")
+    with pytest.raises(ValueError) as refused:
+        check_world_size(config, world_size)
+    message = str(refused.value)
+    assert f"needs {config.num_ranks} processes" in message
+    assert f"torchrun started {world_size}" in message
+    suggested = message.rpartition("processes: ")[2]
+    if suggested.startswith("--"):
+        better = tyro.cli(GRPOConfig, default=config, args=shlex.split(suggested))
+        validate(better)
+        check_world_size(better, world_size)
+    else:
+        assert suggested == "no layout fits these tensor_parallel degrees; lower them"
+        assert world_size % 2 and config.largest_tensor_parallel == 2  # 1, or too few for both
+
+
+def test_recipes_that_are_none(tmp_path: pathlib.Path):
+    with pytest.raises(ValueError, match=r"no\.py does not exist; recipes in that folder: none"):
+        load_recipe(str(tmp_path / "no.py"), GRPOConfig)
+    (tmp_path / "other.py").write_text("configuration = 1\n")
+    with pytest.raises(ValueError, match="must bind `config` to a GRPOConfig, it binds NoneType"):
+        load_recipe(str(tmp_path / "other.py"), GRPOConfig)
+
+
+def copy_of(model: pathlib.Path, target: pathlib.Path, *, without: str = "", **changes: object) -> pathlib.Path:
+    """The model folder without one file, or with changes in config.json."""
+    shutil.copytree(model, target)
+    for file in target.glob(without) if without else ():
+        file.unlink()
+    if changes:
+        config = json.loads((target / "config.json").read_text()) | changes
+        (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def no_chat_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    tokenizer = toy.addition_tokenizer()
+    tokenizer.chat_template = None
+    copy_of(model, target, without="chat_template*")
+    tokenizer.save_pretrained(target)
+    return target
+
+
+# name: (how to spoil a copy of the model, what the message must contain besides the folder)
+BAD_MODELS = {
+    "no folder": (lambda model, target: target, []),
+    "no config.json": (lambda model, target: copy_of(model, target, without="config.json"), ["config.json"]),
+    "no weights": (lambda model, target: copy_of(model, target, without="*.safetensors"), [".safetensors"]),
+    "no chat template": (no_chat_template, ["has no chat template"]),
+    "no tokenizer": (lambda model, target: copy_of(model, target, without="*token*"), ["tokenizer"]),
+    "too short": (
+        lambda model, target: copy_of(model, target, max_position_embeddings=20),
+        ["28 tokens", "20 positions", "--data.max-prompt-tokens"],
+    ),
+    "another architecture": (lambda model, target: copy_of(model, target, model_type="gpt2"), ["gpt2", "qwen3"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_models_that_cannot_be_used(name: str, model: pathlib.Path, tmp_path: pathlib.Path):
+    spoil, parts = BAD_MODELS[name]
+    folder = spoil(model, tmp_path / "spoiled")
+    message = refusal("--model.path", folder, "--run-dir", tmp_path / "run")
+    for part in (str(folder), *parts):
+        assert part in message
+
+
+def test_tensor_parallel_that_does_not_divide_the_heads(model: pathlib.Path, tmp_path: pathlib.Path):
+    degree = ("--generator.tensor-parallel", 3, "--roles.num-generators", 3)
+    message = refusal("--model.path", model, "--run-dir", tmp_path / "run", *degree)
+    assert "2 key-value heads" in message and "tensor_parallel=3" in message
+
+
+GOOD_LINE = '{"question": "1+2", "answer": "3"}\n'
+# name: (content of the data file or None, what the message must contain besides the path)
+BAD_DATA = {
+    "no file": (None, ["does not exist"]),
+    "no rows": ("\n", ["no rows"]),
+    "broken line": (GOOD_LINE + "\n" + '{"question": "1+2", "ans\n', ["line 3", "not JSON"]),
+    "missing column": ('{"question": "1+2", "solution": "3"}\n', ["'answer'", "columns there: question, solution"]),
+    "missing in one row": (GOOD_LINE + '{"question": "1+2"}\n', ["'answer'", "1 of 2 rows", "row 2"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_data_that_cannot_be_used(name: str, model: pathlib.Path, tmp_path: pathlib.Path):
+    content, parts = BAD_DATA[name]
+    path = tmp_path / "data.jsonl"
+    if content is not None:
+        path.write_text(content)
+    message = refusal("--model.path", model, "--data.path", path, "--run-dir", tmp_path / "run")
+    for part in (str(path), *parts):
+        assert part in message
+
+
+def test_rewards_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path):
+    def refused(function: str) -> str:
+        return refusal("--model.path", model, "--run-dir", tmp_path / "run", "--reward.functions", function, 1.0)
+
+    assert "unknown reward function 'math'" in refused("math")
+    assert f"{tmp_path}/no.py does not exist" in refused(f"{tmp_path}/no.py:f")
+    assert "functions there: digit_share, raises_for_odd_answers, one_too_few" in refused(f"{REWARDS}:f")
+
+
+def test_existing_run_folder(model: pathlib.Path, tmp_path: pathlib.Path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    message = refusal("--model.path", model, "--run-dir", tmp_path)
+    for part in (str(tmp_path), "metrics.jsonl", "--resume", "--overwrite", "--run-dir"):
+        assert part in message
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+def refusal(*arguments: object) -> str:
+    """The message with which the driver refuses these arguments; it leaves no run folder that was not there."""
+    config = config_of(*arguments)
+    with pytest.raises(BadInput) as refused:
+        train_grpo.Driver(dataclasses.replace(config))
+    return str(refused.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a user sees, through torchrun
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def failing_run(*arguments: object, nproc: int, within: float) -> str:
+    """What our ranks wrote (not the launcher) in a run that must fail within so many seconds."""
+    started = time.monotonic()
+    result: subprocess.CompletedProcess = run_torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=within)
+    assert result.returncode != 0
+    assert time.monotonic() - started < within
+    launcher = LAUNCHER.search(result.stdout)
+    assert launcher, result.stdout  # else the cut would be at nothing
+    return result.stdout[: launcher.start()]
+
+
+def errors_in(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("error:")]
+
+
+def check_refused(output: str, *parts: str) -> None:
+    """One error line with all parts, no traceback, and no engine was started."""
+    (error,) = errors_in(output)
+    for part in parts:
+        assert part in error
+    assert "Traceback" not in output
+    assert "vllm" not in output.lower()
+
+
+def test_wrong_number_of_processes():
+    """Before any group exists."""
+    output = failing_run(TINY, nproc=2, within=60)
+    check_refused(output, "2 trainer + 1 reference + 1 generator", "needs 4", "started 2", "--roles.num-trainers 1")
+
+
+def test_unknown_field():
+    """tyro's own message, once."""
+    output = failing_run(TINY, "--grpo.beta", 0.1, nproc=2, within=60)
+    assert output.count("--grpo.beta") == 1, output
+    assert "Traceback" not in output
+
+
+def test_missing_data_file(model: pathlib.Path, tmp_path: pathlib.Path):
+    """In the driver, when the groups exist."""
+    layout = ("--roles.num-trainers", 1, "--roles.num-references", 0)
+    output = failing_run(
+        TINY, *layout, "--model.path", model, "--data.path", "no.jsonl", "--run-dir", tmp_path / "run", nproc=2, within=60
+    )
+    check_refused(output, "no.jsonl does not exist")
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        ("raises_for_odd_answers", ["raised KeyError: 'odd answer'", "completion: '", "answer: '"]),
+        ("one_too_few", ["returned 15 values for 16 completions"]),
+    ],
+)
+def test_rewards_that_fail(function: str, parts: list[str], model: pathlib.Path, tmp_path: pathlib.Path):
+    arguments = (*COLOCATED, "--model.path", model, "--run-dir", tmp_path / "run")
+    output = failing_run(TINY, *arguments, "--reward.functions", f"{REWARDS}:{function}", 1.0, nproc=1, within=90)
+    (error,) = errors_in(output)
+    assert error.startswith("error: rank 0 (colocated) failed in phase reward: reward function ")
+    message = output[output.index(error) :]  # the completion stands on the lines below
+    for part in (function, *parts):
+        assert part in message
+
+
+DYING_GENERATOR = """
+from grpo import generator
+from tests.e2e.tiny import config
+
+generate = generator.Generator.generate
+
+
+def dies_in_step_2(self, *arguments, **options):
+    if self.version == 1:
+        raise RuntimeError("forced")
+    return generate(self, *arguments, **options)
+
+
+generator.Generator.generate = dies_in_step_2
+"""
+
+
+def test_generator_that_dies(model: pathlib.Path, tmp_path: pathlib.Path):
+    """The other ranks wait for its completions; the job ends with its message alone."""
+    recipe = tmp_path / "dying.py"
+    recipe.write_text(DYING_GENERATOR)
+    layout = ("--roles.num-trainers", 2, "--roles.num-references", 0)
+    arguments = (recipe, *layout, "--model.path", model, "--run-dir", tmp_path / "run")
+    output = failing_run(*arguments, nproc=3, within=90)
+    assert errors_in(output) == ["error: rank 2 (generator) failed in phase generate: forced"]
+    (metrics,) = read_metrics(tmp_path / "run")
+    assert metrics["step"] == 1

@@ -1,0 +1,68 @@
+"""What a run leaves: a Hugging Face folder with the weights of the last checkpoint, that transformers and vLLM load."""
+
+import json
+import pathlib
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+
+from grpo.config import ModelConfig
+from grpo.models import Qwen3StateDictAdapter, read_hf_config, titan_config
+from tests.e2e.runs import TINY, read_metrics
+from tests.torchrun import torchrun
+
+# float32; the same sums in the same order, but for the threads
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def exported(finished_run: tuple[pathlib.Path, list[str]]) -> pathlib.Path:
+    return finished_run[0] / "model"
+
+
+def test_transformers_loads_the_export(exported: pathlib.Path, model: pathlib.Path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(model).chat_template
+    assert tokenizer.decode(tokenizer("12+34")["input_ids"]) == "12+34"
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "float32"
+    policy, report = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(report.values()), report  # no missing, unexpected or mismatched weights
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+
+
+def test_export_is_the_last_checkpoint(
+    exported: pathlib.Path, model: pathlib.Path, finished_run: tuple[pathlib.Path, list[str]]
+):
+    """The checkpoint's weights in the original architecture give the exported model's logits."""
+    checkpoint = finished_run[0] / "checkpoints" / "step-00000006"
+    metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    titan = {
+        name.removeprefix("model."): torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in metadata.items()
+        if name.startswith("model.")
+    }
+    dcp.load({"model": titan}, checkpoint_id=checkpoint, no_dist=True)
+    hf = read_hf_config(str(model))
+    adapter = Qwen3StateDictAdapter(titan_config(hf, ModelConfig().attention, 64), str(model))
+
+    expected = transformers.AutoModelForCausalLM.from_pretrained(model)
+    ids_BT = torch.arange(2 * 20).view(2, 20) % hf.vocab_size
+    with torch.no_grad():
+        before_BTV = expected(ids_BT).logits
+        missing, unexpected = expected.load_state_dict(adapter.to_hf(titan), strict=False)
+        assert missing in ([], ["lm_head.weight"]) and not unexpected  # tied to the embeddings
+        expected_BTV = expected(ids_BT).logits
+        logits_BTV = transformers.AutoModelForCausalLM.from_pretrained(exported)(ids_BT).logits
+    torch.testing.assert_close(logits_BTV, expected_BTV, atol=TOLERANCE, rtol=TOLERANCE)
+    assert (expected_BTV - before_BTV).abs().max() > 0.1  # training changed them
+
+
+def test_vllm_serves_the_export(exported: pathlib.Path, tmp_path: pathlib.Path):
+    """A run from the exported folder: vLLM loads it by itself, and its log-probs are the trainer's."""
+    flags = ("--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--num-steps", "1")
+    arguments = (TINY, *flags, "--model.path", exported, "--run-dir", tmp_path / "run")
+    torchrun("train_grpo.py", *arguments, nproc=1, deadline=240)
+    (metrics,) = read_metrics(tmp_path / "run")
+    assert metrics["logprob_diff/max"] < TOLERANCE

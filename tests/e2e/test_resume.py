@@ -1,0 +1,60 @@
+"""Exact resume: 6 steps equal 3 steps, a crash, and 3 more."""
+
+import pathlib
+import shutil
+
+from grpo import checkpoint
+from tests.e2e.runs import read_metrics, read_samples
+from tests.torchrun import torchrun
+
+# what differs between two runs of the same thing
+CLOCKS = ("time", "tokens_per_second", "memory/")
+
+
+def without_clocks(metrics: dict) -> dict:
+    return {name: value for name, value in metrics.items() if not name.startswith(CLOCKS)}
+
+
+def test_6_steps_equal_3_resume_and_3(finished_run: tuple[pathlib.Path, list[str]], tmp_path: pathlib.Path):
+    """Every metric but the clocks is equal to the last digit, and so is every sampled completion.
+
+    The resumed folder is the finished one as a crash in step 6, while its checkpoint was written, would have left it.
+    """
+    run_dir, arguments = finished_run
+    crashed = tmp_path / "run"
+    shutil.copytree(run_dir, crashed)
+    shutil.rmtree(crashed / "model")
+    checkpoints = crashed / "checkpoints"
+    (checkpoints / "step-00000006").rename(checkpoints / "step-00000006.partial")
+    lines = (crashed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (crashed / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
+
+    output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3, deadline=240)
+
+    assert "starting at step 3" in output
+    whole, resumed = read_metrics(run_dir), read_metrics(crashed)
+    assert [m["step"] for m in resumed] == [m["step"] for m in whole] == [1, 2, 3, 4, 5, 6]
+    for before, after in zip(whole, resumed, strict=True):
+        assert without_clocks(after) == without_clocks(before)
+    # the comparison means something: these are there, differ from step to step, and the schedule moves
+    for name in ("loss", "kl", "grad_norm", "entropy", "reward/mean", "logprob_diff/mean", "completion/length_mean"):
+        assert len({m[name] for m in whole}) == 6, name
+    rates = [m["learning_rate"] for m in whole]
+    assert rates[2] == max(rates) > rates[3] > rates[4] > rates[5] > 0
+
+    samples = read_samples(crashed)  # samples.txt is only appended to: 1 to 6, then 4 to 6 once more
+    assert samples[:6] == read_samples(run_dir)
+    assert samples[6:] == samples[3:6]
+    assert [step for step, _ in samples] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (run_dir, crashed)]
+    assert weights[0] == weights[1]
+
+
+def test_only_complete_checkpoints_count(tmp_path: pathlib.Path):
+    assert checkpoint.latest_checkpoint(tmp_path) is None
+    for name in ("step-00000002", "step-00000010", "step-00000011.partial"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / checkpoint.DRIVER_FILE).write_text("{}")
+    (tmp_path / "checkpoints" / "step-00000012").mkdir()
+    assert checkpoint.latest_checkpoint(tmp_path).name == "step-00000010"

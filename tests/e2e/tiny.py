@@ -1,0 +1,42 @@
+"""The recipe of the end-to-end tests: a 0.1 M parameter policy, a few short completions, every check on.
+
+Tests add `--model.path` (the folder of the `model` fixture) and `--run-dir`. The reward tells random completions apart,
+so that losses and gradients are not 0.
+"""
+
+import pathlib
+
+from grpo.config import (
+    AlgorithmConfig,
+    DataConfig,
+    GeneratorConfig,
+    GRPOConfig,
+    MetricsConfig,
+    ModelConfig,
+    RewardConfig,
+    RolesConfig,
+    TrainerConfig,
+)
+
+REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
+
+config = GRPOConfig(
+    model=ModelConfig(path="given on the command line", dtype="float32"),
+    roles=RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=3),
+    data=DataConfig(path="toy:addition", system_prompt="", max_prompt_tokens=16),
+    reward=RewardConfig(functions={f"{REWARDS}:digit_share": 1.0}),
+    generator=GeneratorConfig(max_completion_tokens=12),
+    trainer=TrainerConfig(
+        micro_batch_tokens=128,  # several micro-batches per step
+        activation_checkpointing="none",
+        compile=False,
+        learning_rate=1e-2,  # so large that two steps change the samples
+        logprob_chunk_tokens=64,
+    ),
+    grpo=AlgorithmConfig(kl_coef=0.01),
+    metrics=MetricsConfig(tensorboard=False, samples_interval=1, num_samples=1000),
+    num_steps=2,
+    prompts_per_step=4,
+    group_size=4,
+    sync_check_interval=1,  # the canary, every step
+)
