@@ -16,10 +16,12 @@ import torch.distributed.checkpoint as dcp
 from grpo.trainer import Trainer
 
 DRIVER_FILE = "driver.json"
-
+COMPLETE = "step-????????"  # not step-NNNNNNNN.partial, which is being written or was when its run died
 
 # What a run writes into its folder, and all that `overwrite` deletes
 RUN_FILES = ("config.py", "metrics.jsonl", "samples.txt", "tensorboard", "checkpoints", "model", "initial_model")
+# of which these are there already when bad input is refused later on; they are no reason to refuse the corrected run
+WRITTEN_BEFORE_RUN = ("config.py", "initial_model")
 
 
 def open_run_dir(run_dir: str, recipe: str, *, resume: bool = False, overwrite: bool = False) -> pathlib.Path | None:
@@ -34,10 +36,10 @@ def open_run_dir(run_dir: str, recipe: str, *, resume: bool = False, overwrite: 
         for name in there:
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    elif there and not resume:
+    elif set(there) - set(WRITTEN_BEFORE_RUN) and not resume:
         raise FileExistsError(
-            f"{folder} holds an earlier run ({', '.join(there)}); continue it with --resume, delete it with --overwrite, "
-            "or choose another --run-dir"
+            f"{folder} holds an earlier run ({', '.join(there)}); continue it with --resume, delete it with "
+            "--overwrite, or choose another --run-dir"
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.py").write_text(recipe)
@@ -46,7 +48,7 @@ def open_run_dir(run_dir: str, recipe: str, *, resume: bool = False, overwrite: 
 
 def latest_checkpoint(run_dir: str) -> pathlib.Path | None:
     """The newest complete checkpoint of a run, None if there is none."""
-    found = sorted(_folder(run_dir).glob(f"step-*/{DRIVER_FILE}"))
+    found = sorted(_folder(run_dir).glob(f"{COMPLETE}/{DRIVER_FILE}"))
     return found[-1].parent if found else None
 
 
@@ -69,7 +71,7 @@ def save_checkpoint(run_dir: str, trainer: Trainer, driver_state: dict[str, Any]
         (partial / DRIVER_FILE).write_text(json.dumps(driver_state))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
-        for old in sorted(_folder(run_dir).glob("step-????????"))[: -max(keep, 1)]:
+        for old in sorted(_folder(run_dir).glob(COMPLETE))[: -max(keep, 1)]:
             shutil.rmtree(old)
     dist.barrier()
 

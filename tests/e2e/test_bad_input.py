@@ -1,6 +1,5 @@
-"""Bad input is one clear error on rank 0, within seconds and before a model loads; a failing rank ends the job at once."""
+"""Bad input is one clear error on rank 0, within seconds and before a model loads; a failing rank ends the job."""
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -175,11 +174,19 @@ def test_existing_run_folder(model: pathlib.Path, tmp_path: pathlib.Path):
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 
 
+def test_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Path):
+    """What a refused run left in the run folder is not an earlier run that the corrected one must not overwrite."""
+    short = copy_of(model, tmp_path / "short", max_position_embeddings=20)
+    refusal("--model.path", short, "--run-dir", tmp_path / "run")
+    driver = train_grpo.Driver(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
+    driver.finish()
+
+
 def refusal(*arguments: object) -> str:
-    """The message with which the driver refuses these arguments; it leaves no run folder that was not there."""
+    """The message with which the driver refuses these arguments."""
     config = config_of(*arguments)
     with pytest.raises(BadInput) as refused:
-        train_grpo.Driver(dataclasses.replace(config))
+        train_grpo.Driver(config)
     return str(refused.value)
 
 
@@ -229,7 +236,16 @@ def test_missing_data_file(model: pathlib.Path, tmp_path: pathlib.Path):
     """In the driver, when the groups exist."""
     layout = ("--roles.num-trainers", 1, "--roles.num-references", 0)
     output = failing_run(
-        TINY, *layout, "--model.path", model, "--data.path", "no.jsonl", "--run-dir", tmp_path / "run", nproc=2, within=60
+        TINY,
+        *layout,
+        "--model.path",
+        model,
+        "--data.path",
+        "no.jsonl",
+        "--run-dir",
+        tmp_path / "run",
+        nproc=2,
+        within=60,
     )
     check_refused(output, "no.jsonl does not exist")
 

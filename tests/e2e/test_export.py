@@ -13,7 +13,7 @@ from grpo.models import Qwen3StateDictAdapter, read_hf_config, titan_config
 from tests.e2e.runs import TINY, read_metrics
 from tests.torchrun import torchrun
 
-# float32; the same sums in the same order, but for the threads
+# float32
 TOLERANCE = 1e-5
 
 

@@ -42,9 +42,7 @@ def first_samples() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_runs_two_steps(
-    layout: str, model: pathlib.Path, tmp_path: pathlib.Path, first_samples: dict[str, str]
-):
+def test_layout_runs_two_steps(layout: str, model: pathlib.Path, tmp_path: pathlib.Path, first_samples: dict[str, str]):
     nproc, has_reference, flags = LAYOUTS[layout]
     torchrun(
         "train_grpo.py", TINY, *flags, "--model.path", model, "--run-dir", tmp_path / "run", nproc=nproc, deadline=240

@@ -30,7 +30,7 @@ config = GRPOConfig(
         micro_batch_tokens=128,  # several micro-batches per step
         activation_checkpointing="none",
         compile=False,
-        learning_rate=1e-2,  # so large that two steps change the samples
+        learning_rate=3e-3,  # large: two steps shall make a difference that a test can see
         logprob_chunk_tokens=64,
     ),
     grpo=AlgorithmConfig(kl_coef=0.01),

@@ -1,0 +1,20 @@
+"""Trainer, reference and vLLM log-probs of the same completions within 1e-4 in float32, after every sync."""
+
+import pytest
+
+from tests.tiny_models import make_tiny
+from tests.torchrun import torchrun
+
+CASES = [  # model, trainers, trainer tensor_parallel, generators, generator tensor_parallel
+    ("qwen3-tied", 1, 1, 1, 1),
+    ("qwen3-untied", 2, 1, 2, 2),
+    ("llama3", 2, 2, 2, 1),  # two replicas
+    ("qwen3-tied", 2, 2, 2, 2),
+    ("llama3", 2, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize("kind, trainers, trainer_tp, generators, generator_tp", CASES)
+def test_all_roles_agree_after_every_sync(tmp_path, kind, trainers, trainer_tp, generators, generator_tp):
+    arguments = (make_tiny(tmp_path, kind), trainers, trainer_tp, generators, generator_tp)
+    torchrun("tests/dist/programs/agreement.py", *arguments, nproc=trainers + 1 + generators, deadline=240)
