@@ -1,1 +1,1 @@
-"""GRPO and SFT as plain torchrun scripts: trainer (torchtitan), reference and generator (vLLM) ranks in one torchrun."""
+"""GRPO and SFT as plain torchrun scripts: trainer, reference and generator ranks in one torchrun."""

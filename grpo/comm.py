@@ -82,7 +82,7 @@ def add_advantages(batch: TrainBatch | None, advantages_S: torch.Tensor | None, 
 
 
 def add_ref_logprobs(batch: TrainBatch | None, ref_logprobs_C: torch.Tensor | None, roles: Roles) -> TrainBatch | None:
-    """Join the reference ranks' log-probs into everyone's batch. Collective over `roles.control`, if there is a reference.
+    """Join the reference ranks' log-probs into everyone's batch, if there is a reference. Collective over `control`.
 
     Each reference rank passes a float32 [C] tensor that holds its own share and 0 elsewhere, so that the sum over
     ranks is the whole and exact. Ranks without a reference pass None.

@@ -8,7 +8,7 @@ from grpo.types import Rollout
 
 
 def evaluation_metrics(config: GRPOConfig, rollouts: list[Rollout]) -> dict[str, float]:
-    """`eval/accuracy` (share for which the first reward function gives at least 1), mean reward, lengths, truncation."""
+    """`eval/accuracy` (share for which the first reward function gives 1 or more), reward, lengths, truncation."""
     first = next(iter(config.reward.functions))
     rewards = [r.reward for r in rollouts if r.reward is not None]
     return {

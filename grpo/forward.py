@@ -11,7 +11,7 @@ from grpo.packing import MicroBatch, build_micro_batch, gather_completions, plan
 from grpo.types import TrainBatch
 
 # Row lengths are rounded up to this many tokens. On GPU: flex attention's blocks are 128 wide, and few distinct lengths
-# mean few recompilations. Any multiple suits the CPU; 16 divides over the tensor-parallel ranks of sequence parallelism.
+# mean few recompilations. Any multiple suits the CPU; 16 divides over tensor-parallel ranks.
 ROW_MULTIPLE = {"cuda": 512, "cpu": 16}
 
 

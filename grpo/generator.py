@@ -22,8 +22,8 @@ def share_of(num_prompts: int, group_size: int, replica: int, num_replicas: int)
     """This replica's part of a step's completions: (prompt, first completion of its group, count).
 
     Completions in prompt order are cut into `num_replicas` equal runs (they differ by at most one), so load is balanced
-    even with fewer prompts than replicas, nearly every group stays whole and shares its prefix, and the replicas' results
-    laid end to end are in prompt order however many replicas there are.
+    even with fewer prompts than replicas, nearly every group stays whole and shares its prefix, and the replicas'
+    results laid end to end are in prompt order however many replicas there are.
     """
     total = num_prompts * group_size
     start, end = total * replica // num_replicas, total * (replica + 1) // num_replicas
@@ -37,7 +37,7 @@ def share_of(num_prompts: int, group_size: int, replica: int, num_replicas: int)
 
 
 def request_seed(run_seed: int, prompt: Prompt, completion: int, group_size: int) -> int:
-    """Seed of one completion: distinct for every (prompt of the run, completion), the same whichever replica samples it."""
+    """Seed of one completion: distinct for every (prompt of the run, completion), the same on any replica."""
     return (run_seed % 2**20) * SEEDS_PER_RUN + prompt.index * group_size + completion
 
 
@@ -48,7 +48,7 @@ class Generator:
     """
 
     def __init__(self, config: GRPOConfig, folder: str, stop_token_ids: Sequence[int], roles: Roles):
-        """Start the engine (seconds on CPU, 20-95 s on a GPU). Collective over the replica, colocated over all ranks."""
+        """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks."""
         self.config, self.roles = config, roles
         self.stop_token_ids = list(stop_token_ids)
         self.version = 0
@@ -61,31 +61,34 @@ class Generator:
     ) -> list[Completion] | None:
         """Sample this replica's share of `group_size` completions per prompt; greedy ignores seed and temperature.
 
-        `ignore_eos` samples every completion to its full length (benchmarks). Returns completions in prompt order on the
-        replica's first rank, None on its other ranks. An exception in here is fatal for the rank: vLLM keeps unfinished
-        requests queued and its next call would hang.
+        `ignore_eos` samples every completion to its full length (benchmarks). Returns completions in prompt order on
+        the replica's first rank, None on its other ranks. An exception in here is fatal for the rank: vLLM keeps
+        unfinished requests queued and its next call would hang.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         options = self.config.generator
         parts = share_of(len(prompts), group_size, self.roles.replica, len(self.roles.replicas))
-        common = dict(
-            max_tokens=options.max_completion_tokens,
-            stop_token_ids=self.stop_token_ids,
-            logprobs=0,  # the sampled token's own
-            detokenize=False,
-            ignore_eos=ignore_eos,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        common = {
+            "max_tokens": options.max_completion_tokens,
+            "stop_token_ids": self.stop_token_ids,
+            "logprobs": 0,  # the sampled token's own
+            "detokenize": False,
+            "ignore_eos": ignore_eos,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
         if ignore_eos:
-            common |= dict(stop_token_ids=[])
+            common |= {"stop_token_ids": []}
         if greedy:
-            common |= dict(temperature=0.0)
+            common |= {"temperature": 0.0}
         else:
-            common |= dict(
-                temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, min_p=options.min_p
-            )
+            common |= {
+                "temperature": options.temperature,
+                "top_p": options.top_p,
+                "top_k": options.top_k,
+                "min_p": options.min_p,
+            }
         requests = [{"prompt_token_ids": prompts[prompt].ids} for prompt, _, _ in parts]
         params = [
             SamplingParams(
@@ -123,7 +126,7 @@ class Generator:
         on_cpu = self.roles.device.type == "cpu"
         if on_cpu:  # CPU kernels hold repacked copies, which only a full reload renews, of tied heads too
             tensors = _with_tied_head(tensors) if self.tied else tensors
-            self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=tensors))
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:
             self.llm.collective_rpc(_load_live, args=(tensors,))
         self._wake("kv_cache")

@@ -101,7 +101,7 @@ class ChunkedLogprobs(torch.autograd.Function):
 
 
 def chunk_statistics(hidden_ND, weight_VD, targets_N, temperature: float, first_row: int):
-    """Of one chunk's logits, over the rows of `weight_VD`: (max, sum exp(l - max), sum l exp(l - max), logit of target)."""
+    """Of one chunk's logits l over `weight_VD`'s rows: max, sum exp(l - max), sum l exp(l - max), target's logit."""
     logits_NV = (hidden_ND @ weight_VD.T).float() / temperature
     maximum_N = logits_NV.amax(-1)
     exp_NV = (logits_NV - maximum_N[:, None]).exp()

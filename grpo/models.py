@@ -1,7 +1,7 @@
 """Hugging Face checkpoints as torchtitan models: config.json -> sharded module, and weights in and out under HF names.
 
-A model built here does not return logits: its LM head (`logprobs.LogprobHead`) returns the log-probs of given targets and
-the entropy.
+A model built here does not return logits: its LM head (`logprobs.LogprobHead`) returns the log-probs of given targets
+and the entropy.
 
 Left out: mixture of experts, pipeline and context parallelism, quantized checkpoints.
 """
@@ -61,8 +61,8 @@ TOKENIZER_FILES = (
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
 EXPORT_SHARD_BYTES = 4 * 2**30
-# Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on the
-# first GPU: DTensor's random states take the GPU's index from the rank within the role.
+# Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
+# the first GPU: DTensor's random states take the GPU's index from the rank within the role.
 _NO_INIT = {"weight": skip_param_init}
 
 
@@ -154,7 +154,7 @@ class DocumentAttention(VarlenAttention):
 
 
 def resolve_folder(path: str) -> str:
-    """A local folder as it is; a hub name as the folder it was downloaded to. Raises FileNotFoundError with the way out."""
+    """A local folder as it is, a hub name as the folder it was downloaded to; FileNotFoundError says the way out."""
     folder = pathlib.Path(path)
     if folder.is_dir():
         for needed in ("config.json", "tokenizer_config.json"):
@@ -441,7 +441,7 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, t
 
 
 def export_hf(model: ShardedModel, target: str | pathlib.Path, dtype: torch.dtype) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` and vLLM load. Collective; rank 0 of the role writes."""
+    """Write a folder that `from_pretrained` and vLLM load. Collective over the role's ranks; its rank 0 writes."""
     from safetensors.torch import save_file
 
     target, writes = pathlib.Path(target), dist.get_rank() == 0

@@ -27,7 +27,7 @@ class Reference:
         )
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-probs of this rank's share of the completion tokens, float32 [C], 0 elsewhere; see `comm.add_ref_logprobs`.
+        """Log-probs of this rank's share of the tokens, float32 [C], 0 elsewhere; see `comm.add_ref_logprobs`.
 
         At the sampling temperature. Collective over the reference ranks.
         """

@@ -136,7 +136,7 @@ def setup_trainers(config: SFTConfig) -> Roles:
 
 
 def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:
-    """Leave together: wait for every rank, shut the engine down, destroy this rank's groups. Collective over `control`."""
+    """Leave together: wait for all, shut the engine down, destroy this rank's groups. Collective over `control`."""
     dist.barrier(group=roles.control)
     if close_engine is not None:
         close_engine()
@@ -163,7 +163,7 @@ def _launcher_store(minutes: float) -> tuple[PrefixStore, datetime.timedelta]:
 def _bridge(
     name: str, ranks: tuple[int, ...], rank: int, store: PrefixStore, backend: str, timeout: datetime.timedelta
 ) -> ProcessGroup:
-    """A group over launcher `ranks` that is independent of any default group; its group ranks are positions in `ranks`."""
+    """A group over launcher `ranks`, independent of any default group; group ranks are positions in `ranks`."""
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(rank),

@@ -1,8 +1,8 @@
 """Tiny models, tokenizers and tasks that need no download: what the tests, the quickstart and `toy:NAME` paths run on.
 
-The addition task is learnable in a minute on a CPU: one token per character, and the columns from the right as thinking,
-each as its two digits and the digit below them, so that a step needs only one column and its carry. It is learned late
-and then fast, and when exactly differs by tens of steps between seeds: stop a supervised start by its loss.
+The addition task is learnable in a minute on a CPU: one token per character, and the columns from the right as
+thinking, each as its two digits and the digit below them, so that a step needs only one column and its carry.
+It is learned late and then fast, and when exactly differs by tens of steps between seeds: stop a supervised start by its loss.
 
 What is built is an ordinary Hugging Face folder; nothing that reads it can tell it from a real checkpoint.
 

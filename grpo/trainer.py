@@ -1,8 +1,8 @@
 """The policy and its optimizer: torchtitan components around one function, `step`.
 
-A step's loss is normalised before its first backward: the loss function divides by a count over the whole step, FSDP sums
-gradients over data-parallel ranks, and nothing else scales. So the gradient is the same however the step was sharded,
-split into micro-batches or packed.
+A step's loss is normalised before its first backward: the loss function divides by a count over the whole step, FSDP
+sums gradients over data-parallel ranks, and nothing else scales. So the gradient is the same however the step was
+sharded, split into micro-batches or packed.
 """
 
 import grpo.titan_on_cpu  # noqa: F401
@@ -48,12 +48,12 @@ class Trainer:
         adamw = ParamGroupConfig(
             pattern=".*",
             optimizer_name="AdamW",
-            optimizer_kwargs=dict(
-                lr=trainer.learning_rate,
-                betas=(trainer.adam_beta1, trainer.adam_beta2),
-                eps=trainer.adam_eps,
-                weight_decay=trainer.weight_decay,
-            ),
+            optimizer_kwargs={
+                "lr": trainer.learning_rate,
+                "betas": (trainer.adam_beta1, trainer.adam_beta2),
+                "eps": trainer.adam_eps,
+                "weight_decay": trainer.weight_decay,
+            },
         )
         implementation = "fused" if roles.device.type == "cuda" else "foreach"
         self.optimizer = OptimizersContainer.Config(param_groups=[adamw], implementation=implementation).build(
@@ -128,7 +128,7 @@ class Trainer:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the trainer ranks."""
+        """Model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""
         return {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),

@@ -1,7 +1,7 @@
 """How a rank ends: one clear message from the rank that failed first, silence from those it took along.
 
-When a rank dies, all others fail too, in whatever collective they waited. Those followers hold their tongue for a while,
-in which torchrun ends them; only a rank that is still there afterwards says where it waited.
+When a rank dies, all others fail too, in whatever collective they waited. Those followers hold their tongue for a
+while, in which torchrun ends them; only a rank that is still there afterwards says where it waited.
 """
 
 import contextlib

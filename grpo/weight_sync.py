@@ -1,8 +1,8 @@
 """New weights from the trainer ranks to every generator: versioned, bucketed, under HF names.
 
 Whatever the sharding on either side, full tensors of one transformer block at a time are cast to the compute dtype,
-gathered on trainer rank 0, joined into buckets and broadcast over the `weights` bridge. Colocated, every rank gathers and
-loads, and nothing is sent.
+gathered on trainer rank 0, joined into buckets and broadcast over the `weights` bridge. Colocated, every rank gathers
+and loads, and nothing is sent.
 """
 
 import pickle
@@ -37,7 +37,7 @@ def sync_weights(
 
 
 def send_weights(tensors: Iterator[tuple[str, torch.Tensor]], bridge: ProcessGroup | None) -> None:
-    """Broadcast (HF name, tensor) pairs from rank 0 of `bridge`; other trainer ranks (no bridge) only take part in gathers."""
+    """Broadcast (HF name, tensor) pairs from rank 0 of `bridge`; trainer ranks without it only join the gathers."""
     for bucket in _buckets(tensors):
         if bridge is not None:
             _send_header([(name, tuple(tensor.shape)) for name, tensor in bucket], bridge)
@@ -47,7 +47,7 @@ def send_weights(tensors: Iterator[tuple[str, torch.Tensor]], bridge: ProcessGro
 
 
 def receive_weights(dtype: torch.dtype, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs that `send_weights` broadcasts. Each bucket has a buffer of its own, since vLLM holds on to its views."""
+    """The pairs that `send_weights` broadcasts. Each bucket has its own buffer, since vLLM holds on to views."""
     while header := _receive_header(roles.weights):
         sizes = [torch.Size(shape).numel() for _, shape in header]
         buffer = torch.empty(sum(sizes), dtype=dtype, device=roles.device)

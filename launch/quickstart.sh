@@ -23,11 +23,13 @@ stage() {
 
 torchrun=(python -m torch.distributed.run --standalone)
 num_processes=4
+sft_processes=2
 layout=()
 num_gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if ((num_gpus > 0 && num_gpus < 4)); then
     # One process per GPU is all that NCCL allows: one GPU holds every role.
     num_processes=1
+    sft_processes=1
     layout=(--roles.colocated --roles.num-trainers 1 --roles.num-references 0)
 fi
 
@@ -35,7 +37,8 @@ if [[ -d runs/toy_sft/model ]]; then
     printf '\n== SFT: reusing runs/toy_sft/model\n'
 else
     # --overwrite: what an interrupted run left is of no use.
-    stage "SFT" "${torchrun[@]}" --nproc_per_node=1 train_sft.py configs/toy_sft.py --overwrite
+    stage "SFT" "${torchrun[@]}" --nproc_per_node="$sft_processes" train_sft.py configs/toy_sft.py --overwrite \
+        --num-trainers "$sft_processes"
 fi
 stage "GRPO" "${torchrun[@]}" --nproc_per_node="$num_processes" train_grpo.py configs/toy_arithmetic.py --overwrite \
     "${layout[@]}"

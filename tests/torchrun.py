@@ -23,7 +23,7 @@ SETTINGS = {
 def torchrun(
     program: str, *arguments: object, nproc: int, deadline: float = 180, launcher: tuple[str, ...] = ("--standalone",)
 ) -> str:
-    """Run `torchrun --nproc_per_node=NPROC program arguments...`; returns its output. Raises AssertionError if it fails."""
+    """Run `torchrun --nproc_per_node=NPROC program arguments...`; returns its output, AssertionError if it fails."""
     result = run_torchrun(program, *arguments, nproc=nproc, deadline=deadline, launcher=launcher)
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-20_000:]}"
     return result.stdout
@@ -32,7 +32,7 @@ def torchrun(
 def run_torchrun(
     program: str, *arguments: object, nproc: int, deadline: float = 180, launcher: tuple[str, ...] = ("--standalone",)
 ) -> subprocess.CompletedProcess:
-    """The same, with the exit code left to the caller. A missed deadline raises AssertionError with every rank's stack."""
+    """The same, with the exit code left to the caller. A missed deadline raises AssertionError with all stacks."""
     process = start_torchrun(program, *arguments, nproc=nproc, launcher=launcher)
     return finish(process, deadline)
 
