@@ -2,7 +2,8 @@
 
 The addition task is learnable in a minute on a CPU: one token per character, and the columns from the right as
 thinking, each as its two digits and the digit below them, so that a step needs only one column and its carry.
-It is learned late and then fast, and when exactly differs by tens of steps between seeds: stop a supervised start by its loss.
+It is learned late and then fast, and when exactly differs by tens of steps between seeds: stop a supervised start by
+its loss.
 
 What is built is an ordinary Hugging Face folder; nothing that reads it can tell it from a real checkpoint.
 

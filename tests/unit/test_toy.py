@@ -30,7 +30,9 @@ def test_addition_row_by_hand():
         "answer": "168",
         "completion": "<think>088;796;</think><answer>168</answer>",
     }
-    assert toy._addition_row(10, 10)["completion"] == "<think>0;2;</think><answer>20</answer>"
+    assert toy._addition_row(10, 10)["completion"] == "<think>000;112;</think><answer>20</answer>"
+    # 9 + 1 = 10, then 9 + 0 + 1 twice
+    assert toy._addition_row(999, 1)["completion"] == "<think>910;900;900;</think><answer>1000</answer>"
 
 
 def test_addition_rows_are_right_distinct_disjoint_and_fixed():
