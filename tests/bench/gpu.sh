@@ -2,6 +2,7 @@
 # The runs of configs/RESULTS.md: each variant prints a table; logs go to $OUT (default runs/bench).
 #
 #   bash tests/bench/gpu.sh base kl sleep      one GPU, Qwen3-0.6B, every role on it
+#   bash tests/bench/gpu.sh colocated2         two GPUs, the same over FSDP 2 and one engine of tensor_parallel 2
 #   bash tests/bench/gpu.sh split              four GPUs, Qwen3-1.7B, 2 trainers + 1 reference + 1 generator
 #
 # SHAPE and MODEL (a folder) override the checkpoint, LIMIT the seconds one variant may take.
@@ -37,6 +38,7 @@ for variant in "$@"; do
         sleep) bench sleep "${one[@]}" --generator.sleep ;;
         no_ac) bench no_ac "${one[@]}" --trainer.activation-checkpointing none ;;
         full_ac) bench full_ac "${one[@]}" --trainer.activation-checkpointing full ;;
+        colocated2) bench colocated2 2 "${one[@]:1}" --roles.num-trainers 2 --generator.tensor-parallel 2 ;;
         split) bench split "${four[@]}" ;;
         tp) bench tp "${four[@]}" --trainer.tensor-parallel 2 ;;
         replicas) bench replicas "${four[@]}" "${no_reference[@]}" ;;
