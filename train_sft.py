@@ -1,6 +1,6 @@
 """Supervised fine-tuning in one torchrun: the shape of `train_grpo.py` with one role.
 
-    torchrun --nproc_per_node=1 train_sft.py [RECIPE.py] [--field value ...]
+    torchrun --nproc_per_node=2 train_sft.py [RECIPE.py] [--field value ...]
 
 Every rank is a trainer; rank 0, the driver, draws the examples and logs. The loss is the mean negative log-prob of the
 answers' tokens over the whole step. Left out so far: LoRA, validation, resume.
