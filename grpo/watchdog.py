@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 
 # torchrun looks every 0.1 s for a dead rank and then gives the others 30 s to end
 FOLLOWER_PATIENCE_SECONDS = 15
-# ranks that end because the driver refused something let it speak first: torchrun kills all at the first exit
-DRIVER_SPEAKS_SECONDS = 3
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out")
 
 _place = {"rank": os.environ.get("RANK", "0"), "role": "rank", "phase": "start"}
@@ -39,9 +37,9 @@ def refuse_bad_input() -> Iterator[None]:
 
 
 def run_rank(main: Callable[[], None]) -> None:
-    """Call `main` and end the process with its exit code; never returns.
+    """Call `main`; if it fails, say so once and end the process with a non-zero exit code.
 
-    Ends without destructors when something failed: process groups whose peers are gone would complain or hang.
+    It then ends without destructors: process groups whose peers are gone would complain or hang.
     """
     # taken now, because roles rewrite RANK to the role's own
     rank = _place["rank"] = os.environ.get("RANK", "0")
@@ -65,5 +63,5 @@ def run_rank(main: Callable[[], None]) -> None:
     sys.stderr.flush()
     if code:
         if rank != "0" and quiet:
-            time.sleep(DRIVER_SPEAKS_SECONDS)
+            time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun kills all at the first exit; let the driver speak first
         os._exit(code)
