@@ -19,6 +19,9 @@ from grpo.types import TrainBatch
 # plan[rank][micro_batch][row] = indices of the sequences in that row, in order
 Plan = list[list[list[list[int]]]]
 
+# Padding may be longer than any sequence, but its positions must stay within the model's, of which even toys have more.
+PAD_DOCUMENT = 128
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -29,7 +32,7 @@ class MicroBatch:
     targets_BT: torch.Tensor
     """int64: the next token of the same sequence; 0 where there is none (last token of a sequence, padding)."""
     positions_BT: torch.Tensor
-    """int64: restart at 0 with each sequence; the padding at the end of a row is one more document, from 0."""
+    """int64: restart at 0 with each sequence; padding at the end of a row is documents of PAD_DOCUMENT positions."""
     completion_mask_BT: torch.Tensor
     """bool: the target is a completion token (the first one is predicted by the last prompt token)."""
     sequence_BT: torch.Tensor
@@ -124,7 +127,8 @@ def row_length(plan: Plan, lengths: Sequence[int], multiple: int, micro_batch: i
 def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int, pad_id: int = 0) -> MicroBatch:
     """Lay sequences out as planned: `rows` is plan[rank][micro_batch], `row_length` the number of positions T.
 
-    An empty `rows` gives one row of padding, so that the rank still runs its forward and backward.
+    An empty `rows` gives one row of padding, so that the rank still runs its forward and backward. Positions of padding
+    restart every `PAD_DOCUMENT`, so they never exceed what the model has, however long the row is.
 
     Raises:
         ValueError: a row is longer than `row_length`, or a prompt has no token that could predict its completion.
@@ -162,7 +166,7 @@ def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int,
             sequence_BT[b, at:end] = index
             completion_lengths_BT[b, at + prompt - 1 : end - 1] = completion
             at = end
-        positions_BT[b, at:] = counter_T[: row_length - at]
+        positions_BT[b, at:] = counter_T[: row_length - at] % PAD_DOCUMENT
     return MicroBatch(tokens_BT, targets_BT, positions_BT, completion_mask_BT, sequence_BT, completion_lengths_BT)
 
 

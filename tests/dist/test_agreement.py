@@ -17,4 +17,5 @@ CASES = [  # model, trainers, trainer tensor_parallel, generators, generator ten
 @pytest.mark.parametrize("kind, trainers, trainer_tp, generators, generator_tp", CASES)
 def test_all_roles_agree_after_every_sync(tmp_path, kind, trainers, trainer_tp, generators, generator_tp):
     arguments = (make_tiny(tmp_path, kind), trainers, trainer_tp, generators, generator_tp)
-    torchrun("tests/dist/programs/agreement.py", *arguments, nproc=trainers + 1 + generators, deadline=240)
+    nproc = trainers + 1 + generators
+    print(torchrun("tests/dist/programs/agreement.py", *arguments, nproc=nproc, deadline=240))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from grpo.packing import (
+    PAD_DOCUMENT,
     build_micro_batch,
     gather_completions,
     per_sequence,
@@ -171,6 +172,15 @@ def test_empty_micro_batch_is_one_row_of_padding():
     index_M, values_M = gather_completions(torch.ones(1, 4), batch, micro)
     assert len(index_M) == 0 and len(values_M) == 0
     assert per_sequence(torch.tensor([math.nan]), micro).tolist() == [[0.0] * 4]
+
+
+def test_positions_of_padding_restart_before_they_exceed_the_models():
+    # 3 tokens and 297 of padding: documents of 128, 128 and 41; an empty row of 300: 128, 128 and 44
+    assert PAD_DOCUMENT == 128
+    batch = make_batch([1], [2])
+    for rows, lengths in [([[0]], [3, 128, 128, 41]), ([], [128, 128, 44])]:
+        micro = build_micro_batch(batch, rows, row_length=300)
+        assert micro.positions_BT.tolist() == [[t for length in lengths for t in range(length)]]
 
 
 def test_build_refuses_what_does_not_fit():

@@ -1,16 +1,17 @@
-"""Trainer, reference and vLLM on the same completions, before and after weight syncs.
+"""Trainer, reference and vLLM on the same completions, before and after weight syncs; and the canary.
 
 Arguments: FOLDER NUM_TRAINERS TRAINER_TENSOR_PARALLEL NUM_GENERATORS GENERATOR_TENSOR_PARALLEL.
-Ranks: trainers, one reference, generators.
+Ranks: trainers, one reference, generators. Prints the largest differences of each round.
 """
 
+import dataclasses
 import sys
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo.comm import add_ref_logprobs, gather_completions, send_batch, share
+from grpo.comm import add_advantages, add_ref_logprobs, gather_completions, send_batch, share
 from grpo.config import (
     AlgorithmConfig,
     DataConfig,
@@ -22,82 +23,142 @@ from grpo.config import (
 )
 from grpo.forward import completion_logprobs
 from grpo.generator import Generator
+from grpo.models import hf_tensors
 from grpo.packing import make_batch
 from grpo.reference import Reference
-from grpo.roles import close_roles, setup_roles
+from grpo.roles import Roles, close_roles, setup_roles
 from grpo.trainer import Trainer
-from grpo.types import Prompt
+from grpo.types import Prompt, TrainBatch
 from grpo.weight_sync import sync_weights
+from train_grpo import policy_loss
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-4  # nats, in float32
 PROMPTS = [[5, 9, 12, 7], [20, 21, 8, 8, 8, 30, 11], [13]]
 GROUP_SIZE, TEMPERATURE = 4, 0.7
+NUM_ROUNDS = 3
+# Weights have a standard deviation of 0.2 and Adam moves each by about this much, so no update goes unnoticed. Scaling
+# them all would: Qwen3 normalizes queries and keys, so stale q_proj and k_proj would agree to 1e-5.
+LEARNING_RATE = 0.05
 
 
 def main() -> None:
-    folder = sys.argv[1]
-    num_trainers, trainer_tp, num_generators, generator_tp = map(int, sys.argv[2:])
-    config = GRPOConfig(
+    config = make_config(sys.argv[1], *map(int, sys.argv[2:]))
+    roles = setup_roles(config)
+    folder = config.model.path
+    generator = Generator(config, folder, [1], roles) if roles.generates else None
+    trainer = Trainer(config.model, config.trainer, folder, NUM_ROUNDS, roles) if roles.trains else None
+    reference = Reference(config, folder, roles) if roles.references else None
+    start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    for version in range(NUM_ROUNDS):
+        batch = sample(config, generator, version, roles)
+        batch = add_ref_logprobs(batch, reference.logprobs(batch) if roles.references else None, roles)
+        if roles.trains:
+            # the reference stays what it was, however far the policy went
+            generator_error = difference(batch, trainer, roles)
+            reference_error = (batch.ref_logprobs_C - start_logprobs(start, batch)).abs().max().item()
+            assert generator_error < TOLERANCE, f"version {version}: trainer and generator differ by {generator_error}"
+            assert reference_error < TOLERANCE, f"version {version}: the reference is off by {reference_error}"
+            if version == 0:
+                torch.testing.assert_close(batch.ref_logprobs_C, batch.generator_logprobs_C, atol=TOLERANCE, rtol=0)
+            off = dataclasses.replace(batch, generator_logprobs_C=batch.generator_logprobs_C + 0.5)
+            assert_canary_stops(trainer, config, off, "differ by 5.00e-01 on average (tolerance 1e-03")
+
+            # a large update of every tensor, past a canary that is content
+            before = snapshot(trainer)
+            trainer.step(batch, policy_loss(config, batch), TEMPERATURE, config.logprob_tolerance)
+            unchanged = [
+                name for name, tensor in snapshot(trainer).items() if (tensor - before[name]).abs().max() < 0.01
+            ]
+            assert not unchanged, f"the update left {unchanged} as they were, so nobody could tell if they are stale"
+
+        stale = sample(config, generator, version, roles)  # the generators hold the old weights still
+        if roles.trains:
+            stale_error = difference(stale, trainer, roles)
+            assert stale_error > 1000 * TOLERANCE, f"stale weights differ by {stale_error} only: this test cannot fail"
+            assert_canary_stops(trainer, config, stale, "the generator does not hold the policy's weights")
+        if roles.is_driver:
+            errors = f"generator {generator_error:.1e}, reference {reference_error:.1e}, unsynced {stale_error:.1e}"
+            print(f"version {version}: {errors}", flush=True)
+        sync_weights(trainer.model if trainer else None, generator, version + 1, torch.float32, roles)
+    close_roles(roles, generator.close if generator else None)
+
+
+def make_config(
+    folder: str, num_trainers: int, trainer_tensor_parallel: int, num_generators: int, generator_tensor_parallel: int
+) -> GRPOConfig:
+    return GRPOConfig(
         model=ModelConfig(path=folder, dtype="float32"),
         roles=RolesConfig(
             num_trainers=num_trainers, num_references=1, num_generators=num_generators, timeout_minutes=3
         ),
         data=DataConfig(max_prompt_tokens=16),
         generator=GeneratorConfig(
-            tensor_parallel=generator_tp, max_completion_tokens=16, temperature=TEMPERATURE, max_num_seqs=16
+            tensor_parallel=generator_tensor_parallel,
+            max_completion_tokens=16,
+            temperature=TEMPERATURE,
+            max_num_seqs=16,
         ),
         trainer=TrainerConfig(
-            tensor_parallel=trainer_tp, micro_batch_tokens=128, compile=False, logprob_chunk_tokens=48
+            tensor_parallel=trainer_tensor_parallel,
+            micro_batch_tokens=128,
+            logprob_chunk_tokens=48,
+            compile=False,
+            learning_rate=LEARNING_RATE,
         ),
         grpo=AlgorithmConfig(kl_coef=0.1),
         prompts_per_step=len(PROMPTS),
         group_size=GROUP_SIZE,
     )
-    roles = setup_roles(config)
-    generator = Generator(config, folder, [1], roles) if roles.generates else None
-    trainer = Trainer(config.model, config.trainer, folder, 3, roles) if roles.trains else None
-    reference = Reference(config, folder, roles) if roles.references else None
-    start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    def sample(step: int):
-        """A batch of fresh completions on every trainer and reference rank, and the prompts and completions on all."""
-        prompts = [Prompt(index=step * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
-        completions = generator.generate(prompts, GROUP_SIZE) if roles.generates else None
-        completions = share(gather_completions(completions, roles), roles)
-        assert {c.version for c in completions} == {step}
-        batch = None
-        if roles.is_driver:
-            ids = [p for p in PROMPTS for _ in range(GROUP_SIZE)]
-            batch = make_batch(ids, [c.ids for c in completions], [c.logprobs for c in completions])
-        return send_batch(batch, roles), completions
 
-    def difference(batch) -> float:
-        """Largest difference between trainer and generator, on every trainer rank."""
-        logprobs_C = completion_logprobs(batch, trainer.model, config.trainer, TEMPERATURE)
-        dist.all_reduce(logprobs_C)
-        return (logprobs_C - batch.generator_logprobs_C).abs().max().item()
+def sample(config: GRPOConfig, generator: Generator | None, version: int, roles: Roles) -> TrainBatch | None:
+    """Completions as a batch on trainer and reference ranks, with some advantages. Every rank calls it."""
+    prompts = [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
+    completions = generator.generate(prompts, config.group_size) if roles.generates else None
+    completions = share(gather_completions(completions, roles), roles)
+    assert {c.version for c in completions} == {version}, f"expected version {version}"
+    batch, advantages_S = None, None
+    if roles.is_driver:
+        ids = [prompt.ids for prompt in prompts for _ in range(config.group_size)]
+        batch = make_batch(ids, [c.ids for c in completions], [c.logprobs for c in completions])
+        advantages_S = torch.linspace(-1, 1, batch.num_sequences)
+    return add_advantages(send_batch(batch, roles), advantages_S, roles)
 
-    for step in range(3):
-        batch, completions = sample(step)
-        batch = add_ref_logprobs(batch, reference.logprobs(batch) if roles.references else None, roles)
-        if roles.trains:
-            assert difference(batch) < TOLERANCE, f"step {step}: {difference(batch)}"
-            # the reference stays what it was, however far the policy went
-            expected = []
-            for i, completion in enumerate(completions):
-                prompt = PROMPTS[i // GROUP_SIZE]
-                with torch.no_grad():
-                    logits = start(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
-                log_p = torch.log_softmax(logits / TEMPERATURE, -1)
-                expected.append(log_p.gather(1, torch.tensor(completion.ids)[:, None])[:, 0])
-            torch.testing.assert_close(batch.ref_logprobs_C, torch.cat(expected), atol=TOLERANCE, rtol=0)
-            # a large update, so that stale weights anywhere would show
-            with torch.no_grad():
-                for parameter in trainer.model.module.parameters():
-                    parameter.mul_(1.2)
-            assert difference(batch) > 100 * TOLERANCE, "the update must be visible, or this test cannot fail"
-        sync_weights(trainer.model if trainer else None, generator, step + 1, torch.float32, roles)
-    close_roles(roles, generator.close if generator else None)
+
+def difference(batch: TrainBatch, trainer: Trainer, roles: Roles) -> float:
+    """Largest difference between trainer and generator. Collective over the trainer ranks."""
+    logprobs_C = completion_logprobs(batch, trainer.model, trainer.config, TEMPERATURE)
+    dist.all_reduce(logprobs_C)
+    return (logprobs_C - batch.generator_logprobs_C).abs().max().item()
+
+
+@torch.no_grad()
+def start_logprobs(start: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
+    """Log-probs [C] by transformers with the weights of the start."""
+    logprobs = []
+    for ids, prompt in zip(batch.ids_N.split(batch.lengths_S.tolist()), batch.prompt_lengths_S.tolist(), strict=True):
+        log_p_TV = (start(ids[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        logprobs.append(log_p_TV.gather(1, ids[prompt:, None])[:, 0])
+    return torch.cat(logprobs)
+
+
+def assert_canary_stops(trainer: Trainer, config: GRPOConfig, batch: TrainBatch, message: str) -> None:
+    """A step on this batch raises, says `message`, and changes no weight. Collective over the trainer ranks."""
+    before = snapshot(trainer)
+    try:
+        trainer.step(batch, policy_loss(config, batch), TEMPERATURE, config.logprob_tolerance)
+    except RuntimeError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError("the canary let a wrong generator pass")
+    after = snapshot(trainer)
+    assert all(torch.equal(before[name], after[name]) for name in before), "the canary stopped after an update"
+
+
+def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of the full weights under HF names. Collective over the trainer ranks."""
+    return {name: tensor.clone() for name, tensor in hf_tensors(trainer.model, torch.float32)}
 
 
 if __name__ == "__main__":

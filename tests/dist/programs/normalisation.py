@@ -1,53 +1,131 @@
-"""The gradient of one step, over ways of splitting it; and the canary.
+"""The gradient of one step, over ways of splitting it: micro-batches, packing, order of completions, ranks.
 
-Arguments: FOLDER BASELINE. One rank writes the baseline gradients of each aggregation to BASELINE and compares its other
-cases with them; two ranks compare all of theirs.
+Arguments: FOLDER BASELINE_FOLDER. Started on one rank, it first writes the gradients of the undivided step (one
+micro-batch, unpacked, completions in order) for each aggregation, and a later launch on two ranks reads them. All steps
+go through `Trainer.step` with the loss of train_grpo.py; prints the largest difference of each aggregation.
 """
 
 import dataclasses
+import itertools
 import pathlib
 import sys
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 import train_grpo
 from grpo.config import AlgorithmConfig, GeneratorConfig, GRPOConfig, ModelConfig, SFTConfig, TrainerConfig
 from grpo.forward import micro_batches
-from grpo.losses import aggregate
+from grpo.losses import step_denominator
 from grpo.models import hf_tensors
 from grpo.packing import make_batch
 from grpo.roles import close_roles, setup_trainers
-from grpo.trainer import Trainer
+from grpo.trainer import LossFunction, Trainer
+from grpo.types import TrainBatch
 
-PROMPT_LENGTHS = [4, 9, 6, 11, 5, 8, 7, 10]
-COMPLETION_LENGTHS = [12, 3, 25, 7, 18, 1, 30, 9]
+PROMPT_LENGTHS = [4, 9, 6, 11, 5, 8, 7, 10, 3, 12, 6, 9]
+COMPLETION_LENGTHS = [12, 3, 25, 7, 18, 1, 30, 9, 22, 16, 20, 14]
 NO_REWARD = 3  # this sequence has none
+IN_ORDER = list(range(len(PROMPT_LENGTHS)))
+SHUFFLED = [5, 2, 11, 7, 0, 9, 3, 6, 10, 1, 8, 4]
 AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_horizon")
+# (ranks, packing): {micro-batches on each rank: the micro_batch_tokens that give this many}
+MICRO_BATCH_TOKENS = {
+    (1, False): {1: 640, 2: 256, 4: 128},
+    (1, True): {1: 512, 2: 192, 4: 80},
+    (2, False): {1: 512, 2: 256, 4: 64},
+    (2, True): {1: 256, 2: 128, 4: 42},
+}
+TOLERANCE = 1e-5  # of each tensor's largest gradient
 
 
-def make_step(order: list[int]):
-    """The same eight sequences in another order, with log-probs, advantages and reference log-probs."""
+def main() -> None:
+    folder, baselines = sys.argv[1], pathlib.Path(sys.argv[2])
+    roles = setup_trainers(SFTConfig())
+    num_ranks = dist.get_world_size()
+    # neither the update nor the clipping may touch what is compared
+    options = TrainerConfig(compile=False, activation_checkpointing="none", learning_rate=0.0, max_grad_norm=1e9)
+    trainer = Trainer(ModelConfig(dtype="float32"), options, folder, 1000, roles)
+
+    def gradients(config: GRPOConfig, packing: bool, count: int, order: list[int], wrong: bool = False):
+        """Gradients of a step in exactly `count` micro-batches on each rank."""
+        tokens = MICRO_BATCH_TOKENS[num_ranks, packing][count]
+        trainer.config = dataclasses.replace(options, packing=packing, micro_batch_tokens=tokens)
+        batch = make_step(order)
+        found = len(list(micro_batches(batch, trainer.model, trainer.config)))
+        assert found == count, f"{num_ranks} ranks, packing={packing}, {tokens} tokens: {found} micro-batches"
+        loss = train_grpo.policy_loss(config, batch)
+        trainer.step(batch, mean_of_means(loss, config, batch, num_ranks * count) if wrong else loss)
+        return full_gradients(trainer)
+
+    for aggregation in AGGREGATIONS:
+        config = GRPOConfig(
+            generator=GeneratorConfig(max_completion_tokens=32),
+            grpo=AlgorithmConfig(kl_coef=0.1, aggregation=aggregation, old_logprobs="generator"),
+        )
+        file = baselines / f"{aggregation}.safetensors"
+        if num_ranks == 1:
+            save_file(gradients(config, False, 1, IN_ORDER), file)
+        baseline, largest = load_file(file), 0.0
+        assert all(gradient.abs().max() > 1e-4 for gradient in baseline.values())  # so that relative means something
+        for packing, count, order in itertools.product((False, True), (1, 2, 4), (IN_ORDER, SHUFFLED)):
+            error = difference(gradients(config, packing, count, order), baseline)
+            case = f"{aggregation}, {num_ranks} ranks, {count} micro-batches, packing={packing}, order={order}"
+            assert error < TOLERANCE, f"{case}: {error}"
+            largest = max(largest, error)
+
+        error = difference(gradients(config, True, 4, IN_ORDER, wrong=True), baseline)
+        assert error > 1e-2, f"a mean of micro-batch means went unnoticed ({error}), so this test cannot fail"
+        if roles.is_driver:
+            print(
+                f"{aggregation}, {num_ranks} ranks: {largest:.1e}; as a mean of micro-batch means {error:.1e}",
+                flush=True,
+            )
+    close_roles(roles)
+
+
+def make_step(order: list[int]) -> TrainBatch:
+    """The same sequences with their log-probs and advantages, laid out in another order."""
     generator = torch.Generator().manual_seed(5)
     rows = []
     for index, (prompt, completion) in enumerate(zip(PROMPT_LENGTHS, COMPLETION_LENGTHS, strict=True)):
         ids = torch.randint(3, 32, (prompt + completion,), generator=generator).tolist()
-        noise = torch.randn(2, completion, generator=generator) - 3.0
-        advantage = float("nan") if index == NO_REWARD else torch.randn((), generator=generator).item()
-        rows.append((ids[:prompt], ids[prompt:], noise[0].tolist(), noise[1], advantage))
-    rows = [rows[index] for index in order]
-    batch = make_batch([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
-    return dataclasses.replace(
-        batch, ref_logprobs_C=torch.cat([r[3] for r in rows]), advantages_S=torch.tensor([r[4] for r in rows])
-    )
+        # of a random model's size, so that some ratios are clipped and some are not
+        generator_logprobs, ref_logprobs = torch.randn(2, completion, generator=generator) - 3.0
+        advantage = torch.randn((), generator=generator).item()
+        advantage = float("nan") if index == NO_REWARD else advantage
+        rows.append((ids[:prompt], ids[prompt:], generator_logprobs.tolist(), ref_logprobs, advantage))
+    prompts, completions, generator_logprobs, ref_logprobs, advantages = zip(*(rows[i] for i in order), strict=True)
+    batch = make_batch(prompts, completions, generator_logprobs)
+    return dataclasses.replace(batch, ref_logprobs_C=torch.cat(ref_logprobs), advantages_S=torch.tensor(advantages))
 
 
-def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Full gradients under HF names."""
+def mean_of_means(loss_function: LossFunction, config: GRPOConfig, batch: TrainBatch, shares: int) -> LossFunction:
+    """The mistake that must not happen: each micro-batch's own mean, all `shares` of them weighing the same."""
+
+    def denominator(chosen_S: torch.Tensor) -> float:
+        return step_denominator(
+            batch.completion_lengths_S,
+            chosen_S & ~batch.advantages_S.isnan(),
+            config.grpo.aggregation,
+            config.generator.max_completion_tokens,
+        )
+
+    def wrong(micro, logprobs_BT, entropy_BT):
+        loss, mask_BT, metrics = loss_function(micro, logprobs_BT, entropy_BT)
+        here_S = torch.isin(torch.arange(batch.num_sequences), micro.sequence_BT)
+        everywhere_S = torch.ones(batch.num_sequences, dtype=torch.bool)
+        return loss * denominator(everywhere_S) / denominator(here_S) / shares, mask_BT, metrics
+
+    return wrong
+
+
+def full_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """What the last step left in `.grad`, unsharded, under HF names. Collective over the trainer ranks."""
     parameters = list(trainer.model.module.parameters())
-    with torch.no_grad():
-        kept = [p.detach().clone() for p in parameters]
+    with torch.no_grad():  # gradients take the weights' place for a moment, and come out as weights do
+        kept = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:
             parameter.copy_(parameter.grad)
         found = {name: tensor.clone() for name, tensor in hf_tensors(trainer.model, torch.float32)}
@@ -56,72 +134,10 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def compare(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     """Largest difference, relative to the largest gradient of that tensor."""
+    assert found.keys() == wanted.keys()
     return max(((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in wanted)
-
-
-def main() -> None:
-    folder, baseline = sys.argv[1], pathlib.Path(sys.argv[2])
-    roles = setup_trainers(SFTConfig())
-    ranks = dist.get_world_size()
-    options = TrainerConfig(compile=False, activation_checkpointing="none", learning_rate=0.0, max_grad_norm=1e9)
-    trainer = Trainer(ModelConfig(dtype="float32"), options, folder, 1000, roles)
-    total = sum(PROMPT_LENGTHS) + sum(COMPLETION_LENGTHS)
-    given = list(range(8))
-    seen = set()
-    for kind in AGGREGATIONS:
-        config = GRPOConfig(
-            generator=GeneratorConfig(max_completion_tokens=32),
-            grpo=AlgorithmConfig(kl_coef=0.1, aggregation=kind, old_logprobs="generator"),
-        )
-        file = baseline / f"{kind}.safetensors"
-        for packing in (False, True):
-            for max_tokens in (4096, 96, 64, 48):
-                for order in (given, [5, 2, 7, 0, 3, 6, 1, 4]):
-                    trainer.config = dataclasses.replace(options, packing=packing, micro_batch_tokens=max_tokens)
-                    batch = make_step(order)
-                    num_micro_batches = len(list(micro_batches(batch, trainer.model, trainer.config)))
-                    seen.add((packing, num_micro_batches))
-                    trainer.step(batch, train_grpo.policy_loss(config, batch))
-                    found = gradients(trainer)
-                    if not file.exists():  # one rank, one micro-batch, unpacked, in order
-                        assert (ranks, num_micro_batches, packing, order) == (1, 1, False, given)
-                        safetensors.torch.save_file(found, file)
-                    difference = compare(found, safetensors.torch.load_file(file))
-                    case = f"{kind}, {ranks} ranks, {num_micro_batches} micro-batches, packing={packing}, {order}"
-                    assert difference < 1e-5, f"{case}: {difference}"
-    counts = {number for _, number in seen}
-    assert {1, 2, 4} <= counts, seen
-    print(f"{ranks} ranks: (packing, micro-batches) seen: {sorted(seen)}")
-
-    def wrong_loss(micro, logprobs_BT, entropy_BT):
-        """Every micro-batch weighs the same, however many tokens it has: what must not happen."""
-        mask_BT = micro.completion_mask_BT
-        loss = aggregate(-logprobs_BT, mask_BT, micro.completion_lengths_BT, "token_mean", max(1, int(mask_BT.sum())))
-        return loss, mask_BT, {}
-
-    trainer.config = dataclasses.replace(options, packing=True, micro_batch_tokens=4096)
-    batch = make_step(given)
-    if ranks == 1:
-        trainer.step(batch, wrong_loss)
-        whole = gradients(trainer)
-        trainer.config = dataclasses.replace(options, packing=True, micro_batch_tokens=total // 3)
-        trainer.step(batch, wrong_loss)
-        assert compare(gradients(trainer), whole) > 1e-2, "the comparison must be able to fail"
-
-    before = dict(hf_tensors(trainer.model, torch.float32))
-    before = {name: tensor.clone() for name, tensor in before.items()}
-    try:  # the log-probs above are noise, so the canary must stop the step, whatever the learning rate
-        trainer.optimizer.optimizers[0].param_groups[0]["lr"] = 1.0
-        trainer.step(batch, train_grpo.policy_loss(config, batch), logprob_tolerance=1e-3)
-    except RuntimeError as error:
-        assert "does not hold the policy's weights" in str(error)
-    else:
-        raise AssertionError("the canary let a wrong generator pass")
-    after = dict(hf_tensors(trainer.model, torch.float32))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    close_roles(roles)
 
 
 if __name__ == "__main__":
