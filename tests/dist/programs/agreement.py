@@ -33,7 +33,8 @@ from grpo.weight_sync import sync_weights
 from train_grpo import policy_loss
 
 TOLERANCE = 1e-4  # nats, in float32
-PROMPTS = [[5, 9, 12, 7], [20, 21, 8, 8, 8, 30, 11], [13]]
+# The last one fills a block of vLLM's prefix cache (128 tokens on CPU), which must not outlive the weights.
+PROMPTS = [[5, 9, 12, 7], [13], [3 + i * i % 29 for i in range(140)]]
 GROUP_SIZE, TEMPERATURE = 4, 0.7
 NUM_ROUNDS = 3
 # Weights have a standard deviation of 0.2 and Adam moves each by about this much, so no update goes unnoticed. Scaling
@@ -92,7 +93,7 @@ def make_config(
         roles=RolesConfig(
             num_trainers=num_trainers, num_references=1, num_generators=num_generators, timeout_minutes=3
         ),
-        data=DataConfig(max_prompt_tokens=16),
+        data=DataConfig(max_prompt_tokens=144),
         generator=GeneratorConfig(
             tensor_parallel=generator_tensor_parallel,
             max_completion_tokens=16,
@@ -101,7 +102,7 @@ def make_config(
         ),
         trainer=TrainerConfig(
             tensor_parallel=trainer_tensor_parallel,
-            micro_batch_tokens=128,
+            micro_batch_tokens=192,
             logprob_chunk_tokens=48,
             compile=False,
             learning_rate=LEARNING_RATE,
