@@ -10,26 +10,35 @@ takes `roles` is a collective: all ranks call it, in this order.
 Left out here: how it is done. What each module does stands at its top; begin with grpo/roles.py and grpo/comm.py.
 """
 
-import math
 import os
 import pathlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from grpo import checkpoint, data, models, rewards, toy
-from grpo.advantages import group_advantages
+from grpo import checkpoint, models
 from grpo.comm import add_advantages, add_ref_logprobs, gather_completions, on_driver, send_batch, share
-from grpo.config import GRPOConfig, as_recipe, check_world_size, describe_layout, load
-from grpo.evaluate import evaluation_metrics
+from grpo.config import GRPOConfig
+from grpo.driver import Driver, Start
 from grpo.generator import Generator
-from grpo.losses import aggregate, clipped_policy_loss, kl_k3, step_denominator
-from grpo.metrics import Ledger, RunLog, rollout_metrics
-from grpo.packing import MicroBatch, make_batch, per_sequence, scatter_completions
+from grpo.losses import (
+    LossInputs,
+    aggregate,
+    check_loss_output,
+    correction_weights,
+    effective_sample_size,
+    kl,
+    load_loss,
+    mismatch,
+    step_denominator,
+)
+from grpo.metrics import Ledger
+from grpo.packing import MicroBatch, per_sequence, scatter_completions, split_groups
+from grpo.recipes import check_world_size, load
 from grpo.reference import Reference
 from grpo.roles import Roles, close_roles, setup_roles
-from grpo.trainer import LossFunction, Trainer
-from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
+from grpo.trainer import LossFunction, Trainer, merge_updates
+from grpo.types import Plan, Prompt, TrainBatch
 from grpo.watchdog import refuse_bad_input, run_rank, set_place
 from grpo.weight_sync import sync_weights
 
@@ -73,42 +82,42 @@ def train(config: GRPOConfig, roles: Roles) -> None:
 
     ledger = Ledger()
     for step in range(start.step, config.num_steps):
-        # Only the driver decides: which prompts, whether to check, to save, to evaluate.
+        # Only the driver decides: which prompts, whether to check, to sync, to save, to evaluate.
         plan: Plan = share(on_driver(roles, Driver.next_plan, driver, step), roles)
 
         with ledger.phase("generate"):
-            completions = None
+            prompts = plan.prompts
+            while prompts:  # one round, but for dynamic sampling, which goes on until it has enough useful groups
+                completions = generator.generate(prompts, config.group_size) if roles.generates else None
+                completions = gather_completions(completions, roles)  # generators -> driver
+                prompts = share(on_driver(roles, Driver.take, driver, prompts, completions, ledger), roles)
             if roles.generates:
-                completions = generator.generate(plan.prompts, config.group_size)
                 generator.sleep()  # colocated and asked for: its memory is the trainer's until the sync
-            completions = gather_completions(completions, roles)  # generators -> driver
-            rollouts = on_driver(roles, Driver.rollouts, driver, plan.prompts, completions, step)
-            batch = send_batch(batch_of(rollouts), roles)  # driver -> references and trainers
+            batch = send_batch(on_driver(roles, Driver.batch, driver), roles)  # driver -> references and trainers
 
         with ledger.phase("reference"):
+            # at the same time, the driver's worker processes score the completions
             ref_logprobs_C = reference.logprobs(batch) if roles.references else None
-            # at the same time, where the reference has ranks of its own, the driver scores (phase "reward")
-            rollouts = on_driver(roles, Driver.score, driver, rollouts, ledger)
-            batch = add_advantages(batch, advantages_of(rollouts), roles)  # driver -> references and trainers
             batch = add_ref_logprobs(batch, ref_logprobs_C, roles)  # references -> trainers
+            on_driver(roles, Driver.score, driver, ledger)
+            advantages_S = on_driver(roles, Driver.advantages, driver, batch)
+            batch = add_advantages(batch, advantages_S, roles)  # driver -> trainers
 
         with ledger.phase("train"):
-            stats = {}
-            if roles.trains:
-                tolerance = config.logprob_tolerance if plan.check_sync else None
-                stats = trainer.step(batch, policy_loss(config, batch), config.generator.temperature, tolerance)
+            stats, logprob_diff_S = update(config, trainer, batch, plan) if roles.trains else (None, None)
 
-        with ledger.phase("sync"):  # trainers -> generators, which now hold the weights of `step + 1` updates
-            sync_weights(trainer.model if trainer else None, generator, step + 1, dtype, roles)
+        with ledger.phase("sync"):  # trainers -> generators, which then hold the weights of `step + 1` steps
+            if plan.sync:
+                sync_weights(trainer.model if trainer else None, generator, step + 1, dtype, roles)
 
         if plan.save and roles.trains:
             with ledger.phase("save"):
-                state = {"step": step + 1, "data": plan.data_state}
-                checkpoint.save_checkpoint(config.run_dir, trainer, state, config.checkpoint.keep)
+                state = driver.state(step + 1) if roles.is_driver else None
+                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
         if plan.evaluate:
             with ledger.phase("evaluate"):
                 evaluate(driver, generator, start.eval_prompts, step + 1, roles)
-        on_driver(roles, Driver.log, driver, step + 1, rollouts, stats, ledger)
+        on_driver(roles, Driver.log, driver, step + 1, stats, logprob_diff_S, ledger)
 
     if config.checkpoint.export and roles.trains:
         models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", dtype)
@@ -116,174 +125,84 @@ def train(config: GRPOConfig, roles: Roles) -> None:
     close_roles(roles, generator.close if roles.generates else None)
 
 
-def evaluate(
-    driver: "Driver | None", generator: Generator | None, prompts: list[Prompt], step: int, roles: Roles
-) -> None:
-    """Greedy completions of the held-out prompts, scored and logged; draws no random number. Every rank calls it."""
-    completions = generator.generate(prompts, 1, greedy=True) if roles.generates else None
-    completions = gather_completions(completions, roles)
-    on_driver(roles, Driver.log_evaluation, driver, prompts, completions, step)
+def update(
+    config: GRPOConfig, trainer: Trainer, batch: TrainBatch, plan: Plan
+) -> tuple[dict[str, float], torch.Tensor]:
+    """The step's optimizer updates: passes over its groups in mini-batches, by default a single one. Trainer ranks.
+
+    Returns metrics, and the policy's distance to the generator for each sequence [S] (see Trainer.step).
+    """
+    if config.recomputes_old_logprobs:  # with one update they are the policy's own, and need no forward
+        batch = replace(batch, old_logprobs_C=trainer.logprobs(batch))
+    updates, logprob_diffs = [], []
+    for epoch in range(config.algorithm.epochs_per_batch):
+        for part in split_groups(batch, config.group_size, config.algorithm.updates_per_batch):
+            check = plan.check_sync and not updates
+            tolerance = config.logprob_tolerance if check else None
+            stats, logprob_diff_S = trainer.step(part, policy_loss(config, part), tolerance)
+            stats["ess"] = effective_sample_size(stats.pop("weight"), stats.pop("weight_squared"))
+            updates.append(stats)
+            if epoch == 0:
+                logprob_diffs.append(logprob_diff_S)
+    trainer.end_step()
+    return merge_updates(updates), torch.cat(logprob_diffs)
 
 
 def policy_loss(config: GRPOConfig, batch: TrainBatch) -> LossFunction:
-    """GRPO's loss of one micro-batch, normalised over the whole step: Shao et al. 2024, arXiv:2402.03300, eq. 3."""
-    grpo = config.grpo
-    denominator = step_denominator(
-        batch.completion_lengths_S,
-        ~batch.advantages_S.isnan(),
-        grpo.aggregation,
-        config.generator.max_completion_tokens,
-    )
+    """The loss of one micro-batch of `batch`, normalised over the whole batch before its first forward."""
+    algorithm = config.algorithm
+    loss_function = load_loss(algorithm.loss)
+    counted_C, lengths_S = batch.counted_C, batch.counted_lengths_S
+    denominator = step_denominator(lengths_S, algorithm.aggregation, config.generator.max_completion_tokens)
 
     def loss(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor):
-        advantages_BT = per_sequence(batch.advantages_S, micro)
-        # a completion without a reward (NaN) leaves the loss; it is not in the denominator either
-        mask_BT = micro.completion_mask_BT & ~advantages_BT.isnan()
-        old_logprobs_BT = logprobs_BT.detach()  # one update per batch: the policy at the start of the step is this one
-        if grpo.old_logprobs == "generator":
-            old_logprobs_BT = scatter_completions(batch.generator_logprobs_C, batch, micro)
-        loss_BT, metrics = clipped_policy_loss(
-            logprobs_BT,
-            old_logprobs_BT,
-            advantages_BT,
-            mask_BT,
-            clip_low=grpo.clip_low,
-            clip_high=grpo.clip_high,
+        generator_BT = scatter_completions(batch.generator_logprobs_C, batch, micro)
+        start_BT = logprobs_BT.detach()  # the policy at the start of the step, if this is the step's first update
+        if batch.old_logprobs_C is not None:
+            start_BT = scatter_completions(batch.old_logprobs_C, batch, micro)
+        inputs = LossInputs(
+            logprobs_BT=logprobs_BT,
+            old_logprobs_BT=generator_BT if algorithm.old_logprobs == "generator" else start_BT,
+            advantages_BT=per_sequence(batch.advantages_S, micro),
+            # a completion without a reward and a token whose sampling log-prob is not finite count nowhere
+            mask_BT=scatter_completions(counted_C, batch, micro) > 0,
+            sequence_BT=micro.sequence_BT,
+            lengths_BT=per_sequence(lengths_S, micro).clamp(min=1),
+            num_sequences=batch.num_sequences,
         )
+        output = loss_function(inputs, algorithm)
+        check_loss_output(output, inputs, algorithm.loss)
+        loss_BT, metrics = output
+
+        # what the generator sampled is not quite what the policy would have
+        weights_BT, corrected_BT = correction_weights(
+            start_BT, generator_BT, inputs, algorithm.correction, algorithm.correction_low, algorithm.correction_high
+        )
+        loss_BT = weights_BT * loss_BT
+        metrics |= mismatch(start_BT, generator_BT, inputs.mask_BT) | {"corrected_share": corrected_BT}
+
         if batch.ref_logprobs_C is not None:
-            kl_BT = kl_k3(logprobs_BT, scatter_completions(batch.ref_logprobs_C, batch, micro), mask_BT)
-            loss_BT = loss_BT + grpo.kl_coef * kl_BT
-            metrics["kl"] = kl_BT.detach().sum()
-        return aggregate(loss_BT, mask_BT, micro.completion_lengths_BT, grpo.aggregation, denominator), mask_BT, metrics
+            ref_BT = scatter_completions(batch.ref_logprobs_C, batch, micro)
+            kl_BT = kl(logprobs_BT, ref_BT, inputs.mask_BT, algorithm.kl_estimator)
+            metrics["kl"] = kl_BT.detach()
+            if algorithm.kl_in == "loss":
+                loss_BT = loss_BT + algorithm.kl_coef * kl_BT
+        if algorithm.entropy_coef:
+            loss_BT = loss_BT - algorithm.entropy_coef * entropy_BT
+
+        share = aggregate(loss_BT, inputs.mask_BT, inputs.lengths_BT, algorithm.aggregation, denominator)
+        return share, inputs.mask_BT, metrics
 
     return loss
 
 
-def batch_of(rollouts: list[Rollout] | None) -> TrainBatch | None:
-    """The driver's rollouts laid end to end."""
-    if rollouts is None:
-        return None
-    completions = [r.completion for r in rollouts]
-    return make_batch([r.prompt.ids for r in rollouts], [c.ids for c in completions], [c.logprobs for c in completions])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What rank 0 alone does
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Start:
-    """What every rank must know before the first step."""
-
-    step: int
-    folder: str
-    reference_folder: str
-    stop_token_ids: list[int]
-    eval_prompts: list[Prompt]
-    checkpoint: pathlib.Path | None
-
-
-class Driver:
-    """Prompts, rewards, decisions and the log. Its constructor refuses bad input before any model is loaded."""
-
-    def __init__(self, config: GRPOConfig):
-        self.config = config
-        with refuse_bad_input():
-            columns = [config.data.prompt_column, *config.data.columns]
-            self.reward_functions = rewards.load_functions(config.reward, columns)
-            rows = data.load_rows(config.data.path, config.data.name, config.data.split)
-            data.check_columns(rows, columns, config.data.path)
-            resume_from = checkpoint.open_run_dir(
-                config.run_dir, as_recipe(config), resume=config.resume, overwrite=config.overwrite
-            )
-            folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
-            models.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
-            self.tokenizer = data.load_tokenizer(folder)
-            self.stream = data.PromptStream(config.data, self.tokenizer, config.seed)
-            wants_eval = config.evaluation.interval > 0
-            eval_prompts = data.load_eval_prompts(config.data, config.evaluation, self.tokenizer) if wants_eval else []
-            step = 0
-            if resume_from is not None:
-                state = checkpoint.read_driver_state(resume_from)
-                step = state["step"]
-                self.stream.load_state_dict(state["data"])
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=step)
-        self.stop_token_ids = models.stop_token_ids(folder, self.tokenizer)
-        self.first_step = step
-        reference_folder = config.model.reference_path or folder
-        self.start = Start(step, folder, reference_folder, self.stop_token_ids, eval_prompts, resume_from)
-        print(
-            f"{as_recipe(config)}\n{describe_layout(config)} ranks; {config.run_dir}, starting at step {step}",
-            flush=True,
-        )
-
-    def next_plan(self, step: int) -> Plan:
-        """Everything that is decided about a step."""
-        config, last = self.config, step + 1 == self.config.num_steps
-
-        def due(interval: int) -> bool:
-            return interval > 0 and (step + 1) % interval == 0
-
-        prompts = self.stream.draw(config.prompts_per_step)
-        after_first_sync = step - self.first_step <= 1
-        return Plan(
-            step=step,
-            prompts=prompts,
-            check_sync=config.sync_check_interval > 0 and (after_first_sync or step % config.sync_check_interval == 0),
-            save=last or due(config.checkpoint.interval),
-            evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
-            data_state=self.stream.state_dict(),
-        )
-
-    def rollouts(self, prompts: list[Prompt], completions: list[Completion], version: int) -> list[Rollout]:
-        """Join prompts and completions, decode, and make sure they come from the weights they should come from."""
-        versions = {c.version for c in completions}
-        if versions != {version}:
-            raise RuntimeError(
-                f"completions of step {version} were sampled with weights of versions {sorted(versions)}"
-            )
-        group_size = len(completions) // len(prompts)
-        return [Rollout(prompts[i // group_size], c, self._text(c.ids)) for i, c in enumerate(completions)]
-
-    def score(self, rollouts: list[Rollout], ledger: Ledger) -> list[Rollout]:
-        """Rewards and advantages."""
-        with ledger.phase("reward"):
-            rollouts = rewards.score(self.reward_functions, rollouts)
-        rewards_S = torch.tensor([math.nan if r.reward is None else r.reward for r in rollouts])
-        advantages_S = group_advantages(rewards_S, self.config.group_size, self.config.grpo.advantages)
-        return [replace(r, advantage=a) for r, a in zip(rollouts, advantages_S.tolist(), strict=True)]
-
-    def log(self, step: int, rollouts: list[Rollout], stats: dict[str, float], ledger: Ledger) -> None:
-        """The step's one log call."""
-        metrics = rollout_metrics(rollouts, self.config.group_size) | stats | ledger.close_step()
-        num_tokens = sum(len(r.prompt.ids) + len(r.completion.ids) for r in rollouts)
-        metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
-        if torch.cuda.is_available():
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self.run_log.log(step, metrics)
-        interval = self.config.metrics.samples_interval
-        if interval and (step - 1) % interval == 0:
-            self.run_log.samples(step, rollouts)
-
-    def log_evaluation(self, prompts: list[Prompt], completions: list[Completion], step: int) -> None:
-        """Score held-out completions and log them."""
-        rollouts = rewards.score(self.reward_functions, self.rollouts(prompts, completions, version=step))
-        self.run_log.log_evaluation(step, evaluation_metrics(self.config, rollouts))
-
-    def finish(self) -> None:
-        """Close the log."""
-        self.run_log.close()
-        print(f"done; everything is in {self.config.run_dir}", flush=True)
-
-    def _text(self, ids: list[int]) -> str:
-        ends = ids and ids[-1] in self.stop_token_ids
-        return self.tokenizer.decode(ids[:-1] if ends else ids, skip_special_tokens=False)
-
-
-def advantages_of(rollouts: list[Rollout] | None) -> torch.Tensor | None:
-    """float32 [S] on the driver, None elsewhere."""
-    return None if rollouts is None else torch.tensor([r.advantage for r in rollouts])
+def evaluate(
+    driver: Driver | None, generator: Generator | None, prompts: list[Prompt], step: int, roles: Roles
+) -> None:
+    """Complete the held-out prompts, score and log; training does not notice. Every rank calls it."""
+    greedy, samples = generator.evaluate(prompts) if roles.generates else (None, None)
+    greedy, samples = gather_completions(greedy, roles), gather_completions(samples, roles)
+    on_driver(roles, Driver.log_evaluation, driver, prompts, greedy, samples, step)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import torch
 
 from grpo import checkpoint, data, models, toy
 from grpo.comm import on_driver, send_batch, share
-from grpo.config import SFTConfig, as_recipe, check_world_size, load
-from grpo.losses import aggregate
+from grpo.config import SFTConfig
 from grpo.metrics import Ledger, RunLog
 from grpo.packing import MicroBatch, make_batch
+from grpo.recipes import as_recipe, check_world_size, load
 from grpo.roles import Roles, close_roles, setup_trainers
 from grpo.trainer import LossFunction, Trainer
 from grpo.types import TrainBatch
@@ -45,7 +45,8 @@ def train(config: SFTConfig, roles: Roles) -> None:
     for step in range(config.num_steps):
         batch = send_batch(on_driver(roles, Driver.next_batch, driver), roles)  # driver -> trainers
         with ledger.phase("train"):
-            stats = trainer.step(batch, answer_loss(batch))
+            stats, _ = trainer.step(batch, answer_loss(batch))
+            trainer.end_step()
         on_driver(roles, Driver.log, driver, step + 1, batch, stats, ledger)
         recent_losses.append(stats["loss"])  # the same on all ranks
         if len(recent_losses) == 10 and sum(recent_losses) / 10 < config.stop_at_loss:
@@ -63,7 +64,7 @@ def answer_loss(batch: TrainBatch) -> LossFunction:
 
     def loss(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor):
         mask_BT = micro.completion_mask_BT
-        return aggregate(-logprobs_BT, mask_BT, micro.completion_lengths_BT, "token_mean", denominator), mask_BT, {}
+        return -logprobs_BT.where(mask_BT, 0).sum() / denominator, mask_BT, {}
 
     return loss
 

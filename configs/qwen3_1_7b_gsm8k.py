@@ -31,7 +31,7 @@ config = GRPOConfig(
     data=DataConfig(path="openai/gsm8k", chat_template_kwargs={"enable_thinking": "false"}, max_prompt_tokens=512),
     generator=GeneratorConfig(max_completion_tokens=1024),
     trainer=TrainerConfig(micro_batch_tokens=16384, learning_rate=1e-6),
-    grpo=AlgorithmConfig(kl_coef=0.0),
+    algorithm=AlgorithmConfig(kl_coef=0.0),
     evaluation=EvaluationConfig(interval=20, name="main", split="test"),
     checkpoint=CheckpointConfig(interval=50),
     run_dir="runs/qwen3_1_7b_gsm8k",

@@ -47,7 +47,7 @@ config = GRPOConfig(
         logprob_chunk_tokens=2048,
         learning_rate=1e-6,
     ),
-    grpo=AlgorithmConfig(kl_coef=0.0),
+    algorithm=AlgorithmConfig(kl_coef=0.0),
     evaluation=EvaluationConfig(interval=20, name="main", split="test"),
     checkpoint=CheckpointConfig(interval=50),
     run_dir="runs/qwen3_32b_gsm8k",

@@ -29,7 +29,7 @@ config = GRPOConfig(
     data=DataConfig(path="openai/gsm8k", chat_template_kwargs={"enable_thinking": "false"}, max_prompt_tokens=512),
     generator=GeneratorConfig(max_completion_tokens=1024),
     trainer=TrainerConfig(micro_batch_tokens=8192, logprob_chunk_tokens=2048, learning_rate=1e-6),
-    grpo=AlgorithmConfig(kl_coef=0.001),
+    algorithm=AlgorithmConfig(kl_coef=0.001),
     evaluation=EvaluationConfig(interval=20, name="main", split="test"),
     checkpoint=CheckpointConfig(interval=50),
     run_dir="runs/qwen3_8b_gsm8k",

@@ -33,7 +33,7 @@ config = GRPOConfig(
         min_lr_ratio=0.2,
         logprob_chunk_tokens=4096,
     ),
-    grpo=AlgorithmConfig(kl_coef=0.001),
+    algorithm=AlgorithmConfig(kl_coef=0.001),
     evaluation=EvaluationConfig(interval=10, num_prompts=256),
     run_dir="runs/toy_arithmetic",
     num_steps=170,

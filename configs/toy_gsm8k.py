@@ -30,7 +30,7 @@ config = GRPOConfig(
         learning_rate=1e-4,
         logprob_chunk_tokens=1024,
     ),
-    grpo=AlgorithmConfig(kl_coef=0.01),
+    algorithm=AlgorithmConfig(kl_coef=0.01),
     run_dir="runs/toy_gsm8k",
     num_steps=10,
     prompts_per_step=4,

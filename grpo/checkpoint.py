@@ -19,7 +19,17 @@ DRIVER_FILE = "driver.json"
 COMPLETE = "step-????????"  # not step-NNNNNNNN.partial, which is being written or was when its run died
 
 # What a run writes into its folder, and all that `overwrite` deletes
-RUN_FILES = ("config.py", "metrics.jsonl", "samples.txt", "tensorboard", "checkpoints", "model", "initial_model")
+RUN_FILES = (
+    "config.py",
+    "metrics.jsonl",
+    "completions.jsonl",
+    "evaluation.jsonl",
+    "samples.txt",
+    "tensorboard",
+    "checkpoints",
+    "model",
+    "initial_model",
+)
 # of which these are there already when bad input is refused later on; they are no reason to refuse the corrected run
 WRITTEN_BEFORE_RUN = ("config.py", "initial_model")
 
@@ -57,9 +67,12 @@ def read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
     return json.loads((checkpoint / DRIVER_FILE).read_text())
 
 
-def save_checkpoint(run_dir: str, trainer: Trainer, driver_state: dict[str, Any], keep: int) -> None:
-    """Write step `driver_state["step"]` and delete all but the `keep` newest. Collective over the trainer ranks."""
-    target = _folder(run_dir) / f"step-{driver_state['step']:08d}"
+def save_checkpoint(run_dir: str, step: int, trainer: Trainer, driver_state: dict[str, Any] | None, keep: int) -> None:
+    """Write the checkpoint of `step` and delete all but the `keep` newest. Collective over the trainer ranks.
+
+    `driver_state` is wanted on rank 0 alone.
+    """
+    target = _folder(run_dir) / f"step-{step:08d}"
     partial = target.with_suffix(".partial")
     writes = dist.get_rank() == 0
     if writes:

@@ -1,17 +1,10 @@
-"""The configuration a user fills in: dataclasses with one sentence per field, checks, and derived values as properties.
+"""The configuration a user fills in: dataclasses with one sentence per field, and derived values as properties.
 
-Layer 0: imports nothing but the standard library, so that bad input is refused before torch is even loaded.
-A recipe is a Python file that binds `config`; `load` reads it, lets the command line override any field and returns the
-checked result.
+Layer 0: imports nothing but the standard library. A recipe is a Python file that binds `config`; recipes.py reads it,
+lets the command line override any field and checks the result.
 """
 
-import contextlib
-import dataclasses
-import importlib.util
 import math
-import os
-import pathlib
-import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -43,7 +36,7 @@ class RolesConfig:
     num_trainers: int = 4
     """Trainer ranks; with `colocated` every rank is trainer, reference and generator at once."""
     num_references: int = 0
-    """Reference ranks; 0 puts the reference on the trainer ranks (it exists only when `grpo.kl_coef` is above 0)."""
+    """Reference ranks; 0 puts the reference, if `algorithm.kl_coef` is above 0, on the trainer ranks."""
     num_generators: int = 4
     """Generator ranks, split into replicas of `generator.tensor_parallel`; ignored when `colocated`."""
     colocated: bool = False
@@ -83,13 +76,33 @@ class RewardConfig:
     """What a completion is worth: a weighted sum of functions."""
 
     functions: Table[float] = field(default_factory=lambda: {"math_reward": 1.0, "thinking_reward": 0.2})
-    """Weights by name: `math_reward`, `thinking_reward`, or your own `path/file.py:function`."""
+    """Weights by name: a built-in (see `grpo/rewards.py`) or your own `path/file.py:function`."""
+    num_workers: int = 4
+    """Processes that run the reward functions."""
+    timeout_seconds: float = 10.0
+    """A call for one completion (of a group-level function: for one group) that takes longer is ended, reward None."""
+    memory_gib: float = 4.0
+    """Address space of one such process."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
     """Where math_reward looks for the answer: last <answer>..</answer>, last \\boxed{}, or after the last ####."""
     tolerance: float = 1e-6
     """Largest relative (below 1: absolute) difference at which math_reward takes two numbers as equal."""
     partial_credit: float = 0.0
     """What math_reward gives for a well-formed but wrong answer (0 to 1)."""
+    pattern: str = ""
+    """regex_match: regular expression searched for in the completion."""
+    target_tokens: int = 0
+    """length_penalty: tokens that are free of charge."""
+    overlong_tokens: int = 0
+    """overlong_penalty: tokens before max_completion_tokens over which it falls to -1; 0 takes a quarter of them."""
+    repetition_ngram: int = 4
+    """repetition_penalty: words per n-gram."""
+    language: str = "latin"
+    """language_reward: script that the completion's letters should be in."""
+    code_timeout_seconds: float = 5.0
+    """code_reward: wall-clock and CPU seconds for one completion's tests."""
+    code_memory_gib: float = 1.0
+    """code_reward: address space of one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +113,11 @@ class GeneratorConfig:
     """Ranks per vLLM engine replica."""
     max_completion_tokens: int = 1024
     """Longest completion in tokens; one that reaches it is `truncated`."""
-    temperature: float = 1.0
-    """Sampling temperature, also applied to the trainer's and reference's log-probs."""
+    temperature: tuple[float, ...] = (1.0,)
+    """Sampling temperature, also applied to the trainer's and reference's log-probs; of several, each group's
+    completions take one after the other."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion, which keeps them; beside the model's own stop tokens."""
     top_p: float = 1.0
     """Nucleus sampling; below 1 the trained distribution is no longer the sampled one (a warning says so once)."""
     top_k: int = 0
@@ -158,27 +174,94 @@ class TrainerConfig:
     """Gradients are scaled down to this global norm."""
 
 
+Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
+Advantages = Literal["group_std", "group_mean", "batch_std", "rloo", "none"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """GRPO: Shao et al. 2024, arXiv:2402.03300."""
+    """How rewards become a gradient. A field that is None takes what the paper of `loss` uses (PAPER_DEFAULTS)."""
 
-    clip_low: float = 0.2
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high (DAPO: 0.28)."""
-    kl_coef: float = 0.0
-    """Weight of the k3 KL to the reference in the loss; 0 needs no reference."""
-    advantages: Literal["group", "group_mean"] = "group"
-    """Reward minus the group's mean, over the group's std (group) or not (group_mean)."""
-    aggregation: Literal["token_mean", "sequence_mean", "fixed_horizon"] = "sequence_mean"
+    loss: str = "grpo"
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, reinforce, or your own `path/file.py:function`."""
+    advantages: Advantages | None = None
+    """A reward compared with its group: over its std, plain, over the batch's std, leaving itself out; or as it is."""
+    aggregation: Aggregation | None = None
     """Mean over all tokens of the step, over sequences of their token means, or tokens over max length."""
+    clip_low: float | None = None
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float | None = None
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: float = 0.0
+    """Clipped losses: a negative advantage costs at most this many times itself (above 1, e.g. 3); 0 is off."""
+    sapo_temperature_positive: float = 1.0
+    """sapo: steepness of the gate where the advantage is positive."""
+    sapo_temperature_negative: float = 1.05
+    """sapo: steepness of the gate where it is negative; larger closes sooner."""
+    max_importance_weight: float = 0.0
+    """reinforce: weigh tokens by the ratio, held constant and cut off here; 0 leaves the weight out."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference; 0 needs no reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
+    """Per-token estimate of that KL; k3_k2_gradient has the value of k3 and the gradient of k2."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL to the loss, or subtract each completion's sum of it from its reward."""
+    entropy_coef: float = 0.0
+    """Weight of the policy's entropy, which is subtracted from the loss."""
+    mask_truncated: bool = False
+    """Completions that ran out of tokens leave the loss (DAPO's overlong filtering); their rewards still compare."""
+    updates_per_batch: int = 1
+    """Optimizer updates per pass over a step's groups: the mini-batches it is split into."""
+    epochs_per_batch: int = 1
+    """Passes over a step's groups."""
     old_logprobs: Literal["policy", "generator"] = "policy"
     """The ratio's denominator: the policy at the start of the step, or the log-probs seen at sampling time."""
+    correction: Literal["none", "truncate", "mask_tokens", "mask_sequences"] | None = None
+    """Against a generator that is not quite the policy; None is truncate if `old_logprobs` is policy, else none."""
+    correction_low: float = 0.5
+    """mask_*: smallest weight (policy over generator; of a sequence its geometric mean) that still counts."""
+    correction_high: float = 2.0
+    """truncate: largest weight a token gets; mask_*: largest weight that still counts."""
+
+
+# What a loss needs beside its formula to be the algorithm of its paper
+PAPER_DEFAULTS = {
+    "grpo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
+    "dr_grpo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    # MiniMax-M1 has no lower bound and does not say its upper one; 1 + 4 is that of ScaleRL (arXiv:2510.13786)
+    "cispo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    "sapo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
+    "reinforce": {"advantages": "group_mean", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
+}
+OWN_LOSS_DEFAULTS = PAPER_DEFAULTS["grpo"]  # of a loss from a user's file
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """Which prompts and groups a step is made of."""
+
+    dynamic: bool = False
+    """Drop groups whose rewards are all equal and sample others until the step is full (DAPO)."""
+    max_rounds: int = 4
+    """dynamic: most rounds of sampling per step; then the step goes on with the groups it has."""
+    min_pass_rate: float = 0.0
+    """A prompt that passed less often than this when last sampled rests for `rest_epochs`; 0 never."""
+    max_pass_rate: float = 1.0
+    """The same for a prompt that passed more often; 1 never."""
+    rest_epochs: int = 1
+    """Epochs for which such a prompt is left out before it is tried again."""
+
+    @property
+    def filters(self) -> bool:
+        """Whether any prompt may rest."""
+        return self.min_pass_rate > 0 or self.max_pass_rate < 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Greedy accuracy on held-out prompts: before the first step, every `interval` steps and at the end."""
+    """Held-out prompts, greedy and sampled: before the first step, every `interval` steps and at the end."""
 
     interval: int = 0
     """Steps between evaluations; 0 never evaluates."""
@@ -190,6 +273,10 @@ class EvaluationConfig:
     """Split of the held-out hub data set or toy task."""
     num_prompts: int = 256
     """Held-out prompts per evaluation, always the same ones."""
+    num_samples: int = 0
+    """Samples per prompt for pass@k, k = 1, 2, 4, ... up to it; 0 takes only the greedy completion."""
+    temperature: float = 1.0
+    """Sampling temperature of these samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +313,8 @@ class GRPOConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    grpo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -237,13 +325,15 @@ class GRPOConfig:
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
     num_steps: int = 200
-    """Optimizer steps in total."""
+    """Steps in total: one batch of completions each, by default with one optimizer update."""
     prompts_per_step: int = 32
     """Prompts drawn for each step."""
     group_size: int = 8
     """Completions per prompt."""
     seed: int = 0
     """Data order and sampling follow from this."""
+    sync_interval: int = 1
+    """Steps between weight syncs; above 1 the generators sample with weights up to that many steps old."""
     sync_check_interval: int = 20
     """Steps between canaries that compare trainer and generator log-probs (also after the first sync); 0 is never."""
     sync_check_tolerance: float = 0.0
@@ -260,9 +350,19 @@ class GRPOConfig:
         return self.data.max_prompt_tokens + self.generator.max_completion_tokens
 
     @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates in one step."""
+        return self.algorithm.updates_per_batch * self.algorithm.epochs_per_batch
+
+    @property
+    def recomputes_old_logprobs(self) -> bool:
+        """Whether a step needs a forward of its own for them; with one update they are the policy's at that update."""
+        return self.algorithm.old_logprobs == "policy" and self.updates_per_step > 1
+
+    @property
     def needs_reference(self) -> bool:
         """Whether any rank holds a frozen reference."""
-        return self.grpo.kl_coef > 0
+        return self.algorithm.kl_coef > 0
 
     @property
     def largest_tensor_parallel(self) -> int:
@@ -321,248 +421,3 @@ class SFTConfig:
     def num_ranks(self) -> int:
         """Processes torchrun must start."""
         return self.num_trainers
-
-
-Config = TypeVar("Config", GRPOConfig, SFTConfig)
-
-
-def load(config_type: type[Config], default_recipe: str, arguments: list[str] | None = None) -> Config:
-    """Read `[RECIPE.py] [--field value ...]` from the command line into a checked config.
-
-    Raises:
-        ValueError: the recipe does not exist or binds no `config` of `config_type`, or a check failed.
-        SystemExit: `--help`, or an unknown field (tyro prints the near misses).
-    """
-    import tyro  # not needed by code that gets its config as an object
-
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else default_recipe
-    default = load_recipe(recipe, config_type)
-    with contextlib.ExitStack() as silence:
-        if os.environ.get("RANK", "0") != "0":  # help and errors are wanted once, not once per rank
-            nowhere = silence.enter_context(open(os.devnull, "w"))
-            silence.enter_context(contextlib.redirect_stdout(nowhere))
-            silence.enter_context(contextlib.redirect_stderr(nowhere))
-        config = tyro.cli(config_type, default=default, args=arguments, description=config_type.__doc__)
-        validate(config)
-        for warning in cautions(config):
-            print(f"warning: {warning}", flush=True)
-    return config
-
-
-def load_recipe(path: str, config_type: type[Config]) -> Config:
-    """Run a recipe file and return the `config` it binds."""
-    if not pathlib.Path(path).is_file():
-        there = sorted(str(p) for p in pathlib.Path(path).parent.glob("*.py")) or ["none"]
-        raise ValueError(f"recipe {path} does not exist; recipes in that folder: {', '.join(there)}")
-    spec = importlib.util.spec_from_file_location("recipe", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = getattr(module, "config", None)
-    if not isinstance(config, config_type):
-        raise ValueError(f"{path} must bind `config` to a {config_type.__name__}, it binds {type(config).__name__}")
-    return config
-
-
-def as_recipe(config: GRPOConfig | SFTConfig) -> str:
-    """The resolved config as the text of a recipe file, so that a run can be repeated from its own folder."""
-
-    def lines(value, indent: int) -> str:
-        if not dataclasses.is_dataclass(value):
-            return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)
-        pad = "    " * (indent + 1)
-        body = "".join(
-            f"{pad}{f.name}={lines(getattr(value, f.name), indent + 1)},\n" for f in dataclasses.fields(value)
-        )
-        return f"{type(value).__name__}(\n{body}{'    ' * indent})"
-
-    values = [config, *(getattr(config, f.name) for f in dataclasses.fields(config))]
-    names = sorted(type(value).__name__ for value in values if dataclasses.is_dataclass(value))
-    imports = "".join(f"    {name},\n" for name in names)
-    return f"from grpo.config import (\n{imports})\n\nconfig = {lines(config, 0)}\n"
-
-
-def validate(config: GRPOConfig | SFTConfig) -> None:
-    """Refuse what cannot work, before anything is loaded. Raises ValueError with the numbers and the way out."""
-    if isinstance(config, GRPOConfig):
-        _validate_grpo(config)
-    trainer, num_trainers = config.trainer, (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
-    prefix = "roles." if isinstance(config, GRPOConfig) else ""
-    _at_least(1, num_steps=config.num_steps, **{f"{prefix}num_trainers": num_trainers})
-    _at_least(
-        1,
-        **{
-            "trainer.tensor_parallel": trainer.tensor_parallel,
-            "trainer.data_replicas": trainer.data_replicas,
-            "trainer.logprob_chunk_tokens": trainer.logprob_chunk_tokens,
-            "checkpoint.keep": config.checkpoint.keep,
-        },
-    )
-    if isinstance(config, SFTConfig):
-        _at_least(1, sequences_per_step=config.sequences_per_step, max_sequence_tokens=config.max_sequence_tokens)
-    shards = trainer.tensor_parallel * trainer.data_replicas
-    if num_trainers % shards:
-        raise ValueError(
-            f"{num_trainers} trainer ranks do not split into trainer.tensor_parallel={trainer.tensor_parallel} x "
-            f"trainer.data_replicas={trainer.data_replicas}; use a multiple of {shards} trainer ranks, "
-            f"for example {max(shards, num_trainers - num_trainers % shards)}"
-        )
-    if config.max_sequence_tokens > trainer.micro_batch_tokens:
-        raise ValueError(
-            f"a sequence of up to {config.max_sequence_tokens} tokens does not fit into trainer.micro_batch_tokens="
-            f"{trainer.micro_batch_tokens}; raise it to at least {config.max_sequence_tokens} or shorten the lengths"
-        )
-    intervals = {
-        "metrics.samples_interval": config.metrics.samples_interval,
-        "checkpoint.interval": config.checkpoint.interval,
-    }
-    if isinstance(config, GRPOConfig):
-        intervals["evaluation.interval"] = config.evaluation.interval
-        intervals["sync_check_interval"] = config.sync_check_interval
-    for name, interval in intervals.items():
-        if interval < 0:
-            raise ValueError(f"{name}={interval} counts steps and cannot be negative; 0 turns it off")
-    if trainer.learning_rate < 0 or not trainer.max_grad_norm > 0:
-        raise ValueError(
-            f"trainer.learning_rate={trainer.learning_rate} must be at least 0 and "
-            f"trainer.max_grad_norm={trainer.max_grad_norm} above 0"
-        )
-
-
-def _validate_grpo(config: GRPOConfig) -> None:
-    roles, generator = config.roles, config.generator
-    _at_least(1, prompts_per_step=config.prompts_per_step, group_size=config.group_size)
-    _at_least(
-        1,
-        **{
-            "data.max_prompt_tokens": config.data.max_prompt_tokens,
-            "generator.tensor_parallel": generator.tensor_parallel,
-            "generator.max_completion_tokens": generator.max_completion_tokens,
-            "generator.max_num_seqs": generator.max_num_seqs,
-            "trainer.tensor_parallel": config.trainer.tensor_parallel,
-            "roles.num_trainers": roles.num_trainers,
-            "evaluation.num_prompts": config.evaluation.num_prompts,
-        },
-    )
-    _at_least(0, **{"roles.num_references": roles.num_references})
-    if not roles.timeout_minutes > 0:
-        raise ValueError(f"roles.timeout_minutes={roles.timeout_minutes} must be above 0 and exceed the longest step")
-    num_generators = roles.num_trainers if roles.colocated else roles.num_generators
-    if num_generators < 1:
-        raise ValueError(
-            "roles.num_generators=0 leaves nobody to sample; use at least "
-            f"{generator.tensor_parallel} (generator.tensor_parallel) or --roles.colocated"
-        )
-    if num_generators % generator.tensor_parallel:
-        fit = num_generators - num_generators % generator.tensor_parallel or generator.tensor_parallel
-        raise ValueError(
-            f"{num_generators} generator ranks do not split into replicas of generator.tensor_parallel="
-            f"{generator.tensor_parallel}; use {fit} generator ranks or another tensor_parallel"
-        )
-    if roles.num_references and not config.needs_reference:
-        raise ValueError(
-            f"roles.num_references={roles.num_references} ranks would idle, because grpo.kl_coef=0 needs no reference; "
-            "set --roles.num-references 0 or a grpo.kl_coef above 0"
-        )
-    if generator.sleep and not roles.colocated:
-        raise ValueError("generator.sleep frees memory for a trainer on the same GPU; it needs --roles.colocated")
-    if config.group_size == 1 and config.grpo.advantages in ("group", "group_mean"):
-        raise ValueError(
-            f"group_size=1 with grpo.advantages={config.grpo.advantages} makes every advantage 0, so nothing would be "
-            "learned; use a group_size of at least 2"
-        )
-    data_parallel = max(1, roles.num_trainers // config.trainer.tensor_parallel)
-    if config.completions_per_step % data_parallel:
-        fit = math.ceil(config.completions_per_step / data_parallel) * data_parallel
-        raise ValueError(
-            f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
-            f"{config.completions_per_step} completions do not divide over {data_parallel} data-parallel trainer "
-            f"ranks; the next number that does is {fit}"
-        )
-    if not generator.temperature > 0:
-        raise ValueError(
-            f"generator.temperature={generator.temperature} must be above 0: greedy samples cannot be compared"
-        )
-    if not 0 < generator.top_p <= 1 or not 0 <= generator.min_p < 1 or generator.top_k < 0:
-        raise ValueError(
-            f"generator.top_p={generator.top_p} must lie in (0, 1], generator.min_p={generator.min_p} in [0, 1) and "
-            f"generator.top_k={generator.top_k} must not be negative; 1, 0 and 0 turn them off"
-        )
-    if not 0 < generator.gpu_memory_utilization <= 1 or generator.kv_cache_gib < 0:
-        raise ValueError(
-            f"generator.gpu_memory_utilization={generator.gpu_memory_utilization} must lie in (0, 1] and "
-            f"generator.kv_cache_gib={generator.kv_cache_gib} must not be negative"
-        )
-    if min(config.grpo.clip_low, config.grpo.clip_high) < 0 or config.grpo.clip_low >= 1 or config.grpo.kl_coef < 0:
-        raise ValueError(
-            f"grpo.clip_low={config.grpo.clip_low} must lie in [0, 1), grpo.clip_high={config.grpo.clip_high} and "
-            f"grpo.kl_coef={config.grpo.kl_coef} must not be negative"
-        )
-    if not config.reward.functions:
-        raise ValueError("reward.functions is empty; name at least one, such as --reward.functions math_reward 1.0")
-
-
-def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
-    """What is allowed but may surprise, one sentence each; `load` prints them once."""
-    if not isinstance(config, GRPOConfig):
-        return []
-    generator, found = config.generator, []
-    if generator.top_p < 1 or generator.top_k > 0 or generator.min_p > 0:
-        found.append(
-            f"generator.top_p={generator.top_p}, top_k={generator.top_k}, min_p={generator.min_p} sample from another "
-            "distribution than the one that is trained; logprob_diff/mean says by how much, and the canary may stop "
-            "the run (--sync-check-interval 0 turns it off)"
-        )
-    return found
-
-
-def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
-    """Compare torchrun's number of processes with the layout. Raises ValueError that names both and a way out."""
-    if world_size == config.num_ranks:
-        return
-    if isinstance(config, SFTConfig):
-        raise ValueError(
-            f"num_trainers={config.num_trainers}, but torchrun started {world_size} processes; "
-            f"use --nproc_per_node={config.num_ranks} or --num-trainers {world_size}"
-        )
-    raise ValueError(
-        f"the layout ({describe_layout(config)}) needs {config.num_ranks} processes, but torchrun started "
-        f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
-        f"{suggest_layout(config, world_size)}"
-    )
-
-
-def describe_layout(config: GRPOConfig) -> str:
-    """One phrase that names the ranks of each role, such as `2 trainer + 1 reference + 1 generator`."""
-    roles = config.roles
-    if roles.colocated:
-        return f"{roles.num_trainers} colocated"
-    parts = [(roles.num_trainers, "trainer"), (roles.num_references, "reference"), (roles.num_generators, "generator")]
-    return " + ".join(f"{count} {name}" for count, name in parts if count)
-
-
-def suggest_layout(config: GRPOConfig, world_size: int) -> str:
-    """Command-line flags of a layout that `world_size` ranks can run with this config's parallel degrees."""
-    shards = config.trainer.tensor_parallel * config.trainer.data_replicas
-    for references in dict.fromkeys([config.roles.num_references, 0]):
-        for generators in range(config.generator.tensor_parallel, world_size, config.generator.tensor_parallel):
-            trainers = world_size - references - generators
-            fits = trainers >= 1 and trainers % shards == 0
-            if (
-                fits
-                and trainers <= max(generators, shards)
-                and config.completions_per_step % (trainers // config.trainer.tensor_parallel) == 0
-            ):
-                return (
-                    f"--roles.no-colocated --roles.num-trainers {trainers} --roles.num-references {references} "
-                    f"--roles.num-generators {generators}"
-                )
-    if world_size % shards == 0 and world_size % config.generator.tensor_parallel == 0:
-        return f"--roles.colocated --roles.num-trainers {world_size} --roles.num-references 0"
-    return "no layout fits these tensor_parallel degrees; lower them"
-
-
-def _at_least(minimum: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < minimum:
-            raise ValueError(f"{name}={value} must be at least {minimum}")

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo.config import DataConfig, EvaluationConfig
+from grpo.config import DataConfig, EvaluationConfig, SamplingConfig
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -190,15 +190,25 @@ class RowOrder:
         self.num_too_long = 0  # counted in the first epoch only: each row once
         self._order: list[int] | None = None
 
-    def next(self, encode: Callable[[int], tuple[Encoded, int]]) -> tuple[int, Encoded]:
+    def next(
+        self, encode: Callable[[int], tuple[Encoded, int]], rests: Callable[[int], bool] = lambda row: False
+    ) -> tuple[int, Encoded] | None:
         """The next row that fits, and what `encode(row)` made of it; `encode` also returns its length in tokens.
+
+        Rows of which `rests` is true are passed over; if a whole epoch has no other that fits, it returns None.
 
         Raises:
             ValueError: not one row fits into `max_tokens`.
         """
         too_long: dict[int, int] = {}
+        num_left_out = 0  # by this call, of this epoch; an epoch with nothing to draw lies within one call
         while len(too_long) < self.num_rows:
+            if num_left_out == self.num_rows:
+                return None
             row = self._next_row()
+            num_left_out = 1 if self.position == 1 else num_left_out + 1
+            if rests(row):
+                continue
             encoded, num_tokens = encode(row)
             if num_tokens <= self.max_tokens:
                 self.num_drawn += 1
@@ -262,22 +272,40 @@ def all_too_long(path: str, limit: str, max_tokens: int, lengths: Iterable[int])
 class PromptStream:
     """The run's prompts, one after the other without end; resumes exactly.
 
+    With pass rates recorded, rows that were too hard or too easy when last sampled rest: they are left out of the next
+    `sampling.rest_epochs` epochs after that one, then tried again, since the policy has changed.
+
     Raises ValueError when made if a column is missing, the data set is empty or the tokenizer has no chat template.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int):
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        seed: int,
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (it is frozen)
+    ):
         check_tokenizer(tokenizer, tokenizer.name_or_path)
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.sampling = config, tokenizer, sampling
         self.rows = load_rows(config.path, config.name, config.split)
         check_columns(self.rows, [config.prompt_column, *config.columns], config.path)
         self.order = RowOrder(
             len(self.rows), config.path, seed, config.shuffle, config.max_prompt_tokens, "data.max_prompt_tokens"
         )
+        # Both are row: epoch in which it was last drawn; the filter's memory, empty without a filter.
+        self._unrecorded: dict[int, int] = {}
+        self._too_hard_or_easy: dict[int, int] = {}
+        self._told_all_rest = False
 
     @property
     def num_too_long(self) -> int:
         """Rows left out so far because their prompt is too long, each counted once."""
         return self.order.num_too_long
+
+    @property
+    def num_resting(self) -> int:
+        """Rows left out of this epoch because of their pass rates."""
+        return sum(map(self._rests, self._too_hard_or_easy))
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts, across epochs where needed; Prompt.index counts on through the whole run.
@@ -288,22 +316,68 @@ class PromptStream:
         prompts = []
         for _ in range(count):
             index = self.order.num_drawn
-            row, ids = self.order.next(self._encode)
-            prompts.append(Prompt(index, ids, _prompt_columns(self.rows[row], self.config)))
+            row, ids = self.order.next(self._encode, self._rests) or self._draw_from_resting()
+            if self.sampling.filters:
+                self._unrecorded[row] = self.order.epoch
+            prompts.append(Prompt(index, ids, _prompt_columns(self.rows[row], self.config), row=row))
         return prompts
+
+    def record(self, pass_rates: dict[int, float]) -> None:
+        """Let rows rest by what their completions achieved: row -> share that passed when it was last sampled.
+
+        To resume exactly, take `state_dict` after it.
+        """
+        if not self.sampling.filters:
+            return
+        for row, pass_rate in pass_rates.items():
+            # The stream may be in a later epoch by now. A row recorded twice counts as sampled in this one.
+            epoch = self._unrecorded.pop(row, self.order.epoch)
+            if self.sampling.min_pass_rate <= pass_rate <= self.sampling.max_pass_rate:
+                self._too_hard_or_easy.pop(row, None)
+            else:
+                self._too_hard_or_easy[row] = epoch
+
+    def _rests(self, row: int) -> bool:
+        epoch = self._too_hard_or_easy.get(row)
+        return epoch is not None and 0 < self.order.epoch - epoch <= self.sampling.rest_epochs
+
+    def _draw_from_resting(self) -> tuple[int, list[int]]:
+        """In an epoch in which all rows rest: end their rest, since a run without prompts helps nobody."""
+        if not self._told_all_rest:
+            self._told_all_rest = True
+            print(
+                f"warning: in epoch {self.order.epoch + 1} of {self.config.path} all {self.num_resting} rows that fit "
+                f"would rest, having passed less often than sampling.min_pass_rate={self.sampling.min_pass_rate:g} or "
+                f"more often than sampling.max_pass_rate={self.sampling.max_pass_rate:g}: they are drawn all the same, "
+                "now and without further notice later on; widen these bounds or bring other prompts",
+                flush=True,
+            )
+        self._too_hard_or_easy.clear()
+        return self.order.next(self._encode, self._rests)
 
     def _encode(self, row: int) -> tuple[list[int], int]:
         text = _text(self.rows[row], self.config.prompt_column, row + 1, self.config.path)
         ids = encode_prompt(self.tokenizer, self.config, text)
         return ids, len(ids)
 
-    def state_dict(self) -> dict[str, int | str]:
-        """The place in the stream; see RowOrder.state_dict."""
-        return self.order.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream, see RowOrder.state_dict, and with a filter its memory; fit for JSON."""
+        state = self.order.state_dict()
+        if self.sampling.filters:
+            state |= {name: {str(row): epoch for row, epoch in memory.items()} for name, memory in self._memory.items()}
+        return state
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
         self.order.load_state_dict(state)
+        for name, memory in self._memory.items():
+            memory.clear()
+            if self.sampling.filters:
+                memory.update((int(row), epoch) for row, epoch in state.get(name, {}).items())
+
+    @property
+    def _memory(self) -> dict[str, dict[int, int]]:
+        return {"unrecorded": self._unrecorded, "too_hard_or_easy": self._too_hard_or_easy}
 
 
 def _prompt_columns(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
@@ -391,7 +465,7 @@ def load_eval_prompts(
         if len(ids) > data.max_prompt_tokens:
             too_long.append(len(ids))
         else:
-            prompts.append(Prompt(len(prompts), ids, _prompt_columns(row, data)))
+            prompts.append(Prompt(len(prompts), ids, _prompt_columns(row, data), row=number - 1))
     if too_long and not prompts:
         raise ValueError(all_too_long(path, "data.max_prompt_tokens", data.max_prompt_tokens, too_long))
     if too_long:

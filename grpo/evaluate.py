@@ -1,19 +1,107 @@
-"""Held-out accuracy between steps, with the weights the generators hold.
+"""Greedy accuracy and pass@k of any Hugging Face folder on held-out prompts, without training.
 
-Greedy, so it draws no random number and leaves training as it is.
+    python -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]
+    torchrun --nproc_per_node=8 -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]
+
+The recipe says which prompts (sections `data` and `evaluation`), rewards and sampling options (`generator`); without
+one it is that of train_grpo.py. After training, `python -m grpo.evaluate RUN_DIR/model RUN_DIR/config.py` repeats the
+last evaluation of the run. Every process holds an engine, or a part of one with `generator.tensor_parallel`. Numbers go
+to the console, all completions to `--run-dir` (runs/evaluate): evaluation.jsonl, written anew each time.
 """
 
-from grpo.config import GRPOConfig
-from grpo.types import Rollout
+import dataclasses
+import os
+import pathlib
+import socket
+import sys
+
+from grpo import data, models, rewards, toy
+from grpo.comm import gather_completions, on_driver, share
+from grpo.config import GRPOConfig, RolesConfig
+from grpo.driver import log_evaluation
+from grpo.generator import Generator
+from grpo.metrics import RunLog
+from grpo.recipes import load, validate
+from grpo.reward_pool import RewardPool
+from grpo.roles import close_roles, setup_roles
+from grpo.watchdog import BadInput, refuse_bad_input, run_rank, set_place
+
+DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
+USAGE = "usage: python -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]"
+RUN_DIR = "runs/evaluate"
 
 
-def evaluation_metrics(config: GRPOConfig, rollouts: list[Rollout]) -> dict[str, float]:
-    """`eval/accuracy` (share for which the first reward function gives 1 or more), reward, lengths, truncation."""
-    first = next(iter(config.reward.functions))
-    rewards = [r.reward for r in rollouts if r.reward is not None]
-    return {
-        "eval/accuracy": sum((r.rewards[first] or 0) >= 1 for r in rollouts) / len(rollouts),
-        "eval/reward_mean": sum(rewards) / max(len(rewards), 1),
-        "eval/completion_length_mean": sum(len(r.completion.ids) for r in rollouts) / len(rollouts),
-        "eval/truncated_share": sum(r.completion.truncated for r in rollouts) / len(rollouts),
-    }
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        raise BadInput(f"the model's folder or hub name comes first; {USAGE}")
+    start_alone()
+    with refuse_bad_input():
+        config = load_config(sys.argv[1], sys.argv[2:], int(os.environ["WORLD_SIZE"]))
+    roles = setup_roles(config)
+    set_place(role=roles.name)
+    judge = on_driver(roles, Judge, config)
+    folder, stop_token_ids, prompts = share(judge.start if roles.is_driver else None, roles)
+    generator = Generator(config, models.fetch_folder(folder, roles.control), stop_token_ids, roles)
+    greedy, samples = generator.evaluate(prompts)
+    greedy, samples = gather_completions(greedy, roles), gather_completions(samples, roles)
+    on_driver(roles, Judge.report, judge, prompts, greedy, samples)
+    close_roles(roles, generator.close)
+
+
+def load_config(model: str, arguments: list[str], world_size: int) -> GRPOConfig:
+    """The recipe with this model, every process a generator and nothing to train."""
+    config = load(GRPOConfig, DEFAULT_RECIPE, arguments)
+    given = any(argument.partition("=")[0] in ("--run-dir", "--run_dir") for argument in arguments)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=model),
+        roles=RolesConfig(colocated=True, num_trainers=world_size, num_references=0),
+        algorithm=dataclasses.replace(config.algorithm, kl_coef=0.0),
+        trainer=dataclasses.replace(config.trainer, tensor_parallel=1, data_replicas=1),
+        prompts_per_step=world_size,
+        run_dir=config.run_dir if given else RUN_DIR,
+    )
+    validate(config)
+    return config
+
+
+def start_alone() -> None:
+    """Be a torchrun of one process, unless torchrun started this one."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+class Judge:
+    """What rank 0 alone does: the prompts, the rewards, the report. Its constructor refuses bad input."""
+
+    def __init__(self, config: GRPOConfig):
+        self.config = config
+        with refuse_bad_input():
+            columns = [config.data.prompt_column, *config.data.columns]
+            rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
+            folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
+            models.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
+            self.tokenizer = data.load_tokenizer(folder)
+            prompts = data.load_eval_prompts(config.data, config.evaluation, self.tokenizer)
+            self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
+        self.stop_token_ids = models.stop_token_ids(folder, self.tokenizer)
+        self.start = folder, self.stop_token_ids, prompts
+
+    def report(self, prompts, greedy, samples) -> None:
+        """Score, write and print."""
+        metrics = dataclasses.replace(self.config.metrics, tensorboard=False)
+        run_log = RunLog(metrics, self.config.run_dir, num_steps=0)
+        log_evaluation(
+            self.config, run_log, self.pool, self.tokenizer, self.stop_token_ids, prompts, greedy, samples, 0
+        )
+        run_log.close()
+        self.pool.close()
+        print(f"{len(prompts)} prompts; every completion is in {self.config.run_dir}/evaluation.jsonl", flush=True)
+
+
+if __name__ == "__main__":
+    run_rank(main)

@@ -29,9 +29,7 @@ def micro_batches(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig
 
 
 @torch.no_grad()
-def completion_logprobs(
-    batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig, temperature: float
-) -> torch.Tensor:
+def completion_logprobs(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> torch.Tensor:
     """Log-probs of this rank's share of the completion tokens: float32 [C] on the CPU, 0 where other ranks fill in.
 
     Summed over the role's ranks (tensor-parallel ranks fill in once) it is the whole batch's. Collective over the role.
@@ -39,7 +37,7 @@ def completion_logprobs(
     logprobs_C = torch.zeros(batch.num_completion_tokens)
     fills_in = model.tensor_parallel_rank == 0
     for micro in micro_batches(batch, model, trainer):
-        logprobs_BT, _ = model.logprobs(micro.tokens_BT, micro.targets_BT, micro.positions_BT, temperature)
+        logprobs_BT, _ = model.logprobs(micro)
         index_M, logprobs_M = gather_completions(logprobs_BT, batch, micro)
         if fills_in:
             logprobs_C[index_M.cpu()] = logprobs_M.cpu()

@@ -36,9 +36,18 @@ def share_of(num_prompts: int, group_size: int, replica: int, num_replicas: int)
     return parts
 
 
-def request_seed(run_seed: int, prompt: Prompt, completion: int, group_size: int) -> int:
-    """Seed of one completion: distinct for every (prompt of the run, completion), the same on any replica."""
-    return (run_seed % 2**20) * SEEDS_PER_RUN + prompt.index * group_size + completion
+def request_seed(run_seed: int, prompt: Prompt, completion: int, group_size: int, held_out: bool = False) -> int:
+    """Seed of one completion: distinct for every (prompt of the run, completion), the same on any replica.
+
+    Held-out prompts have half of the run's seeds for themselves, so evaluation repeats no training sample.
+    """
+    first = (run_seed % 2**20) * SEEDS_PER_RUN + (SEEDS_PER_RUN // 2 if held_out else 0)
+    return first + prompt.index * group_size + completion
+
+
+def temperature_of(temperatures: Sequence[float], completion: int) -> float:
+    """Sampling temperature of the completion at this place of its group: they take turns."""
+    return temperatures[completion % len(temperatures)]
 
 
 class Generator:
@@ -57,44 +66,33 @@ class Generator:
         self.tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, *, greedy: bool = False, ignore_eos: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        *,
+        temperatures: Sequence[float] | None = None,
+        held_out: bool = False,
+        ignore_eos: bool = False,
     ) -> list[Completion] | None:
-        """Sample this replica's share of `group_size` completions per prompt; greedy ignores seed and temperature.
+        """Sample this replica's share of `group_size` completions per prompt.
 
-        `ignore_eos` samples every completion to its full length (benchmarks). Returns completions in prompt order on
-        the replica's first rank, None on its other ranks. An exception in here is fatal for the rank: vLLM keeps
-        unfinished requests queued and its next call would hang.
+        `temperatures` (default: the run's) take turns within a group; 0 is greedy. `held_out` takes seeds that training
+        never uses. `ignore_eos` samples every completion to its full length (benchmarks).
+
+        Returns completions in prompt order on the replica's first rank, None on its other ranks. An exception in here
+        is fatal for the rank: vLLM keeps unfinished requests queued and its next call would hang.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        options = self.config.generator
+        temperatures = temperatures or self.config.generator.temperature
         parts = share_of(len(prompts), group_size, self.roles.replica, len(self.roles.replicas))
-        common = {
-            "max_tokens": options.max_completion_tokens,
-            "stop_token_ids": self.stop_token_ids,
-            "logprobs": 0,  # the sampled token's own
-            "detokenize": False,
-            "ignore_eos": ignore_eos,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-        }
-        if ignore_eos:
-            common |= {"stop_token_ids": []}
-        if greedy:
-            common |= {"temperature": 0.0}
-        else:
-            common |= {
-                "temperature": options.temperature,
-                "top_p": options.top_p,
-                "top_k": options.top_k,
-                "min_p": options.min_p,
-            }
+        if len(temperatures) > 1:  # the samples of one request share its temperature
+            parts = [(prompt, first + i, 1) for prompt, first, count in parts for i in range(count)]
         requests = [{"prompt_token_ids": prompts[prompt].ids} for prompt, _, _ in parts]
         params = [
-            SamplingParams(
-                n=count,
-                seed=None if greedy else request_seed(self.config.seed, prompts[prompt], first, group_size),
-                **common,
+            self._sampling_params(
+                count,
+                temperature_of(temperatures, first),
+                request_seed(self.config.seed, prompts[prompt], first, group_size, held_out),
+                ignore_eos,
             )
             for prompt, first, count in parts
         ]
@@ -110,6 +108,38 @@ class Generator:
         return [
             self._completion(sample) for output in outputs for sample in sorted(output.outputs, key=lambda o: o.index)
         ]
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> tuple[list[Completion] | None, list[Completion] | None]:
+        """This replica's share of the held-out completions: a greedy one and `evaluation.num_samples` per prompt.
+
+        Leaves nothing behind that training could notice: other seeds, and no prefixes in the cache.
+        """
+        options = self.config.evaluation
+        greedy = self.generate(prompts, 1, temperatures=(0.0,))
+        samples = self.generate(prompts, options.num_samples, temperatures=(options.temperature,), held_out=True)
+        self.forget_prefixes()
+        return greedy, samples
+
+    def _sampling_params(self, count: int, temperature: float, seed: int, ignore_eos: bool):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options = self.config.generator
+        # greedy takes the likeliest token, whatever else is asked for
+        sampled = {"seed": seed, "top_p": options.top_p, "top_k": options.top_k, "min_p": options.min_p}
+        return SamplingParams(
+            n=count,
+            temperature=temperature,
+            max_tokens=options.max_completion_tokens,
+            stop_token_ids=[] if ignore_eos else self.stop_token_ids,
+            ignore_eos=ignore_eos,
+            stop=list(options.stop),
+            detokenize=bool(options.stop),  # the engine reads text only to find these strings
+            include_stop_str_in_output=True,
+            logprobs=0,  # the sampled token's own
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **(sampled if temperature > 0 else {}),
+        )
 
     def _completion(self, sample) -> Completion:
         ids = list(sample.token_ids)
@@ -131,9 +161,13 @@ class Generator:
             self.llm.collective_rpc(_load_live, args=(tensors,))
         self._wake("kv_cache")
         self.asleep = False
+        self.forget_prefixes()
+        self.version = version
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that what comes next is computed as if nothing had been sampled before."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, so it would sample from stale keys and values")
-        self.version = version
 
     def sleep(self) -> None:
         """Give weights and KV cache back to the GPU until the next `load_weights`, if `generator.sleep` says so."""
@@ -200,7 +234,7 @@ def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature
         generation_config="vllm",  # sampling options come from our config alone
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not options.stop,
         disable_log_stats=True,
         seed=config.seed,
         **(whole_prompts if on_cpu else {}),

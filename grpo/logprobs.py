@@ -19,7 +19,8 @@ from torchtitan.models.common import Linear
 class LogprobHead(Linear):
     """LM head that returns per-token log-probs and entropy (nats) instead of logits.
 
-    Takes hidden_BTD, targets_BT (int64) and the sampling temperature; returns (logprobs_BT, entropy_BT), float32.
+    Takes hidden_BTD, targets_BT (int64) and the bits of each one's sampling temperature (a float32 seen as int32, which
+    mixed precision leaves alone); returns (logprobs_BT, entropy_BT), float32.
     With tensor parallelism the weight holds this rank's rows of the vocabulary and the hidden states are replicated.
     """
 
@@ -39,7 +40,7 @@ class LogprobHead(Linear):
         self.vocab_size = config.out_features
 
     def forward(
-        self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor, temperature: float
+        self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor, temperature_bits_BT: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_BTD = hidden_BTD.to_local() if isinstance(hidden_BTD, DTensor) else hidden_BTD
         weight_VD, group, first_row = self.weight, None, 0
@@ -48,8 +49,9 @@ class LogprobHead(Linear):
             weight_VD = weight_VD.to_local()
             # DTensor's chunks: ceil(V / ranks) rows each, the last ranks may hold fewer
             first_row = group.rank() * -(-self.vocab_size // group.size())
+        temperatures_N = temperature_bits_BT.flatten().view(torch.float32)
         logprobs_N, entropy_N = ChunkedLogprobs.apply(
-            hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), temperature, self, group, first_row
+            hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), temperatures_N, self, group, first_row
         )
         # copies, because FSDP hooks the outputs and warns of views
         return logprobs_N.view_as(targets_BT).clone(), entropy_N.view_as(targets_BT).clone()
@@ -64,10 +66,10 @@ class ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperature, head, group, first_row):
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head, group, first_row):
         outputs = []
-        for hidden, targets in zip(hidden_ND.split(head.chunk_tokens), targets_N.split(head.chunk_tokens), strict=True):
-            maximum, total, weighted, target = head.statistics(hidden, weight_VD, targets, temperature, first_row)
+        for hidden, targets, temperatures in _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N):
+            maximum, total, weighted, target = head.statistics(hidden, weight_VD, targets, temperatures, first_row)
             if group is not None:
                 highest = maximum.clone()
                 dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -78,20 +80,17 @@ class ChunkedLogprobs(torch.autograd.Function):
             logsumexp = maximum + total.log()
             outputs.append(torch.stack([target - logsumexp, logsumexp - weighted / total, logsumexp]))
         logprobs_N, entropy_N, logsumexp_N = torch.cat(outputs, 1).unbind()
-        ctx.save_for_backward(hidden_ND, targets_N, entropy_N, logsumexp_N, weight_VD)
-        ctx.rest = temperature, head, group, first_row
+        ctx.save_for_backward(hidden_ND, targets_N, temperatures_N, entropy_N, logsumexp_N, weight_VD)
+        ctx.rest = head, group, first_row
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logprobs_N, grad_entropy_N):
         *per_token, weight_VD = ctx.saved_tensors
-        temperature, head, group, first_row = ctx.rest
+        head, group, first_row = ctx.rest
         grad_hidden, grad_weight_VD = [], torch.zeros_like(weight_VD, dtype=torch.float32)
-        chunks = zip(*(x.split(head.chunk_tokens) for x in (*per_token, grad_logprobs_N, grad_entropy_N)), strict=True)
-        for hidden, targets, entropy, logsumexp, grad_logprobs, grad_entropy in chunks:
-            grad_chunk, grad_weight = head.gradients(
-                hidden, weight_VD, targets, temperature, first_row, entropy, logsumexp, grad_logprobs, grad_entropy
-            )
+        for hidden, *rest in _chunks(head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N):
+            grad_chunk, grad_weight = head.gradients(hidden, weight_VD, *rest, first_row)
             grad_hidden.append(grad_chunk)
             grad_weight_VD += grad_weight
         grad_hidden_ND = torch.cat(grad_hidden)
@@ -100,9 +99,9 @@ class ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None, None, None
 
 
-def chunk_statistics(hidden_ND, weight_VD, targets_N, temperature: float, first_row: int):
+def chunk_statistics(hidden_ND, weight_VD, targets_N, temperatures_N, first_row: int):
     """Of one chunk's logits l over `weight_VD`'s rows: max, sum exp(l - max), sum l exp(l - max), target's logit."""
-    logits_NV = (hidden_ND @ weight_VD.T).float() / temperature
+    logits_NV = (hidden_ND @ weight_VD.T).float() / temperatures_N[:, None]
     maximum_N = logits_NV.amax(-1)
     exp_NV = (logits_NV - maximum_N[:, None]).exp()
     local_N, mine_N = _local_targets(targets_N, first_row, weight_VD.shape[0])
@@ -111,18 +110,23 @@ def chunk_statistics(hidden_ND, weight_VD, targets_N, temperature: float, first_
 
 
 def chunk_gradients(
-    hidden_ND, weight_VD, targets_N, temperature, first_row, entropy_N, logsumexp_N, grad_logprobs_N, grad_entropy_N
+    hidden_ND, weight_VD, targets_N, temperatures_N, entropy_N, logsumexp_N, grad_logprobs_N, grad_entropy_N, first_row
 ):
     """Gradients of one chunk's log-probs and entropy with respect to hidden states and weight.
 
     d logprob / d logit_v = [v = target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
     """
-    log_p_NV = (hidden_ND @ weight_VD.T).float() / temperature - logsumexp_N[:, None]
+    log_p_NV = (hidden_ND @ weight_VD.T).float() / temperatures_N[:, None] - logsumexp_N[:, None]
     grad_NV = -log_p_NV.exp() * (grad_logprobs_N[:, None] + grad_entropy_N[:, None] * (log_p_NV + entropy_N[:, None]))
     local_N, mine_N = _local_targets(targets_N, first_row, weight_VD.shape[0])
     grad_NV = grad_NV.scatter_add(1, local_N[:, None], grad_logprobs_N.where(mine_N, 0.0)[:, None])
-    grad_NV = (grad_NV / temperature).to(hidden_ND.dtype)
+    grad_NV = (grad_NV / temperatures_N[:, None]).to(hidden_ND.dtype)
     return grad_NV @ weight_VD, grad_NV.T @ hidden_ND
+
+
+def _chunks(num_tokens: int, *per_token: torch.Tensor):
+    """Tensors of all tokens, cut alike."""
+    return zip(*(values.split(num_tokens) for values in per_token), strict=True)
 
 
 def _local_targets(targets_N, first_row: int, num_rows: int):

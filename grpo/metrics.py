@@ -1,4 +1,4 @@
-"""What a run shows and writes: the step-time ledger, TensorBoard, JSON lines, the console line, readable samples.
+"""What a run shows and writes: the step-time ledger, TensorBoard, JSON lines, the console line, tables of completions.
 
 Layer 3, used on the driver (rank 0) only. Left out: live displays (runs go to log files), other trackers, alerts.
 A `step` is here always the number of optimizer steps finished: 0 is before the first one, `num_steps` after the last.
@@ -10,9 +10,9 @@ import json
 import math
 import os
 import statistics
-import textwrap
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,8 +39,13 @@ CONSOLE_COLUMNS = (
 )
 # The time left is reckoned from this many steps: enough to smooth, few enough to forget compilation in the first ones.
 ETA_STEPS = 20
-# Columns of a prompt (a question, test cases, ...) are cut to this many characters in samples.
-MAX_COLUMN_CHARACTERS = 600
+# In samples, prompts and their columns (an answer, test cases, ...) are cut to this many characters.
+SAMPLE_CHARACTERS = 600
+# What is told about a failed reward function is one line, so it quotes less.
+QUOTED_CHARACTERS = 200
+# Characters that mean something in a Markdown table or in HTML, as entities: `<think>`, `a|b` and `*` stay as they are.
+ENTITIES = {ord(character): f"&#{ord(character)};" for character in "&<>|\\`*_~[]"}
+TABLE_HEADER = ("prompt", "completion", "rewards", "advantage", "log-prob difference", "finish reason")
 
 
 class Ledger:
@@ -96,25 +101,25 @@ class Ledger:
 
 
 class RunLog:
-    """Everything a run tells: `metrics.jsonl`, `samples.txt` and `tensorboard/` in the run folder, and the console.
+    """Everything a run tells: files in the run folder and the console.
 
-    Opened with `start_step` above 0 it continues a run: what an aborted part had written beyond that step is dropped
-    from metrics.jsonl and hidden in TensorBoard, so that no step counts twice. Opened with 0 it starts both afresh.
-    samples.txt is only ever appended to.
+    The files: `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones),
+    `samples.txt` (a few, to read) and `tensorboard/`. Opened with `start_step` above 0 it continues a run: what an
+    aborted part had written beyond that step is dropped from the .jsonl files and hidden in TensorBoard, so that no
+    step counts twice. Opened with 0 it starts them afresh. samples.txt is only ever appended to.
     """
 
     def __init__(self, config: MetricsConfig, run_dir: str, num_steps: int, start_step: int = 0) -> None:
         os.makedirs(run_dir, exist_ok=True)
         self.config = config
         self.num_steps = num_steps
-        self.samples_path = os.path.join(run_dir, "samples.txt")
+        self.run_dir = run_dir
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
         # No highlighting or markup: names and numbers are printed as they are. rich colours a terminal, never a file.
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
-        json_path = os.path.join(run_dir, "metrics.jsonl")
-        if os.path.exists(json_path):
-            drop_steps_after(json_path, start_step)
-        self.json_file = open(json_path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
+            if os.path.exists(os.path.join(run_dir, name)):
+                drop_steps_after(os.path.join(run_dir, name), start_step)
         # TensorBoard hides what was written before at this step or later; before a fresh start that is everything.
         first_step = start_step + 1 if start_step else 0
         folder = os.path.join(run_dir, "tensorboard")
@@ -144,40 +149,57 @@ class RunLog:
         numbers = [f"{name.removeprefix('eval/')} {compact_number(value)}" for name, value in metrics.items()]
         self._print(Text("  ".join([f"eval {self._progress(step)}", *numbers]), style="cyan"))
 
-    def samples(self, step: int, rollouts: list[Rollout]) -> None:
-        """Append `num_samples` rollouts as text: the best, the worst and some evenly between.
+    def completions(self, step: int, rollouts: list[Rollout], prompts: list[str]) -> None:
+        """Record a step's completions: all in completions.jsonl, `num_samples` to read in samples.txt and TensorBoard.
 
-        The caller decides at which steps (`samples_interval`). Rollouts without a reward count as worst.
+        prompts[i] is the text of rollouts[i]'s prompt. To read are the best, the worst and some evenly between; those
+        without a reward count as worst. The caller decides at which steps (`samples_interval`).
+
+        Raises:
+            ValueError: there are not as many prompts as rollouts.
         """
-        chosen = spread_by_reward(rollouts, self.config.num_samples)
+        records = completion_records(rollouts, prompts)
+        self._append("completions.jsonl", "".join(_json_line({"step": step, **record}) for record in records))
+        chosen = spread_by_reward([r.reward for r in rollouts], self.config.num_samples)
         if not chosen:
             return
-        text = "\n\n".join(describe_rollout(rollout) for rollout in chosen)
-        with open(self.samples_path, "a", encoding="utf-8") as file:
-            file.write(f"{f'===== step {step} '.ljust(120, '=')}\n{text}\n\n")
+        text = "\n\n".join(describe_rollout(rollouts[i], prompts[i]) for i in chosen)
+        self._append("samples.txt", f"{f'===== step {step} '.ljust(120, '=')}\n{text}\n\n")
         if self.tensorboard:
-            # TensorBoard renders Markdown; indented by four it shows tags and line breaks as they are.
-            self.tensorboard.add_text("samples", textwrap.indent(text, "    ", lambda line: True), step)
+            table = markdown_table([rollouts[i] for i in chosen], [prompts[i] for i in chosen])
+            self.tensorboard.add_text("samples", table, step)
             self.tensorboard.flush()
 
+    def evaluation_completions(
+        self, step: int, kind: Literal["greedy", "sample"], rollouts: list[Rollout], prompts: list[str]
+    ) -> None:
+        """Record completions of held-out prompts in evaluation.jsonl; the arguments are those of `completions`."""
+        records = completion_records(rollouts, prompts)
+        lines = [_json_line({"step": step, "kind": kind, **record}) for record in records]
+        self._append("evaluation.jsonl", "".join(lines))
+
     def close(self) -> None:
-        """Flush and close the files."""
-        self.json_file.close()
+        """Flush and close TensorBoard's file; the others are closed after every call."""
         if self.tensorboard:
             self.tensorboard.close()
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """One JSON line and the TensorBoard scalars, both flushed: a run that dies has told all it knew."""
         values = {name: float(value) for name, value in metrics.items()}
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.json_file.write(json.dumps({"step": step, "time": time.time(), **finite}, allow_nan=False) + "\n")
-        self.json_file.flush()
+        finite = {name: _finite_or_none(value) for name, value in values.items()}
+        self._append("metrics.jsonl", _json_line({"step": step, "time": time.time(), **finite}))
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()
 
+    def _append(self, name: str, text: str) -> None:
+        with open(os.path.join(self.run_dir, name), "a", encoding="utf-8") as file:
+            file.write(text)
+
     def _progress(self, step: int) -> str:
+        if not self.num_steps:  # an evaluation alone
+            return ""
         width = len(str(self.num_steps))
         return f"{step:>{width}}/{self.num_steps} {step / self.num_steps:4.0%}"
 
@@ -191,18 +213,12 @@ def drop_steps_after(path: str, step: int) -> None:
 
     A last line cut short by a dying process is dropped too.
     """
-    kept = []
-    with open(path, encoding="utf-8") as file:
-        lines = file.readlines()
-    for line in lines if step else []:
-        if not line.endswith("\n"):
-            break
-        if json.loads(line)["step"] <= step:
-            kept.append(line)
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
+    with open(path, encoding="utf-8") as old, open(path + ".tmp", "w", encoding="utf-8") as new:
+        for line in old if step else []:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
     os.replace(path + ".tmp", path)
 
 
@@ -211,6 +227,7 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
 
     Rollouts lie group by group. Statistics of rewards are over the completions that have one and NaN if none has;
     `reward/std` is the population's, lengths are in tokens. `reward/NAME` is the unweighted mean of a reward function.
+    `reward/none_count` counts all completions without a reward, `reward/failed_count` those with a failed function.
 
     Raises:
         ValueError: there are no rollouts, or they are not whole groups.
@@ -225,6 +242,7 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
         "reward/mean": _mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/none_count": len(rollouts) - len(rewards),
+        "reward/failed_count": sum(bool(r.failures) for r in rollouts),
         "completion/length_mean": _mean(lengths),
         "completion/length_max": max(lengths),
         "completion/truncated_share": _mean([r.completion.truncated for r in rollouts]),
@@ -240,13 +258,54 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
 def function_names(functions: list[str]) -> dict[str, str]:
     """Metric name of each reward function: `path/file.py:function` becomes `function`, unless that is ambiguous."""
     short = {function: function.rsplit(":", 1)[-1] for function in functions}
-    taken = [*short.values(), "mean", "std", "none_count"]
+    taken = [*short.values(), "mean", "std", "none_count", "failed_count"]
     return {function: name if taken.count(name) == 1 else function for function, name in short.items()}
 
 
-def spread_by_reward(rollouts: list[Rollout], count: int) -> list[Rollout]:
-    """At most `count` rollouts at even distances in the ranking by reward, best first, worst last."""
-    ranked = sorted(rollouts, key=lambda r: -math.inf if r.reward is None else r.reward, reverse=True)
+def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:
+    """A line for each reward function that failed: how often, its `limit` most frequent reasons, where first."""
+    lines = []
+    for function in dict.fromkeys(name for r in rollouts for name in r.failures):
+        failed = [r for r in rollouts if function in r.failures]
+        reasons = collections.Counter(_one_line(r.failures[function]) for r in failed).most_common()
+        shown = [f"{reason} ({count})" for reason, count in reasons[:limit]]
+        if len(reasons) > limit:
+            shown.append(f"other reasons ({sum(count for _, count in reasons[limit:])})")
+        lines.append(
+            f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {', '.join(shown)}; "
+            f"first completion: {_shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
+        )
+    return lines
+
+
+def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict[str, Any]]:
+    """What the .jsonl files tell about each completion, but for step and kind; None where there is no finite number.
+
+    Raises:
+        ValueError: there are not as many prompts as rollouts.
+    """
+    if len(prompts) != len(rollouts):
+        raise ValueError(f"{len(prompts)} prompt texts for {len(rollouts)} rollouts; pass one for each rollout")
+    return [
+        {
+            "row": rollout.prompt.row,
+            "prompt": prompt,
+            "completion": rollout.text,
+            "rewards": {name: _finite_or_none(value) for name, value in rollout.rewards.items()},
+            "reward": _finite_or_none(rollout.reward),
+            "advantage": _finite_or_none(rollout.advantage),
+            "logprob_diff": _finite_or_none(rollout.logprob_diff),
+            "finish_reason": _finish_reason(rollout),
+            "num_tokens": len(rollout.completion.ids),
+            "failures": rollout.failures,
+        }
+        for rollout, prompt in zip(rollouts, prompts, strict=True)
+    ]
+
+
+def spread_by_reward(rewards: list[float | None], count: int) -> list[int]:
+    """At most `count` positions at even distances in the ranking by reward, best first, worst (or None) last."""
+    ranked = sorted(range(len(rewards)), key=lambda i: -math.inf if rewards[i] is None else rewards[i], reverse=True)
     if count >= len(ranked):
         return ranked
     if count == 1:
@@ -254,13 +313,34 @@ def spread_by_reward(rollouts: list[Rollout], count: int) -> list[Rollout]:
     return [ranked[round(i * (len(ranked) - 1) / (count - 1))] for i in range(count)]
 
 
-def describe_rollout(rollout: Rollout) -> str:
-    """A rollout as readable text: a line of numbers, the prompt's columns, the completion."""
-    rewards = [f"{name} {_number_or_none(value)}" for name, value in rollout.rewards.items()]
-    numbers = [f"reward {_number_or_none(rollout.reward)}", *rewards, f"advantage {compact_number(rollout.advantage)}"]
-    numbers.append(f"{len(rollout.completion.ids)} tokens{' (truncated)' if rollout.completion.truncated else ''}")
-    columns = [f"{name}: {_shorten(str(value))}" for name, value in rollout.prompt.columns.items()]
-    return "\n".join([f"--- {' | '.join(numbers)}", *columns, f"completion: {rollout.text}"])
+def describe_rollout(rollout: Rollout, prompt: str) -> str:
+    """A rollout as readable text: a line of numbers, failures, the prompt, its other columns, the completion."""
+    numbers = [
+        *_reward_texts(rollout),
+        f"advantage {compact_number(rollout.advantage)}",
+        f"log-prob difference {_number_or_none(rollout.logprob_diff)}",
+        f"{len(rollout.completion.ids)} tokens, finish reason {_finish_reason(rollout)}",
+    ]
+    # The first column is the text that the prompt was made from.
+    columns = [f"{name}: {_shorten(str(value))}" for name, value in list(rollout.prompt.columns.items())[1:]]
+    lines = [f"--- {' | '.join(numbers)}", *_failure_texts(rollout), f"prompt: {_shorten(prompt)}", *columns]
+    return "\n".join([*lines, f"completion: {rollout.text}"])
+
+
+def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
+    """Rollouts as a Markdown table, one line each; texts keep their tags, bars, stars and line breaks."""
+    lines = [f"| {' | '.join(TABLE_HEADER)} |", f"|{' --- |' * len(TABLE_HEADER)}"]
+    for rollout, prompt in zip(rollouts, prompts, strict=True):
+        cells = [
+            _shorten(prompt),
+            rollout.text,
+            "\n".join([*_reward_texts(rollout), *_failure_texts(rollout)]),
+            compact_number(rollout.advantage),
+            _number_or_none(rollout.logprob_diff),
+            _finish_reason(rollout),
+        ]
+        lines.append(f"| {' | '.join('<br>'.join(cell.translate(ENTITIES).splitlines()) for cell in cells)} |")
+    return "\n".join(lines)
 
 
 def terminal_curve(
@@ -337,5 +417,34 @@ def _number_or_none(value: float | None) -> str:
     return "none" if value is None else compact_number(value)
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_COLUMN_CHARACTERS else f"{text[:MAX_COLUMN_CHARACTERS]} [...]"
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _json_line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _finish_reason(rollout: Rollout) -> str:
+    return "length" if rollout.completion.truncated else "stop"
+
+
+def _reward_texts(rollout: Rollout) -> list[str]:
+    rewards = [f"{name} {_number_or_none(value)}" for name, value in rollout.rewards.items()]
+    return [f"reward {_number_or_none(rollout.reward)}", *rewards]
+
+
+def _failure_texts(rollout: Rollout) -> list[str]:
+    return [f"{name} failed: {_one_line(reason)}" for name, reason in rollout.failures.items()]
+
+
+def _one_line(text: str) -> str:
+    return _shorten(" ".join(text.split()), QUOTED_CHARACTERS)
+
+
+def _shorten(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
+    """Both ends of a text that is too long: a prompt's question comes last."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[-half:]}"

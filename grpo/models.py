@@ -48,6 +48,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.logprobs import LogprobHead
+from grpo.packing import MicroBatch
 
 ACTIVATION_CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 TOKENIZER_FILES = (
@@ -69,11 +70,11 @@ _NO_INIT = {"weight": skip_param_init}
 class _LogprobDecoder(Decoder):
     """A torchtitan decoder whose forward ends in `LogprobHead`."""
 
-    def forward(self, tokens_BT, targets_BT, positions_BT, attention_masks, temperature: float = 1.0):
+    def forward(self, tokens_BT, targets_BT, positions_BT, attention_masks, temperature_bits_BT):
         h_BTD = self.tok_embeddings(tokens_BT)
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, attention_masks, positions_BT)
-        return self.lm_head(self.norm(h_BTD), targets_BT, temperature)
+        return self.lm_head(self.norm(h_BTD), targets_BT, temperature_bits_BT)
 
 
 class Qwen3Policy(_LogprobDecoder, Qwen3Model):
@@ -339,14 +340,16 @@ class ShardedModel:
         """This rank's position among those that share each layer."""
         return self.parallel_dims.get_mesh("tp").get_local_rank() if self.parallel_dims.tp_enabled else 0
 
-    def logprobs(
-        self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor, positions_BT: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs_BT, entropy_BT) of targets, float32, on this rank's device. Collective over the role's ranks."""
-        tokens_BT, targets_BT, positions_BT = (x.to(self.device) for x in (tokens_BT, targets_BT, positions_BT))
+    def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
+
+        The micro-batch lies on this rank's device. Collective over the role's ranks.
+        """
+        # as bits, because FSDP rounds floats among a module's inputs to the compute dtype: 0.7 would become 0.6992
+        temperature_bits_BT = micro.temperatures_BT.view(torch.int32)
         with self.spmd_context():
-            masks = self.module.get_attention_masks(positions_BT)
-            return self.module(tokens_BT, targets_BT, positions_BT, masks, temperature)
+            masks = self.module.get_attention_masks(micro.positions_BT)
+            return self.module(micro.tokens_BT, micro.targets_BT, micro.positions_BT, masks, temperature_bits_BT)
 
 
 def build_model(

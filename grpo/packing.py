@@ -10,7 +10,7 @@ Layer 0: pure functions.
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -37,8 +37,8 @@ class MicroBatch:
     """bool: the target is a completion token (the first one is predicted by the last prompt token)."""
     sequence_BT: torch.Tensor
     """int64: index of the sequence in the step's batch; -1 on padding."""
-    completion_lengths_BT: torch.Tensor
-    """int64: tokens in the completion of this position's sequence, where the mask is True; 1 elsewhere."""
+    temperatures_BT: torch.Tensor
+    """float32: what the sequence was sampled with; 1 on padding."""
 
     @property
     def num_tokens(self) -> int:
@@ -50,8 +50,9 @@ def make_batch(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]] | None = None,
+    temperatures: Sequence[float] | None = None,
 ) -> TrainBatch:
-    """Lay S sequences (prompt ids, completion ids, the completions' sampling log-probs) end to end."""
+    """Lay S sequences end to end: prompt ids, completion ids, the completions' sampling log-probs and temperatures."""
     pairs = zip(prompts, completions, strict=True)
     ids = [token for prompt, completion in pairs for token in (*prompt, *completion)]
     values = None if logprobs is None else torch.tensor([x for row in logprobs for x in row], dtype=torch.float32)
@@ -60,7 +61,34 @@ def make_batch(
         prompt_lengths_S=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
         completion_lengths_S=torch.tensor([len(completion) for completion in completions], dtype=torch.int64),
         generator_logprobs_C=values,
+        temperatures_S=None if temperatures is None else torch.tensor(temperatures, dtype=torch.float32),
     )
+
+
+def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[TrainBatch]:
+    """Cut a step's batch into mini-batches of whole groups, in order, their numbers of groups differing by at most one.
+
+    Fewer than `num_parts` if there are fewer groups. Raises ValueError if the batch is not whole groups.
+    """
+    num_groups, rest = divmod(batch.num_sequences, group_size)
+    if rest:
+        raise ValueError(f"{batch.num_sequences} sequences are not whole groups of {group_size}")
+    num_parts = min(num_parts, num_groups)
+    edges = [group_size * (part * num_groups // num_parts) for part in range(num_parts + 1)]
+    return [_slice_batch(batch, start, end) for start, end in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def _slice_batch(batch: TrainBatch, start: int, end: int) -> TrainBatch:
+    """Sequences `start` to `end` as a batch of their own."""
+    # a field's last letter says what it is laid out by: sequences, tokens, completion tokens
+    tokens, completions = batch.lengths_S, batch.completion_lengths_S
+    bounds = {
+        "S": slice(start, end),
+        "N": slice(int(tokens[:start].sum()), int(tokens[:end].sum())),
+        "C": slice(int(completions[:start].sum()), int(completions[:end].sum())),
+    }
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return TrainBatch(**{name: x if x is None else x[bounds[name[-1]]] for name, x in values.items()})
 
 
 def plan_micro_batches(
@@ -141,7 +169,7 @@ def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int,
     positions_BT = torch.zeros(shape, dtype=torch.int64)
     completion_mask_BT = torch.zeros(shape, dtype=torch.bool)
     sequence_BT = torch.full(shape, -1, dtype=torch.int64)
-    completion_lengths_BT = torch.ones(shape, dtype=torch.int64)
+    temperatures_BT = torch.ones(shape)
     counter_T = torch.arange(row_length)
 
     for b, row in enumerate(rows or [[]]):
@@ -164,10 +192,11 @@ def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int,
             positions_BT[b, at:end] = counter_T[: end - at]
             completion_mask_BT[b, at + prompt - 1 : end - 1] = True
             sequence_BT[b, at:end] = index
-            completion_lengths_BT[b, at + prompt - 1 : end - 1] = completion
+            if batch.temperatures_S is not None:
+                temperatures_BT[b, at:end] = batch.temperatures_S[index]
             at = end
         positions_BT[b, at:] = counter_T[: row_length - at] % PAD_DOCUMENT
-    return MicroBatch(tokens_BT, targets_BT, positions_BT, completion_mask_BT, sequence_BT, completion_lengths_BT)
+    return MicroBatch(tokens_BT, targets_BT, positions_BT, completion_mask_BT, sequence_BT, temperatures_BT)
 
 
 def scatter_completions(values_C: torch.Tensor, batch: TrainBatch, micro: MicroBatch) -> torch.Tensor:
@@ -193,7 +222,7 @@ def gather_completions(
 
 
 def per_sequence(values_S: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """Spread one number per sequence of the step over that sequence's positions: [B, T], 0 on padding."""
+    """Spread one number per sequence of the batch over that sequence's positions: [B, T], 0 on padding."""
     values_S = values_S.to(micro.sequence_BT.device)
     # padding has index -1, which picks the 0 put at the end
     return torch.cat([values_S, values_S.new_zeros(1)])[micro.sequence_BT]

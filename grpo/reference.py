@@ -29,6 +29,6 @@ class Reference:
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Log-probs of this rank's share of the tokens, float32 [C], 0 elsewhere; see `comm.add_ref_logprobs`.
 
-        At the sampling temperature. Collective over the reference ranks.
+        At the sampling temperatures. Collective over the reference ranks.
         """
-        return completion_logprobs(batch, self.model, self.config.trainer, self.config.generator.temperature)
+        return completion_logprobs(batch, self.model, self.config.trainer)

@@ -1,147 +1,77 @@
-"""Text to float: the built-in reward functions, how a user's own are loaded, and the weighted sum.
+"""Reward functions, text to float: the built-in ones, and how a user's own are loaded.
 
-A reward function is `f(completions: list[str], **columns: list) -> list[float | None]`: the completions' texts, then
-each column of the data set as a list of the same length. None means "no reward for this completion".
+A reward function is `f(completions: list[str], **columns: list) -> list[float | None]`: the texts, then each column of
+the data set as a list of the same length, and two columns that every call gets: `num_tokens` (tokens of each
+completion, its EOS included) and `truncated` (whether it ran out of tokens). None means "no reward for this
+completion". It is called with one completion at a time; one marked `@group_level` with all completions of one prompt.
 
-Layer 0: no torch.distributed. Left out: deadlines and worker processes, which are the reward pool's.
+Built-in, by what they look at (options are fields of RewardConfig, `reward.NAME` on the command line):
+
+    the answer (column `answer`)
+      math_reward          number, text or LaTeX found by `answer_format`, within `tolerance`; `partial_credit`
+      math_verify          expression found anywhere and compared by the math-verify library
+      exact_match          text found by `answer_format`, but for case and blanks
+      group_length_reward  group-level: shorter correct answers earn more (Kimi k1.5)
+    code (column `tests`)
+      code_reward          runs the completion's Python against the tests; `code_timeout_seconds`, `code_memory_gib`
+    form
+      regex_match          `pattern` occurs
+      format_reward        exactly <think>..</think><answer>..</answer>
+      thinking_reward      one <think> block before the answer, half for a broken one
+    length
+      length_penalty       0 to -1 from `target_tokens` on
+      overlong_penalty     0 to -1 over the last `overlong_tokens` (DAPO)
+    style
+      repetition_penalty   0 to -1: repeated n-grams of `repetition_ngram` words
+      language_reward      share of letters in the script `language`
+
+Layer 0: no torch, nor anything that imports it: worker processes load this file and must start fast. Left out: calling
+the functions, deadlines, worker processes and the weighted sum, which are the reward pool's.
 """
 
-import dataclasses
 import functools
 import importlib.util
 import inspect
-import math
-import numbers
+import json
+import logging
 import pathlib
 import re
+import secrets
 import sys
+import time
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from grpo.answers import LATEX_SECONDS, extract_answer, same_answer
 from grpo.config import RewardConfig
-from grpo.types import Rollout
+from grpo.sandbox import run_python
 
 RewardFunction = Callable[..., list[float | None]]
 
-# How much of a completion or column an error message shows, in characters.
-SHOWN_CHARACTERS = 500
-
-# Longest LaTeX answer compared as an expression, and seconds for each parse and comparison: policies do write
-# 9^{9^{9^9}} and thousands of open brackets.
-LATEX_CHARACTERS = 300
-LATEX_SECONDS = 2
+# Columns of every call beside the data set's: completion tokens with EOS, and whether the completion was cut off.
+EXTRA_COLUMNS = ("num_tokens", "truncated")
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, or returned something that is not one finite number or None per completion."""
+    """No completion of a step got a value from a reward function."""
+
+
+def group_level(function: RewardFunction) -> RewardFunction:
+    """Mark a reward function that compares the completions of one prompt, and so is called with all of them."""
+    function.group_level = True
+    return function
+
+
+def is_group_level(function: RewardFunction) -> bool:
+    """Whether it is marked `@group_level`, also through functools.partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "group_level", False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading answers
-
-# No <answer> inside the content: of "<answer> 1 <answer> 2 </answer>" the answer is 2.
-_ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_BOXED_OR_BRACE = re.compile(r"\\boxed\s*\{|[{}]")
-
-
-def extract_answer(text: str, answer_format: str) -> str | None:
-    """The final answer in a completion, without surrounding blanks; None if there is none or it is empty.
-
-    answer_tag: content of the last complete <answer>..</answer>. boxed: content of the last \\boxed{} whose braces
-    balance. hashes: what follows the last #### on its line. Raises ValueError on another format.
-    """
-    if answer_format == "answer_tag":
-        found = _ANSWER_TAG.findall(text)
-        answer = found[-1] if found else ""
-    elif answer_format == "boxed":
-        answer = _last_boxed(text)
-    elif answer_format == "hashes":
-        _, hashes, rest = text.rpartition("####")
-        answer = rest.partition("\n")[0] if hashes else ""
-    else:
-        raise ValueError(f"answer_format={answer_format!r} is unknown; use answer_tag, boxed or hashes")
-    return answer.strip() or None
-
-
-def _last_boxed(text: str) -> str:
-    # One pass with a stack: a policy that repeats "\boxed{" thousands of times must not cost quadratic time.
-    opened, last_start, last = [], -1, ""
-    for match in _BOXED_OR_BRACE.finditer(text):
-        if match.group() != "}":
-            opened.append((match.group() != "{", match.end()))
-        elif opened:
-            is_boxed, start = opened.pop()
-            if is_boxed and start > last_start:
-                last_start, last = start, text[start : match.start()]
-    return last
-
-
-# Groups of three behind commas or (thin) spaces, or plain digits; then decimals and a power of ten.
-_PLAIN = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-# The whole text must be words, one number or fraction, words. Signs that would change the number's value are allowed
-# nowhere: - and / only where they join words (12-inch, km/h), digits behind the number only as a unit's power (m^2).
-_ONE_NUMBER = re.compile(
-    r"(?P<before>[^\d\-+*/^\\√<>≤≥≠]*?)(?<![a-zA-Z])(?P<sign>[-+]?)(?: ?(?:[$€£¥₹]|EUR|USD|GBP) ?)?"
-    rf"(?P<top>{_PLAIN})(?: ?/ ?(?P<bottom>{_PLAIN}))?"
-    r"(?P<after>(?:[^\d²³\-+*/^=<>×·!\\√]|-(?=[a-zA-Z]{2})|/(?=[a-zA-Z]{2})|(?<=[a-zA-Z])/|(?<=[a-zA-Z])\^?[23²³])*)"
-)
-# Words that make it another number: "minus 2" and "2 pi" are not 2, "5 million" is not 5.
-_NOT_BEFORE = frozenset(["minus", "negative", "half", "sqrt", "root", "log", "ln", "exp", "sin", "cos", "tan"])
-_NOT_UNITS = frozenset(
-    ["x", "y", "pi", "π", "sqrt", "half", "dozen", "hundred", "thousand", "million", "billion", "trillion", "k"]
-)
-
-
-def parse_number(text: str) -> float | None:
-    """The one number in a text, or None: `$1,234.50`, `12 apples`, `-3/4`, `1.5e3 km`, `1 234`, `x = 7`.
-
-    Currency signs and units are dropped. A percent sign is such a unit: `50%` is 50, never 0.5. None if the text has no
-    number, several (`3 or 4`), a formula (`2*3`, `10^6`, `5!`), or one scaled by a word or glyph (`5 million`, `3½`).
-    """
-    for written, plain in (("−", "-"), ("–", "-"), ("\\$", "$"), ("\\%", "%")):  # typographic minus, LaTeX escapes
-        text = text.replace(written, plain)
-    text = " ".join(text.split()).strip("*_` ")  # blanks and Markdown
-    match = _ONE_NUMBER.fullmatch(text)
-    if not match:
-        return None
-    unit = re.sub(r"(?<=[a-zA-Z])\^?[23²³]", "", match["after"])
-    if not (_NOT_BEFORE.isdisjoint(_words(match["before"])) and _NOT_UNITS.isdisjoint(_words(unit))):
-        return None
-    if any(character.isnumeric() for character in match["before"] + unit):
-        return None
-    top, bottom = (float(re.sub("[, ]", "", part or "1")) for part in (match["top"], match["bottom"]))
-    value = top / bottom if bottom else math.inf
-    return (-value if match["sign"] == "-" else value) if math.isfinite(value) else None
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[^\W\d_]+", text.lower())
-
-
-def _same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bool:
-    given_number, reference_number = parse_number(given), parse_number(reference)
-    if given_number is not None and reference_number is not None:
-        return abs(given_number - reference_number) <= tolerance * max(1.0, abs(reference_number))
-    if _normalised(given) == _normalised(reference):
-        return True
-    return latex and _same_latex(given, reference)
-
-
-def _normalised(text: str) -> str:
-    return " ".join(text.casefold().split()).strip("*_` ").removesuffix(".")
-
-
-def _same_latex(given: str, reference: str) -> bool:
-    import math_verify  # sympy takes a second to load, and only \boxed{} answers need it
-
-    if len(given) > LATEX_CHARACTERS:
-        return False
-    expressions = [math_verify.parse(f"${text}$", parsing_timeout=LATEX_SECONDS) for text in (reference, given)]
-    return math_verify.verify(*expressions, timeout_seconds=LATEX_SECONDS)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Built-in reward functions
+# The answer
 
 
 def math_reward(
@@ -171,7 +101,7 @@ def math_reward(
         elif given is None:
             rewards.append(0.0)
         else:
-            equal = _same_answer(given, reference, tolerance, latex=answer_format == "boxed")
+            equal = same_answer(given, reference, tolerance, latex=answer_format == "boxed")
             rewards.append(1.0 if equal else partial_credit)
     return rewards
 
@@ -181,6 +111,248 @@ def _reference_answer(reference: Any) -> str | None:
         return None
     text = str(reference)
     return extract_answer(text, "hashes") if "####" in text else text.strip() or None
+
+
+# A box without content parses as the empty set, which some references are.
+_EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
+
+
+def math_verify(completions: list[str], answer: list[Any], **columns: list) -> list[float | None]:
+    """1.0 where the expression that the math-verify library finds in the completion equals the one in `answer`, else 0.
+
+    It looks at the whole completion: first for \\boxed{} and "final answer is", then LaTeX between dollars, then plain
+    numbers, of several the last. Looser than math_reward, so a completion that just ends in many numbers can be lucky.
+    A reference with #### (GSM8K's solutions) counts from the last one on; None where it is empty or no expression.
+
+    Needs the process's main thread: the library limits each parse and comparison with SIGALRM.
+    """
+    import math_verify as library  # sympy takes a second to load
+
+    # On a timeout the library logs the text it parsed, all of it, as a warning.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    rewards = []
+    for text, reference in zip(completions, answer, strict=True):
+        reference = _reference_answer(reference)
+        if reference is None:
+            rewards.append(None)
+            continue
+        written = reference if "$" in reference or "\\boxed" in reference else rf"\boxed{{{reference}}}"
+        gold = library.parse(written, parsing_timeout=LATEX_SECONDS)
+        found = [] if _EMPTY_BOX.search(text) else library.parse(text, parsing_timeout=LATEX_SECONDS)
+        equal = bool(gold and found) and library.verify(gold, found, timeout_seconds=LATEX_SECONDS)
+        rewards.append((1.0 if equal else 0.0) if gold else None)
+    return rewards
+
+
+def exact_match(
+    completions: list[str], answer: list[Any], *, answer_format: str = "answer_tag", **columns: list
+) -> list[float | None]:
+    """1.0 where the completion's answer is the text in `answer` but for case and blanks, else 0.0.
+
+    A reference with #### counts from the last one on; None where it is empty.
+    """
+    rewards = []
+    for text, reference in zip(completions, answer, strict=True):
+        reference = _reference_answer(reference)
+        given = extract_answer(text, answer_format)
+        if reference is None:
+            rewards.append(None)
+        else:
+            rewards.append(1.0 if given is not None and _plain(given) == _plain(reference) else 0.0)
+    return rewards
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+@group_level
+def group_length_reward(
+    completions: list[str],
+    answer: list[Any],
+    num_tokens: list[int],
+    *,
+    answer_format: str = "answer_tag",
+    tolerance: float = 1e-6,
+    **columns: list,
+) -> list[float | None]:
+    """Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3): of one prompt's completions the shorter earn more.
+
+    With lambda = 0.5 - (tokens - shortest) / (longest - shortest) over the whole group, a completion that math_reward
+    takes as correct gets lambda, from 0.5 for the shortest to -0.5 for the longest, any other min(0, lambda). All 0 if
+    all are equally long. Meant as a small weight beside a reward for the answer itself; None where math_reward gives
+    None.
+    """
+    shortest, longest = min(num_tokens), max(num_tokens)
+    correct = math_reward(completions, answer, answer_format=answer_format, tolerance=tolerance)
+    rewards = []
+    for value, length in zip(correct, num_tokens, strict=True):
+        bonus = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
+        if value is None:
+            rewards.append(None)
+        else:
+            rewards.append(bonus if value == 1.0 else min(0.0, bonus))
+    return rewards
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Code
+
+
+def code_reward(
+    completions: list[str],
+    tests: list[Any],
+    *,
+    timeout_seconds: float = 5.0,
+    memory_gib: float = 1.0,
+    **columns: list,
+) -> list[float | None]:
+    """1.0 where the completion's program passes all of its tests, else 0.0: all or nothing, as is usual for code.
+
+    The program is the last block fenced as ```python, or, if there is none, the last one fenced without a language; no
+    closed block gives 0.0. `tests` is one of, None where it is empty:
+      - Python source (or a list of lines, as MBPP has them) that runs after the program, in its namespace, and raises
+        if a test fails; test functions it must call itself. Its end must be reached: a program that exits early, with
+        whatever code, gets 0.0.
+      - a list of {"input": .., "output": ..}, or its JSON: the program runs once per pair and must read the one from
+        stdin, print the other but for blanks at line ends and empty lines at the end, and exit with 0.
+    `timeout_seconds` is wall clock for all tests of one completion together, and CPU time of each process;
+    `memory_gib` the address space of each.
+
+    Python tests run in the program's own process, as anywhere in the field. So a program written to attack them, one
+    that walks the interpreter's frames for the success marker or returns objects that equal everything, can win.
+    Against that use pairs: their comparison happens outside, and the expected output never enters the sandbox.
+    sandbox.py says what the program itself can and cannot do.
+
+    Raises ValueError if `tests` is of none of these forms.
+    """
+    return [
+        _code_reward(text, test, timeout_seconds, memory_gib) for text, test in zip(completions, tests, strict=True)
+    ]
+
+
+def _code_reward(text: str, tests: Any, timeout_seconds: float, memory_gib: float) -> float | None:
+    tests = _read_tests(tests)
+    if not tests:
+        return None
+    code = _last_program(text)
+    if code is None:
+        return 0.0
+    if isinstance(tests, str):
+        return 1.0 if _passes_asserts(code, tests, timeout_seconds, memory_gib) else 0.0
+    deadline = time.monotonic() + timeout_seconds
+    for given, expected in tests:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
+            return 0.0
+        outcome = run_python(code, given, timeout_seconds=seconds_left, memory_gib=memory_gib)
+        if outcome.status != "ok" or _lines(outcome.stdout) != _lines(expected):
+            return 0.0
+    return 1.0
+
+
+def _read_tests(tests: Any) -> str | list[tuple[str, str]]:
+    """Python source, or pairs of input and output."""
+    if tests is None:
+        return ""
+    if isinstance(tests, str) and tests.lstrip().startswith("["):
+        try:
+            tests = json.loads(tests)
+        except ValueError:
+            return tests  # Python that starts with a list
+    if isinstance(tests, str):
+        return tests.strip()
+    if isinstance(tests, list | tuple):
+        if all(isinstance(test, str) for test in tests):
+            return "\n".join(tests).strip()
+        if all(
+            isinstance(test, dict) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str)
+            for test in tests
+        ):
+            return [(test["input"], test["output"]) for test in tests]
+    raise ValueError(
+        f"code_reward cannot read tests of type {type(tests).__name__}: {str(tests)[:200]!r}; give Python source or a "
+        'list (or its JSON) of {"input": text, "output": text}'
+    )
+
+
+def _last_program(text: str) -> str | None:
+    """The last closed ```python block, else the last without a language; line by line, so that each fence pairs up."""
+    found: dict[str, str] = {}
+    language, block = None, []
+    for line in text.splitlines(keepends=True):
+        fence = line.strip()
+        if language is None and fence.startswith("```"):
+            language, block = fence[3:].strip().lower(), []
+        elif language is not None and fence == "```":
+            found[language] = "".join(block)
+            language = None
+        elif language is not None:
+            block.append(line)
+    for name in ("python", "py", "python3", ""):
+        if found.get(name, "").strip():
+            return found[name]
+    return None
+
+
+# Runs program, then tests, as one module named __main__ whose namespace has nothing of this harness. The marker comes
+# in through stdin and not in a file, and goes out only once the tests are through; all that is called after the program
+# ran was taken before, so that replacing exec or os.write changes nothing; and leaving by _exit keeps threads and exit
+# handlers from having a say.
+_HARNESS = """
+def run(exec=exec):
+    import json, os, sys, types
+    job = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    out, write, leave = os.dup(1), os.write, os._exit
+    program, tests = (compile(job[name], name, "exec", dont_inherit=True) for name in ("program", "tests"))
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(program, module.__dict__)
+    exec(tests, module.__dict__)
+    write(out, job["marker"].encode())
+    leave(0)
+run()
+"""
+
+
+def _passes_asserts(code: str, tests: str, timeout_seconds: float, memory_gib: float) -> bool:
+    marker = secrets.token_hex(16)
+    job = json.dumps({"program": code, "tests": tests, "marker": marker})
+    outcome = run_python(_HARNESS, job, timeout_seconds=timeout_seconds, memory_gib=memory_gib)
+    return outcome.status == "ok" and marker in outcome.stdout
+
+
+def _lines(output: str) -> list[str]:
+    return [line.rstrip() for line in output.rstrip().split("\n")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Form
+
+
+def regex_match(completions: list[str], *, pattern: str, **columns: list) -> list[float | None]:
+    """1.0 where the regular expression occurs anywhere in the completion (re.search), else 0.0."""
+    compiled = re.compile(pattern)
+    return [1.0 if compiled.search(text) else 0.0 for text in completions]
+
+
+_THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
+
+
+def format_reward(completions: list[str], **columns: list) -> list[float | None]:
+    """1.0 if the completion is <think>..</think><answer>..</answer> and nothing else but blanks around, else 0.0.
+
+    Each tag occurs once and neither content is empty. A chat template that opens <think> in the prompt makes 1.0
+    impossible, as for thinking_reward.
+    """
+    return [_format_reward(text) for text in completions]
+
+
+def _format_reward(text: str) -> float:
+    if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
+        return 0.0
+    match = _THINK_THEN_ANSWER.fullmatch(text)
+    return 1.0 if match and match[1].strip() and match[2].strip() else 0.0
 
 
 # Any of these starts an answer, whatever format the run uses.
@@ -211,39 +383,130 @@ def _thinking_reward(text: str) -> float:
     return 0.5 if answers_before or (answers_inside and not answers_after) else 1.0
 
 
-BUILT_INS: dict[str, RewardFunction] = {"math_reward": math_reward, "thinking_reward": thinking_reward}
+# ---------------------------------------------------------------------------------------------------------------------
+# Length
+
+
+def length_penalty(
+    completions: list[str],
+    num_tokens: list[int],
+    *,
+    target_tokens: int,
+    max_completion_tokens: int,
+    **columns: list,
+) -> list[float | None]:
+    """0 up to `target_tokens`, from there linearly down to -1 at `max_completion_tokens`, and -1 beyond:
+    -min(1, max(0, tokens - target) / (max_completion_tokens - target))."""
+    slope = max_completion_tokens - target_tokens
+    return [-min(1.0, max(0, length - target_tokens) / slope) for length in num_tokens]
+
+
+def overlong_penalty(
+    completions: list[str],
+    num_tokens: list[int],
+    *,
+    max_completion_tokens: int,
+    overlong_tokens: int = 0,
+    **columns: list,
+) -> list[float | None]:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), with L_max = `max_completion_tokens` and
+    L_cache = `overlong_tokens`, or a quarter of L_max if that is 0.
+
+    0 up to L_max - L_cache tokens, then ((L_max - L_cache) - tokens) / L_cache, so -1 at L_max, and -1 beyond.
+    """
+    cache = overlong_tokens or max_completion_tokens / 4
+    free = max_completion_tokens - cache
+    return [-min(1.0, max(0.0, length - free) / cache) for length in num_tokens]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Loading and scoring
+# Style
+
+
+def repetition_penalty(completions: list[str], *, ngram: int = 4, **columns: list) -> list[float | None]:
+    """Minus the share of word n-grams that occurred before: -(1 - distinct / total), 0 with fewer words than n.
+
+    Words are split at blanks, case ignored. One number per completion, as open-r1 has it; "Demystifying Long
+    Chain-of-Thought Reasoning" (arXiv:2502.03373, appendix C.2), which that goes back to, puts a penalty on each
+    token of a repeated n-gram instead.
+    """
+    rewards = []
+    for text in completions:
+        words = text.casefold().split()
+        ngrams = [tuple(words[i : i + ngram]) for i in range(len(words) - ngram + 1)]
+        rewards.append(len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0)
+    return rewards
+
+
+def language_reward(completions: list[str], *, language: str = "latin", **columns: list) -> list[float | None]:
+    """Share of the completion's letters (characters, not words) in one script; None if it has no letters.
+
+    `language` is how Unicode starts the names of that script's letters, in any case: latin, cyrillic, greek, arabic,
+    cjk, hiragana, hangul ... LaTeX commands, code and tags count as the letters they are. In the way of DeepSeek-R1's
+    language consistency reward (arXiv:2501.12948), which counts words of the target language.
+    """
+    prefix = f"{language.upper()} "
+    rewards = []
+    for text in completions:
+        letters = [character for character in text if character.isalpha()]
+        ours = sum(unicodedata.name(letter, "").startswith(prefix) for letter in letters)
+        rewards.append(ours / len(letters) if letters else None)
+    return rewards
+
+
+BUILT_INS: dict[str, RewardFunction] = {
+    function.__name__: function
+    for function in (
+        math_reward,
+        math_verify,
+        exact_match,
+        group_length_reward,
+        code_reward,
+        regex_match,
+        format_reward,
+        thinking_reward,
+        length_penalty,
+        overlong_penalty,
+        repetition_penalty,
+        language_reward,
+    )
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
 
 
 def load_functions(
-    config: RewardConfig, columns: Iterable[str] | None = None
+    config: RewardConfig, columns: Iterable[str] | None = None, max_completion_tokens: int = 0
 ) -> dict[str, tuple[RewardFunction, float]]:
-    """Name (as in `config.functions`) -> function and weight.
+    """Name (as in `config.functions`) -> function, a built-in one with its options bound, and weight.
 
-    columns: names of the data set's columns each function will be called with; given, they are checked against its
-    signature, so that a missing column shows here and not at the first step.
+    columns: names of the data set's columns each function will be called with, beside EXTRA_COLUMNS; given, they are
+    checked against its signature, so that a missing column shows here and not at the first step.
+    max_completion_tokens: of the generator; 0 is unknown, which the functions that need it refuse.
 
     Raises:
-        ValueError: unknown name, missing file or function, or a signature that does not take the columns.
+        ValueError: unknown name, missing file or function, a signature that does not take the columns, a data column
+            named like an extra one, or a built-in function's option that makes no sense.
         Whatever the user's file raises when it runs.
     """
-    bound = {
-        "math_reward": functools.partial(
-            math_reward,
-            answer_format=config.answer_format,
-            tolerance=config.tolerance,
-            partial_credit=config.partial_credit,
-        )
-    }
+    if columns is not None:
+        columns = list(columns)
+        taken = [name for name in columns if name in EXTRA_COLUMNS]
+        if taken:
+            raise ValueError(
+                f"data.columns has {', '.join(taken)}, but reward functions get a column of that name anyway (tokens "
+                "and truncation of each completion); rename the data set's column"
+            )
+        columns += EXTRA_COLUMNS
     modules: dict[str, Any] = {}  # two functions of one file share its module
     functions = {}
     for name, weight in config.functions.items():
         file, colon, function_name = name.rpartition(":")
         if name in BUILT_INS:
-            function = bound.get(name, BUILT_INS[name])
+            function = _bind_options(name, config, max_completion_tokens)
+            _check_option_names(name, function, columns or ())
         elif colon and file.endswith(".py"):
             if file not in modules:
                 modules[file] = _load_file(file)
@@ -254,9 +517,88 @@ def load_functions(
                 "your own is written path/file.py:function"
             )
         if columns is not None:
-            _check_signature(name, function, list(columns))
+            _check_signature(name, function, columns)
         functions[name] = (function, weight)
     return functions
+
+
+def _bind_options(name: str, config: RewardConfig, max_completion_tokens: int) -> RewardFunction:
+    _check_options(name, config, max_completion_tokens)
+    answer = {"answer_format": config.answer_format}
+    options: dict[str, dict[str, Any]] = {
+        "math_reward": {**answer, "tolerance": config.tolerance, "partial_credit": config.partial_credit},
+        "exact_match": answer,
+        "group_length_reward": {**answer, "tolerance": config.tolerance},
+        "code_reward": {"timeout_seconds": config.code_timeout_seconds, "memory_gib": config.code_memory_gib},
+        "regex_match": {"pattern": config.pattern},
+        "length_penalty": {
+            "target_tokens": config.target_tokens,
+            "max_completion_tokens": max_completion_tokens,
+        },
+        "overlong_penalty": {
+            "overlong_tokens": config.overlong_tokens,
+            "max_completion_tokens": max_completion_tokens,
+        },
+        "repetition_penalty": {"ngram": config.repetition_ngram},
+        "language_reward": {"language": config.language},
+    }
+    return functools.partial(BUILT_INS[name], **options.get(name, {}))
+
+
+def _check_option_names(name: str, function: functools.partial, columns: Iterable[str]) -> None:
+    # A call's arguments replace those of a partial: a column `language` would pass for the option.
+    taken = [column for column in columns if column in function.keywords]
+    if taken:
+        raise ValueError(
+            f"column {', '.join(taken)} is named like an option of {name}; rename it or leave it out of data.columns"
+        )
+
+
+def _check_options(name: str, config: RewardConfig, max_completion_tokens: int) -> None:
+    if name in ("length_penalty", "overlong_penalty") and max_completion_tokens <= 0:
+        raise ValueError(
+            f"{name} needs generator.max_completion_tokens, got {max_completion_tokens}; pass it to load_functions"
+        )
+    if name == "length_penalty" and not 0 < config.target_tokens < max_completion_tokens:
+        raise ValueError(
+            f"length_penalty needs reward.target_tokens between 0 and generator.max_completion_tokens = "
+            f"{max_completion_tokens}, got {config.target_tokens}; set it to the tokens that are free of charge"
+        )
+    if name == "overlong_penalty" and not 0 <= config.overlong_tokens <= max_completion_tokens:
+        raise ValueError(
+            f"reward.overlong_tokens is {config.overlong_tokens}, but completions end at "
+            f"generator.max_completion_tokens = {max_completion_tokens}; set at most that, or 0 for a quarter of it"
+        )
+    if name == "regex_match":
+        if not config.pattern:
+            raise ValueError("regex_match needs reward.pattern, which is empty; set a regular expression")
+        try:
+            re.compile(config.pattern)
+        except re.error as error:
+            raise ValueError(
+                f"reward.pattern {config.pattern!r} is no regular expression: {error}; escape signs that are meant "
+                "literally with a backslash"
+            ) from error
+    if name == "repetition_penalty" and config.repetition_ngram < 1:
+        raise ValueError(f"reward.repetition_ngram is {config.repetition_ngram}; set 1 word or more")
+    if name == "language_reward" and not _is_script(config.language):
+        raise ValueError(
+            f"reward.language {config.language!r} is no script that Unicode names letters by; use one such as latin, "
+            "cyrillic, greek, arabic, hebrew, devanagari, thai, cjk, hiragana, katakana or hangul"
+        )
+    if name == "code_reward" and not 0 < config.code_timeout_seconds < config.timeout_seconds:
+        raise ValueError(
+            f"reward.code_timeout_seconds is {config.code_timeout_seconds}, but a call is ended, without a reward, "
+            f"after reward.timeout_seconds = {config.timeout_seconds}; set the first below the second"
+        )
+    if name == "code_reward" and config.code_memory_gib <= 0:
+        raise ValueError(f"reward.code_memory_gib is {config.code_memory_gib}; set GiB above 0")
+
+
+def _is_script(language: str) -> bool:
+    prefix = f"{language.upper()} "
+    letters = filter(str.isalpha, map(chr, range(sys.maxunicode)))
+    return any(unicodedata.name(letter, "").startswith(prefix) for letter in letters)
 
 
 def _load_file(file: str):
@@ -289,79 +631,3 @@ def _check_signature(name: str, function: RewardFunction, columns: list[str]) ->
             f"{', '.join(columns) or '(none)'}: {error}; "
             f"end its arguments with **columns and list the columns it needs in data.columns"
         ) from error
-
-
-def score(functions: dict[str, tuple[RewardFunction, float]], rollouts: list[Rollout]) -> list[Rollout]:
-    """New rollouts with each function's value in `rewards` and the weighted sum in `reward`.
-
-    Each function is called once with all completions. A function that said None is left out of that completion's sum;
-    all None gives None.
-
-    Raises:
-        RewardError: a function raised, or returned a wrong number of values or something that is not a finite number.
-            The message names the function, the completion and its columns.
-    """
-    if not rollouts:
-        return []
-    values = {name: _call(name, function, rollouts) for name, (function, _) in functions.items()}
-    scored = []
-    for i, rollout in enumerate(rollouts):
-        rewards = {name: values[name][i] for name in functions}
-        weighted = [functions[name][1] * value for name, value in rewards.items() if value is not None]
-        scored.append(dataclasses.replace(rollout, rewards=rewards, reward=sum(weighted) if weighted else None))
-    return scored
-
-
-def _call(name: str, function: RewardFunction, rollouts: list[Rollout]) -> list[float | None]:
-    # A user's function may raise anything, and whatever it is must name the completion it came from. So these are the
-    # two places that catch every Exception; both raise it again.
-    try:
-        values = _call_once(function, rollouts)
-    except Exception as error:
-        for rollout in rollouts:
-            try:
-                _call_once(function, [rollout])
-            except Exception as single_error:
-                raise RewardError(
-                    f"reward function {name} raised {type(single_error).__name__}: {single_error}\n{_shown(rollout)}"
-                ) from single_error
-        raise RewardError(
-            f"reward function {name} raised {type(error).__name__}: {error}\n"
-            f"  with {len(rollouts)} completions at once, but not one at a time. The first:\n{_shown(rollouts[0])}"
-        ) from error
-    if not isinstance(values, list | tuple):
-        raise RewardError(
-            f"reward function {name} returned {type(values).__name__}; "
-            f"it must return a list with one number or None for each of the {len(rollouts)} completions"
-        )
-    if len(values) != len(rollouts):
-        raise RewardError(
-            f"reward function {name} returned {len(values)} values for {len(rollouts)} completions; "
-            f"it must return one number or None for each. The first:\n{_shown(rollouts[0])}"
-        )
-    for i, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
-        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            raise RewardError(
-                f"reward function {name} returned {_shorten(repr(value))} ({type(value).__name__}) "
-                f"for completion {i} of {len(rollouts)}; it must be a finite number or None\n{_shown(rollout)}"
-            )
-    return [None if value is None else float(value) for value in values]
-
-
-def _call_once(function: RewardFunction, rollouts: list[Rollout]):
-    columns = {name: [rollout.prompt.columns[name] for rollout in rollouts] for name in rollouts[0].prompt.columns}
-    return function([rollout.text for rollout in rollouts], **columns)
-
-
-def _shown(rollout: Rollout) -> str:
-    lines = [f"  completion: {_shorten(rollout.text)!r}"]
-    lines += [f"  {name}: {_shorten(value)!r}" for name, value in rollout.prompt.columns.items()]
-    return "\n".join(lines)
-
-
-def _shorten(value: Any) -> Any:
-    text = value if isinstance(value, str) else repr(value)
-    if len(text) <= SHOWN_CHARACTERS:
-        return value
-    half = SHOWN_CHARACTERS // 2
-    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[-half:]}"

@@ -17,17 +17,20 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.distributed import utils as titan_dist
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.forward import micro_batches
+from grpo.forward import completion_logprobs, micro_batches
 from grpo.models import ShardedModel, build_model
-from grpo.packing import MicroBatch, scatter_completions
+from grpo.packing import MicroBatch
 from grpo.roles import Roles
 from grpo.types import TrainBatch
 
 # (micro-batch, logprobs_BT, entropy_BT) -> (this micro-batch's share of the step's loss, the tokens it counted as bool
-# [B, T], metrics as sums over these tokens or, if their name ends in _max, as maxima)
+# [B, T], metrics [B, T]: values per counted token, of which the step gets the mean, or the maximum if the name ends so)
 LossFunction = Callable[
     [MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 ]
+
+# The metric that the canary and the tables of completions look at: |policy's - generator's log-prob|
+LOGPROB_DIFF = "logprob_diff/mean"
 
 
 class Trainer:
@@ -67,49 +70,61 @@ class Trainer:
             min_lr_factor=trainer.min_lr_ratio,
         ).build(optimizers=self.optimizer, training_steps=num_steps)
 
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """The policy's log-probs of all completion tokens, float32 [C], CPU. Collective over the trainer ranks."""
+        logprobs_C = completion_logprobs(batch, self.model, self.config).to(self.roles.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(logprobs_C)  # every rank holds its share and 0 elsewhere
+        return logprobs_C.cpu()
+
     def step(
-        self,
-        batch: TrainBatch,
-        loss_function: LossFunction,
-        temperature: float = 1.0,
-        logprob_tolerance: float | None = None,
-    ) -> dict[str, float]:
-        """One optimizer step over the whole batch. Collective over the trainer ranks, all of which pass the same batch.
+        self, batch: TrainBatch, loss_function: LossFunction, logprob_tolerance: float | None = None
+    ) -> tuple[dict[str, float], torch.Tensor]:
+        """One optimizer update over the whole batch. Collective over the trainer ranks, which pass the same batch.
 
         Args:
-            temperature: the sampling temperature of the completions, so that log-probs are of what was sampled.
             logprob_tolerance: the canary. If the policy's log-probs of the completions, before the update, differ from
                 the generator's by more than this on average, the step stops with nothing updated.
 
         Returns:
-            The step's metrics, the same on all trainer ranks.
+            The metrics, and each sequence's mean of `logprob_diff/mean` over its counted tokens (float64 [S], NaN
+            where none counts or the loss function has no such metric); the same on all trainer ranks.
 
         Raises:
             RuntimeError: the canary found stale or wrong weights in the generator, or the gradient is not finite.
         """
         sums, maxima = {}, {}
+        sequence_S2 = torch.zeros(batch.num_sequences + 1, 2, dtype=torch.float64, device=self.roles.device)
         self.optimizer.zero_grad()
         for micro in micro_batches(batch, self.model, self.config):
-            logprobs_BT, entropy_BT = self.model.logprobs(
-                micro.tokens_BT, micro.targets_BT, micro.positions_BT, temperature
-            )
+            logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, counted_BT, metrics = loss_function(micro, logprobs_BT, entropy_BT)
             loss.backward()
 
-            metrics["entropy"] = entropy_BT.detach().where(counted_BT, 0).sum()
-            if batch.generator_logprobs_C is not None:
-                generator_BT = scatter_completions(batch.generator_logprobs_C, batch, micro)
-                difference_BT = (logprobs_BT.detach() - generator_BT).abs().where(counted_BT, 0)
-                metrics["logprob_diff/mean"], metrics["logprob_diff/max"] = difference_BT.sum(), difference_BT.max()
-            self._add(sums, maxima, metrics | {"loss": loss.detach(), "num_counted": counted_BT.sum()})
+            # on the device throughout: nothing waits for the GPU here
+            metrics["entropy"] = entropy_BT.detach()
+            for name, values_BT in metrics.items():
+                values_BT = values_BT.double().where(counted_BT, 0)
+                if name.endswith("max"):
+                    maxima[name] = torch.maximum(maxima.get(name, values_BT.new_zeros(())), values_BT.max())
+                else:
+                    sums[name] = sums.get(name, 0) + values_BT.sum()
+            sums["loss"] = sums.get("loss", 0) + loss.detach().double()
+            sums["num_counted"] = sums.get("num_counted", 0) + counted_BT.sum().double()
+            if LOGPROB_DIFF in metrics:
+                diff_BT = metrics[LOGPROB_DIFF].double().where(counted_BT, 0)
+                per_token_N2 = torch.stack([diff_BT, counted_BT.double()], -1).flatten(0, 1)
+                sequence_N = micro.sequence_BT.flatten()
+                padding_last_N = sequence_N.where(sequence_N >= 0, batch.num_sequences)
+                sequence_S2.index_add_(0, padding_last_N, per_token_N2)
 
-        result = self._reduce(sums, maxima)
+        result = self._reduce(sums, maxima, sequence_S2)
         num_counted = max(result.pop("num_counted"), 1)
         result = {name: x if name == "loss" or name.endswith("max") else x / num_counted for name, x in result.items()}
-        if logprob_tolerance is not None and not result["logprob_diff/mean"] <= logprob_tolerance:
+        if logprob_tolerance is not None and not result[LOGPROB_DIFF] <= logprob_tolerance:
             raise RuntimeError(
                 "the generator does not hold the policy's weights: their log-probs of the same completions differ by "
-                f"{result['logprob_diff/mean']:.2e} on average (tolerance {logprob_tolerance:.0e}, largest "
+                f"{result[LOGPROB_DIFF]:.2e} on average (tolerance {logprob_tolerance:.0e}, largest "
                 f"{result['logprob_diff/max']:.2e}). Nothing was updated. If precision explains it, raise "
                 "--sync-check-tolerance"
             )
@@ -122,10 +137,14 @@ class Trainer:
             )
         result |= {"grad_norm": grad_norm, "learning_rate": self.learning_rate}
         self.optimizer.step()
-        self.schedule.step()
         if self.roles.device.type == "cuda":
             torch.cuda.synchronize()  # so that the step's time is its own
-        return result
+        diff_S2 = sequence_S2[:-1].cpu()
+        return result, diff_S2[:, 0] / diff_S2[:, 1]
+
+    def end_step(self) -> None:
+        """Move the learning rate's schedule on; once per step, however many updates it had."""
+        self.schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""
@@ -146,17 +165,9 @@ class Trainer:
         """What the next optimizer step will use."""
         return self.optimizer.optimizers[0].param_groups[0]["lr"]
 
-    @staticmethod
-    def _add(sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor], metrics: dict[str, torch.Tensor]) -> None:
-        """Add one micro-batch's metrics to the step's, on the device: nothing waits for the GPU here."""
-        for name, value in metrics.items():
-            value = value.double()
-            if name.endswith("max"):
-                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
-            else:
-                sums[name] = sums[name] + value if name in sums else value
-
-    def _reduce(self, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor]) -> dict[str, float]:
+    def _reduce(
+        self, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor], sequence_S2: torch.Tensor
+    ) -> dict[str, float]:
         """Totals over data-parallel ranks, with one transfer from the device. Collective over them."""
         totals = torch.stack(list(sums.values()))
         highest = torch.stack(list(maxima.values())) if maxima else totals.new_zeros(0)
@@ -164,4 +175,14 @@ class Trainer:
         if mesh is not None and mesh.size() > 1:
             dist.all_reduce(totals, group=mesh.get_group())
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group())
+            dist.all_reduce(sequence_S2, group=mesh.get_group())
         return dict(zip([*sums, *maxima], torch.cat([totals, highest]).tolist(), strict=True))
+
+
+def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step's updates as those of the step: means, or maxima where the name ends in `max`."""
+    merged = {}
+    for name in updates[0]:
+        values = [update[name] for update in updates]
+        merged[name] = max(values) if name.endswith("max") else sum(values) / len(values)
+    return merged

@@ -23,6 +23,8 @@ class Prompt:
     """Token ids, chat template applied."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The data set's columns, handed to the reward functions."""
+    row: int = -1
+    """Row of the data set; -1 if it comes from none."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Completion:
     truncated: bool
     """It ran out of tokens (vLLM's finish reason is `length`)."""
     version: int = 0
-    """Optimizer steps in the weights it was sampled with."""
+    """Steps in the weights it was sampled with."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,13 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Each reward function's unweighted value; None: that function gives no reward here."""
     reward: float | None = None
-    """Weighted sum; None if every function said None: the completion leaves loss and statistics."""
+    """Weighted sum; None if every function said None or one failed: the completion leaves loss and statistics."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why a reward function gave nothing at all (it took too long, crashed, raised), by its name."""
     advantage: float = 0.0
+    """NaN: it leaves the loss."""
+    logprob_diff: float | None = None
+    """Mean absolute difference of policy's and generator's log-probs over its tokens; None until it was trained on."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,27 @@ class TrainBatch:
     """float32; NaN: the sequence has no reward and leaves the loss and its denominator."""
     ref_logprobs_C: torch.Tensor | None = None
     """float32: by the frozen reference."""
+    old_logprobs_C: torch.Tensor | None = None
+    """float32: by the policy at the start of the step; None where one update makes them the policy's own."""
+    temperatures_S: torch.Tensor | None = None
+    """float32: what each sequence was sampled with; None is 1."""
+
+    @property
+    def counted_C(self) -> torch.Tensor:
+        """bool: the completion tokens that count in loss and denominator: those of sequences with an advantage, but for
+        tokens whose sampling log-prob is not finite."""
+        counted_C = torch.ones(self.num_completion_tokens, dtype=torch.bool)
+        if self.advantages_S is not None:
+            counted_C &= ~self.advantages_S.isnan().repeat_interleave(self.completion_lengths_S)
+        if self.generator_logprobs_C is not None:
+            counted_C &= self.generator_logprobs_C.isfinite()
+        return counted_C
+
+    @property
+    def counted_lengths_S(self) -> torch.Tensor:
+        """int64: tokens of each completion that count; 0 for a sequence that does not."""
+        sequence_C = torch.arange(self.num_sequences).repeat_interleave(self.completion_lengths_S)
+        return torch.zeros(self.num_sequences, dtype=torch.int64).index_add(0, sequence_C, self.counted_C.long())
 
     @property
     def lengths_S(self) -> torch.Tensor:
@@ -99,13 +127,14 @@ class Plan:
     """What the driver decided for one step; every rank gets the same one and decides nothing itself."""
 
     step: int
-    """Optimizer steps finished before this one."""
+    """Steps finished before this one."""
     prompts: list[Prompt]
+    """Of the first round of sampling."""
     check_sync: bool
     """Canary: compare the policy's log-probs with the generator's before the update."""
+    sync: bool
+    """Give the generators the new weights after the update."""
     save: bool
     """Write a checkpoint after the update."""
     evaluate: bool
     """Evaluate after the update."""
-    data_state: dict[str, Any]
-    """The prompt stream's position after these prompts; goes into the checkpoint."""

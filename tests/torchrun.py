@@ -41,10 +41,21 @@ def start_torchrun(
     program: str, *arguments: object, nproc: int, launcher: tuple[str, ...] = ("--standalone",)
 ) -> subprocess.Popen:
     """Start it and return at once, for tests that run two agents side by side."""
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, f"--nproc_per_node={nproc}"]
-    command += [str(ROOT / program), *map(str, arguments)]
+    launch = ("-m", "torch.distributed.run", *launcher, f"--nproc_per_node={nproc}")
+    return start_python(*launch, ROOT / program, *arguments)
+
+
+def run_python(*arguments: object, deadline: float = 180) -> str:
+    """Run `python arguments...`, one process, likewise; returns its output, AssertionError if it fails."""
+    result = finish(start_python(*arguments), deadline)
+    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout[-20_000:]}"
+    return result.stdout
+
+
+def start_python(*arguments: object) -> subprocess.Popen:
+    """Start a Python process as the tests want it, in a session of its own."""
     return subprocess.Popen(
-        command,
+        [sys.executable, *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | SETTINGS,
         stdout=subprocess.PIPE,
@@ -60,7 +71,7 @@ def finish(process: subprocess.Popen, deadline: float) -> subprocess.CompletedPr
     try:
         output, _ = process.communicate(timeout=deadline)
     except subprocess.TimeoutExpired:
-        for rank in children_of(process.pid):
+        for rank in [*children_of(process.pid), process.pid]:  # a launcher prints its own last
             os.kill(rank, signal.SIGABRT)
         time.sleep(2)
         os.killpg(process.pid, signal.SIGKILL)

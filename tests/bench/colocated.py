@@ -22,7 +22,7 @@ config = GRPOConfig(
     reward=RewardConfig(functions={"tests/bench/rewards.py:coin": 1.0}),
     generator=GeneratorConfig(max_completion_tokens=256, gpu_memory_utilization=0.35),
     trainer=TrainerConfig(micro_batch_tokens=16_384, activation_checkpointing="selective"),
-    grpo=AlgorithmConfig(kl_coef=0.0),
+    algorithm=AlgorithmConfig(kl_coef=0.0),
     checkpoint=CheckpointConfig(export=False),
     run_dir="runs/bench",
     overwrite=True,

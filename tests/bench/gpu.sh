@@ -30,11 +30,11 @@ bench() { # NAME RANKS SHAPE RECIPE FLAGS...
 
 one=(1 qwen3-0.6b tests/bench/colocated.py)
 four=(4 qwen3-1.7b tests/bench/split.py)
-no_reference=(--roles.num-references 0 --roles.num-generators 2 --grpo.kl-coef 0)
+no_reference=(--roles.num-references 0 --roles.num-generators 2 --algorithm.kl-coef 0)
 for variant in "$@"; do
     case $variant in
         base) bench base "${one[@]}" ;;
-        kl) bench kl "${one[@]}" --grpo.kl-coef 0.01 ;;
+        kl) bench kl "${one[@]}" --algorithm.kl-coef 0.01 ;;
         sleep) bench sleep "${one[@]}" --generator.sleep ;;
         no_ac) bench no_ac "${one[@]}" --trainer.activation-checkpointing none ;;
         full_ac) bench full_ac "${one[@]}" --trainer.activation-checkpointing full ;;

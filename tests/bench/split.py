@@ -7,11 +7,12 @@
 
 import dataclasses
 
-from grpo.config import AlgorithmConfig, GeneratorConfig, GRPOConfig, RolesConfig, load_recipe
+from grpo.config import AlgorithmConfig, GeneratorConfig, GRPOConfig, RolesConfig
+from grpo.recipes import load_recipe
 
 config = dataclasses.replace(
     load_recipe("tests/bench/colocated.py", GRPOConfig),
     roles=RolesConfig(num_trainers=2, num_references=1, num_generators=1),
     generator=GeneratorConfig(max_completion_tokens=256),
-    grpo=AlgorithmConfig(kl_coef=0.01),
+    algorithm=AlgorithmConfig(kl_coef=0.01),
 )

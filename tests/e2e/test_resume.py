@@ -4,15 +4,8 @@ import pathlib
 import shutil
 
 from grpo import checkpoint
-from tests.e2e.runs import read_metrics, read_samples
+from tests.e2e.runs import read_metrics, read_samples, without_clocks
 from tests.torchrun import torchrun
-
-# what differs between two runs of the same thing
-CLOCKS = ("time", "tokens_per_second", "memory/")
-
-
-def without_clocks(metrics: dict) -> dict:
-    return {name: value for name, value in metrics.items() if not name.startswith(CLOCKS)}
 
 
 def test_6_steps_equal_3_resume_and_3(finished_run: tuple[pathlib.Path, list[str]], tmp_path: pathlib.Path):

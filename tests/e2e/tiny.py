@@ -33,7 +33,7 @@ config = GRPOConfig(
         learning_rate=3e-3,  # large: two steps shall make a difference that a test can see
         logprob_chunk_tokens=64,
     ),
-    grpo=AlgorithmConfig(kl_coef=0.01),
+    algorithm=AlgorithmConfig(kl_coef=0.01),
     metrics=MetricsConfig(tensorboard=False, samples_interval=1, num_samples=1000),
     num_steps=2,
     prompts_per_step=4,

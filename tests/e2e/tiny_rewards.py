@@ -1,4 +1,7 @@
-"""Reward functions of the end-to-end tests, one that works and two that do not."""
+"""Reward functions of the end-to-end tests, some that work and some that do not."""
+
+import os
+import signal
 
 
 def digit_share(completions, **columns):
@@ -6,12 +9,29 @@ def digit_share(completions, **columns):
     return [sum(c.isdigit() for c in text) / (len(text) + 1) + len(text) / 100 for text in completions]
 
 
-def raises_for_odd_answers(completions, answer, **columns):
-    """A typical bug: it works for some rows only."""
-    if any(int(a) % 2 for a in answer):
-        raise KeyError("odd answer")
-    return [0.0 for _ in completions]
+def always_raises(completions, **columns):
+    """A bug that shows at every completion."""
+    raise KeyError("no such thing")
 
 
 def one_too_few(completions, **columns):
     return [1.0 for _ in completions[1:]]
+
+
+def passes_by_chance(completions, **columns):
+    """1 for about half of the completions, by their text alone: groups of 4 mostly differ, some do not."""
+    return [float(sum(map(ord, text)) % 2) for text in completions]
+
+
+def fails_for_some(completions, **columns):
+    """Ends its process, never returns, or raises for about one completion in four each, by their text alone."""
+    for text in completions:
+        match sum(map(ord, text)) % 4:
+            case 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case 1:
+                while True:
+                    pass
+            case 2:
+                raise KeyError("no such thing")
+    return [1.0 for _ in completions]

@@ -5,71 +5,131 @@ import math
 import pytest
 import torch
 
-from grpo.advantages import group_advantages, zero_variance_groups
+from grpo.advantages import group_advantages, zero_variance, zero_variance_groups
 
 NAN = math.nan
+COMPARING = ("group_std", "group_mean", "batch_std", "rloo")
 
 
-def test_group_by_hand():
+def advantages(rewards, group_size, kind):
+    return group_advantages(torch.tensor(rewards), group_size, kind).tolist()
+
+
+def test_group_std_by_hand():
     # mean 2, deviations -2 0 2, std with ddof=1: sqrt(8 / 2) = 2; mean 0.5, std sqrt(0.5 / 2) = 0.5
     rewards_S = torch.tensor([0.0, 2.0, 4.0, 0.0, 0.5, 1.0])
-    advantages_S = group_advantages(rewards_S, 3, "group")
+    advantages_S = group_advantages(rewards_S, 3, "group_std")
     expected = [-2 / 2.0001, 0, 2 / 2.0001, -0.5 / 0.5001, 0, 0.5 / 0.5001]
     assert advantages_S.tolist() == pytest.approx(expected, abs=1e-7)
     assert advantages_S.dtype == torch.float32
 
 
 def test_group_mean_by_hand():
-    advantages_S = group_advantages(torch.tensor([0.0, 2.0, 4.0, 1.0, 1.0, 4.0]), 3, "group_mean")
-    assert advantages_S.tolist() == [-2.0, 0.0, 2.0, -1.0, -1.0, 2.0]
+    assert advantages([0.0, 2.0, 4.0, 1.0, 1.0, 4.0], 3, "group_mean") == [-2.0, 0.0, 2.0, -1.0, -1.0, 2.0]
 
 
-def test_no_reward_is_left_out_of_its_group():
-    # the group is 1 and 3: mean 2, std sqrt((1 + 1) / 1); with the NaN counted as 0 the mean would be 4/3
-    rewards_S = torch.tensor([1.0, NAN, 3.0])
-    by_mean = group_advantages(rewards_S, 3, "group_mean").tolist()
-    by_group = group_advantages(rewards_S, 3, "group").tolist()
-    assert by_mean[0] == -1 and math.isnan(by_mean[1]) and by_mean[2] == 1
-    assert by_group[0] == pytest.approx(-1 / (math.sqrt(2) + 1e-4), abs=1e-7) and math.isnan(by_group[1])
+def test_batch_std_by_hand():
+    # group means 1 and 6; all rewards 0 2 4 8: mean 3.5, deviations squared 12.25 + 2.25 + 0.25 + 20.25 = 35, over 3
+    std = math.sqrt(35 / 3) + 1e-4
+    expected = [-1 / std, 1 / std, -2 / std, 2 / std]
+    assert advantages([0.0, 2.0, 4.0, 8.0], 2, "batch_std") == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["group", "group_mean"])
+def test_rloo_by_hand():
+    # the means of the others: 3, 2, 1
+    assert advantages([0.0, 2.0, 4.0], 3, "rloo") == [-3.0, 0.0, 3.0]
+    # 8 - 1 and 1 - 8: with two, the other one
+    assert advantages([8.0, 1.0], 2, "rloo") == [7.0, -7.0]
+
+
+def test_none_is_the_reward_itself():
+    by_none = advantages([0.5, 0.5, NAN, -3.0], 2, "none")
+    assert by_none[:2] == [0.5, 0.5] and math.isnan(by_none[2]) and by_none[3] == -3.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [
+        # the rewards are 1 and 3, then 1 and 1; with the NaN counted as 0 the first mean would be 4/3
+        ("group_std", 1 / (math.sqrt(2) + 1e-4)),
+        ("group_mean", 1.0),
+        # 1 3 1 1: mean 1.5, squared deviations 0.25 + 2.25 + 0.25 + 0.25 = 3, over 3
+        ("batch_std", 1 / 1.0001),
+        # the mean of the others is the other one: 1 - 3
+        ("rloo", 2.0),
+    ],
+)
+def test_no_reward_is_left_out_of_every_statistic(kind, scale):
+    found = advantages([1.0, NAN, 3.0, 1.0, 1.0, NAN], 3, kind)
+    assert [math.isnan(a) for a in found] == [False, True, False, False, False, True]
+    assert [found[0], *found[2:5]] == pytest.approx([-scale, scale, 0.0, 0.0], abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", COMPARING)
 def test_single_reward_and_no_reward(kind):
-    advantages_S = group_advantages(torch.tensor([NAN, 5.0, NAN, NAN]), 2, kind).tolist()
-    assert advantages_S[1] == 0.0
-    assert [math.isnan(a) for a in advantages_S] == [True, False, True, True]
+    found = advantages([NAN, 5.0, NAN, NAN], 2, kind)
+    assert found[1] == 0.0
+    assert [math.isnan(a) for a in found] == [True, False, True, True]
+    assert all(math.isnan(a) for a in advantages([NAN] * 4, 2, kind))
 
 
-@pytest.mark.parametrize("kind", ["group", "group_mean"])
+@pytest.mark.parametrize("kind", COMPARING)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1e-3, 1e6, 0.7 + 0.2])
 def test_equal_rewards_give_exactly_zero(kind, reward):
     # a mean one rounding error away from the reward, over a std of 1e-4, would be a visible advantage
-    assert group_advantages(torch.full((7,), reward), 7, kind).tolist() == [0.0] * 7
+    assert advantages([reward] * 7, 7, kind) == [0.0] * 7
+    # and beside a group that does differ
+    assert advantages([reward] * 3 + [0.0, 0.0, 1.0], 3, kind)[:3] == [0.0] * 3
 
 
-def test_group_of_one():
-    assert group_advantages(torch.tensor([3.0, 4.0]), 1, "group").tolist() == [0.0, 0.0]
+@pytest.mark.parametrize("kind", COMPARING)
+def test_equal_rewards_in_float64_give_exactly_zero(kind):
+    # 0.1 + 0.1 + 0.1 is not 3 x 0.1
+    assert group_advantages(torch.full((3,), 0.1, dtype=torch.float64), 3, kind).tolist() == [0.0] * 3
 
 
-def test_groups_do_not_see_each_other_and_arguments_stay():
+def test_rewards_far_from_zero_keep_their_differences():
+    # mean 1000000.0416..; float32 has nothing between 1000000 and 1000000.0625
+    found = advantages([1e6, 1e6, 1e6 + 0.125], 3, "group_mean")
+    assert found == pytest.approx([-0.125 / 3, -0.125 / 3, 0.25 / 3], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", COMPARING)
+def test_group_of_one(kind):
+    assert advantages([3.0, 4.0], 1, kind) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", COMPARING)
+def test_arguments_stay_and_only_batch_std_looks_at_other_groups(kind):
     rewards_S = torch.tensor([0.0, 1.0, 100.0, 300.0])
     kept = rewards_S.clone()
-    alone = [group_advantages(rewards_S[:2], 2, "group"), group_advantages(rewards_S[2:], 2, "group")]
-    assert torch.equal(group_advantages(rewards_S, 2, "group"), torch.cat(alone))
+    alone = [group_advantages(rewards_S[:2], 2, kind), group_advantages(rewards_S[2:], 2, kind)]
+    assert torch.equal(group_advantages(rewards_S, 2, kind), torch.cat(alone)) == (kind != "batch_std")
     assert torch.equal(rewards_S, kept)
 
 
-def test_zero_variance_groups():
-    # equal; different; a single reward; equal; no reward at all, which is not counted
+def test_zero_variance():
+    # equal; different; a single reward; equal; no reward at all: all but the second teach nothing
     rewards_S = torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 2.0, 0.5, 0.5, NAN, NAN])
-    assert zero_variance_groups(rewards_S, 2) == 3
-    assert zero_variance_groups(torch.tensor([0.5, NAN, 0.5]), 3) == 1
+    assert zero_variance(rewards_S, 2).tolist() == [True, False, True, True, True]
+    assert zero_variance_groups(rewards_S, 2) == 4
+    assert zero_variance(torch.tensor([0.5, NAN, 0.5, 0.5, NAN, 0.25]), 3).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kind", COMPARING)
+def test_zero_variance_is_where_no_advantage_differs_from_zero(kind):
+    rewards_S = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, NAN, NAN, 2.0, NAN, NAN, NAN, NAN, 1.0, 1.0, 1.0 + 1e-6])
+    advantages_PG = group_advantages(rewards_S, 3, kind).reshape(-1, 3)
+    assert zero_variance(rewards_S, 3).tolist() == [not any(a) for a in advantages_PG.nan_to_num(0.0).tolist()]
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="5 rewards do not split into groups of group_size=2"):
-        group_advantages(torch.zeros(5), 2, "group")
-    with pytest.raises(ValueError, match="sequence 1 is infinite"):
-        group_advantages(torch.tensor([0.0, -math.inf]), 2, "group")
-    with pytest.raises(ValueError, match="'median' is unknown"):
+    for function in (zero_variance, lambda rewards_S, size: group_advantages(rewards_S, size, "group_std")):
+        with pytest.raises(ValueError, match="5 rewards do not split into groups of group_size=2"):
+            function(torch.zeros(5), 2)
+        with pytest.raises(ValueError, match="5 rewards do not split into groups of group_size=0"):
+            function(torch.zeros(5), 0)
+        with pytest.raises(ValueError, match="sequence 1 is infinite"):
+            function(torch.tensor([0.0, -math.inf]), 2)
+    with pytest.raises(ValueError, match="'median' is unknown; use 'group_std'"):
         group_advantages(torch.zeros(2), 2, "median")

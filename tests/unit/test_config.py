@@ -12,6 +12,7 @@ import pytest
 
 from grpo import config as config_module
 from grpo.config import (
+    PAPER_DEFAULTS,
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
@@ -22,11 +23,15 @@ from grpo.config import (
     ModelConfig,
     RewardConfig,
     RolesConfig,
+    SamplingConfig,
     SFTConfig,
     TrainerConfig,
+)
+from grpo.recipes import (
     as_recipe,
     cautions,
     check_world_size,
+    complete,
     describe_layout,
     load,
     load_recipe,
@@ -79,16 +84,21 @@ BAD = {
     "3 generator ranks do not split into replicas": GRPOConfig(  # colocated, trainers are the generators
         roles=RolesConfig(colocated=True, num_trainers=3), generator=GeneratorConfig(tensor_parallel=2)
     ),
-    "roles.num_references=2 ranks would idle, because grpo.kl_coef=0": GRPOConfig(roles=RolesConfig(num_references=2)),
+    "roles.num_references=2 ranks would idle, because algorithm.kl_coef=0": GRPOConfig(
+        roles=RolesConfig(num_references=2)
+    ),
     "generator.sleep frees memory for a trainer on the same GPU; it needs --roles.colocated": GRPOConfig(
         generator=GeneratorConfig(sleep=True)
     ),
-    "group_size=1 with grpo.advantages=group_mean makes every advantage 0": GRPOConfig(
-        group_size=1, grpo=AlgorithmConfig(advantages="group_mean")
+    "group_size=1 with algorithm.advantages=group_mean makes every advantage 0": GRPOConfig(
+        group_size=1, algorithm=AlgorithmConfig(advantages="group_mean")
     ),
     "prompts_per_step=3 x group_size=2 = 6 completions do not divide over 4 data-parallel trainer ranks; "
     "the next number that does is 8": GRPOConfig(prompts_per_step=3, group_size=2),
-    "generator.temperature=0.0 must be above 0": GRPOConfig(generator=GeneratorConfig(temperature=0.0)),
+    "generator.temperature=(1.0, 0.0) must be a tuple of numbers above 0": GRPOConfig(
+        generator=GeneratorConfig(temperature=(1.0, 0.0))
+    ),
+    "generator.temperature=0.7 must be a tuple": GRPOConfig(generator=GeneratorConfig(temperature=0.7)),
     "generator.top_p=0.0 must lie in (0, 1]": GRPOConfig(generator=GeneratorConfig(top_p=0.0)),
     "generator.min_p=1.0 in [0, 1)": GRPOConfig(generator=GeneratorConfig(min_p=1.0)),
     "generator.top_k=-1 must not be negative": GRPOConfig(generator=GeneratorConfig(top_k=-1)),
@@ -96,9 +106,31 @@ BAD = {
         generator=GeneratorConfig(gpu_memory_utilization=1.5)
     ),
     "generator.kv_cache_gib=-1.0 must not be negative": GRPOConfig(generator=GeneratorConfig(kv_cache_gib=-1.0)),
-    "grpo.clip_low=1.0 must lie in [0, 1)": GRPOConfig(grpo=AlgorithmConfig(clip_low=1.0)),
-    "grpo.clip_high=-0.1 and": GRPOConfig(grpo=AlgorithmConfig(clip_high=-0.1)),
-    "grpo.kl_coef=-0.5 must not be negative": GRPOConfig(grpo=AlgorithmConfig(kl_coef=-0.5)),
+    "algorithm.clip_low=1.1 must lie in [0, 1]": GRPOConfig(algorithm=AlgorithmConfig(clip_low=1.1)),
+    "algorithm.clip_high=-0.1 must not be negative": GRPOConfig(algorithm=AlgorithmConfig(clip_high=-0.1)),
+    "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo": GRPOConfig(algorithm=AlgorithmConfig(loss="ppo")),
+    "algorithm.dual_clip=0.5 must be above 1": GRPOConfig(algorithm=AlgorithmConfig(dual_clip=0.5)),
+    "algorithm.correction_high=0 must be above 0": GRPOConfig(algorithm=AlgorithmConfig(correction_high=0)),
+    "algorithm.updates_per_batch=0 must be at least 1": GRPOConfig(algorithm=AlgorithmConfig(updates_per_batch=0)),
+    "algorithm.updates_per_batch=33 mini-batches of whole groups need as many prompts; raise prompts_per_step=32": (
+        GRPOConfig(algorithm=AlgorithmConfig(updates_per_batch=33))
+    ),
+    "algorithm.kl_in=reward uses the value of the KL alone": GRPOConfig(
+        algorithm=AlgorithmConfig(kl_in="reward", kl_estimator="k3_k2_gradient")
+    ),
+    "would count it twice": GRPOConfig(algorithm=AlgorithmConfig(old_logprobs="generator", correction="truncate")),
+    "sampling.min_pass_rate=0.9 and max_pass_rate=0.1": GRPOConfig(
+        sampling=SamplingConfig(min_pass_rate=0.9, max_pass_rate=0.1)
+    ),
+    "sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is": GRPOConfig(
+        group_size=1, algorithm=AlgorithmConfig(advantages="none"), sampling=SamplingConfig(dynamic=True)
+    ),
+    "reward.timeout_seconds=0 and": GRPOConfig(reward=RewardConfig(timeout_seconds=0)),
+    "evaluation.temperature=0 above 0": GRPOConfig(evaluation=EvaluationConfig(temperature=0)),
+    "checkpoint.interval=3 must be a multiple of sync_interval=2": GRPOConfig(
+        sync_interval=2, checkpoint=CheckpointConfig(interval=3)
+    ),
+    "algorithm.kl_coef=-0.5 must not be negative": GRPOConfig(algorithm=AlgorithmConfig(kl_coef=-0.5)),
     "reward.functions is empty": GRPOConfig(reward=RewardConfig(functions={})),
     "4 trainer ranks do not split into trainer.tensor_parallel=3 x trainer.data_replicas=1; "
     "use a multiple of 3 trainer ranks, for example 3": GRPOConfig(trainer=TrainerConfig(tensor_parallel=3)),
@@ -136,7 +168,7 @@ def test_the_defaults_are_valid():
 
 def test_odd_but_possible_layouts_pass():
     validate(GRPOConfig(roles=RolesConfig(colocated=True, num_trainers=1)))
-    validate(GRPOConfig(roles=RolesConfig(num_references=2), grpo=AlgorithmConfig(kl_coef=0.1)))
+    validate(GRPOConfig(roles=RolesConfig(num_references=2), algorithm=AlgorithmConfig(kl_coef=0.1)))
     # colocated, num_generators does not apply: 4 trainers are 2 engines of 2
     four = RolesConfig(colocated=True, num_trainers=4, num_generators=0)
     validate(GRPOConfig(roles=four, generator=GeneratorConfig(tensor_parallel=2, sleep=True)))
@@ -185,7 +217,7 @@ def test_world_size_of_sft():
 def test_suggested_layouts_are_valid(world_size, trainer_parallel, generator_parallel):
     config = GRPOConfig(
         prompts_per_step=12,
-        grpo=AlgorithmConfig(kl_coef=0.1),
+        algorithm=AlgorithmConfig(kl_coef=0.1),
         trainer=TrainerConfig(tensor_parallel=trainer_parallel),
         generator=GeneratorConfig(tensor_parallel=generator_parallel),
     )
@@ -196,7 +228,7 @@ def test_suggested_layouts_are_valid(world_size, trainer_parallel, generator_par
         )
         return
     degrees = ["--trainer.tensor-parallel", str(trainer_parallel)]
-    degrees += ["--generator.tensor-parallel", str(generator_parallel), "--grpo.kl-coef", "0.1"]
+    degrees += ["--generator.tensor-parallel", str(generator_parallel), "--algorithm.kl-coef", "0.1"]
     suggested = load(GRPOConfig, DEFAULT, [*suggestion.split(), *degrees, "--prompts-per-step", "12"])
     check_world_size(suggested, world_size)
 
@@ -220,7 +252,7 @@ def test_derived_values():
     assert config.largest_tensor_parallel == 12  # what both 6 and 4 divide
     assert config.num_ranks == 8
     assert not config.needs_reference
-    assert dataclasses.replace(config, grpo=AlgorithmConfig(kl_coef=1e-6)).needs_reference
+    assert dataclasses.replace(config, algorithm=AlgorithmConfig(kl_coef=1e-6)).needs_reference
     assert SFTConfig(num_trainers=3).num_ranks == 3
 
 
@@ -277,7 +309,7 @@ def test_command_line_overrides_any_field():
 
 
 def test_without_arguments_the_default_recipe_runs():
-    assert load(GRPOConfig, DEFAULT, []) == read(pathlib.Path(DEFAULT))
+    assert load(GRPOConfig, DEFAULT, []) == complete(read(pathlib.Path(DEFAULT)))
 
 
 def test_sft_overrides():
@@ -286,7 +318,7 @@ def test_sft_overrides():
 
 
 def test_overrides_are_checked():
-    with pytest.raises(ValueError, match="generator.temperature=0.0 must be above 0"):
+    with pytest.raises(ValueError, match=r"generator.temperature=\(0.0,\) must be a tuple of numbers above 0"):
         load(GRPOConfig, DEFAULT, ["--generator.temperature", "0"])
 
 
@@ -354,6 +386,42 @@ def test_recipe_text_gives_the_same_config(config, tmp_path):
     assert load_recipe(str(tmp_path / "config.py"), type(config)) == config
 
 
+@pytest.mark.parametrize("loss", PAPER_DEFAULTS)
+def test_a_loss_brings_its_papers_defaults(loss):
+    """Switched on the command line, also over a recipe; what the user gives stays."""
+    completed = load(GRPOConfig, DEFAULT, ["--algorithm.loss", loss]).algorithm
+    assert {name: getattr(completed, name) for name in PAPER_DEFAULTS[loss]} == PAPER_DEFAULTS[loss]
+    given = load(GRPOConfig, DEFAULT, ["--algorithm.loss", loss, "--algorithm.clip-high", "0.3"]).algorithm
+    assert given == dataclasses.replace(completed, clip_high=0.3)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, "truncate"),
+        ({"old_logprobs": "generator"}, "none"),  # the ratio has the generator in it already
+        ({"correction": "none"}, "none"),
+        ({"old_logprobs": "generator", "correction": "mask_tokens"}, "mask_tokens"),
+    ],
+)
+def test_default_correction(given, expected):
+    assert complete(GRPOConfig(algorithm=AlgorithmConfig(**given))).algorithm.correction == expected
+
+
+@pytest.mark.parametrize(
+    "algorithm, expected",
+    [
+        ({}, (1, False)),
+        ({"updates_per_batch": 2}, (2, True)),
+        ({"epochs_per_batch": 3, "updates_per_batch": 2}, (6, True)),
+        ({"epochs_per_batch": 3, "old_logprobs": "generator"}, (3, False)),
+    ],
+)
+def test_old_logprobs_cost_a_forward_only_where_they_must(algorithm, expected):
+    config = GRPOConfig(algorithm=AlgorithmConfig(**algorithm))
+    assert (config.updates_per_step, config.recomputes_old_logprobs) == expected
+
+
 def test_recipe_text_is_one_field_per_line():
     text = as_recipe(GRPOConfig())
     assert text.startswith("from grpo.config import (\n    AlgorithmConfig,\n")
@@ -372,7 +440,7 @@ def config_classes() -> list[ast.ClassDef]:
 
 def test_every_field_has_a_sentence():
     classes = {node.name: node for node in config_classes()}
-    assert len(classes) == 12 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
+    assert len(classes) == 13 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
     for name, node in classes.items():
         assert ast.get_docstring(node), f"{name} has no docstring"
         following = [*node.body[1:], None]
@@ -399,5 +467,5 @@ def test_help_shows_every_field(config_type, recipe, capsys):
 
 
 def test_bad_input_is_refused_before_torch_is_loaded():
-    code = "import sys, grpo.config; sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'tyro')))"
+    code = "import sys, grpo.recipes; sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'tyro')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

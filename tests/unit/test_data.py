@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo.config import DataConfig, EvaluationConfig
+from grpo.answers import extract_answer, parse_number
+from grpo.config import DataConfig, EvaluationConfig, SamplingConfig
 from grpo.data import (
     ChatStream,
     PromptStream,
@@ -19,7 +20,6 @@ from grpo.data import (
     load_eval_prompts,
     load_rows,
 )
-from grpo.rewards import extract_answer, parse_number
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
@@ -184,6 +184,7 @@ def test_prompts_have_ids_columns_and_a_running_index(tokenizer, ten_rows):
     assert prompts[3].ids == ids_of("<user> add n3 <assistant>")
     assert prompts[3].columns == {"question": "add n3", "answer": "3"}
     assert prompts[10].columns["answer"] == "0"  # the second epoch, in file order again
+    assert [prompt.row for prompt in prompts] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
 
 
 def test_each_epoch_is_a_new_permutation_from_the_seed(tokenizer, ten_rows):
@@ -298,6 +299,138 @@ def test_prompts_from_a_hub_data_set(tokenizer, monkeypatch):
     assert prompts[2].columns == {"question": "add n2", "answer": "2"}
 
 
+# ---- difficulty filter
+
+
+def filtered_stream(tokenizer, path, rest_epochs=1, bounds=(0.1, 0.9), **changes):
+    sampling = SamplingConfig(min_pass_rate=bounds[0], max_pass_rate=bounds[1], rest_epochs=rest_epochs)
+    return PromptStream(config_of(path, **{"shuffle": False} | changes), tokenizer, seed=0, sampling=sampling)
+
+
+def rows_of(prompts) -> list[int]:
+    return [prompt.row for prompt in prompts]
+
+
+@pytest.fixture
+def four_rows(tmp_path) -> str:
+    return write_rows(tmp_path / "four.jsonl", [{"question": f"add n{i}", "answer": str(i)} for i in range(4)])
+
+
+@pytest.mark.parametrize("rest_epochs", [0, 1, 2])
+def test_rows_too_hard_or_too_easy_rest_for_so_many_epochs_and_are_tried_again(tokenizer, four_rows, rest_epochs):
+    stream = filtered_stream(tokenizer, four_rows, rest_epochs)
+    assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
+    stream.record({0: 0.0, 1: 0.1, 2: 0.9, 3: 1.0})  # the bounds themselves do not rest
+    assert stream.num_resting == 0  # they were drawn in this epoch
+    prompts = stream.draw(1)
+    assert stream.num_resting == (2 if rest_epochs else 0)
+    prompts += stream.draw(2 * rest_epochs + 4 * (3 - rest_epochs) - 1)
+    assert rows_of(prompts) == [1, 2] * rest_epochs + [0, 1, 2, 3] * (3 - rest_epochs)
+    assert [prompt.index for prompt in prompts] == list(range(4, 4 + len(prompts)))  # only drawn prompts count
+    assert stream.num_resting == 0
+
+
+def test_by_default_nothing_rests_and_nothing_is_stored(tokenizer, four_rows):
+    stream = PromptStream(config_of(four_rows, shuffle=False), tokenizer, seed=0)
+    before = stream.state_dict()
+    stream.draw(4)
+    stream.record({0: 0.0, 1: 0.5, 2: 1.0})
+    assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
+    assert stream.num_resting == 0
+    assert stream.state_dict().keys() == before.keys()
+
+
+def test_one_bound_alone_filters(tokenizer, four_rows):
+    stream = filtered_stream(tokenizer, four_rows, bounds=(0.0, 0.5))
+    stream.draw(4)
+    stream.record({0: 0.0, 3: 0.75})
+    assert rows_of(stream.draw(3)) == [0, 1, 2]
+    stream = filtered_stream(tokenizer, four_rows, bounds=(0.5, 1.0))
+    stream.draw(4)
+    stream.record({0: 0.25, 3: 1.0})
+    assert rows_of(stream.draw(3)) == [1, 2, 3]
+
+
+def test_a_rest_begins_after_the_epoch_in_which_the_row_was_sampled(tokenizer, four_rows):
+    stream = filtered_stream(tokenizer, four_rows)
+    assert rows_of(stream.draw(5)) == [0, 1, 2, 3, 0]  # one step over the end of the epoch
+    stream.record({0: 0.0, 3: 0.0})  # 0 was last sampled in the second epoch, 3 in the first
+    assert rows_of(stream.draw(6)) == [1, 2, 1, 2, 3, 0]
+
+
+def test_the_last_pass_rate_counts(tokenizer, four_rows):
+    stream = filtered_stream(tokenizer, four_rows)
+    stream.draw(4)
+    stream.record({0: 0.0})
+    stream.record({0: 0.5})
+    assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
+
+
+def test_an_epoch_in_which_all_would_rest_takes_them_back_and_says_so_once(tokenizer, tmp_path, capsys):
+    path = long_rows(tmp_path, [4, 9, 5, 6])  # row 1 is too long and does not count
+    stream = filtered_stream(tokenizer, path, rest_epochs=1000, max_prompt_tokens=6)
+    assert rows_of(stream.draw(3)) == [0, 2, 3]
+    stream.record({0: 0.0, 2: 1.0, 3: 0.05})
+    capsys.readouterr()
+    prompts = stream.draw(4)
+    assert rows_of(prompts) == [0, 2, 3, 0]
+    assert [prompt.index for prompt in prompts] == [3, 4, 5, 6]
+    assert stream.num_resting == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"warning: in epoch 2 of {path} all 3 rows that fit would rest")
+    assert "sampling.min_pass_rate=0.1 " in line and "sampling.max_pass_rate=0.9:" in line
+    stream.record({0: 0.0, 2: 0.0, 3: 0.0})
+    assert rows_of(stream.draw(3)) == [0, 2, 3]  # not one in the rest of the fourth epoch and in the fifth
+    assert capsys.readouterr().out == ""
+
+
+def test_a_filter_does_not_hide_that_no_row_fits(tokenizer, tmp_path):
+    path = long_rows(tmp_path, [9, 8])
+    with pytest.raises(ValueError, match="all 2 rows of .*long.jsonl are longer than data.max_prompt_tokens=6 tokens"):
+        filtered_stream(tokenizer, path, max_prompt_tokens=6).draw(1)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5, 6, 7])
+def test_a_resumed_filter_draws_the_same_prompts(tokenizer, ten_rows, num_steps, capsys):
+    def step(stream):
+        """Rows below 5 are always too hard, row 5 every other time, and steps of 3 cross the ends of epochs."""
+        prompts = stream.draw(3)
+        stream.record({p.row: 0.0 if p.row < 5 or (p.row == 5 and p.index % 2) else 0.5 for p in prompts})
+        return prompts, stream.num_resting
+
+    stream = filtered_stream(tokenizer, ten_rows, rest_epochs=2, shuffle=True)
+    for _ in range(num_steps):
+        step(stream)
+    state = json.loads(json.dumps(stream.state_dict()))
+    expected = [step(stream) for _ in range(20)]
+    resumed = filtered_stream(tokenizer, ten_rows, rest_epochs=2, shuffle=True)
+    step(resumed)  # whatever it did before does not matter
+    resumed.load_state_dict(state)
+    assert [step(resumed) for _ in range(20)] == expected
+    assert resumed.state_dict() == stream.state_dict()
+    assert max(num_resting for _, num_resting in expected) >= 5  # the filter did something
+
+
+def test_a_state_between_draw_and_record_keeps_the_epoch_of_the_draw(tokenizer, four_rows):
+    stream, resumed = filtered_stream(tokenizer, four_rows), filtered_stream(tokenizer, four_rows)
+    stream.draw(5)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    resumed.record({3: 0.0})  # sampled in the first epoch, so it rests in the second, which has begun
+    assert rows_of(resumed.draw(5)) == [1, 2, 0, 1, 2]
+
+
+def test_states_load_with_and_without_a_filter(tokenizer, four_rows):
+    plain = PromptStream(config_of(four_rows, shuffle=False), tokenizer, seed=0)
+    plain.draw(5)
+    filtered = filtered_stream(tokenizer, four_rows)
+    filtered.load_state_dict(plain.state_dict())  # as written before there was a filter
+    assert filtered.num_resting == 0
+    assert rows_of(filtered.draw(4)) == [1, 2, 3, 0]
+    filtered.record({0: 0.0, 1: 0.0, 2: 0.0})
+    plain.load_state_dict(filtered.state_dict())
+    assert rows_of(plain.draw(4)) == [1, 2, 3, 0]
+
+
 # ---- chat stream
 
 
@@ -340,7 +473,7 @@ def test_held_out_prompts_are_the_first_that_fit(tokenizer, ten_rows, tmp_path, 
     held_out = long_rows(tmp_path, [4, 9, 5, 6])
     data = config_of(ten_rows, max_prompt_tokens=6)
     prompts = load_eval_prompts(data, EvaluationConfig(path=held_out, num_prompts=2), tokenizer)
-    assert [(p.index, p.columns["answer"]) for p in prompts] == [(0, "4"), (1, "5")]
+    assert [(p.index, p.row, p.columns["answer"]) for p in prompts] == [(0, 0, "4"), (1, 2, "5")]
     assert "1 held-out prompts of" in capsys.readouterr().out
     assert len(load_eval_prompts(data, EvaluationConfig(path=held_out, num_prompts=99), tokenizer)) == 3
 

@@ -10,12 +10,24 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 LAYERS = (
-    ("config", "types", "advantages", "losses", "rewards", "packing"),
-    ("roles", "comm", "data", "toy", "watchdog"),
+    (
+        "config",
+        "recipes",
+        "types",
+        "advantages",
+        "losses",
+        "answers",
+        "rewards",
+        "sandbox",
+        "packing",
+        "plugin",
+        "eval_metrics",
+    ),
+    ("roles", "comm", "data", "toy", "watchdog", "reward_worker", "reward_pool"),
     ("titan_on_cpu", "logprobs", "models", "forward", "trainer", "reference", "generator"),
-    ("weight_sync", "checkpoint", "evaluate", "metrics"),
+    ("weight_sync", "checkpoint", "metrics", "driver"),
 )
-SCRIPTS = ("train_grpo", "train_sft", "grpo.summary")
+SCRIPTS = ("train_grpo", "train_sft", "grpo.summary", "grpo.evaluate")
 LAYER_OF = {f"grpo.{name}": number for number, layer in enumerate(LAYERS) for name in layer}
 HEAVY = ("torch.distributed", "torchtitan", "vllm")
 MAKES_GROUPS = ("init_process_group", "new_group", "new_subgroups", "_new_process_group_helper")

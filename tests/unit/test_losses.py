@@ -1,261 +1,797 @@
-"""Losses against numbers worked out by hand: values, gradients, and what must not break them."""
+"""Losses against numbers worked out by hand: values, gradients, metrics, and what must not break them."""
 
+import functools
 import itertools
 import math
 import random
+import sys
 
 import pytest
 import torch
 
-from grpo.losses import aggregate, clipped_policy_loss, kl_k3, step_denominator
-from grpo.packing import build_micro_batch, per_sequence, plan_micro_batches, row_length, scatter_completions
-from grpo.types import TrainBatch
+from grpo.config import PAPER_DEFAULTS, AlgorithmConfig
+from grpo.losses import (
+    LOSSES,
+    LossInputs,
+    aggregate,
+    check_loss_output,
+    clipped,
+    correction_weights,
+    effective_sample_size,
+    kl,
+    load_loss,
+    mismatch,
+    sequence_means,
+    step_denominator,
+)
+from grpo.packing import (
+    build_micro_batch,
+    make_batch,
+    per_sequence,
+    plan_micro_batches,
+    row_length,
+    scatter_completions,
+)
 
 torch.set_num_threads(1)
-LOG2 = math.log(2)
+LOG2, LOG3 = math.log(2), math.log(3)
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3_k2_gradient")
+AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_horizon")
+CORRECTIONS = ("none", "truncate", "mask_tokens", "mask_sequences")
+CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28)
+
+approx = functools.partial(pytest.approx, rel=1e-9, abs=1e-12)
 
 
-def ones(*shape):
-    return torch.ones(*shape, dtype=torch.bool)
+def row(values, dtype=torch.float64):
+    return torch.tensor([values], dtype=dtype)
 
 
-def policy_loss(ratios, advantages, clip_low=0.2, clip_high=0.28, mask=None):
-    """Loss, metrics and the gradient by the log-probs, for one row of given ratios."""
-    logprobs_BT = torch.tensor([ratios], dtype=torch.float64).log().requires_grad_()
-    mask_BT = ones(1, len(ratios)) if mask is None else torch.tensor([mask])
-    loss_BT, metrics = clipped_policy_loss(
-        logprobs_BT,
-        torch.zeros_like(logprobs_BT),
-        torch.tensor([advantages], dtype=torch.float64),
-        mask_BT,
-        clip_low=clip_low,
-        clip_high=clip_high,
+def inputs_of(ratios, advantages, mask=None, sequences=None, logprob=-1.0):
+    """One row of tokens whose policy log-prob is `logprob`; by default one sequence, all counted."""
+    mask = mask or [True] * len(ratios)
+    sequences = sequences or [0] * len(ratios)
+    counted = [s for s, m in zip(sequences, mask, strict=True) if m]
+    lengths = [counted.count(s) if m else 1 for s, m in zip(sequences, mask, strict=True)]
+    logprobs_BT = torch.full((1, len(ratios)), logprob, dtype=torch.float64)
+    return LossInputs(
+        logprobs_BT=logprobs_BT.clone().requires_grad_(),
+        old_logprobs_BT=logprobs_BT - row(ratios).log(),
+        advantages_BT=row(advantages),
+        mask_BT=row(mask, torch.bool),
+        sequence_BT=row(sequences, torch.int64),
+        lengths_BT=row(lengths, torch.int64),
+        num_sequences=max(sequences) + 1,
     )
-    loss_BT.sum().backward()
-    return loss_BT[0].tolist(), {name: value.item() for name, value in metrics.items()}, logprobs_BT.grad[0].tolist()
 
 
-def test_clipped_surrogate_by_hand():
+def run(name, inputs, config=CONFIG):
+    """Loss, gradient by the log-probs and metrics of the first row, as lists. Every metric obeys the convention."""
+    loss_BT, metrics = LOSSES[name](inputs, config)
+    check_loss_output((loss_BT, metrics), inputs, name)
+    (gradient_BT,) = torch.autograd.grad(loss_BT.sum(), inputs.logprobs_BT)
+    assert all((value_BT.double()[~inputs.mask_BT] == 0).all() for value_BT in metrics.values())
+    return loss_BT[0].tolist(), gradient_BT[0].tolist(), {key: value[0].tolist() for key, value in metrics.items()}
+
+
+# --- each loss by hand -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
+def test_clipped_by_hand(name):
     # advantage +1: 1.5 is cut at 1.28, 0.5 is not; advantage -1: 1.5 is not, 0.5 is cut at 0.8
-    loss, metrics, gradient = policy_loss([1.5, 0.5, 1.5, 0.5, 1.0], [1.0, 1.0, -1.0, -1.0, 2.0])
-    assert loss == pytest.approx([-1.28, -0.5, 1.5, 0.8, -2.0])
+    loss, gradient, metrics = run(name, inputs_of([1.5, 0.5, 1.5, 0.5, 1.0], [1.0, 1.0, -1.0, -1.0, 2.0]))
+    assert loss == approx([-1.28, -0.5, 1.5, 0.8, -2.0])
     # d(-ratio * A)/d logprob = -ratio * A; nothing where it is cut
-    assert gradient == pytest.approx([0.0, -0.5, 1.5, 0.0, -2.0])
-    assert metrics == pytest.approx(
-        {"clip_low_share": 1, "clip_high_share": 1, "clip_share": 2, "ratio_mean": 5.0, "ratio_max": 1.5}
+    assert gradient == approx([0.0, -0.5, 1.5, 0.0, -2.0])
+    assert metrics.pop("ratio_mean") == approx([1.5, 0.5, 1.5, 0.5, 1.0])
+    assert metrics.pop("ratio_max") == approx([1.5, 0.5, 1.5, 0.5, 1.0])
+    assert metrics == {
+        "clip_low_share": [False, False, False, True, False],
+        "clip_high_share": [True, False, False, False, False],
+        "clip_share": [True, False, False, True, False],
+        "active_share": [False, True, True, False, True],
+    }
+
+
+def test_dual_clip_by_hand():
+    # A = -2, dual_clip 3: ratio 5 costs 3 x 2 = 6 instead of 10, ratio 2.5 still 5; 0.5 is cut at 0.8, as ever.
+    # A = +2: cut at 1.28, dual_clip has no say. A = 0 is cut by nothing, and has no gradient all the same
+    inputs = inputs_of([5.0, 2.5, 0.5, 5.0, 5.0], [-2.0, -2.0, -2.0, 2.0, 0.0])
+    on = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    loss, gradient, metrics = run("grpo", inputs, on)
+    assert loss == approx([6.0, 5.0, 1.6, -2.56, 0.0])
+    assert gradient == approx([0.0, 5.0, 0.0, 0.0, 0.0])
+    assert metrics["dual_clip_share"] == [True, False, False, False, False]
+    assert metrics["clip_share"] == [False, False, True, True, False]
+    assert metrics["active_share"] == [False, True, False, False, False]
+
+    loss, gradient, metrics = run("grpo", inputs)
+    assert loss[0] == approx(10.0) and gradient[0] == approx(10.0)
+    assert "dual_clip_share" not in metrics and metrics["active_share"][0]
+
+
+def test_gspo_by_hand():
+    # Three sequences in one row, with a token that does not count (ratio 100) and padding.
+    # 0: ratios 4 and 1, geometric mean 2, A = -1: not cut from above
+    # 1: ratios 1/2, 1/2 and 2, mean log -log(2) / 3, A = +1: not cut from below
+    # 2: ratio 2 alone, A = +1: cut at 1.28
+    ratios = [4.0, 1.0, 100.0, 0.5, 0.5, 2.0, 2.0, 1.0]
+    inputs = inputs_of(
+        ratios,
+        advantages=[-1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 0.0],
+        mask=[True, True, False, True, True, True, True, False],
+        sequences=[0, 0, 0, 1, 1, 1, 2, -1],
     )
+    loss, gradient, metrics = run("gspo", inputs)
+    second = 2 ** (-1 / 3)
+    assert loss == approx([2.0, 2.0, 0.0, -second, -second, -second, -1.28, 0.0])
+    assert gradient == approx([2.0, 2.0, 0.0, -second, -second, -second, 0.0, 0.0])
+    assert metrics["ratio_mean"] == approx([2.0, 2.0, 0.0, second, second, second, 2.0, 0.0])
+    assert metrics["clip_high_share"] == [False] * 6 + [True, False]
+    assert metrics["active_share"] == [True, True, False, True, True, True, False, False]
 
 
-def test_zero_advantage_has_no_loss_gradient_or_clipping():
-    loss, metrics, gradient = policy_loss([0.1, 1.0, 10.0], [0.0, 0.0, 0.0])
-    assert loss == [0.0] * 3 and gradient == [0.0] * 3 and metrics["clip_share"] == 0
+def test_gspo_cuts_whole_sequences():
+    # ratios 0.1 and 1, geometric mean 0.316 < 0.8, A = -1: both tokens lose their gradient, also the one at ratio 1
+    loss, gradient, metrics = run("gspo", inputs_of([0.1, 1.0], [-1.0, -1.0]))
+    assert loss == approx([0.8, 0.8]) and gradient == [0.0, 0.0] and metrics["clip_low_share"] == [True, True]
+    # 9 and 4: 6, beyond dual_clip 3
+    config = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    loss, gradient, metrics = run("gspo", inputs_of([9.0, 4.0], [-1.0, -1.0]), config)
+    assert loss == approx([3.0, 3.0]) and gradient == [0.0, 0.0] and metrics["dual_clip_share"] == [True, True]
 
 
-def test_gradient_at_ratio_one_is_the_policy_gradient():
-    assert policy_loss([1.0, 1.0], [3.0, -0.5])[2] == [-3.0, 0.5]
+def test_gspo_token_form_has_the_gradient_of_the_sequence_ratio():
+    """With sequence_mean, -A * exp(mean(logp - old)) differentiated as it stands."""
+    inputs = inputs_of([2.0, 0.7, 1.1], [-1.5] * 3)
+    loss_BT, _ = LOSSES["gspo"](inputs, CONFIG)
+    total = aggregate(loss_BT, inputs.mask_BT, inputs.lengths_BT, "sequence_mean", 1.0)
+    direct = 1.5 * (inputs.logprobs_BT - inputs.old_logprobs_BT).mean().exp()
+    assert total.item() == approx(direct.item())
+    # a token's loss has its gradient at that token alone, so a weight per token weighs that token
+    (of_first_BT,) = torch.autograd.grad(loss_BT[0, 0], inputs.logprobs_BT, retain_graph=True)
+    assert of_first_BT[0].tolist() == approx([1.5 * 1.54 ** (1 / 3), 0.0, 0.0])
+    gradients = [torch.autograd.grad(x, inputs.logprobs_BT)[0] for x in (total, direct)]
+    # 1.5 * 1.54^(1/3) / 3
+    assert gradients[0][0].tolist() == approx([0.5 * 1.54 ** (1 / 3)] * 3)
+    torch.testing.assert_close(*gradients)
 
 
-def test_mask_hides_tokens_from_loss_gradient_and_metrics():
-    loss, metrics, gradient = policy_loss([1.5, 7.0, 0.5], [1.0, 1.0, 1.0], mask=[True, False, False])
-    assert loss == pytest.approx([-1.28, 0.0, 0.0]) and gradient[1:] == [0.0, 0.0]
-    assert metrics["ratio_mean"] == pytest.approx(1.5) and metrics["ratio_max"] == pytest.approx(1.5)
+def test_cispo_by_hand():
+    # weights held in [0.8, 5]: 10 -> 5, 0.5 -> 0.8, for either sign of A; logp = -1, so -w * A * logp = w * A
+    config = AlgorithmConfig(clip_low=0.2, clip_high=4.0)
+    ratios = [10.0, 0.5, 10.0, 0.5, 3.0, 0.9, 10.0]
+    inputs = inputs_of(ratios, [1.0, 1.0, -1.0, -1.0, 2.0, 1.0, 0.0])
+    loss, gradient, metrics = run("cispo", inputs, config)
+    assert loss == approx([5.0, 0.8, -5.0, -0.8, 6.0, 0.9, 0.0])
+    assert gradient == approx([-5.0, -0.8, 5.0, 0.8, -6.0, -0.9, 0.0])
+    assert metrics.pop("ratio_mean") == approx(ratios) and metrics.pop("ratio_max") == approx(ratios)
+    assert metrics == {
+        "clip_low_share": [False, True, False, True, False, False, False],
+        "clip_high_share": [True, False, True, False, False, False, True],
+        "clip_share": [True, True, True, True, False, False, True],
+        "active_share": [True] * 6 + [False],
+    }
+
+
+def test_sapo_by_hand():
+    # tau = 2 where A > 0. ratio 1: p = 1/2, f = 4/2 * 1/2 = 1. ratio 1 + log(3)/2: p = 3/4, f = 3/2
+    # tau = 4 where A < 0. ratio 1 - log(3)/4: p = 1/4, f = 1/4
+    above, below = 1 + LOG3 / 2, 1 - LOG3 / 4
+    config = AlgorithmConfig(sapo_temperature_positive=2.0, sapo_temperature_negative=4.0)
+    loss, gradient, metrics = run("sapo", inputs_of([1.0, above, below, 1e4], [1.0, 1.0, -2.0, 1.0]), config)
+    assert loss == approx([-1.0, -1.5, 0.5, -2.0])
+    # -4 p (1 - p) * ratio * A; at ratio 10000 the gate is shut
+    assert gradient == approx([-1.0, -0.75 * above, 0.75 * below * 2, 0.0])
+    assert metrics["gate_mean"] == approx([1.0, 0.75, 0.75, 0.0])
+    assert metrics["ratio_mean"] == approx([1.0, above, below, 1e4])
+    assert metrics["active_share"] == [True, True, True, False]
+
+
+def test_reinforce_by_hand():
+    # logp = -3: -A * logp = 3 A, gradient -A, whatever the ratio
+    inputs = inputs_of([1.0, 5.0, 0.5, 3.0, 5.0], [2.0, -1.0, 1.0, 1.0, 0.0], logprob=-3.0)
+    loss, gradient, metrics = run("reinforce", inputs)
+    assert loss == approx([6.0, -3.0, 3.0, 3.0, 0.0]) and gradient == approx([-2.0, 1.0, -1.0, -1.0, 0.0])
+    assert metrics.keys() == {"ratio_mean", "ratio_max", "active_share"}
+    # weights 1, 4 (cut off from 5), 0.5, 3
+    loss, gradient, metrics = run("reinforce", inputs, AlgorithmConfig(max_importance_weight=4.0))
+    assert loss == approx([6.0, -12.0, 1.5, 9.0, 0.0]) and gradient == approx([-2.0, 4.0, -0.5, -3.0, 0.0])
+    assert metrics["weight_cut_share"] == [False, True, False, False, True]
+    assert metrics["ratio_max"] == approx([1.0, 5.0, 0.5, 3.0, 5.0])
+    assert metrics["active_share"] == [True, True, True, True, False]
+
+
+# --- what holds for every loss ---------------------------------------------------------------------------------------
+
+EVERYTHING_ON = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, max_importance_weight=2.0)
+
+
+def test_every_loss_has_its_papers_defaults():
+    assert LOSSES.keys() == PAPER_DEFAULTS.keys()
+    assert LOSSES["grpo"] is LOSSES["dr_grpo"] is LOSSES["dapo"] is clipped
+
+
+@pytest.mark.parametrize("config", [CONFIG, EVERYTHING_ON], ids=["plain", "everything_on"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_every_gradient_is_the_policy_gradient(name, config):
+    # the advantages of two sequences and of one without any
+    advantages = [3.0, 3.0, -0.5, 0.0]
+    _, gradient, metrics = run(name, inputs_of([1.0] * 4, advantages, sequences=[0, 0, 1, 2]), config)
+    assert gradient == approx([-3.0, -3.0, 0.5, 0.0])
+    assert metrics["active_share"] == [True, True, True, False]
+    assert metrics["ratio_mean"] == [1.0] * 4
+
+
+@pytest.mark.parametrize("config", [CONFIG, EVERYTHING_ON], ids=["plain", "everything_on"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_active_share_is_where_the_gradient_is_not_zero(name, config):
+    ratios = [math.exp(x) for x in (-30.0, -3.0, -0.3, 0.0, 0.1, 0.3, 2.0, 5.0, 30.0)]
+    for advantage in (1.0, -1.0, 0.0):
+        inputs = inputs_of(ratios, [advantage] * 9, sequences=list(range(9)))
+        _, gradient, metrics = run(name, inputs, config)
+        assert metrics["active_share"] == [value != 0 for value in gradient]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_zero_advantage_has_exactly_no_loss_and_no_gradient(name):
+    loss, gradient, metrics = run(name, inputs_of([0.1, 1.0, 10.0, 1e6], [0.0] * 4), EVERYTHING_ON)
+    assert loss == [0.0] * 4 and gradient == [0.0] * 4
+    assert metrics["active_share"] == [False] * 4
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-def test_masked_positions_may_hold_anything(junk):
-    logprobs_BT = torch.tensor([[-1.0, junk]], requires_grad=True)
-    other_BT = torch.tensor([[-1.0 - LOG2, junk]])
-    advantages_BT, mask_BT = torch.tensor([[-1.0, junk]]), torch.tensor([[True, False]])
-    loss_BT, metrics = clipped_policy_loss(logprobs_BT, other_BT, advantages_BT, mask_BT, clip_low=0.2, clip_high=0.2)
-    kl_BT = kl_k3(logprobs_BT, other_BT, mask_BT)
-    # ratio 2, advantage -1; ref - lp = -log 2: 1/2 + log 2 - 1
-    assert loss_BT[0].tolist() == pytest.approx([2.0, 0.0])
-    assert kl_BT[0].tolist() == pytest.approx([0.5 + LOG2 - 1, 0.0])
-    total = aggregate(loss_BT + kl_BT, mask_BT, torch.tensor([[1, 1]]), "sequence_mean", 1.0)
-    total.backward()
-    # d ratio = 2, d kl = 1 - exp(ref - lp) = 1/2
-    assert logprobs_BT.grad[0].tolist() == pytest.approx([2.5, 0.0])
-    assert metrics["ratio_mean"].item() == pytest.approx(2.0) and metrics["ratio_max"].item() == pytest.approx(2.0)
+@pytest.mark.parametrize("name", LOSSES)
+def test_masked_positions_may_hold_anything(name, junk):
+    """A counted token beside junk has the loss, gradient and metrics that it has alone."""
+    alone = run(name, inputs_of([1.2], [-1.0]), EVERYTHING_ON)
+    old = -1 - math.log(1.2)
+    inputs = LossInputs(
+        logprobs_BT=row([-1.0, junk, junk, junk]).requires_grad_(),
+        old_logprobs_BT=row([old, junk, -1.0, junk]),
+        advantages_BT=row([-1.0, junk, junk, 1.0]),
+        mask_BT=row([True, False, False, False], torch.bool),
+        sequence_BT=row([0, 0, 1, -1], torch.int64),
+        lengths_BT=row([1, 1, 1, 1], torch.int64),
+        num_sequences=2,
+    )
+    loss, gradient, metrics = run(name, inputs, EVERYTHING_ON)
+    assert loss == approx([*alone[0], 0.0, 0.0, 0.0]) and loss[1:] == [0.0] * 3
+    assert gradient == approx([*alone[1], 0.0, 0.0, 0.0]) and gradient[1:] == [0.0] * 3
+    assert metrics == {key: approx([*value, 0.0, 0.0, 0.0]) for key, value in alone[2].items()}
 
 
-def test_aggregate_ignores_what_a_users_loss_left_outside_the_mask():
-    loss_BT = torch.tensor([[1.0, math.nan]], requires_grad=True)
-    total = aggregate(loss_BT, torch.tensor([[True, False]]), torch.tensor([[4, 1]]), "sequence_mean", 0.5)
-    total.backward()
-    assert total.item() == 0.5 and loss_BT.grad.tolist() == [[0.5, 0.0]]
+@pytest.mark.parametrize("name", LOSSES)
+def test_all_masked_gives_zero_and_no_gradient(name):
+    junk_BT = torch.full((2, 3), math.nan)
+    inputs = LossInputs(
+        logprobs_BT=junk_BT.clone().requires_grad_(),
+        old_logprobs_BT=junk_BT,
+        advantages_BT=junk_BT,
+        mask_BT=torch.zeros(2, 3, dtype=torch.bool),
+        sequence_BT=torch.full((2, 3), -1),
+        lengths_BT=torch.ones(2, 3, dtype=torch.int64),
+        num_sequences=0,
+    )
+    loss_BT, metrics = LOSSES[name](inputs, EVERYTHING_ON)
+    for estimator in KL_ESTIMATORS:
+        loss_BT = loss_BT + kl(inputs.logprobs_BT, junk_BT, inputs.mask_BT, estimator)
+    metrics |= mismatch(inputs.logprobs_BT, junk_BT, inputs.mask_BT)
+    for kind in CORRECTIONS:
+        weights_BT, corrected_BT = correction_weights(junk_BT, junk_BT, inputs, kind, 0.5, 2.0)
+        assert (weights_BT == 1).all() and not corrected_BT.any()
+    for kind in AGGREGATIONS:
+        denominator = step_denominator(torch.tensor([0, 0]), kind, 8)
+        total = aggregate(loss_BT, inputs.mask_BT, inputs.lengths_BT, kind, denominator)
+        (gradient_BT,) = torch.autograd.grad(total, inputs.logprobs_BT, retain_graph=True)
+        assert denominator == 1 and total.item() == 0.0 and gradient_BT.tolist() == [[0.0] * 3] * 2
+    assert all((value_BT == 0).all() for value_BT in metrics.values())
 
 
-def test_all_masked_gives_zero_and_no_gradient():
-    logprobs_BT = torch.full((2, 3), math.nan, requires_grad=True)
-    mask_BT = ~ones(2, 3)
-    loss_BT, metrics = clipped_policy_loss(logprobs_BT, logprobs_BT, logprobs_BT, mask_BT, clip_low=0.2, clip_high=0.2)
-    loss_BT = loss_BT + kl_k3(logprobs_BT, logprobs_BT.detach(), mask_BT)
-    denominator = step_denominator(torch.tensor([2, 3]), torch.tensor([False, False]), "token_mean", 8)
-    total = aggregate(loss_BT, mask_BT, torch.ones(2, 3), "token_mean", denominator)
-    total.backward()
-    assert total.item() == 0.0 and logprobs_BT.grad.tolist() == [[0.0] * 3] * 2
-    assert all(value.item() == 0 for value in metrics.values())
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("gap", [1e4, -1e4, 60.0, -60.0])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_extreme_log_ratios_stay_finite(gap, advantage):
-    logprobs_BT = torch.tensor([[gap, -1.0]], requires_grad=True)
-    old_BT = torch.tensor([[0.0, -1.0]])
-    advantages_BT = torch.full((1, 2), advantage)
-    loss_BT, metrics = clipped_policy_loss(logprobs_BT, old_BT, advantages_BT, ones(1, 2), clip_low=0.2, clip_high=0.2)
-    kl_BT = kl_k3(logprobs_BT, old_BT, ones(1, 2))
-    # the unclipped side at the clamp: exp(+-20)
-    ratio = math.exp(math.copysign(20, gap))
-    assert loss_BT[0, 0].item() == pytest.approx(-min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage))
-    assert kl_BT[0, 0].item() == pytest.approx(math.exp(-math.copysign(20, gap)) + math.copysign(20, gap) - 1)
-    (loss_BT + kl_BT).sum().backward()
-    # beyond the clamp no gradient; the ordinary token beside it keeps its own
-    assert logprobs_BT.grad[0].tolist() == [0.0, -advantage]
-    assert all(value.isfinite() for value in metrics.values())
+@pytest.mark.parametrize("name", LOSSES)
+def test_extreme_log_ratios_stay_finite(name, gap, dtype):
+    """One token far off, beside another sequence's ordinary token, which keeps its gradient -A."""
+    for advantage, config in itertools.product([1.0, -1.0], [CONFIG, EVERYTHING_ON]):
+        inputs = LossInputs(
+            logprobs_BT=row([gap, -1.0], dtype).requires_grad_(),
+            old_logprobs_BT=row([0.0, -1.0], dtype),
+            advantages_BT=row([advantage] * 2, dtype),
+            mask_BT=row([True, True], torch.bool),
+            sequence_BT=row([0, 1], torch.int64),
+            lengths_BT=row([1, 1], torch.int64),
+            num_sequences=2,
+        )
+        loss, gradient, metrics = run(name, inputs, config)
+        assert all(math.isfinite(x) for x in itertools.chain(loss, gradient, *metrics.values()))
+        assert gradient[1] == pytest.approx(-advantage, rel=1e-6)
+        # held at exp(+-20) before anything else
+        assert metrics["ratio_max"][0] == pytest.approx(math.exp(math.copysign(20, gap)), rel=1e-5)
+        if name not in ("cispo", "reinforce"):  # their weight has no gradient to lose
+            assert gradient[0] == 0 and not metrics["active_share"][0]
 
 
-def test_nan_inside_the_mask_is_not_hidden():
-    nan_BT, one_BT = torch.tensor([[math.nan]]), torch.ones(1, 1)
-    assert clipped_policy_loss(nan_BT, one_BT, one_BT, ones(1, 1), clip_low=0.2, clip_high=0.2)[0].isnan().all()
-    assert clipped_policy_loss(one_BT, one_BT, nan_BT, ones(1, 1), clip_low=0.2, clip_high=0.2)[0].isnan().all()
-    assert kl_k3(one_BT, nan_BT, ones(1, 1)).isnan().all()
+def test_ratio_is_held_beyond_the_clamp():
+    # A = -1, ratio exp(30): nothing but the clamp bounds the loss
+    loss, gradient, _ = run("grpo", inputs_of([math.exp(30), math.exp(19)], [-1.0, -1.0]))
+    assert loss == approx([math.exp(20), math.exp(19)]) and gradient == approx([0.0, math.exp(19)])
 
 
-def test_kl_k3_by_hand():
-    logprobs_BT = torch.tensor([[-1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
-    ref_BT = torch.tensor([[-1.0, -1.0 + LOG2, -1.0 - LOG2]], dtype=torch.float64)
-    kl_BT = kl_k3(logprobs_BT, ref_BT, ones(1, 3))
-    # 0; 2 - log 2 - 1; 1/2 + log 2 - 1
-    assert kl_BT[0].tolist() == pytest.approx([0.0, 1 - LOG2, LOG2 - 0.5])
-    kl_BT.sum().backward()
-    assert logprobs_BT.grad[0].tolist() == pytest.approx([0.0, -1.0, 0.5])  # 1 - exp(ref - lp)
+@pytest.mark.parametrize("name", LOSSES)
+def test_nan_inside_the_mask_is_not_hidden(name):
+    for broken in ("logprobs_BT", "advantages_BT"):
+        inputs = inputs_of([1.0], [1.0])
+        object.__setattr__(inputs, broken, row([math.nan]).requires_grad_())
+        assert LOSSES[name](inputs, EVERYTHING_ON)[0].isnan().all()
 
 
-def test_kl_k3_keeps_its_digits_near_zero():
+@pytest.mark.parametrize("name", LOSSES)
+def test_arguments_stay_as_they_are(name):
+    inputs = inputs_of([1.5, 0.5, 7.0], [1.0, -1.0, 0.5], mask=[True, True, False])
+    before = {key: value.clone() for key, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+    LOSSES[name](inputs, EVERYTHING_ON)
+    assert all(torch.equal(getattr(inputs, key), value) for key, value in before.items())
+
+
+def test_sequence_means_by_hand():
+    # row 0: sequence 0 (2 and 4, and one that does not count), sequence 1 (10); row 1: sequence 2 (1, 2, 3), padding
+    inputs = LossInputs(
+        logprobs_BT=torch.zeros(2, 4),
+        old_logprobs_BT=torch.zeros(2, 4),
+        advantages_BT=torch.zeros(2, 4),
+        mask_BT=torch.tensor([[True, False, True, True], [True, True, True, False]]),
+        sequence_BT=torch.tensor([[0, 0, 0, 1], [2, 2, 2, -1]]),
+        lengths_BT=torch.tensor([[2, 1, 2, 1], [3, 3, 3, 1]]),
+        num_sequences=3,
+    )
+    values_BT = torch.tensor([[2.0, math.nan, 4.0, 10.0], [1.0, 2.0, 3.0, math.inf]])
+    means_BT = sequence_means(values_BT, inputs)
+    assert means_BT.tolist() == [[3.0, 0.0, 3.0, 10.0], [2.0, 2.0, 2.0, 0.0]] and means_BT.dtype == torch.float32
+
+
+# --- KL to the reference ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [
+        # x = log policy - log reference = 0, log 2, -log 2
+        ("k1", [0.0, LOG2, -LOG2], [1.0, 1.0, 1.0]),
+        ("k2", [0.0, LOG2**2 / 2, LOG2**2 / 2], [0.0, LOG2, -LOG2]),
+        # exp(-x) - 1 + x: 1/2 - 1 + log 2 and 2 - 1 - log 2; its derivative 1 - exp(-x)
+        ("k3", [0.0, LOG2 - 0.5, 1 - LOG2], [0.0, 0.5, -1.0]),
+        ("k3_k2_gradient", [0.0, LOG2 - 0.5, 1 - LOG2], [0.0, LOG2, -LOG2]),
+    ],
+)
+def test_kl_by_hand(estimator, value, gradient):
+    logprobs_BT = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
+    kl_BT = kl(logprobs_BT, row([-1.0, -1.0 - LOG2, -1.0 + LOG2]), row([True] * 3, torch.bool), estimator)
+    assert kl_BT[0].tolist() == approx(value)
+    assert torch.autograd.grad(kl_BT.sum(), logprobs_BT)[0][0].tolist() == approx(gradient)
+
+
+def test_kl_estimators_in_expectation():
+    """Over all three tokens with their probabilities: who is unbiased, and who has the gradient of the true KL."""
+    logits_V = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
+    ref_V = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    logprobs_V = logits_V.log_softmax(0)
+    true = (logprobs_V.exp() * (logprobs_V - ref_V.log())).sum()
+    (true_gradient_V,) = torch.autograd.grad(true, logits_V, retain_graph=True)
+    assert true.item() > 0.1 and true_gradient_V.abs().max() > 0.1
+
+    values, gradients = {}, {}
+    for estimator in KL_ESTIMATORS:
+        kl_BT = kl(logprobs_V[None], ref_V.log()[None], row([True] * 3, torch.bool), estimator)
+        mean = (logprobs_V.detach().exp() * kl_BT[0]).sum()
+        values[estimator] = mean.item()
+        (gradients[estimator],) = torch.autograd.grad(mean, logits_V, retain_graph=True)
+    for estimator in ("k1", "k3", "k3_k2_gradient"):
+        assert values[estimator] == approx(true.item())
+    assert abs(values["k2"] - true.item()) > 1e-3
+    for estimator in ("k2", "k3_k2_gradient"):
+        torch.testing.assert_close(gradients[estimator], true_gradient_V)
+    assert gradients["k1"].abs().max() < 1e-12
+    assert (gradients["k3"] - true_gradient_V).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("estimator", ["k3", "k3_k2_gradient"])
+def test_k3_keeps_its_digits_near_zero(estimator):
     # x^2 / 2 for a small x; exp(x) - x - 1 in float32 gives 0 or 1e-7 here
-    kl_BT = kl_k3(torch.zeros(1, 2), torch.tensor([[1e-3, -1e-3]]), ones(1, 2))
+    kl_BT = kl(torch.zeros(1, 2), row([1e-3, -1e-3], torch.float32), row([True] * 2, torch.bool), estimator)
     assert kl_BT[0].tolist() == pytest.approx([5e-7, 5e-7], rel=1e-3)
     assert (kl_BT >= 0).all()
 
 
-def test_kl_k3_is_unbiased():
-    policy_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    ref_V = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
-    expected = (policy_V * kl_k3(policy_V.log()[None], ref_V.log()[None], ones(1, 3))[0]).sum()
-    assert expected.item() == pytest.approx((policy_V * (policy_V / ref_V).log()).sum().item())
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_kl_ignores_masked_positions_and_shows_nan_in_the_others(estimator, junk):
+    logprobs_BT = row([-1.0, junk, -1.0]).requires_grad_()
+    kl_BT = kl(logprobs_BT, row([-1.0 - LOG2, junk, junk]), row([True, False, False], torch.bool), estimator)
+    assert kl_BT[0, 0] > 0.1 and kl_BT[0, 1:].tolist() == [0.0, 0.0]
+    gradient = torch.autograd.grad(kl_BT.sum(), logprobs_BT)[0][0].tolist()
+    assert gradient[0] > 0.1 and gradient[1:] == [0.0, 0.0]
+    assert kl(row([0.0]), row([math.nan]), row([True], torch.bool), estimator).isnan().all()
 
 
-def test_aggregate_by_hand():
-    # completions of 1 and 3 tokens; the position in between is a prompt
-    loss_BT = torch.tensor([[4.0, 100.0, 1.0, 2.0, 3.0]])
-    mask_BT = torch.tensor([[True, False, True, True, True]])
-    lengths_BT = torch.tensor([[1, 1, 3, 3, 3]])
-    assert aggregate(loss_BT, mask_BT, lengths_BT, "token_mean", 4.0).item() == pytest.approx(10 / 4)
-    assert aggregate(loss_BT, mask_BT, lengths_BT, "sequence_mean", 2.0).item() == pytest.approx((4 + 2) / 2)
-    assert aggregate(loss_BT, mask_BT, lengths_BT, "fixed_horizon", 2 * 8.0).item() == pytest.approx(10 / 16)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("gap", [1e4, -1e4])
+def test_kl_of_extreme_log_ratios_is_that_at_the_clamp(estimator, gap):
+    logprobs_BT = row([gap], torch.float32).requires_grad_()
+    kl_BT = kl(logprobs_BT, torch.zeros(1, 1), row([True], torch.bool), estimator)
+    x = math.copysign(20, gap)
+    expected = {"k1": x, "k2": 200.0}.get(estimator, math.exp(-x) - 1 + x)
+    assert kl_BT.item() == pytest.approx(expected, rel=1e-6)
+    assert torch.autograd.grad(kl_BT.sum(), logprobs_BT)[0].item() == 0.0
+
+
+def test_unknown_estimator():
+    with pytest.raises(ValueError, match="kl_estimator='k4' is unknown; use 'k1', 'k2'"):
+        kl(torch.zeros(1, 1), torch.zeros(1, 1), row([True], torch.bool), "k4")
+
+
+# --- mismatch and its correction -------------------------------------------------------------------------------------
+
+
+def test_mismatch_and_effective_sample_size_by_hand():
+    # policy over generator: 2, 1/2, 1; the last token does not count
+    policy_BT = row([-1.0 + LOG2, -1.0 - LOG2, -1.0, math.nan]).requires_grad_()
+    metrics = mismatch(policy_BT, row([-1.0, -1.0, -1.0, math.inf]), row([True, True, True, False], torch.bool))
+    assert not any(value_BT.requires_grad for value_BT in metrics.values())
+    assert {key: value_BT[0].tolist() for key, value_BT in metrics.items()} == {
+        "logprob_diff/mean": approx([LOG2, LOG2, 0.0, 0.0]),
+        "logprob_diff/max": approx([LOG2, LOG2, 0.0, 0.0]),
+        "sampler_kl": approx([1 - LOG2, LOG2 - 0.5, 0.0, 0.0]),
+        "weight": approx([2.0, 0.5, 1.0, 0.0]),
+        "weight_squared": approx([4.0, 0.25, 1.0, 0.0]),
+    }
+    # mean(w) = 7/6, mean(w^2) = 7/4: (49/36) / (7/4) = 7/9
+    assert effective_sample_size(7 / 6, 7 / 4) == approx(7 / 9)
+
+
+def test_effective_sample_size_at_its_ends():
+    assert effective_sample_size(1.0, 1.0) == 1.0 and effective_sample_size(0.5, 0.25) == 1.0
+    # one of n tokens has all the weight: (1/n)^2 / (1/n)
+    assert effective_sample_size(0.01, 0.01) == approx(0.01)
+    assert effective_sample_size(0.0, 0.0) == 1.0
+    assert effective_sample_size(0.1, 0.01 - 1e-12) == 1.0
+
+
+def test_sampler_kl_is_that_of_generator_and_policy():
+    generator_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    policy_V = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    metrics = mismatch(policy_V.log()[None], generator_V.log()[None], row([True] * 3, torch.bool))
+    expected = (generator_V * (generator_V / policy_V).log()).sum().item()
+    assert (generator_V * metrics["sampler_kl"][0]).sum().item() == approx(expected)
+    # weights average to 1 where the generator's samples can be reweighted to the policy's
+    assert (generator_V * metrics["weight"][0]).sum().item() == approx(1.0)
+
+
+@pytest.mark.parametrize("gap", [1e4, -1e4])
+def test_mismatch_of_extreme_log_ratios(gap):
+    metrics = mismatch(row([gap], torch.float32), torch.zeros(1, 1), row([True], torch.bool))
+    assert metrics["logprob_diff/max"].item() == 1e4  # as it is: nothing is multiplied by it
+    assert metrics["weight"].item() == pytest.approx(math.exp(math.copysign(20, gap)), rel=1e-5)
+    assert all(value_BT.isfinite().all() for value_BT in metrics.values())
+
+
+def corrected(ratios, kind, low=0.5, high=2.0, mask=None, sequences=None):
+    inputs = inputs_of([1.0] * len(ratios), [1.0] * len(ratios), mask, sequences)
+    generator_BT = torch.full((1, len(ratios)), -1.0, dtype=torch.float64)
+    policy_BT = (generator_BT + row(ratios).log()).requires_grad_()
+    weights_BT, corrected_BT = correction_weights(policy_BT, generator_BT, inputs, kind, low, high)
+    assert not weights_BT.requires_grad and corrected_BT.dtype == torch.bool
+    return weights_BT[0].tolist(), corrected_BT[0].tolist()
+
+
+def test_corrections_of_tokens_by_hand():
+    ratios, mask = [4.0, 1.0, 0.25, 1.5, 9.0], [True, True, True, True, False]
+    assert corrected(ratios, "none", mask=mask) == ([1.0] * 5, [False] * 5)
+    weights, changed = corrected(ratios, "truncate", mask=mask)
+    assert weights == approx([2.0, 1.0, 0.25, 1.5, 1.0]) and changed == [True, False, False, False, False]
+    weights, changed = corrected(ratios, "mask_tokens", mask=mask)
+    assert weights == approx([0.0, 1.0, 0.0, 1.5, 1.0]) and changed == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize(("kind", "low", "high"), [("truncate", 0.1, 0.5), ("mask_tokens", 1.5, 9.0)])
+def test_corrections_leave_masked_positions_alone_whatever_the_bounds(kind, low, high):
+    assert corrected([1.0, 1.0], kind, low, high, mask=[True, False])[0][1] == 1.0
+    assert corrected([1.0, 1.0], kind, low, high, mask=[True, False])[1] == [True, False]
+
+
+def test_correction_of_sequences_by_hand():
+    # one row. 0: 4 and 1/2, geometric mean 1.41: kept, though 4 alone is out. 1: 1/4 and 0.9, mean 0.474: out,
+    # but for the third token, which does not count. 2: 3 alone: out. 3: 1.5 alone: kept. Then padding.
+    weights, changed = corrected(
+        [4.0, 0.5, 0.25, 0.9, 50.0, 3.0, 1.5, 70.0],
+        "mask_sequences",
+        mask=[True, True, True, True, False, True, True, False],
+        sequences=[0, 0, 1, 1, 1, 2, 3, -1],
+    )
+    assert weights == [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    assert changed == [False, False, True, True, False, True, False, False]
+
+
+def test_masked_tokens_stay_in_the_denominator():
+    inputs = inputs_of([1.0] * 4, [-1.0] * 4)
+    loss_BT, _ = LOSSES["grpo"](inputs, CONFIG)
+    weights_BT, _ = correction_weights(row([9.0, 0.0, 0.0, 0.0]), torch.zeros(1, 4), inputs, "mask_tokens", 0.5, 2.0)
+    total = aggregate(loss_BT * weights_BT, inputs.mask_BT, inputs.lengths_BT, "token_mean", 4.0)
+    # three tokens of loss 1 over four
+    assert total.item() == approx(0.75)
+    assert torch.autograd.grad(total, inputs.logprobs_BT)[0][0].tolist() == approx([0.0, 0.25, 0.25, 0.25])
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_corrections_ignore_masked_positions_and_survive_extremes(kind, junk):
+    inputs = inputs_of([1.0] * 4, [1.0] * 4, mask=[True, True, True, False], sequences=[0, 1, 2, -1])
+    policy_BT, generator_BT = row([1e4, -1e4, 0.0, junk], torch.float32), row([0.0, 0.0, 0.0, junk], torch.float32)
+    weights_BT, corrected_BT = correction_weights(policy_BT, generator_BT, inputs, kind, 0.5, 2.0)
+    expected = {"none": [1.0, 1.0], "truncate": [2.0, math.exp(-20)]}.get(kind, [0.0, 0.0])
+    assert weights_BT[0].tolist() == pytest.approx([*expected, 1.0, 1.0], rel=1e-5)
+    changed = {"none": [False, False], "truncate": [True, False]}.get(kind, [True, True])
+    assert corrected_BT[0].tolist() == [*changed, False, False]
+
+
+def test_unknown_correction():
+    with pytest.raises(ValueError, match="correction='clip' is unknown; use 'none', 'truncate'"):
+        corrected([1.0], "clip")
+
+
+# --- aggregation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "denominator", "value", "gradient"),
+    [
+        # completions of 1 and 3 tokens; the position in between is a prompt. 4 + 1 + 2 + 3 = 10
+        ("token_mean", 4.0, 10 / 4, [0.25, 0.0, 0.25, 0.25, 0.25]),
+        ("sequence_mean", 2.0, (4 + 6 / 3) / 2, [1 / 2, 0.0, 1 / 6, 1 / 6, 1 / 6]),
+        ("fixed_horizon", 2 * 8.0, 10 / 16, [1 / 16, 0.0, 1 / 16, 1 / 16, 1 / 16]),
+    ],
+)
+@pytest.mark.parametrize("between", [100.0, math.nan, math.inf])
+def test_aggregate_by_hand(kind, denominator, value, gradient, between):
+    loss_BT = row([4.0, between, 1.0, 2.0, 3.0]).requires_grad_()
+    mask_BT, lengths_BT = row([True, False, True, True, True], torch.bool), row([1, 1, 3, 3, 3], torch.int64)
+    total = aggregate(loss_BT, mask_BT, lengths_BT, kind, denominator)
+    assert total.item() == approx(value)
+    assert torch.autograd.grad(total, loss_BT)[0][0].tolist() == approx(gradient)
+
+
+def test_aggregate_refuses_what_it_does_not_know():
+    loss_BT, mask_BT, lengths_BT = torch.ones(1, 1), row([True], torch.bool), torch.ones(1, 1)
     with pytest.raises(ValueError, match="'mean' is unknown"):
         aggregate(loss_BT, mask_BT, lengths_BT, "mean", 1.0)
-    with pytest.raises(ValueError, match="denominator=0"):
-        aggregate(loss_BT, mask_BT, lengths_BT, "token_mean", 0)
+    for denominator in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"denominator={denominator}"):
+            aggregate(loss_BT, mask_BT, lengths_BT, "token_mean", denominator)
 
 
-def test_step_denominator_counts_sequences_with_a_reward():
-    lengths_S, has_reward_S = torch.tensor([1, 3, 5]), torch.tensor([True, True, False])
-    assert step_denominator(lengths_S, has_reward_S, "token_mean", 8) == 4.0
-    assert step_denominator(lengths_S, has_reward_S, "sequence_mean", 8) == 2.0
-    assert step_denominator(lengths_S, has_reward_S, "fixed_horizon", 8) == 16.0
-    for kind in ("token_mean", "sequence_mean", "fixed_horizon"):
-        assert step_denominator(lengths_S, torch.zeros(3, dtype=torch.bool), kind, 8) == 1.0
+def test_step_denominator_counts_sequences_with_a_counted_token():
+    counted_lengths_S = torch.tensor([1, 3, 0])
+    assert step_denominator(counted_lengths_S, "token_mean", 8) == 4.0
+    assert step_denominator(counted_lengths_S, "sequence_mean", 8) == 2.0
+    assert step_denominator(counted_lengths_S, "fixed_horizon", 8) == 16.0
+    for kind in AGGREGATIONS:
+        assert step_denominator(torch.tensor([0, 0]), kind, 8) == 1.0
     with pytest.raises(ValueError, match="'mean' is unknown"):
-        step_denominator(lengths_S, has_reward_S, "mean", 8)
+        step_denominator(counted_lengths_S, "mean", 8)
+
+
+# --- a user's own loss -----------------------------------------------------------------------------------------------
+
+OWN_LOSS = """
+import dataclasses
+import sys
+
+sys.modules["count_of_runs"].runs += 1
+
+@dataclasses.dataclass
+class Weight:
+    value: float = 2.0
+
+def weighted(inputs, config):
+    loss_BT = -Weight().value * inputs.advantages_BT.where(inputs.mask_BT, 0) * inputs.logprobs_BT
+    return loss_BT, {"above_mean": inputs.advantages_BT > 0}
+
+def of_one(inputs): pass
+
+def of_three(inputs, config, more): pass
+
+not_callable = 3
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path, monkeypatch):
+    counter = type(sys)("count_of_runs")
+    counter.runs = 0
+    monkeypatch.setitem(sys.modules, "count_of_runs", counter)
+    path = tmp_path / "own.py"
+    path.write_text(OWN_LOSS)
+    yield path
+    for name in [name for name in sys.modules if str(tmp_path) in name]:
+        del sys.modules[name]
+
+
+def test_own_loss_is_loaded_once_and_runs(own_file, monkeypatch):
+    loss = load_loss(f"{own_file}:weighted")
+    inputs = inputs_of([1.0, 1.0], [1.0, -3.0])
+    output = loss(inputs, CONFIG)
+    check_loss_output(output, inputs, "weighted")
+    assert output[0][0].tolist() == [2.0, -6.0]  # logp = -1
+    monkeypatch.chdir(own_file.parent)
+    assert load_loss("own.py:weighted") is loss
+    assert sys.modules["count_of_runs"].runs == 1
+
+
+def test_built_in_losses_by_name():
+    assert all(load_loss(name) is function for name, function in LOSSES.items())
+
+
+def test_own_loss_errors_name_the_way_out(own_file):
+    with pytest.raises(ValueError, match="algorithm.loss='ppo' is unknown; use grpo, dr_grpo.*path/file.py:function"):
+        load_loss("ppo")
+    with pytest.raises(ValueError, match="names no function in a file; write path/file.py:function"):
+        load_loss("own.txt:loss")
+    with pytest.raises(ValueError, match="names no function in a file; write path/file.py:function"):
+        load_loss(f"{own_file}:")
+    with pytest.raises(ValueError, match="loss file /nowhere/own.py does not exist; give a path"):
+        load_loss("/nowhere/own.py:loss")
+    for name in ("missing", "not_callable"):
+        with pytest.raises(ValueError, match=f"no function '{name}'; functions there: weighted, of_one, of_three"):
+            load_loss(f"{own_file}:{name}")
+    for name in ("of_one", "of_three"):
+        with pytest.raises(ValueError, match=f"{name} cannot be called with two arguments: .*def loss"):
+            load_loss(f"{own_file}:{name}")
+
+
+def test_a_file_that_raises_is_not_kept(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("def loss(inputs, config): pass\nraise RuntimeError('half way')")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="half way"):
+            load_loss(f"{path}:loss")
+
+
+def test_loss_output_is_checked():
+    inputs = inputs_of([1.0, 1.0], [1.0, 1.0])
+    good_BT, metric_BT = -inputs.logprobs_BT, torch.ones(1, 2)
+    check_loss_output((good_BT, {"a": metric_BT, "b": metric_BT > 0}), inputs, "own")
+    for output, message in [
+        (good_BT, r"returned a tensor of shape \(1, 2\).*; return \(loss_BT, dict"),
+        ((good_BT, [metric_BT]), "returned a tuple; return"),
+        ((good_BT.mean(), {}), r"a loss that is a tensor of shape \(\).*shape \(1, 2\), and leave mask and mean"),
+        ((good_BT.long(), {}), "torch.int64; return one floating number per position"),
+        ((1.0, {}), "a loss that is a float"),
+        ((good_BT.detach(), {}), "without gradient; compute it from inputs.logprobs_BT"),
+        ((good_BT, {"a": metric_BT.sum()}), r"metric 'a' of loss own is a tensor of shape \(\)"),
+        ((good_BT, {"a": 1.0}), "metric 'a' of loss own is a float"),
+        ((good_BT, {"a": good_BT}), "metric 'a' of loss own carries a gradient; detach it"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_loss_output(output, inputs, "own")
 
 
 # --- the same step, however it is packed, split, sharded or permuted -------------------------------------------------
 
-VOCAB = 11
-
 
 def random_step(seed=0):
-    """Nine sequences, completions of 1 to 7 tokens, one of them without a reward."""
+    """Nine sequences: prompt ids, completion ids, advantage, old log-probs, policy log-probs (a leaf with gradient).
+
+    One has no reward. The generator has no log-prob for one token of each long one.
+    """
     generator = random.Random(seed)
-    prompts = [[generator.randrange(VOCAB) for _ in range(generator.randint(1, 6))] for _ in range(9)]
-    completions = [[generator.randrange(VOCAB) for _ in range(generator.choice([1, 1, 3, 7]))] for _ in range(9)]
-    advantages = [generator.gauss(0, 1) for _ in range(9)]
-    advantages[4] = math.nan
-    logprobs = [[generator.uniform(-4, -1) for _ in completion] for completion in completions]
-    return list(zip(prompts, completions, advantages, logprobs, strict=True))
+    step = []
+    for index, length in enumerate([1, 3, 7, 1, 3, 7, 3, 1, 7]):
+        prompt, completion = [1] * generator.randint(1, 6), [2] * length
+        old = [generator.uniform(-4, -1) for _ in completion]
+        if length == 7:
+            old[3] = -math.inf
+        policy = torch.tensor([max(x, -4) + generator.uniform(-0.6, 0.6) for x in old], dtype=torch.float64)
+        advantage = math.nan if index == 4 else generator.gauss(0, 1)
+        step.append((prompt, completion, advantage, old, policy.requires_grad_()))
+    return step
 
 
-def as_batch(step):
-    return TrainBatch(
-        ids_N=torch.tensor([token for prompt, completion, *_ in step for token in prompt + completion]),
-        prompt_lengths_S=torch.tensor([len(prompt) for prompt, *_ in step]),
-        completion_lengths_S=torch.tensor([len(completion) for _, completion, *_ in step]),
-        generator_logprobs_C=torch.tensor([value for *_, logprobs in step for value in logprobs]),
-        advantages_S=torch.tensor([advantage for _, _, advantage, _ in step]),
-    )
-
-
-def loss_and_gradient(step, kind, num_ranks, max_tokens, packing, multiple=1):
-    """Sum the step's loss over ranks and micro-batches, with a table of logits [V, V] as the language model."""
-    batch = as_batch(step)
-    table_VV = torch.randn(
-        VOCAB, VOCAB, generator=torch.Generator().manual_seed(7), dtype=torch.float64
-    ).requires_grad_()
-    denominator = step_denominator(batch.completion_lengths_S, ~batch.advantages_S.isnan(), kind, 8)
+def loss_and_gradients(step, loss_name, kind, num_ranks, max_tokens, packing, multiple=1, correction="none"):
+    """Sum the step's loss over ranks and micro-batches; the gradient at each sequence's log-probs."""
+    prompts, completions, advantages, old, policy = zip(*step, strict=True)
+    batch = make_batch(prompts, completions, old)
+    object.__setattr__(batch, "advantages_S", torch.tensor(advantages))
+    denominator = step_denominator(batch.counted_lengths_S, kind, 8)
     lengths = batch.lengths_S.tolist()
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, packing, multiple)
     total, num_micro_batches = 0.0, 0
     for rows in itertools.chain.from_iterable(plan):
         micro = build_micro_batch(batch, rows, row_length(plan, lengths, multiple))
-        logprobs_BTV = table_VV[micro.tokens_BT].log_softmax(-1)
-        logprobs_BT = logprobs_BTV.gather(-1, micro.targets_BT[..., None])[..., 0]
-        advantages_BT = per_sequence(batch.advantages_S, micro)
-        mask_BT = micro.completion_mask_BT & ~advantages_BT.isnan()
-        old_BT = scatter_completions(batch.generator_logprobs_C, batch, micro)
-        loss_BT, _ = clipped_policy_loss(logprobs_BT, old_BT, advantages_BT, mask_BT, clip_low=0.2, clip_high=0.28)
-        loss_BT = loss_BT + 0.1 * kl_k3(logprobs_BT, old_BT, mask_BT)
-        loss = aggregate(loss_BT, mask_BT, micro.completion_lengths_BT, kind, denominator)
-        loss.backward()
-        total += loss.item()
+        mask_BT = scatter_completions(batch.counted_C, batch, micro).bool()
+        inputs = LossInputs(
+            logprobs_BT=scatter_completions(torch.cat(policy), batch, micro),
+            old_logprobs_BT=scatter_completions(batch.generator_logprobs_C, batch, micro),
+            advantages_BT=per_sequence(batch.advantages_S, micro),
+            mask_BT=mask_BT,
+            sequence_BT=micro.sequence_BT,
+            lengths_BT=per_sequence(batch.counted_lengths_S, micro).where(mask_BT, 1),
+            num_sequences=batch.num_sequences,
+        )
+        loss_BT, _ = LOSSES[loss_name](inputs, EVERYTHING_ON)
+        weights_BT, _ = correction_weights(
+            inputs.logprobs_BT, inputs.old_logprobs_BT, inputs, correction, low=0.8, high=1.25
+        )
+        loss_BT = loss_BT * weights_BT + 0.1 * kl(inputs.logprobs_BT, inputs.old_logprobs_BT, mask_BT, "k3")
+        share = aggregate(loss_BT, mask_BT, inputs.lengths_BT, kind, denominator)
+        share.backward()
+        total += share.item()
         num_micro_batches += 1
-    return total, table_VV.grad, num_micro_batches
+    gradients = [x.grad.clone() for x in policy]
+    for x in policy:
+        x.grad = None
+    return total, gradients, num_micro_batches
 
 
-@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "fixed_horizon"])
-def test_loss_and_gradient_do_not_depend_on_the_layout(kind):
+LAYOUTS = [  # ranks, tokens per micro-batch, packing, rows rounded up to
+    (1, 1000, True, 1),
+    (1, 45, True, 8),
+    (2, 14, True, 1),
+    (4, 30, True, 1),
+    (1, 14, False, 1),
+    (2, 30, False, 8),
+]
+
+
+@pytest.mark.parametrize("kind", AGGREGATIONS)
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_loss_and_gradient_do_not_depend_on_the_layout(loss_name, kind):
     step = random_step()
-    permuted = [step[i] for i in [3, 8, 1, 0, 7, 5, 2, 6, 4]]
-    expected, expected_gradient, num_micro_batches = loss_and_gradient(step, kind, 1, 1000, packing=False)
-    assert num_micro_batches == 1 and expected_gradient.abs().max() > 1e-3
+    order = [3, 8, 1, 0, 7, 5, 2, 6, 4]
+    permuted = [step[i] for i in order]
+    # every sequence in a row of its own
+    expected, expected_gradients, num_micro_batches = loss_and_gradients(step, loss_name, kind, 1, 1000, packing=False)
+    assert num_micro_batches == 1 and max(g.abs().max() for g in expected_gradients) > 1e-3
+    assert not expected_gradients[4].any()  # no reward
     counts = set()
-    for order, num_ranks, max_tokens, packing, multiple in itertools.product(
-        [step, permuted], [1, 2, 4], [14, 30, 1000], [True, False], [1, 8]
-    ):
-        total, gradient, count = loss_and_gradient(order, kind, num_ranks, max_tokens, packing, multiple)
+    for layout in LAYOUTS:
+        total, gradients, count = loss_and_gradients(step, loss_name, kind, *layout)
+        other_total, other_gradients, _ = loss_and_gradients(permuted, loss_name, kind, *layout)
         counts.add(count)
+        assert total == pytest.approx(expected, abs=1e-6) and other_total == pytest.approx(expected, abs=1e-6)
+        torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=0)
+        torch.testing.assert_close(other_gradients, [expected_gradients[i] for i in order], atol=1e-6, rtol=0)
+    assert {1, 2} < counts and len(counts) > 3  # among them all in one packed row, and two micro-batches
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_corrections_do_not_depend_on_the_layout(correction):
+    step = random_step()
+    arguments = (step, "grpo", "token_mean")
+    expected, expected_gradients, _ = loss_and_gradients(*arguments, 1, 1000, False, correction=correction)
+    uncorrected, _, _ = loss_and_gradients(*arguments, 1, 1000, False)
+    assert (abs(expected - uncorrected) > 1e-3) == (correction != "none")
+    for layout in LAYOUTS:
+        total, gradients, _ = loss_and_gradients(*arguments, *layout, correction=correction)
         assert total == pytest.approx(expected, abs=1e-6)
-        torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=0)
-    assert len(counts) > 3
+        torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=0)
 
 
-def test_layouts_agree_with_a_loop_over_sequences():
+@pytest.mark.parametrize("loss_name", ["grpo", "gspo"])
+def test_layouts_agree_with_a_loop_over_sequences(loss_name):
     """The same loss written down sequence by sequence: the mean over sequences of their tokens' mean."""
     step = random_step()
-    table_VV = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     means = []
-    for prompt, completion, advantage, old in step:
+    for _, _, advantage, old, policy in step:
+        log_ratios = [x - y for x, y in zip(policy.tolist(), old, strict=True) if math.isfinite(y)]
         if math.isnan(advantage):
             continue
-        tokens = prompt + completion
         losses = []
-        for i, token in enumerate(completion):
-            logprob = table_VV[tokens[len(prompt) + i - 1]].log_softmax(-1)[token].item()
-            ratio = math.exp(logprob - old[i])
-            kl = math.exp(old[i] - logprob) - (old[i] - logprob) - 1
-            losses.append(-min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage) + 0.1 * kl)
+        for x in log_ratios:
+            ratio = math.exp(sum(log_ratios) / len(log_ratios) if loss_name == "gspo" else x)
+            objective = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
+            losses.append(-objective + 0.1 * (math.exp(-x) - 1 + x))
         means.append(sum(losses) / len(losses))
     assert len(means) == 8
-    total, _, _ = loss_and_gradient(step, "sequence_mean", 2, 30, packing=True)
+    total, _, _ = loss_and_gradients(step, loss_name, "sequence_mean", 2, 30, packing=True)
     assert total == pytest.approx(sum(means) / 8, abs=1e-6)

@@ -1,14 +1,25 @@
 """The run's books: times, averages, files and curves, with numbers a person can check."""
 
+import html
 import json
 import math
+import re
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 
 from grpo import metrics, summary
 from grpo.config import MetricsConfig
-from grpo.metrics import Ledger, RunLog, compact_duration, compact_number, rollout_metrics, terminal_curve
+from grpo.metrics import (
+    Ledger,
+    RunLog,
+    compact_duration,
+    compact_number,
+    failure_lines,
+    rollout_metrics,
+    terminal_curve,
+)
 from grpo.types import Completion, Prompt, Rollout
 
 
@@ -29,14 +40,16 @@ def clock(monkeypatch):
     return clock
 
 
-def make_rollout(reward, rewards=None, num_tokens=2, truncated=False, text="text", prompt_tokens=3, columns=None):
-    prompt = Prompt(index=0, ids=[0] * prompt_tokens, columns=columns or {})
+def make_rollout(
+    reward, rewards=None, num_tokens=2, truncated=False, text="text", prompt_tokens=3, columns=None, row=-1, **trained
+):
+    prompt = Prompt(index=0, ids=[0] * prompt_tokens, columns=columns or {}, row=row)
     completion = Completion(ids=[1] * num_tokens, logprobs=[0.0] * num_tokens, truncated=truncated)
-    return Rollout(prompt=prompt, completion=completion, text=text, rewards=rewards or {}, reward=reward)
+    return Rollout(prompt=prompt, completion=completion, text=text, rewards=rewards or {}, reward=reward, **trained)
 
 
-def read_records(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+def read_records(run_dir, name="metrics.jsonl"):
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
 
 
 def read_scalars(run_dir, tag):
@@ -109,7 +122,9 @@ def test_rollout_metrics_of_two_groups():
         make_rollout(1.0, {"math_reward": 1.0, file_reward: 0.5}, num_tokens=4, prompt_tokens=2),
         make_rollout(1.0, {"math_reward": 1.0, file_reward: None}, num_tokens=6, prompt_tokens=2),
         make_rollout(4.0, {"math_reward": 0.0, file_reward: 0.1}, num_tokens=8, truncated=True, prompt_tokens=6),
-        make_rollout(None, {"math_reward": None, file_reward: None}, num_tokens=2, prompt_tokens=6),
+        make_rollout(
+            None, {"math_reward": None, file_reward: None}, prompt_tokens=6, failures={"math_reward": "took longer"}
+        ),
     ]
     # The second group has one reward, which differs from no other: both groups have no variance.
     assert rollout_metrics(rollouts, group_size=2) == pytest.approx(
@@ -117,6 +132,7 @@ def test_rollout_metrics_of_two_groups():
             "reward/mean": 2.0,  # (1 + 1 + 4) / 3
             "reward/std": math.sqrt(2.0),  # sqrt((1 + 1 + 4) / 3)
             "reward/none_count": 1,
+            "reward/failed_count": 1,
             "reward/math_reward": 2 / 3,
             "reward/brevity": 0.3,
             "completion/length_mean": 5.0,
@@ -138,6 +154,7 @@ def test_rollout_metrics_without_any_reward_are_nan_not_zero():
     numbers = rollout_metrics([make_rollout(None, {"f": None}), make_rollout(None, {"f": None})], group_size=2)
     assert math.isnan(numbers["reward/mean"]) and math.isnan(numbers["reward/std"]) and math.isnan(numbers["reward/f"])
     assert numbers["reward/none_count"] == 2
+    assert numbers["reward/failed_count"] == 0
 
 
 @pytest.mark.parametrize("count", [0, 3])
@@ -147,13 +164,36 @@ def test_rollout_metrics_refuse_broken_groups(count):
 
 
 def test_reward_functions_of_one_name_keep_their_full_names():
-    names = metrics.function_names(["a.py:score", "b.py:score", "c.py:mean", "c.py:other"])
+    names = metrics.function_names(["a.py:score", "b.py:score", "c.py:mean", "c.py:failed_count", "c.py:other"])
     assert names == {
         "a.py:score": "a.py:score",
         "b.py:score": "b.py:score",
         "c.py:mean": "c.py:mean",
+        "c.py:failed_count": "c.py:failed_count",
         "c.py:other": "other",
     }
+
+
+def test_failed_reward_functions_are_told_with_reasons_and_a_completion():
+    slow, killed = "took longer than 10 s", "the process was killed by\n  signal 9"
+    rollouts = [
+        make_rollout(1.0),
+        make_rollout(None, text="a\nb" + "c" * 297, failures={"math_reward": killed}),
+        make_rollout(None, failures={"math_reward": slow}),
+        make_rollout(None, failures={"math_reward": slow, "mine.py:f": "ValueError: 1"}),
+        *(make_rollout(None, failures={"mine.py:f": f"ValueError: {i}"}) for i in (2, 3, 4, 4)),
+    ]
+    assert failure_lines(rollouts) == [
+        "reward function math_reward failed for 3 of 8 completions: "
+        f"took longer than 10 s (2), the process was killed by signal 9 (1); first completion: 'a\\nb{'c' * 97} "
+        f"[.. 100 characters ..] {'c' * 100}'",
+        "reward function mine.py:f failed for 5 of 8 completions: "
+        "ValueError: 4 (2), ValueError: 1 (1), ValueError: 2 (1), other reasons (1); first completion: 'text'",
+    ]
+    assert failure_lines(rollouts, limit=1)[1].startswith(
+        "reward function mine.py:f failed for 5 of 8 completions: ValueError: 4 (2), other reasons (3);"
+    )
+    assert failure_lines(rollouts[:1]) == []
 
 
 # --- files
@@ -254,46 +294,157 @@ def test_compact_duration(seconds, text):
     assert compact_duration(seconds) == text
 
 
-# --- samples
+# --- completions
 
 
-def test_samples_run_from_best_to_worst(tmp_path):
-    rollouts = [make_rollout(reward, text=f"worth {reward}") for reward in (0.3, None, 0.9, 0.1, 0.5)]
-    chosen = [rollout.reward for rollout in metrics.spread_by_reward(rollouts, 3)]
-    assert chosen == [0.9, 0.3, None]
-    assert [r.reward for r in metrics.spread_by_reward(rollouts, 1)] == [0.9]
-    assert len(metrics.spread_by_reward(rollouts, 9)) == 5
-    assert metrics.spread_by_reward(rollouts, 0) == []
+def test_samples_run_from_best_to_worst():
+    rewards = [0.3, None, 0.9, 0.1, 0.5]
+    assert metrics.spread_by_reward(rewards, 3) == [2, 0, 1]
+    assert metrics.spread_by_reward(rewards, 1) == [2]
+    assert metrics.spread_by_reward(rewards, 9) == [2, 4, 0, 3, 1]
+    assert metrics.spread_by_reward(rewards, 0) == []
+
+
+TRUNCATED = make_rollout(
+    0.75,
+    {"math_reward": 1.0, "thinking_reward": None},
+    truncated=True,
+    text="<think>1|2</think>\n<answer>*3*</answer>",
+    columns={"question": "1+2", "answer": "3"},
+    row=17,
+    failures={"thinking_reward": "took longer\nthan 10 s"},
+    advantage=0.5,
+    logprob_diff=0.00125,
+)
+UNREWARDED = make_rollout(None, {"math_reward": None}, num_tokens=5, text="", advantage=math.nan)
+
+
+def test_every_completion_is_a_json_line(tmp_path):
+    log = RunLog(MetricsConfig(num_samples=0), str(tmp_path), num_steps=10)
+    log.completions(5, [TRUNCATED, UNREWARDED], ["user: 1+2", "user: ü"])
+    log.completions(6, [], [])
+    log.close()
+    assert read_records(tmp_path, "completions.jsonl") == [
+        {
+            "step": 5,
+            "row": 17,
+            "prompt": "user: 1+2",
+            "completion": "<think>1|2</think>\n<answer>*3*</answer>",
+            "rewards": {"math_reward": 1.0, "thinking_reward": None},
+            "reward": 0.75,
+            "advantage": 0.5,
+            "logprob_diff": 0.00125,
+            "finish_reason": "length",
+            "num_tokens": 2,
+            "failures": {"thinking_reward": "took longer\nthan 10 s"},
+        },
+        {
+            "step": 5,
+            "row": -1,
+            "prompt": "user: ü",
+            "completion": "",
+            "rewards": {"math_reward": None},
+            "reward": None,
+            "advantage": None,
+            "logprob_diff": None,
+            "finish_reason": "stop",
+            "num_tokens": 5,
+            "failures": {},
+        },
+    ]
+    assert not (tmp_path / "samples.txt").exists()
+
+
+def test_held_out_completions_have_a_kind(tmp_path):
+    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
+    log.completions(5, [TRUNCATED], ["user: 1+2"])
+    log.evaluation_completions(5, "greedy", [TRUNCATED], ["user: 1+2"])
+    log.evaluation_completions(5, "sample", [UNREWARDED, TRUNCATED], ["user: 0", "user: 1+2"])
+    log.close()
+    (trained,) = read_records(tmp_path, "completions.jsonl")
+    greedy, unrewarded, sample = read_records(tmp_path, "evaluation.jsonl")
+    assert greedy == trained | {"kind": "greedy"}
+    assert sample == trained | {"kind": "sample"}
+    assert (unrewarded["kind"], unrewarded["prompt"], unrewarded["reward"]) == ("sample", "user: 0", None)
+
+
+def test_resume_drops_the_completions_of_the_aborted_part(tmp_path):
+    def record(log, steps):
+        for step in steps:
+            log.completions(step, [UNREWARDED], [f"prompt {step}"])
+            log.evaluation_completions(step, "greedy", [UNREWARDED], [f"held out {step}"])
+        log.close()
+
+    def steps_in(name):
+        return [(r["step"], r["prompt"].split()[-1]) for r in read_records(tmp_path, name)]
+
+    record(RunLog(MetricsConfig(), str(tmp_path), num_steps=10), (1, 2, 3, 4))
+    with open(tmp_path / "completions.jsonl", "a") as file:
+        file.write('{"step": 2, "row": 1')  # the process died while writing
+    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10, start_step=2)
+    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [(1, "1"), (2, "2")]
+    record(log, (3,))
+    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [(1, "1"), (2, "2"), (3, "3")]
+    RunLog(MetricsConfig(), str(tmp_path), num_steps=10).close()
+    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == []
+
+
+def test_prompts_and_rollouts_that_do_not_match_are_refused(tmp_path):
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
+    with pytest.raises(ValueError, match="1 prompt texts for 2 rollouts"):
+        log.completions(5, [TRUNCATED, UNREWARDED], ["user: 1+2"])
+    with pytest.raises(ValueError, match="2 prompt texts for 1 rollouts"):
+        log.evaluation_completions(5, "greedy", [TRUNCATED], ["user: 1+2", "user: 2"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_completions_has_no_files_for_them(tmp_path):
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
+    log.log(1, {"loss": 0.25})
+    log.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_samples_are_readable_text(tmp_path):
     log = RunLog(MetricsConfig(num_samples=1), str(tmp_path), num_steps=10)
-    rollout = make_rollout(
-        0.75,
-        {"math_reward": 1.0, "thinking_reward": None},
-        truncated=True,
-        text="<think>3</think>\n<answer>3</answer>",
-        columns={"question": "1+2", "answer": "3"},
-    )
-    log.samples(5, [rollout, make_rollout(0.5)])
-    log.samples(6, [])
+    log.completions(5, [make_rollout(0.5), TRUNCATED], ["user: 0", f"{'a' * 400}\n{'b' * 400}"])
     log.close()
-    body = [
-        "--- reward 0.75 | math_reward 1 | thinking_reward none | advantage 0 | 2 tokens (truncated)",
-        "question: 1+2",
-        "answer: 3",
-        "completion: <think>3</think>",
-        "<answer>3</answer>",
-    ]
     lines = (tmp_path / "samples.txt").read_text().splitlines()
     assert lines[0].startswith("===== step 5 ==") and len(lines[0]) == 120
-    assert lines[1:] == [*body, ""]
+    assert lines[1:] == [
+        "--- reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | log-prob difference 0.00125 | "
+        "2 tokens, finish reason length",
+        "thinking_reward failed: took longer than 10 s",
+        f"prompt: {'a' * 300} [.. 201 characters ..] {'b' * 300}",
+        "answer: 3",  # the question is in the prompt
+        "completion: <think>1|2</think>",
+        "<answer>*3*</answer>",
+        "",
+    ]
 
+
+def test_tensorboard_shows_samples_as_a_table(tmp_path):
+    log = RunLog(MetricsConfig(num_samples=2), str(tmp_path), num_steps=10)
+    log.completions(5, [UNREWARDED, make_rollout(0.25), TRUNCATED], ["_a_ & `b`", "middle", "[x](y) &lt;\n\\|~1~"])
+    log.close()
     accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
     (event,) = accumulator.Tensors("samples/text_summary")
     assert event.step == 5
-    assert event.tensor_proto.string_val[0].decode().splitlines() == [f"    {line}" for line in body]
+    page = markdown_to_safe_html(event.tensor_proto.string_val[0])
+    header, *rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", page, re.DOTALL)]
+    assert header == ["prompt", "completion", "rewards", "advantage", "log-prob difference", "finish reason"]
+    assert [[html.unescape(cell.replace("<br>", "\n")) for cell in row] for row in rows] == [
+        [
+            "[x](y) &lt;\n\\|~1~",
+            "<think>1|2</think>\n<answer>*3*</answer>",
+            "reward 0.75\nmath_reward 1\nthinking_reward none\nthinking_reward failed: took longer than 10 s",
+            "0.5",
+            "0.00125",
+            "length",
+        ],
+        ["_a_ & `b`", "", "reward none\nmath_reward none", "nan", "none", "stop"],
+    ]
 
 
 # --- curves and the summary

@@ -1,5 +1,6 @@
 """Plans that can be checked by hand, properties over random lengths, and values in and out of micro-batches."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -15,6 +16,7 @@ from grpo.packing import (
     plan_micro_batches,
     row_length,
     scatter_completions,
+    split_groups,
 )
 from grpo.types import TrainBatch
 
@@ -141,7 +143,7 @@ def test_micro_batch_by_hand():
     mask = [[0, 1, 1, 0, 0, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0]]
     assert micro.completion_mask_BT.dtype == torch.bool and micro.completion_mask_BT.int().tolist() == mask
     assert micro.sequence_BT.tolist() == [[2, 2, 2, 2, 0, 0, 0, -1, -1], [1, 1, 1, -1, -1, -1, -1, -1, -1]]
-    assert micro.completion_lengths_BT.tolist() == [[1, 2, 2, 1, 1, 1, 1, 1, 1], [2, 2, 1, 1, 1, 1, 1, 1, 1]]
+    assert micro.temperatures_BT.eq(1).all()  # where nothing else is said
     assert micro.num_tokens == 10
     assert all(
         t.dtype == torch.int64 for t in (micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.sequence_BT)
@@ -196,6 +198,7 @@ def test_values_go_in_and_out_in_batch_order(packing, num_ranks, max_tokens):
     generator = random.Random(max_tokens)
     completion_lengths = [generator.randint(1, 15) for _ in range(20)]
     batch = make_batch([generator.randint(1, 10) for _ in range(20)], completion_lengths)
+    batch = dataclasses.replace(batch, temperatures_S=torch.linspace(0.5, 1.5, 20))
     lengths = batch.lengths_S.tolist()
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, packing)
     values_C = torch.arange(1, sum(completion_lengths) + 1, dtype=torch.float32)
@@ -211,7 +214,38 @@ def test_values_go_in_and_out_in_batch_order(packing, num_ranks, max_tokens):
         assert (back_C[index_M] == 0).all()
         back_C[index_M] = values_M
         ids_C[index_M] = gather_completions(micro.targets_BT, batch, micro)[1]
-        # within the mask, each position knows its completion's length
-        lengths_BT = per_sequence(batch.completion_lengths_S, micro).where(micro.completion_mask_BT, 1)
-        assert micro.completion_lengths_BT.equal(lengths_BT)
+        # each position knows its sequence's temperature, padding has 1
+        assert micro.temperatures_BT.equal(per_sequence(batch.temperatures_S, micro).where(micro.sequence_BT >= 0, 1))
     assert back_C.equal(values_C) and ids_C.equal(completion_ids_C)
+
+
+def test_mini_batches_are_whole_groups_in_order():
+    # sequence s has prompt s+1 tokens and completion s+1 tokens; 3 groups of 2 in 2 parts: 1 group, then 2
+    batch = make_batch([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])
+    batch = dataclasses.replace(
+        batch, advantages_S=torch.arange(6.0), ref_logprobs_C=torch.arange(21.0), temperatures_S=torch.arange(6.0) + 1
+    )
+    first, second = split_groups(batch, group_size=2, num_parts=2)
+    assert first.advantages_S.tolist() == [0, 1] and second.advantages_S.tolist() == [2, 3, 4, 5]
+    assert first.temperatures_S.tolist() == [1, 2]
+    assert first.ref_logprobs_C.tolist() == [0, 1, 2] and second.ref_logprobs_C.tolist() == list(range(3, 21))
+    assert first.prompt_lengths_S.tolist() == [1, 2] and second.completion_lengths_S.tolist() == [3, 4, 5, 6]
+    assert torch.cat([first.ids_N, second.ids_N]).equal(batch.ids_N)
+    assert first.old_logprobs_C is None
+    assert len(split_groups(batch, group_size=2, num_parts=5)) == 3  # no part is empty
+    with pytest.raises(ValueError, match="6 sequences are not whole groups of 4"):
+        split_groups(batch, group_size=4, num_parts=1)
+
+
+def test_what_counts():
+    # completions of 2, 1 and 3 tokens; the second sequence has no reward, the third a sampling log-prob that is -inf
+    batch = dataclasses.replace(
+        make_batch([1, 1, 1], [2, 1, 3]),
+        advantages_S=torch.tensor([1.0, torch.nan, 0.0]),
+        generator_logprobs_C=torch.tensor([-1.0, -2.0, -3.0, -4.0, -torch.inf, -6.0]),
+    )
+    assert batch.counted_C.tolist() == [True, True, False, True, False, True]
+    assert batch.counted_lengths_S.tolist() == [2, 0, 2]
+    bare = make_batch([1, 1, 1], [2, 1, 3])
+    bare = dataclasses.replace(bare, generator_logprobs_C=None)
+    assert bare.counted_C.all() and bare.counted_lengths_S.tolist() == [2, 1, 3]

@@ -7,7 +7,8 @@ import shlex
 
 import pytest
 
-from grpo.config import GRPOConfig, SFTConfig, check_world_size, describe_layout, load, load_recipe
+from grpo.config import GRPOConfig, SFTConfig
+from grpo.recipes import check_world_size, describe_layout, load, load_recipe
 from grpo.rewards import load_functions, score
 from grpo.types import Completion, Prompt, Rollout
 

@@ -1,31 +1,37 @@
-"""Rewards: what counts as an answer, which numbers are equal, and how a failing function is reported."""
+"""Rewards: what counts as an answer, which numbers are equal, what each built-in function gives, and loading."""
 
 import functools
 import json
-import math
 import pathlib
-import pickle
+import subprocess
+import sys
 import time
 
 import pytest
 
+from grpo import rewards
+from grpo.answers import extract_answer, parse_number, same_answer
 from grpo.config import RewardConfig
 from grpo.rewards import (
-    RewardError,
-    extract_answer,
+    BUILT_INS,
+    code_reward,
+    exact_match,
+    format_reward,
+    group_length_reward,
+    group_level,
+    is_group_level,
+    language_reward,
+    length_penalty,
     load_functions,
     math_reward,
-    parse_number,
-    score,
+    math_verify,
+    overlong_penalty,
+    regex_match,
+    repetition_penalty,
     thinking_reward,
 )
-from grpo.types import Completion, Prompt, Rollout
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
-
-
-def rollout(text: str, **columns) -> Rollout:
-    return Rollout(prompt=Prompt(0, [1], columns), completion=Completion([2], [-0.5], False), text=text)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +277,280 @@ def test_thinking_reward(text, reward):
     assert thinking_reward([text], answer=["5"]) == [reward]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+def test_same_answer():
+    assert same_answer("1,000", "1000", tolerance=0.0, latex=False)
+    assert not same_answer("x+1", "1+x", tolerance=0.0, latex=False)
+    assert same_answer("x+1", "1+x", tolerance=0.0, latex=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "reward"),
+    [
+        ("The answer is 72.", "48 + 24\n#### 72", 1.0),
+        (r"first 5, then \boxed{6}", "5", 0.0),
+        (r"first 5, then \boxed{6}", "6", 1.0),
+        (r"so \boxed{\frac{3}{4}}", "0.75", 1.0),
+        (r"so $x = \frac{\sqrt3}2$", r"$\frac{\sqrt{3}}{2}$", 1.0),
+        ("1 + x", "x + 1", 0.0),  # of plain text only numbers are read
+        ("$1 + x$", "x + 1", 1.0),
+        ("I cannot say", "72", 0.0),
+        ("", "72", 0.0),
+        (r"\boxed{}", "72", 0.0),
+        (r"\boxed{ }", r"\emptyset", 0.0),
+        (r"\boxed{\emptyset}", r"\emptyset", 1.0),
+        ("72", "", None),
+        ("72", None, None),
+        ("72", "####", None),
+        ("5 " * 3000, "72", 0.0),
+    ],
+)
+def test_math_verify(text, reference, reward):
+    assert math_verify([text], answer=[reference], question=["?"]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("given", "reference", "reward"),
+    [
+        ("New   York", " new york", 1.0),
+        ("New York.", "New York", 0.0),
+        ("72.0", "72", 0.0),
+        ("72", 72, 1.0),
+        ("72", "#### 72", 1.0),
+        ("", "72", 0.0),
+        ("72", "", None),
+        ("72", None, None),
+    ],
+)
+def test_exact_match(given, reference, reward):
+    assert exact_match([f"<answer>{given}</answer>"], answer=[reference], question=["?"]) == [reward]
+    assert exact_match([rf"\boxed{{{given}}}"], answer=[reference], answer_format="boxed") == [reward]
+
+
+def test_group_length_reward():
+    """Lengths 10, 20, 30, 50: lambda 0.5, 0.25, 0, -0.5; wrong answers never gain."""
+    completions = [f"<answer>{answer}</answer>" for answer in (5, 6, 5, 6)]
+    assert group_length_reward(completions, answer=["5"] * 4, num_tokens=[10, 20, 30, 50]) == [0.5, 0.0, 0.0, -0.5]
+    assert group_length_reward(completions, answer=["6"] * 4, num_tokens=[10, 20, 30, 50]) == [0.0, 0.25, 0.0, -0.5]
+    assert group_length_reward(completions, answer=["5"] * 4, num_tokens=[7] * 4) == [0.0] * 4
+    assert group_length_reward(completions, answer=[None] * 4, num_tokens=[10, 20, 30, 50]) == [None] * 4
+    reward = functools.partial(group_length_reward, answer_format="hashes", tolerance=0.2)
+    assert reward(["#### 11", "#### 13"], answer=["10"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.5, -0.5]
+    assert reward(["#### 13", "#### 11"], answer=["10"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.0, -0.5]
+
+
+def test_group_level_is_seen_through_partials():
+    assert [name for name, function in BUILT_INS.items() if is_group_level(function)] == ["group_length_reward"]
+    assert is_group_level(functools.partial(functools.partial(group_length_reward, tolerance=0.1)))
+
+    @group_level
+    def mine(completions, **columns):
+        return [0.0] * len(completions)
+
+    assert is_group_level(mine) and mine(["a", "b"]) == [0.0, 0.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Code
+
+ADD = "```python\ndef add(a, b):\n    return a + b\n```\n"
+SUBTRACT = "```python\ndef add(a, b):\n    return a - b\n```\n"
+ADD_TESTS = "assert add(2, 3) == 5\nassert add(-1, 1) == 0"
+SUM_TESTS = [{"input": "1 2\n", "output": "3"}, {"input": "10 20\n", "output": "30\n"}]
+
+
+def program(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("text", "tests", "reward"),
+    [
+        (ADD, ADD_TESTS, 1.0),
+        (ADD, ["assert add(2, 3) == 5", "assert add(-1, 1) == 0"], 1.0),
+        (ADD, json.dumps(["assert add(2, 3) == 5", "assert add(1, 1) == 3"]), 0.0),
+        (SUBTRACT, ADD_TESTS, 0.0),
+        (SUBTRACT, "assert add(3, 0) == 3", 1.0),
+        (SUBTRACT + ADD, ADD_TESTS, 1.0),
+        (ADD + SUBTRACT, ADD_TESTS, 0.0),
+        (ADD + "prints\n```\n5\n```", ADD_TESTS, 1.0),
+        (ADD + "```text\n5\n```", ADD_TESTS, 1.0),
+        ("```text\n5\n```\nbetween\n```\ndef add(a, b): return a + b\n```", ADD_TESTS, 1.0),
+        ("def add(a, b): return a + b", ADD_TESTS, 0.0),
+        ("```python\ndef add(a, b): return a + b", ADD_TESTS, 0.0),
+        ("", ADD_TESTS, 0.0),
+        (program("def add(a, b) return"), ADD_TESTS, 0.0),
+        (program("from __future__ import annotations\ndef add(a: X, b): return a + b"), ADD_TESTS, 1.0),
+        (program("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int"), "assert A(1).x == 1", 1.0),
+        (program("name = __name__"), "assert name == '__main__'; import __main__; assert __main__.name", 1.0),
+        (program("print('some output')\n" + "def add(a, b): return a + b"), ADD_TESTS, 1.0),
+        (program("print(sum(map(int, input().split())))"), SUM_TESTS, 1.0),
+        (program("print(sum(map(int, input().split())), end='  \\n\\n')"), json.dumps(SUM_TESTS), 1.0),
+        (program("print(3)"), SUM_TESTS, 0.0),
+        (program("print(sum(map(int, input().split())))\nraise SystemExit(1)"), SUM_TESTS, 0.0),
+        (program("print('', sum(map(int, input().split())))"), SUM_TESTS, 0.0),
+        (program("while True: pass"), SUM_TESTS, 0.0),
+        (ADD, "", None),
+        (ADD, "  \n", None),
+        (ADD, None, None),
+        (ADD, [], None),
+        (ADD, "[]", None),
+        (ADD, [" "], None),
+    ],
+)
+def test_code_reward(text, tests, reward):
+    assert code_reward([text], tests=[tests], timeout_seconds=2.0, question=["?"]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "quit()",
+        "import os; os.kill(os.getpid(), 9)",
+        "import atexit, os; atexit.register(os._exit, 0); raise SystemExit",
+        "import builtins; builtins.exec = builtins.compile = lambda *a, **k: None",
+        "import os; os._exit = os.write = print",
+        "__builtins__['exec'] = print",
+        "import builtins; builtins.AssertionError = SystemExit",
+        "import sys, threading, os\nthreading.Timer(0.05, os._exit, (0,)).start()\nimport time; time.sleep(1)",
+        "import sys; print(sys.stdin.read(), open(0).read(), *sys.argv, open(sys.argv[0]).read()); raise SystemExit",
+        "import os, sys\nfor name in ('0', '1', '2', '3', '4', '5'):\n"
+        "    try: print(open('/proc/self/fd/' + name).read())\n    except OSError: pass\nraise SystemExit",
+        "print(vars(), globals()); raise SystemExit",
+        "import __main__; print(vars(__main__)); raise SystemExit",
+    ],
+)
+def test_success_cannot_be_had_by_leaving_early(code):
+    assert code_reward([program(code)], tests=["assert False"], timeout_seconds=2.0) == [0.0]
+
+
+def test_success_is_a_marker_that_is_drawn_anew(monkeypatch):
+    monkeypatch.setattr(rewards.secrets, "token_hex", lambda length: "the-marker")
+    known = program("print('the-marker'); import os, sys; sys.stdout.flush(); os._exit(0)")
+    assert code_reward([known], tests=["assert False"]) == [1.0]
+    monkeypatch.undo()
+    assert code_reward([known], tests=["assert False"]) == [0.0]
+
+
+def test_all_tests_of_a_completion_share_the_time():
+    slow = program("import time; time.sleep(0.5); print(input())")
+    tests = [{"input": "a", "output": "a"}] * 4
+    start = time.monotonic()
+    assert code_reward([slow], tests=[tests[:1]], timeout_seconds=1.5) == [1.0]
+    assert code_reward([slow], tests=[tests], timeout_seconds=1.5) == [0.0]  # they need 2.0
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("tests", [5, {"input": "1"}, [{"input": "1"}], '[{"inputs": ["1"]}]', [1, 2]])
+def test_unreadable_tests_are_refused(tests):
+    with pytest.raises(ValueError, match=r'cannot read tests .* list \(or its JSON\) of {"input": text'):
+        code_reward([ADD], tests=[tests])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Form, length, style
+
+
+def test_regex_match():
+    assert regex_match(["see [12]", "see 12", ""], pattern=r"\[\d+\]", answer=["", "", ""]) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>\na\nb\n</think>\n\n<answer>c</answer>\n", 1.0),
+        ("", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<answer>b</answer>", 0.0),
+        ("a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>.", 0.0),
+        ("So <think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think> </think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>\n</answer>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>a<think>b</think><answer>c</answer>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<think>a</think><answer>b</answer>" + "</answer>" * 30000, 0.0),
+    ],
+)
+def test_format_reward(text, reward):
+    assert format_reward([text], answer=["?"]) == [reward]
+
+
+def test_length_penalty():
+    lengths = [0, 100, 150, 200, 300, 301]
+    values = length_penalty([""] * 6, num_tokens=lengths, target_tokens=100, max_completion_tokens=300, answer=[""] * 6)
+    assert values == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+
+
+def test_overlong_penalty():
+    """L_max 400: L_cache 100 by default, as a quarter; or 200."""
+    lengths = [0, 300, 350, 400, 401]
+    reward = functools.partial(overlong_penalty, max_completion_tokens=400)
+    assert reward([""] * 5, num_tokens=lengths) == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert reward([""] * 5, num_tokens=lengths, overlong_tokens=200) == [0.0, -0.5, -0.75, -1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "ngram", "reward"),
+    [
+        ("a b c d", 2, 0.0),
+        ("a b A  b", 2, -1 / 3),  # a b, b a, a b
+        ("a a a a a", 2, -0.75),  # one of four is distinct
+        ("a a a a a", 5, 0.0),
+        ("a a a a", 5, 0.0),
+        ("", 1, 0.0),
+        ("a b a b", 1, -0.5),
+    ],
+)
+def test_repetition_penalty(text, ngram, reward):
+    assert repetition_penalty([text], ngram=ngram, answer=["?"]) == [pytest.approx(reward)]
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "reward"),
+    [
+        ("Hello, Welt 42!", "latin", 1.0),
+        ("Hallo мир", "latin", 5 / 8),
+        ("Hallo мир", "Cyrillic", 3 / 8),
+        ("中文abc", "cjk", 2 / 5),
+        ("ひらがな", "hiragana", 1.0),
+        ("한국", "hangul", 1.0),
+        ("42 + 1 = 43", "latin", None),
+        ("", "latin", None),
+    ],
+)
+def test_language_reward(text, language, reward):
+    assert language_reward([text], language=language, answer=["?"]) == [reward]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def test_importing_rewards_does_not_import_torch():
+    code = (
+        "import sys, grpo.rewards; print([m for m in ('torch', 'numpy', 'sympy', 'math_verify') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
+
+
+def test_every_built_in_is_listed_in_the_docstring():
+    assert [name for name in BUILT_INS if f" {name} " not in rewards.__doc__] == []
+
+
 def test_load_functions_binds_the_options_of_math_reward():
     config = RewardConfig(
         functions={"math_reward": 2.0, "thinking_reward": 0.5},
@@ -299,10 +579,99 @@ def test_load_functions_from_a_file(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     absolute = f"{tmp_path}/mine.py:zero"
-    functions = load_functions(RewardConfig(functions={"mine.py:words": 2.0, absolute: 1.0}))
-    (scored,) = score(functions, [rollout("one two three")])
-    assert scored.rewards == {"mine.py:words": 1.5, absolute: 0.0}
-    assert scored.reward == 3.0
+    functions = load_functions(RewardConfig(functions={"mine.py:words": 2.0, absolute: 1.0}), columns=["answer"])
+    (words, weight), (zero, _) = functions.values()
+    assert list(functions) == ["mine.py:words", absolute]
+    assert (words(["one two three"], answer=["?"]), weight) == ([1.5], 2.0)
+    assert zero(["one"]) == [0]
+
+
+def test_load_functions_gives_every_built_in_its_options():
+    """All of them, called as the pool calls them: one completion, the data's columns and two more."""
+    config = RewardConfig(
+        functions=dict.fromkeys(BUILT_INS, 1.0),
+        answer_format="hashes",
+        partial_credit=0.3,
+        tolerance=0.1,
+        pattern="[0-9]{3}",
+        target_tokens=100,
+        overlong_tokens=50,
+        repetition_ngram=1,
+        language="greek",
+        code_timeout_seconds=1.0,
+    )
+    functions = load_functions(config, columns=["answer", "tests"], max_completion_tokens=200)
+    text = "αβ γ γ\n```\nx = 7\n```\n#### 105"  # words: αβ γ γ ``` x = 7 ``` #### 105
+    columns = {"answer": ["100"], "tests": ["assert x == 7"], "num_tokens": [180], "truncated": [False]}
+    assert {name: function([text], **columns) for name, (function, _) in functions.items()} == {
+        "math_reward": [1.0],
+        "math_verify": [0.0],
+        "exact_match": [0.0],
+        "group_length_reward": [0.0],
+        "code_reward": [1.0],
+        "regex_match": [1.0],
+        "format_reward": [0.0],
+        "thinking_reward": [0.0],
+        "length_penalty": [-0.8],
+        "overlong_penalty": [-0.6],
+        "repetition_penalty": [pytest.approx(-0.2)],  # 8 of 10 are distinct
+        "language_reward": [0.8],  # αβγγ and x
+    }
+    (math, _), (group, _) = functions["math_reward"], functions["group_length_reward"]
+    assert math(["#### 120"], **columns) == [0.3]
+    assert group(["#### 109", "#### 111"], answer=["100"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.5, -0.5]
+    assert is_group_level(group) and not is_group_level(math)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "columns", "max_completion_tokens", "message"),
+    [
+        ("math_verify", {}, ["solution"], 0, r"math_verify cannot .* 'answer'; .* columns it needs in data.columns"),
+        ("code_reward", {}, ["answer"], 0, r"code_reward cannot .* 'tests'; .* columns it needs in data.columns"),
+        ("thinking_reward", {}, ["truncated"], 0, r"data.columns has truncated, .* rename the data set's column"),
+        ("language_reward", {}, ["language"], 0, r"column language is named like an option of language_reward; rename"),
+        ("regex_match", {}, None, 0, r"regex_match needs reward.pattern, which is empty; set"),
+        ("regex_match", {"pattern": "(["}, None, 0, r"reward.pattern '\(\[' is no regular expression: .*; escape"),
+        ("length_penalty", {}, None, 200, r"reward.target_tokens between 0 and .* = 200, got 0; set it"),
+        ("length_penalty", {"target_tokens": 200}, None, 200, r"between 0 and .* = 200, got 200; set it"),
+        ("length_penalty", {"target_tokens": 5}, None, 0, r"needs generator.max_completion_tokens, got 0; pass it"),
+        ("overlong_penalty", {}, None, 0, r"needs generator.max_completion_tokens, got 0; pass it"),
+        (
+            "overlong_penalty",
+            {"overlong_tokens": 201},
+            None,
+            200,
+            r"overlong_tokens is 201, .* = 200; set at most that",
+        ),
+        ("overlong_penalty", {"overlong_tokens": -1}, None, 200, r"overlong_tokens is -1, .* = 200; set at most that"),
+        ("repetition_penalty", {"repetition_ngram": 0}, None, 0, r"repetition_ngram is 0; set 1 word or more"),
+        (
+            "language_reward",
+            {"language": "klingon"},
+            None,
+            0,
+            r"reward.language 'klingon' is no script .* such as latin",
+        ),
+        ("language_reward", {"language": ""}, None, 0, r"reward.language '' is no script"),
+        ("code_reward", {"code_timeout_seconds": 10.0}, None, 0, r"is 10.0, .*\.timeout_seconds = 10.0; set the first"),
+        ("code_reward", {"code_memory_gib": 0.0}, None, 0, r"code_memory_gib is 0.0; set GiB above 0"),
+    ],
+)
+def test_load_functions_refuses_options(name, options, columns, max_completion_tokens, message):
+    config = RewardConfig(functions={name: 1.0}, **options)
+    with pytest.raises(ValueError, match=message):
+        load_functions(config, columns, max_completion_tokens)
+
+
+def test_overlong_tokens_may_be_all_of_them():
+    config = RewardConfig(functions={"overlong_penalty": 1.0}, overlong_tokens=200)
+    ((function, _),) = load_functions(config, ["answer"], 200).values()
+    assert function([""], num_tokens=[50]) == [-0.25]
+
+
+@pytest.mark.parametrize("language", ["latin", "Cyrillic", "greek", "cjk", "hiragana", "hangul", "arabic", "thai"])
+def test_scripts_that_are_known(language):
+    load_functions(RewardConfig(functions={"language_reward": 1.0}, language=language))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +679,7 @@ def test_load_functions_from_a_file(tmp_path, monkeypatch):
     [
         (
             "maths",
-            r"unknown reward function 'maths'; built-ins are math_reward, thinking_reward, "
+            r"unknown reward function 'maths'; built-ins are math_reward, math_verify, .*, language_reward, "
             r"your own is written path/file.py:function",
         ),
         ("mine.py", "unknown reward function 'mine.py'"),
@@ -319,8 +688,8 @@ def test_load_functions_from_a_file(tmp_path, monkeypatch):
         ("mine.py:LIMIT", r"mine.py has no function 'LIMIT'"),
         (
             "mine.py:strict",
-            r"mine.py:strict cannot be called with completions and the columns question, answer: "
-            r"got an unexpected keyword argument 'question'; end its arguments with \*\*columns",
+            r"mine.py:strict cannot be called with completions and the columns question, answer, num_tokens, "
+            r"truncated: got an unexpected keyword argument 'question'; end its arguments with \*\*columns",
         ),
         ("mine.py:words", r"missing a required argument: 'solution'.*list the columns it needs in data.columns"),
     ],
@@ -335,90 +704,3 @@ def test_load_functions_refuses(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_functions(RewardConfig(functions={name: 1.0}), columns=["question", "answer"])
-
-
-def test_score_sums_by_weight_and_leaves_none_out():
-    calls = []
-
-    def length(completions, answer, **columns):
-        calls.append((completions, answer, columns))
-        return [float(len(text)) for text in completions]
-
-    def known(completions, **columns):
-        return [None, True, None]
-
-    functions = {"length": (length, 0.5), "known": (known, 2.0)}
-    rollouts = [
-        rollout("ab", answer="1", question="p"),
-        rollout("", answer="2", question="q"),
-        rollout("abcd", answer="3"),
-    ]
-    rollouts[2].prompt.columns["question"] = "r"
-    scored = score(functions, rollouts)
-    assert calls == [(["ab", "", "abcd"], ["1", "2", "3"], {"question": ["p", "q", "r"]})]
-    assert [r.rewards for r in scored] == [
-        {"length": 2.0, "known": None},
-        {"length": 0.0, "known": 1.0},
-        {"length": 4.0, "known": None},
-    ]
-    assert [r.reward for r in scored] == [1.0, 2.0, 2.0]
-    assert [r.text for r in scored] == ["ab", "", "abcd"]
-    assert rollouts[0].rewards == {} and rollouts[0].reward is None
-
-
-def test_score_of_only_none_is_none():
-    functions = {"known": (lambda completions, **columns: [None] * len(completions), 1.0)}
-    (scored,) = score(functions, [rollout("ab")])
-    assert scored.rewards == {"known": None}
-    assert scored.reward is None
-
-
-def test_score_of_no_rollouts_calls_nothing():
-    assert score({"never": (lambda completions: 1 / 0, 1.0)}, []) == []
-
-
-def test_a_function_that_raises_names_completion_and_columns():
-    def inverse(completions, answer, **columns):
-        return [1 / int(text) for text in completions]
-
-    with pytest.raises(RewardError) as caught:
-        score({"inverse": (inverse, 1.0)}, [rollout("2", answer="two"), rollout("0", answer="z" * 2000)])
-    message = str(caught.value)
-    assert message.startswith("reward function inverse raised ZeroDivisionError: division by zero\n  completion: '0'\n")
-    assert f"answer: '{'z' * 250} [.. 1500 characters ..] {'z' * 250}'" in message
-    assert "two" not in message
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == message  # it travels from a worker process
-
-
-def test_a_function_that_raises_only_for_many_completions_says_so():
-    def lonely(completions, **columns):
-        if len(completions) > 1:
-            raise KeyError("pair")
-        return [1.0]
-
-    with pytest.raises(
-        RewardError, match=r"raised KeyError: 'pair'\n  with 2 completions at once, but not one at a time"
-    ):
-        score({"lonely": (lonely, 1.0)}, [rollout("a"), rollout("b")])
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([1.0], r"^reward function bad returned 1 values for 2 completions; .*\n  completion: 'first'\n  answer: '5'$"),
-        (0.5, r"^reward function bad returned float; it must return a list .* each of the 2 completions$"),
-        (None, r"^reward function bad returned NoneType;"),
-        (
-            [1.0, math.nan],
-            r"^reward function bad returned nan \(float\) for completion 1 of 2; it must be a finite number or None\n"
-            r"  completion: 'second'\n  answer: '6'$",
-        ),
-        ([math.inf, 1.0], r"returned inf \(float\) for completion 0 of 2"),
-        (["1.0", 1.0], r"returned '1.0' \(str\) for completion 0 of 2"),
-    ],
-)
-def test_a_function_that_returns_something_else(values, message):
-    rollouts = [rollout("first", answer="5"), rollout("second", answer="6")]
-    with pytest.raises(RewardError, match=message):
-        score({"bad": (lambda completions, **columns: values, 1.0)}, rollouts)

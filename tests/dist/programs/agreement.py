@@ -8,7 +8,6 @@ import dataclasses
 import sys
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.comm import add_advantages, add_ref_logprobs, gather_completions, send_batch, share
@@ -21,10 +20,10 @@ from grpo.config import (
     RolesConfig,
     TrainerConfig,
 )
-from grpo.forward import completion_logprobs
-from grpo.generator import Generator
+from grpo.generator import Generator, temperature_of
 from grpo.models import hf_tensors
 from grpo.packing import make_batch
+from grpo.recipes import complete
 from grpo.reference import Reference
 from grpo.roles import Roles, close_roles, setup_roles
 from grpo.trainer import Trainer
@@ -35,7 +34,7 @@ from train_grpo import policy_loss
 TOLERANCE = 1e-4  # nats, in float32
 # The last one fills a block of vLLM's prefix cache (128 tokens on CPU), which must not outlive the weights.
 PROMPTS = [[5, 9, 12, 7], [13], [3 + i * i % 29 for i in range(140)]]
-GROUP_SIZE, TEMPERATURE = 4, 0.7
+GROUP_SIZE, TEMPERATURES = 4, (0.7, 1.0, 1.3)
 NUM_ROUNDS = 3
 # Weights have a standard deviation of 0.2 and Adam moves each by about this much, so no update goes unnoticed. Scaling
 # them all would: Qwen3 normalizes queries and keys, so stale q_proj and k_proj would agree to 1e-5.
@@ -67,7 +66,7 @@ def main() -> None:
 
             # a large update of every tensor, past a canary that is content
             before = snapshot(trainer)
-            trainer.step(batch, policy_loss(config, batch), TEMPERATURE, config.logprob_tolerance)
+            trainer.step(batch, policy_loss(config, batch), config.logprob_tolerance)
             unchanged = [
                 name for name, tensor in snapshot(trainer).items() if (tensor - before[name]).abs().max() < 0.01
             ]
@@ -88,7 +87,7 @@ def main() -> None:
 def make_config(
     folder: str, num_trainers: int, trainer_tensor_parallel: int, num_generators: int, generator_tensor_parallel: int
 ) -> GRPOConfig:
-    return GRPOConfig(
+    config = GRPOConfig(
         model=ModelConfig(path=folder, dtype="float32"),
         roles=RolesConfig(
             num_trainers=num_trainers, num_references=1, num_generators=num_generators, timeout_minutes=3
@@ -97,7 +96,7 @@ def make_config(
         generator=GeneratorConfig(
             tensor_parallel=generator_tensor_parallel,
             max_completion_tokens=16,
-            temperature=TEMPERATURE,
+            temperature=TEMPERATURES,
             max_num_seqs=16,
         ),
         trainer=TrainerConfig(
@@ -107,10 +106,11 @@ def make_config(
             compile=False,
             learning_rate=LEARNING_RATE,
         ),
-        grpo=AlgorithmConfig(kl_coef=0.1),
+        algorithm=AlgorithmConfig(kl_coef=0.1),
         prompts_per_step=len(PROMPTS),
         group_size=GROUP_SIZE,
     )
+    return complete(config)
 
 
 def sample(config: GRPOConfig, generator: Generator | None, version: int, roles: Roles) -> TrainBatch | None:
@@ -122,24 +122,24 @@ def sample(config: GRPOConfig, generator: Generator | None, version: int, roles:
     batch, advantages_S = None, None
     if roles.is_driver:
         ids = [prompt.ids for prompt in prompts for _ in range(config.group_size)]
-        batch = make_batch(ids, [c.ids for c in completions], [c.logprobs for c in completions])
+        temperatures = [temperature_of(TEMPERATURES, i) for _ in prompts for i in range(config.group_size)]
+        batch = make_batch(ids, [c.ids for c in completions], [c.logprobs for c in completions], temperatures)
         advantages_S = torch.linspace(-1, 1, batch.num_sequences)
     return add_advantages(send_batch(batch, roles), advantages_S, roles)
 
 
 def difference(batch: TrainBatch, trainer: Trainer, roles: Roles) -> float:
     """Largest difference between trainer and generator. Collective over the trainer ranks."""
-    logprobs_C = completion_logprobs(batch, trainer.model, trainer.config, TEMPERATURE)
-    dist.all_reduce(logprobs_C)
-    return (logprobs_C - batch.generator_logprobs_C).abs().max().item()
+    return (trainer.logprobs(batch) - batch.generator_logprobs_C).abs().max().item()
 
 
 @torch.no_grad()
 def start_logprobs(start: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
     """Log-probs [C] by transformers with the weights of the start."""
     logprobs = []
-    for ids, prompt in zip(batch.ids_N.split(batch.lengths_S.tolist()), batch.prompt_lengths_S.tolist(), strict=True):
-        log_p_TV = (start(ids[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    sequences, prompts = batch.ids_N.split(batch.lengths_S.tolist()), batch.prompt_lengths_S.tolist()
+    for ids, prompt, temperature in zip(sequences, prompts, batch.temperatures_S.tolist(), strict=True):
+        log_p_TV = (start(ids[None]).logits[0, prompt - 1 : -1] / temperature).log_softmax(-1)
         logprobs.append(log_p_TV.gather(1, ids[prompt:, None])[:, 0])
     return torch.cat(logprobs)
 
@@ -148,7 +148,7 @@ def assert_canary_stops(trainer: Trainer, config: GRPOConfig, batch: TrainBatch,
     """A step on this batch raises, says `message`, and changes no weight. Collective over the trainer ranks."""
     before = snapshot(trainer)
     try:
-        trainer.step(batch, policy_loss(config, batch), TEMPERATURE, config.logprob_tolerance)
+        trainer.step(batch, policy_loss(config, batch), config.logprob_tolerance)
     except RuntimeError as error:
         assert message in str(error), error
     else:

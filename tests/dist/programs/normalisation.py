@@ -1,8 +1,8 @@
 """The gradient of one step, over ways of splitting it: micro-batches, packing, order of completions, ranks.
 
 Arguments: FOLDER BASELINE_FOLDER. Started on one rank, it first writes the gradients of the undivided step (one
-micro-batch, unpacked, completions in order) for each aggregation, and a later launch on two ranks reads them. All steps
-go through `Trainer.step` with the loss of train_grpo.py; prints the largest difference of each aggregation.
+micro-batch, unpacked, completions in order) for each loss, and a later launch on two ranks reads them. All steps go
+through `Trainer.step` with the loss of train_grpo.py; prints the largest difference of each loss.
 """
 
 import dataclasses
@@ -15,11 +15,20 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import train_grpo
-from grpo.config import AlgorithmConfig, GeneratorConfig, GRPOConfig, ModelConfig, SFTConfig, TrainerConfig
+from grpo.config import (
+    PAPER_DEFAULTS,
+    AlgorithmConfig,
+    GeneratorConfig,
+    GRPOConfig,
+    ModelConfig,
+    SFTConfig,
+    TrainerConfig,
+)
 from grpo.forward import micro_batches
 from grpo.losses import step_denominator
 from grpo.models import hf_tensors
 from grpo.packing import make_batch
+from grpo.recipes import complete
 from grpo.roles import close_roles, setup_trainers
 from grpo.trainer import LossFunction, Trainer
 from grpo.types import TrainBatch
@@ -29,7 +38,15 @@ COMPLETION_LENGTHS = [12, 3, 25, 7, 18, 1, 30, 9, 22, 16, 20, 14]
 NO_REWARD = 3  # this sequence has none
 IN_ORDER = list(range(len(PROMPT_LENGTHS)))
 SHUFFLED = [5, 2, 11, 7, 0, 9, 3, 6, 10, 1, 8, 4]
-AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_horizon")
+# every loss as in its paper, and two aggregations that no clipped loss has there; each with all that can be added to it
+ALGORITHMS = {name: AlgorithmConfig(loss=name) for name in PAPER_DEFAULTS} | {
+    "gspo, wide, token_mean": AlgorithmConfig(loss="gspo", aggregation="token_mean", clip_low=0.9, clip_high=9.0),
+    "cispo, fixed_horizon": AlgorithmConfig(loss="cispo", aggregation="fixed_horizon"),
+    "grpo, mask_sequences": AlgorithmConfig(correction="mask_sequences", dual_clip=1.5, kl_estimator="k3_k2_gradient"),
+    "reinforce, weighted": AlgorithmConfig(loss="reinforce", max_importance_weight=2.0, kl_estimator="k2"),
+}
+EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.05, "old_logprobs": "generator"}
+NOT_FINITE = 7  # of this sequence's sampling log-probs, the second
 # (ranks, packing): {micro-batches on each rank: the micro_batch_tokens that give this many}
 MICRO_BATCH_TOKENS = {
     (1, False): {1: 640, 2: 256, 4: 128},
@@ -59,19 +76,17 @@ def main() -> None:
         trainer.step(batch, mean_of_means(loss, config, batch, num_ranks * count) if wrong else loss)
         return full_gradients(trainer)
 
-    for aggregation in AGGREGATIONS:
-        config = GRPOConfig(
-            generator=GeneratorConfig(max_completion_tokens=32),
-            grpo=AlgorithmConfig(kl_coef=0.1, aggregation=aggregation, old_logprobs="generator"),
-        )
-        file = baselines / f"{aggregation}.safetensors"
+    for name, algorithm in ALGORITHMS.items():
+        algorithm = dataclasses.replace(algorithm, **EVERYTHING)
+        config = complete(GRPOConfig(generator=GeneratorConfig(max_completion_tokens=32), algorithm=algorithm))
+        file = baselines / f"{name}.safetensors"
         if num_ranks == 1:
             save_file(gradients(config, False, 1, IN_ORDER), file)
         baseline, largest = load_file(file), 0.0
         assert all(gradient.abs().max() > 1e-4 for gradient in baseline.values())  # so that relative means something
         for packing, count, order in itertools.product((False, True), (1, 2, 4), (IN_ORDER, SHUFFLED)):
             error = difference(gradients(config, packing, count, order), baseline)
-            case = f"{aggregation}, {num_ranks} ranks, {count} micro-batches, packing={packing}, order={order}"
+            case = f"{name}, {num_ranks} ranks, {count} micro-batches, packing={packing}, order={order}"
             assert error < TOLERANCE, f"{case}: {error}"
             largest = max(largest, error)
 
@@ -79,7 +94,7 @@ def main() -> None:
         assert error > 1e-2, f"a mean of micro-batch means went unnoticed ({error}), so this test cannot fail"
         if roles.is_driver:
             print(
-                f"{aggregation}, {num_ranks} ranks: {largest:.1e}; as a mean of micro-batch means {error:.1e}",
+                f"{name}, {num_ranks} ranks: {largest:.1e}; as a mean of micro-batch means {error:.1e}",
                 flush=True,
             )
     close_roles(roles)
@@ -95,6 +110,8 @@ def make_step(order: list[int]) -> TrainBatch:
         generator_logprobs, ref_logprobs = torch.randn(2, completion, generator=generator) - 3.0
         advantage = torch.randn((), generator=generator).item()
         advantage = float("nan") if index == NO_REWARD else advantage
+        if index == NOT_FINITE:
+            generator_logprobs[1] = -torch.inf
         rows.append((ids[:prompt], ids[prompt:], generator_logprobs.tolist(), ref_logprobs, advantage))
     prompts, completions, generator_logprobs, ref_logprobs, advantages = zip(*(rows[i] for i in order), strict=True)
     batch = make_batch(prompts, completions, generator_logprobs)
@@ -105,12 +122,8 @@ def mean_of_means(loss_function: LossFunction, config: GRPOConfig, batch: TrainB
     """The mistake that must not happen: each micro-batch's own mean, all `shares` of them weighing the same."""
 
     def denominator(chosen_S: torch.Tensor) -> float:
-        return step_denominator(
-            batch.completion_lengths_S,
-            chosen_S & ~batch.advantages_S.isnan(),
-            config.grpo.aggregation,
-            config.generator.max_completion_tokens,
-        )
+        lengths_S = batch.counted_lengths_S.where(chosen_S, 0)
+        return step_denominator(lengths_S, config.algorithm.aggregation, config.generator.max_completion_tokens)
 
     def wrong(micro, logprobs_BT, entropy_BT):
         loss, mask_BT, metrics = loss_function(micro, logprobs_BT, entropy_BT)

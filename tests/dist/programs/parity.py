@@ -20,7 +20,7 @@ from grpo.types import TrainBatch
 
 PROMPT_LENGTHS, COMPLETION_LENGTHS = [3, 9, 1, 20, 5, 7, 11], [5, 12, 1, 30, 9, 2, 17]
 FIRST_ID = 3  # the pad token is left out: transformers gives its embedding no gradient
-TEMPERATURE = 0.8
+TEMPERATURES = [0.8, 1.0, 0.5, 1.3, 0.8, 0.6, 1.1]
 VALUE_TOLERANCE = 1e-4  # absolute, log-probs and entropy in nats
 GRADIENT_TOLERANCE = 1e-5  # of each tensor's largest gradient
 
@@ -87,15 +87,17 @@ def random_batch(vocab_size: int) -> tuple[TrainBatch, torch.Tensor]:
     def ids(count: int) -> list[int]:
         return torch.randint(FIRST_ID, vocab_size, (count,), generator=generator).tolist()
 
-    batch = make_batch([ids(n) for n in PROMPT_LENGTHS], [ids(n) for n in COMPLETION_LENGTHS])
+    prompts, completions = [ids(n) for n in PROMPT_LENGTHS], [ids(n) for n in COMPLETION_LENGTHS]
+    batch = make_batch(prompts, completions, temperatures=TEMPERATURES)
     return batch, torch.randn(2, batch.num_completion_tokens, generator=generator)
 
 
 def original_values(original: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
     """Transformers' log-probs and entropy of the completions, one sequence at a time: [2, C] with gradients."""
     values = []
-    for ids, prompt in zip(batch.ids_N.split(batch.lengths_S.tolist()), batch.prompt_lengths_S.tolist(), strict=True):
-        logits_TV = original(ids[None]).logits[0, prompt - 1 : -1] / TEMPERATURE
+    sequences = batch.ids_N.split(batch.lengths_S.tolist())
+    for ids, prompt, temperature in zip(sequences, PROMPT_LENGTHS, TEMPERATURES, strict=True):
+        logits_TV = original(ids[None]).logits[0, prompt - 1 : -1] / temperature
         log_p_TV = logits_TV.log_softmax(-1)
         logprobs_T = log_p_TV.gather(1, ids[prompt:, None])[:, 0]
         values.append(torch.stack([logprobs_T, -(log_p_TV.exp() * log_p_TV).sum(-1)]))
@@ -108,7 +110,7 @@ def sharded_values(
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
     got_2C = torch.zeros_like(weights_2C)
     for micro in micro_batches(batch, model, trainer):
-        values = model.logprobs(micro.tokens_BT, micro.targets_BT, micro.positions_BT, TEMPERATURE)
+        values = model.logprobs(micro)
         index_M = gather_completions(values[0], batch, micro)[0]
         values_2M = torch.stack([gather_completions(values_BT, batch, micro)[1] for values_BT in values])
         # an empty selection still belongs to the graph, which keeps a rank without sequences in the collectives

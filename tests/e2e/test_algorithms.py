@@ -1,0 +1,165 @@
+"""What a researcher switches: losses, updates, corrections, sampling control, rewards and evaluation, in whole runs."""
+
+import json
+import pathlib
+
+import pytest
+
+from grpo.config import GRPOConfig
+from grpo.recipes import load_recipe
+from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
+from tests.torchrun import run_python, torchrun
+
+HERE = pathlib.Path(__file__).parent
+ONE_RANK = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0)
+TWO_RANKS = ("--roles.num-trainers", 1, "--roles.num-references", 0, "--roles.num-generators", 1)
+
+
+def run(tmp_path: pathlib.Path, model: pathlib.Path, *flags, layout: tuple = ONE_RANK, name: str = "run") -> list[dict]:
+    """Metrics of a run of the tiny recipe."""
+    nproc = 1 if layout is ONE_RANK else 2
+    arguments = (*layout, "--model.path", model, "--run-dir", tmp_path / name, *flags)
+    (tmp_path / f"{name}.log").write_text(torchrun("train_grpo.py", TINY, *arguments, nproc=nproc, deadline=240))
+    return read_metrics(tmp_path / name)
+
+
+def test_own_loss_and_rewards_and_an_evaluation_that_training_does_not_notice(
+    model: pathlib.Path, tmp_path: pathlib.Path
+):
+    """The README's loss and rewards; the same run with and without evaluations trains the same to the last digit."""
+    rewards = (
+        "--reward.functions",
+        f"{HERE}/my_reward.py:right_digits",
+        1,
+        f"{HERE}/my_reward.py:shorter_than_most",
+        1,
+    )
+    flags = ("--algorithm.loss", f"{HERE}/my_loss.py:gentle", *rewards, "--num-steps", 3)
+    evaluation = ("--evaluation.interval", 1, "--evaluation.num-prompts", 6, "--evaluation.num-samples", 3)
+    with_evaluation = run(tmp_path, model, *flags, *evaluation, name="with")
+    without = run(tmp_path, model, *flags, name="without")
+
+    steps = [m for m in with_evaluation if "loss" in m]
+    assert [without_clocks(m) for m in steps] == [without_clocks(m) for m in without]
+    assert read_completions(tmp_path / "with") == read_completions(tmp_path / "without")
+    assert (tmp_path / "with/model/model.safetensors").read_bytes() == (
+        tmp_path / "without/model/model.safetensors"
+    ).read_bytes()
+    for m in steps:
+        assert 0.5 < m["weight_mean"] < 1 and "sure_share" in m  # the loss's own metrics
+        assert m["reward/right_digits"] < 1 and m["grad_norm"] > 1e-3
+        # of 4 completions, 3, 2, 1 and 0 others are longer, over 3: a mean of 1/2, less where lengths are equal
+        assert 0 < m["reward/shorter_than_most"] <= 0.5
+
+    evaluations = [m for m in with_evaluation if "eval/accuracy" in m]
+    assert [m["step"] for m in evaluations] == [0, 1, 2, 3]
+    assert {"eval/pass_at_1", "eval/pass_at_2", "eval/pass_at_3", "eval/reward_mean"} <= evaluations[0].keys()
+    lines = [json.loads(line) for line in (tmp_path / "with/evaluation.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 * 6 * (1 + 3) and {line["kind"] for line in lines} == {"greedy", "sample"}
+    samples = [line["completion"] for line in lines if line["kind"] == "sample" and line["step"] == 0]
+    assert len(set(samples)) > 12  # 18 samples of a random model: seeds differ
+    trained = {line["completion"] for line in read_completions(tmp_path / "with") if line["step"] == 1}
+    assert len(trained & set(samples)) < 3  # and are not those of training
+
+
+def test_several_updates_on_samples_of_older_weights(model: pathlib.Path, tmp_path: pathlib.Path):
+    """2 epochs of 2 mini-batches, a sync every second step, three temperatures, all over the bridges."""
+    metrics = run(
+        tmp_path,
+        model,
+        *("--algorithm.loss", "dapo", "--algorithm.updates-per-batch", 2, "--algorithm.epochs-per-batch", 2),
+        *("--sync-interval", 2, "--generator.temperature", 0.7, 1.0, 1.3, "--num-steps", 4),
+        *("--algorithm.kl-in", "reward", "--algorithm.kl-estimator", "k1", "--algorithm.entropy-coef", 0.01),
+        layout=TWO_RANKS,
+    )
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    for m in metrics:
+        assert abs(m["ratio_mean"] - 1) > 1e-5 and m["ratio_max"] > 1.05  # later updates leave the old policy
+        assert 0 < m["clip_share"] < 1
+    for fresh, stale in ((metrics[0], metrics[1]), (metrics[2], metrics[3])):
+        # after a sync generator and policy are the same; the step after it samples with weights one step old
+        assert fresh["logprob_diff/max"] < 1e-4 and fresh["ess"] > 0.999 and fresh["corrected_share"] == 0
+        assert stale["logprob_diff/mean"] > 0.01 and stale["ess"] < 0.99 and stale["sampler_kl"] > 1e-4
+    differences = [line["logprob_diff"] for line in read_completions(tmp_path / "run")]
+    assert len(differences) == 4 * 16 and max(differences[:16]) < 1e-4 < 0.01 < max(differences[16:32])
+
+
+def test_old_logprobs_of_the_generator_are_those_of_the_policy(model: pathlib.Path, tmp_path: pathlib.Path):
+    """In float32, with a sync each step, both choices of the ratio's denominator train alike."""
+    flags = ("--algorithm.updates-per-batch", 2, "--algorithm.correction", "none", "--num-steps", 1)
+    (policy,) = run(tmp_path, model, *flags, name="policy")
+    (generator,) = run(tmp_path, model, *flags, "--algorithm.old-logprobs", "generator", name="generator")
+    assert policy["ratio_max"] > 1.01
+    for name in ("loss", "ratio_mean", "ratio_max", "grad_norm"):
+        assert generator[name] == pytest.approx(policy[name], rel=1e-3, abs=1e-5), name
+
+
+def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathlib.Path):
+    """Groups of equal rewards are replaced; completions end with the string, and only there."""
+    chance = ("--reward.functions", f"{HERE}/tiny_rewards.py:passes_by_chance", 1, "--group-size", 3)
+    metrics = run(
+        tmp_path,
+        model,
+        *(*chance, "--prompts-per-step", 8, "--sampling.dynamic", "--sampling.max-rounds", 5),
+        *("--sampling.max-pass-rate", 0.9, "--generator.stop", "7", "--data.no-shuffle"),
+        layout=TWO_RANKS,
+    )
+    for m in metrics:
+        assert m["sampling/full_share"] == 1 and m["groups/zero_variance_share"] == 0
+        assert m["sampling/rounds"] > 1 and 0.4 < m["sampling/useful_share"] < 1  # a quarter of the groups are equal
+    assert metrics[0]["sampling/resting"] == 0  # none of this epoch is drawn a second time
+    lines = read_completions(tmp_path / "run")
+    assert len(lines) == 2 * 8 * 3
+    stopped = [line for line in lines if "7" in line["completion"]]
+    assert len(stopped) > 6
+    for line in stopped:
+        assert line["completion"].index("7") == len(line["completion"]) - 1 and line["finish_reason"] == "stop"
+
+
+def test_a_step_that_dynamic_sampling_cannot_fill(model: pathlib.Path, tmp_path: pathlib.Path):
+    """At most one round: the step goes on with the groups it has, and says so."""
+    chance = ("--reward.functions", f"{HERE}/tiny_rewards.py:passes_by_chance", 1, "--group-size", 2)
+    metrics = run(tmp_path, model, *chance, "--prompts-per-step", 8, "--sampling.dynamic", "--sampling.max-rounds", 1)
+    log = (tmp_path / "run.log").read_text()
+    lines = read_completions(tmp_path / "run")
+    for m in metrics:
+        assert m["sampling/rounds"] == 1 and 0 < m["sampling/full_share"] == m["sampling/useful_share"] < 1
+        num_groups = round(8 * m["sampling/full_share"])
+        assert sum(line["step"] == m["step"] for line in lines) == 2 * num_groups
+        assert f"dynamic sampling: {num_groups} of 8 groups have different rewards after 1 rounds" in log
+
+
+def test_verifiers_that_fail_cost_their_completion_alone(model: pathlib.Path, tmp_path: pathlib.Path):
+    metrics = run(
+        tmp_path,
+        model,
+        *("--reward.functions", f"{HERE}/tiny_rewards.py:fails_for_some", 1, f"{HERE}/tiny_rewards.py:digit_share", 1),
+        *("--reward.timeout-seconds", 0.5, "--reward.num-workers", 4),
+    )
+    lines = read_completions(tmp_path / "run")
+    reasons = {0: "signal 9", 1: "took longer than 0.5 s", 2: "KeyError: 'no such thing'"}
+    for m in metrics:
+        of_step = [line for line in lines if line["step"] == m["step"]]
+        kinds = [sum(map(ord, line["completion"])) % 4 for line in of_step]
+        assert set(kinds) == {0, 1, 2, 3}  # the test means something
+        assert m["reward/failed_count"] == m["reward/none_count"] == sum(kind < 3 for kind in kinds)
+        for line, kind in zip(of_step, kinds, strict=True):
+            assert (line["reward"] is None) == (line["advantage"] is None) == (kind < 3)
+            assert reasons.get(kind, "") in "".join(line["failures"].values())
+    assert "tiny_rewards.py:fails_for_some failed for" in (tmp_path / "run.log").read_text()
+
+
+def test_evaluate_alone_repeats_the_runs_last_evaluation(model: pathlib.Path, tmp_path: pathlib.Path):
+    evaluation = ("--evaluation.interval", 2, "--evaluation.num-prompts", 6, "--evaluation.num-samples", 2)
+    run(tmp_path, model, *evaluation)
+    arguments = (tmp_path / "run/model", tmp_path / "run/config.py", "--run-dir", tmp_path / "alone")
+    output = run_python("-m", "grpo.evaluate", *arguments, deadline=120)
+    assert "6 prompts; every completion is in" in output
+
+    def lines(folder: str, step: int) -> list[dict]:
+        found = [json.loads(line) for line in (tmp_path / folder / "evaluation.jsonl").read_text().splitlines()]
+        return [line | {"step": None} for line in found if line["step"] == step]
+
+    assert lines("alone", 0) == lines("run", 2)
+    config = load_recipe(str(tmp_path / "run/config.py"), GRPOConfig)
+    assert config.algorithm.correction == "truncate"  # the saved recipe names what was left open

@@ -1,0 +1,162 @@
+"""Evaluation: pass@k against subsets counted one by one, and metrics a person can check."""
+
+import itertools
+import math
+
+import pytest
+
+from grpo.eval_metrics import evaluation_metrics, pass_at_k, pass_rates, passed
+from grpo.types import Completion, Prompt, Rollout
+
+
+def make_rollout(value, reward=None, row=0, num_tokens=2, truncated=False):
+    """One that reward function `f` gave `value`, and all functions together `reward` (`value` if not given)."""
+    completion = Completion(ids=[1] * num_tokens, logprobs=[0.0] * num_tokens, truncated=truncated)
+    reward = value if reward is None else reward
+    return Rollout(Prompt(index=0, ids=[0], row=row), completion, "text", {"other": 1.0, "f": value}, reward)
+
+
+# ---- pass@k
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_passed", "k", "expected"),
+    [
+        (4, 1, 1, 1 / 4),
+        (4, 1, 2, 1 / 2),  # 3 of the 6 pairs hold the one that passed
+        (4, 2, 2, 5 / 6),  # one pair of 6 holds neither
+        (5, 2, 3, 9 / 10),  # one triple of 10 is the three that failed
+        (5, 3, 3, 1.0),  # only two failed
+        (8, 0, 8, 0.0),
+        (8, 8, 1, 1.0),
+    ],
+)
+def test_pass_at_k_by_hand(num_samples, num_passed, k, expected):
+    assert pass_at_k(num_samples, num_passed, k) == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("num_samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(num_samples):
+    for num_passed in range(num_samples + 1):
+        samples = [True] * num_passed + [False] * (num_samples - num_passed)
+        for k in range(1, num_samples + 1):
+            subsets = list(itertools.combinations(samples, k))
+            assert pass_at_k(num_samples, num_passed, k) == sum(map(any, subsets)) / len(subsets)
+
+
+def test_pass_at_k_is_the_product_form_and_does_not_overflow():
+    # C(n - c, k) / C(n, k) = product of 1 - k / i over i = n - c + 1 .. n
+    for num_samples, num_passed, k in [(16, 3, 4), (256, 7, 64), (5000, 3, 1000)]:
+        product = math.prod(1 - k / i for i in range(num_samples - num_passed + 1, num_samples + 1))
+        assert pass_at_k(num_samples, num_passed, k) == pytest.approx(1 - product, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 1, 5), "pass@5 cannot be estimated from 4 samples; take k from 1 to 4"),
+        ((4, 1, 0), "pass@0 cannot be estimated from 4 samples"),
+        ((4, 5, 2), "5 of 4 samples cannot have passed"),
+        ((4, -1, 2), "-1 of 4 samples cannot have passed"),
+    ],
+)
+def test_pass_at_k_refuses_numbers_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pass_at_k(*arguments)
+
+
+# ---- pass rates
+
+
+def test_passed_is_at_least_1_or_unknown():
+    assert [passed(make_rollout(value), "f") for value in (1.0, 1.5, 0.99, 0.0, None)] == [
+        True,
+        True,
+        False,
+        False,
+        None,
+    ]
+    assert passed(make_rollout(0.0), "other") is True
+    assert passed(make_rollout(0.0), "absent") is None
+
+
+def test_pass_rates_go_by_row_and_leave_out_what_has_no_value():
+    rollouts = [
+        *(make_rollout(value, row=7) for value in (1.0, 0.0, 0.0, 0.5)),  # 1 of 4
+        *(make_rollout(value, row=2) for value in (1.0, None, 0.0, None)),  # 1 of 2
+        *(make_rollout(None, row=3) for _ in range(4)),  # nothing known
+        *(make_rollout(1.0, row=-1) for _ in range(4)),  # no row of a data set
+        *(make_rollout(value, row=7) for value in (1.0, 1.0, 1.0, 0.0)),  # row 7 once more: 4 of 8
+    ]
+    assert pass_rates(rollouts[:16], 4, "f") == {7: 0.25, 2: 0.5}
+    assert pass_rates(rollouts, 4, "f") == {7: 0.5, 2: 0.5}
+    assert pass_rates([], 4, "f") == {}
+    with pytest.raises(ValueError, match="19 rollouts are not whole groups of 4"):
+        pass_rates(rollouts[:19], 4, "f")
+
+
+# ---- metrics
+
+
+def test_greedy_metrics():
+    greedy = [
+        make_rollout(1.0, reward=1.5, num_tokens=4),
+        make_rollout(0.0, reward=0.5, num_tokens=8, truncated=True),
+        Rollout(Prompt(0, [0]), Completion([1] * 6, [0.0] * 6, False), "failed", {"f": None, "other": 1.0}),
+        make_rollout(2.0, num_tokens=2),
+    ]
+    assert evaluation_metrics(greedy, [], 0, "f") == {
+        "eval/accuracy": 0.5,  # one without a value has not passed
+        "eval/reward_mean": 4 / 3,  # (1.5 + 0.5 + 2) / 3
+        "eval/completion_length_mean": 5.0,
+        "eval/truncated_share": 0.25,
+        "eval/none_count": 1,
+    }
+
+
+def test_sample_metrics_are_means_over_prompts():
+    greedy = [make_rollout(1.0), make_rollout(0.0), make_rollout(0.0)]
+    values = [
+        *(1.0, 0.0, 0.0, 0.0, 0.0, 0.0),  # 1 of 6
+        *(1.0, 1.0, 1.0, None, None, 0.0),  # 3 of 6: without a value is not passed
+        *(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),  # 0 of 6
+    ]
+    samples = [make_rollout(value, num_tokens=1 + i // 6) for i, value in enumerate(values)]
+    metrics = evaluation_metrics(greedy, samples, 6, "f")
+    expected = {
+        "eval/pass_at_1": (1 / 6 + 1 / 2 + 0) / 3,
+        "eval/pass_at_2": (5 / 15 + 12 / 15 + 0) / 3,  # 15 pairs: 5 with the one; 3 without any of the three
+        "eval/pass_at_4": (10 / 15 + 1 + 0) / 3,  # 15 fours: 5 without the one
+        "eval/pass_at_6": 2 / 3,
+        "eval/sample_reward_mean": 4 / 16,
+        "eval/sample_length_mean": 2.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert list(metrics)[5:] == list(expected)
+    assert metrics["eval/accuracy"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("num_samples", "ks"), [(1, [1]), (2, [1, 2]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12])])
+def test_k_are_the_powers_of_two_and_the_number_of_samples(num_samples, ks):
+    metrics = evaluation_metrics([make_rollout(1.0)], [make_rollout(1.0)] * num_samples, num_samples, "f")
+    assert [name for name in metrics if "pass_at" in name] == [f"eval/pass_at_{k}" for k in ks]
+
+
+def test_without_any_reward_the_mean_is_nan_not_zero():
+    metrics = evaluation_metrics([make_rollout(None)], [make_rollout(None)] * 2, 2, "f")
+    assert math.isnan(metrics["eval/reward_mean"]) and math.isnan(metrics["eval/sample_reward_mean"])
+    assert metrics["eval/accuracy"] == metrics["eval/pass_at_2"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("num_greedy", "num_all_samples", "num_samples", "message"),
+    [
+        (0, 0, 0, "0 greedy completions"),
+        (2, 7, 4, "7 rollouts are not whole groups of 4"),
+        (2, 4, 4, "4 samples of 2 prompts, expected 4 of each"),
+        (2, 4, 0, "4 rollouts are not whole groups of 0"),
+    ],
+)
+def test_broken_groups_are_refused(num_greedy, num_all_samples, num_samples, message):
+    with pytest.raises(ValueError, match=message):
+        evaluation_metrics([make_rollout(1.0)] * num_greedy, [make_rollout(1.0)] * num_all_samples, num_samples, "f")

@@ -1,0 +1,697 @@
+"""The reward pool: whatever a verifier does, it costs that completion its reward, and nothing else."""
+
+import contextlib
+import json
+import os
+import pathlib
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from grpo import reward_pool, reward_worker
+from grpo.config import RewardConfig
+from grpo.reward_pool import RewardPool
+from grpo.rewards import RewardError
+from grpo.types import Completion, Prompt, Rollout
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+# Nothing here may hang: that is the subject.
+pytestmark = pytest.mark.timeout(60)
+
+# Seconds a call may take where one of them loops: far more than the others need, even on a busy machine.
+SHORT = 1.5
+
+# `act` is worth the length of the text, unless the text starts with the name of a misdeed.
+REWARD_FILE = r'''
+import ctypes, functools, json, math, os, pathlib, resource, signal, subprocess, sys, threading, time
+from grpo.rewards import group_level
+
+HERE = pathlib.Path(__file__).parent
+hoard = []
+
+def act(completions, **columns):
+    word = completions[0].partition(" ")[0]
+    return MISDEEDS[word]() if word in MISDEEDS else [float(len(completions[0]))]
+
+def loop():
+    while True:
+        pass
+
+def stubborn():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        try:
+            while True:
+                pass
+        except:
+            pass
+
+def allocate():
+    while True:
+        hoard.append(bytearray(10**7))
+
+def hoarding():
+    while True:
+        try:
+            allocate()
+        except MemoryError:
+            pass
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def segfault():
+    ctypes.string_at(0)
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def raises():
+    raise ValueError("line one\nline two \ud800")  # a lone surrogate cannot be written to a terminal
+
+def unspeakable():
+    class Unspeakable(Exception):
+        def __str__(self):
+            raise KeyError("no words")
+    raise Unspeakable
+
+def wordy():
+    raise ValueError("x" * 10**6)
+
+def interrupt():
+    raise KeyboardInterrupt
+
+def recursion():
+    return recursion()
+
+def library():
+    return json.loads("{")
+
+def print_much():
+    for _ in range(100):
+        print("x" * 10**6)
+        sys.stderr.write("y" * 10**6)
+    os.write(1, b"{}\n" * 10**5)
+    return [1.0]
+
+def read_stdin():
+    return [float(len(sys.stdin.read()))]
+
+def close_all():
+    os.closerange(0, 1000)
+    return [1.0]
+
+def close_all_and_loop():
+    os.closerange(0, 1000)
+    loop()
+
+def babble():
+    for fd in range(3, 100):
+        try:
+            os.write(fd, b"\n[1]\n{half a line")
+        except OSError:
+            pass
+    loop()
+
+def lie():
+    for fd in range(3, 100):
+        try:
+            os.write(fd, b'{"call": 99, "outcome": [1.0], "retire": false}\n')
+        except OSError:
+            pass
+    loop()
+
+def fork_and_kill():
+    """The child keeps the connection open while the parent is gone."""
+    if os.fork() == 0:
+        time.sleep(1000)
+    kill()
+
+def fork_and_return():
+    if os.fork() == 0:
+        time.sleep(1000)
+    return [1.0]
+
+def return_twice():
+    """Also the forked child comes back."""
+    os.fork()
+    return [1.0]
+
+def detach_and_loop():
+    subprocess.Popen(["sh", "-c", "echo $$ > detached.pid; sleep 1000"], cwd=HERE, start_new_session=True)
+    if os.fork() == 0:  # a daemon: its parent is gone, and so are session and group
+        os.setsid()
+        if os.fork() == 0:
+            HERE.joinpath("daemon.pid").write_text(str(os.getpid()))
+            time.sleep(1000)
+        os._exit(0)
+    loop()
+
+def new_session():
+    os.fork() and os._exit(0)
+    os.setsid()
+    loop()
+
+def late_alarm():
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return [1.0]
+
+def die_later():
+    threading.Timer(0.3, os._exit, [7]).start()
+    return [1.0]
+
+MISDEEDS = {
+    "loop": loop, "stubborn": stubborn, "sleep": lambda: time.sleep(1000), "allocate": allocate, "hoarding": hoarding,
+    "one_big": lambda: bytearray(10**12),
+    "kill": kill, "segfault": segfault, "stop": stop, "exit0": lambda: os._exit(0), "exit3": lambda: os._exit(3),
+    "abort": os.abort,
+    "raises": raises, "unspeakable": unspeakable, "wordy": wordy, "interrupt": interrupt, "recursion": recursion,
+    "leave": lambda: sys.exit(5), "library": library,
+    "nan": lambda: [math.nan], "two": lambda: [1.0, 2.0], "text": lambda: ["x"], "scalar": lambda: 0.5,
+    "huge": lambda: [10**400], "complex": lambda: [1j], "nothing": lambda: None,
+    "print": print_much, "stdin": read_stdin, "bool": lambda: (True,), "fork": fork_and_return, "twice": return_twice,
+    "late_alarm": late_alarm, "die_later": die_later,
+    "close_all": close_all, "close_all_and_loop": close_all_and_loop, "babble": babble, "lie": lie,
+    "fork_and_kill": fork_and_kill, "detach": detach_and_loop, "session": new_session,
+}
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+def some(completions, **columns):
+    """Nothing for every other word count."""
+    return [None if len(text.split()) % 2 else 10.0 for text in completions]
+
+def nothing(completions, **columns):
+    return [None for _ in completions]
+
+def inverse(completions, answer, **columns):
+    return [1 / int(text) for text in completions]
+
+def record(completions, **columns):
+    """Write down what it was called with."""
+    with open(HERE / "calls.jsonl", "a") as file:
+        file.write(json.dumps([completions, columns]) + "\n")
+    return [float(i) for i in range(len(completions))]
+
+@group_level
+def whole_group(completions, **columns):
+    return record(completions, **columns)
+
+record_group = functools.partial(whole_group)
+
+@group_level
+def act_on_group(completions, **columns):
+    for text in completions:
+        act([text])
+    return [float(len(completions))] * len(completions)
+
+@group_level
+def slow_group(completions, **columns):
+    time.sleep(1.5)
+    return [1.0] * len(completions)
+
+def meet(completions, **columns):
+    """Return only once another call has begun that has not returned."""
+    HERE.joinpath(completions[0]).touch()
+    while len(list(HERE.glob("meet*"))) < 2:
+        time.sleep(0.01)
+    return [1.0]
+
+def main_thread(completions, **columns):
+    return [float(threading.current_thread() is threading.main_thread())]
+
+def limits(completions, **columns):
+    memory, core = (resource.getrlimit(what) for what in (resource.RLIMIT_AS, resource.RLIMIT_CORE))
+    return [float(memory == (2**29, 2**29) and core == (0, 0))]
+'''
+
+
+def rollout(text: str, index: int = 0, num_tokens: int = 1, truncated: bool = False, **columns) -> Rollout:
+    completion = Completion([2] * num_tokens, [-0.5] * num_tokens, truncated)
+    return Rollout(prompt=Prompt(index, [1], columns), completion=completion, text=text)
+
+
+@pytest.fixture
+def open_pool(tmp_path: pathlib.Path):
+    """Pools of functions of REWARD_FILE, by name and weight; afterwards nothing may be left of them."""
+    (tmp_path / "mine.py").write_text(REWARD_FILE)
+    pools = []
+
+    def open_pool(functions: dict[str, float], **fields) -> RewardPool:
+        fields = {"num_workers": 2, "timeout_seconds": 20.0, "memory_gib": 0.5} | fields
+        table = {name if name.endswith("_reward") else mine(tmp_path, name): w for name, w in functions.items()}
+        pools.append(RewardPool(RewardConfig(functions=table, **fields), max_completion_tokens=100))
+        return pools[-1]
+
+    yield open_pool
+    for pool in pools:
+        started = family(pool.supervisor.pid)
+        pool.close()
+        wait_until(lambda started=started: not any(map(alive, started)), f"{started} to be gone")
+
+
+def mine(folder: pathlib.Path, name: str) -> str:
+    return f"{folder}/mine.py:{name}"
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    parents = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found = [pid]
+    for parent in found:
+        found += [child for child, its_parent in parents.items() if its_parent == parent]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(true: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
+    give_up_at = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < give_up_at, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def workers(pool: RewardPool) -> list[int]:
+    return [pid for pid in family(pool.supervisor.pid) if pid != pool.supervisor.pid]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Misdeeds
+
+TOO_LONG = "took longer than 1.5 s"
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "failure"),
+    [
+        ("loop", TOO_LONG),
+        ("stubborn", TOO_LONG),
+        ("sleep", TOO_LONG),
+        ("hoarding", TOO_LONG),
+        ("stop", TOO_LONG),
+        ("detach", TOO_LONG),
+        ("allocate", "MemoryError"),
+        ("one_big", "MemoryError"),
+        ("kill", "the process was killed by signal 9"),
+        ("segfault", "the process was killed by signal 11"),
+        ("abort", "the process was killed by signal 6"),
+        ("fork_and_kill", "the process was killed by signal 9"),
+        ("exit0", "the process exited with code 0"),
+        ("exit3", "the process exited with code 3"),
+        ("session", "the process exited with code 0"),
+        ("close_all", "the process exited with code 1"),
+        ("close_all_and_loop", "the process closed its connection to the supervisor"),
+        ("babble", "the process wrote into its connection to the supervisor"),
+        ("lie", "the process wrote into its connection to the supervisor"),
+        ("raises", r"ValueError: line one line two \? \(/.*/mine.py:47\)"),
+        ("unspeakable", r"Unspeakable \(/.*/mine.py:\d+\)"),
+        ("wordy", r"ValueError: x{250} \[\.\. 999500 characters \.\.\] x{250} \(/.*/mine.py:\d+\)"),
+        ("library", r"JSONDecodeError: Expecting property name .* \(/.*/mine.py:\d+\)"),
+        ("interrupt", r"KeyboardInterrupt \(/.*/mine.py:\d+\)"),
+        ("leave", r"SystemExit: 5 \(/.*/mine.py:\d+\)"),
+        ("recursion", r"RecursionError: maximum recursion depth exceeded.* \(/.*/mine.py:\d+\)"),
+        ("nan", r"returned nan \(float\), not a finite number or None"),
+        ("two", "returned 2 values for 1 completions"),
+        ("text", r"returned 'x' \(str\), not a finite number or None"),
+        ("complex", r"returned 1j \(complex\), not a finite number or None"),
+        ("huge", "OverflowError: .*"),
+        ("scalar", r"returned 0.5 \(float\), not a list with 1 values"),
+        ("nothing", r"returned None \(NoneType\), not a list with 1 values"),
+    ],
+)
+def test_a_misdeed_costs_that_completion_its_reward(misdeed, failure, open_pool, tmp_path):
+    pool = open_pool({"act": 1.0, "length": 0.5}, timeout_seconds=SHORT if failure == TOO_LONG else 20.0)
+    act, length = mine(tmp_path, "act"), mine(tmp_path, "length")
+    texts = [f"good {'x' * i}" for i in range(40)]
+    texts[17] = f"{misdeed} and so on"
+    for _ in range(2):
+        scored = pool.score([rollout(text) for text in texts], group_size=4)
+        assert [r.text for r in scored] == texts
+        bad = scored.pop(17)
+        assert [r.reward for r in scored] == [1.5 * len(r.text) for r in scored]
+        assert all(r.failures == {} for r in scored)
+        assert list(bad.failures) == [act]
+        assert re.fullmatch(failure, bad.failures[act]), bad.failures[act]
+        assert bad.reward is None
+        assert bad.rewards == {act: None, length: float(len(bad.text))}
+
+
+@pytest.mark.parametrize(
+    ("deed", "value"),
+    [("print", 1.0), ("stdin", 0.0), ("bool", 1.0), ("fork", 1.0), ("twice", 1.0), ("late_alarm", 1.0)],
+)
+def test_what_is_odd_but_no_failure(deed, value, open_pool, capfd):
+    pool = open_pool({"act": 1.0}, num_workers=1)
+    before = workers(pool)
+    for _ in range(2):
+        scored = pool.score([rollout(deed), rollout("good"), rollout(deed), rollout("fine")], group_size=2)
+        assert [r.reward for r in scored] == [value, 4.0, value, 4.0]
+        time.sleep(0.1)  # for the late alarm
+    assert before[0] in workers(pool)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_many_misdeeds_at_once(open_pool, tmp_path):
+    pool = open_pool({"act": 1.0}, timeout_seconds=SHORT, num_workers=4)
+    bad = {3: "kill", 4: "loop", 11: "exit3", 12: "raises", 13: "sleep", 29: "allocate", 30: "kill", 31: "stop"}
+    texts = [bad.get(i, f"good {i}") for i in range(32)]
+    scored = pool.score([rollout(text) for text in texts], group_size=8)
+    assert [i for i, r in enumerate(scored) if r.failures] == list(bad)
+    assert [r.reward for r in scored] == [None if i in bad else len(text) for i, text in enumerate(texts)]
+
+
+def test_a_looping_call_ends_about_when_it_should(open_pool):
+    pool = open_pool({"act": 1.0}, timeout_seconds=SHORT)
+    start = time.monotonic()
+    pool.score([rollout("loop"), rollout("good")], group_size=1)
+    assert SHORT <= time.monotonic() - start < SHORT + 10
+
+
+def test_a_killed_worker_is_replaced_and_takes_all_it_started_along(open_pool, tmp_path):
+    pool = open_pool({"act": 1.0}, timeout_seconds=SHORT, num_workers=1)
+    (before,) = workers(pool)
+    assert len(os.listdir(f"/proc/{before}/fd")) == 4  # the standard ones and its connection: nobody else's
+    pool.submit([rollout("detach"), rollout("good")], group_size=1)
+    files = [tmp_path / "detached.pid", tmp_path / "daemon.pid"]
+    wait_until(lambda: all(f.exists() and f.read_text() for f in files), "the processes to detach")
+    detached = [int(file.read_text()) for file in files]
+    assert all(map(alive, detached))
+    assert [r.reward for r in pool.collect()] == [None, 4.0]
+    wait_until(lambda: not any(map(alive, detached)), "the detached processes to be gone")
+    (after,) = workers(pool)
+    assert after != before
+
+
+def test_a_worker_that_dies_between_two_calls_is_nobodys_fault(open_pool):
+    pool = open_pool({"act": 1.0}, num_workers=1)
+    (before,) = workers(pool)
+    assert pool.score([rollout("die_later")], group_size=1)[0].reward == 1.0
+    wait_until(lambda: before not in workers(pool), "the worker to die")
+    assert [r.reward for r in pool.score([rollout("good")] * 20, group_size=1)] == [4.0] * 20
+
+
+def test_what_fills_the_memory_does_not_stay(open_pool):
+    pool = open_pool({"act": 1.0}, num_workers=1)
+    (before,) = workers(pool)
+    scored = pool.score([rollout("allocate"), *[rollout("good")] * 20], group_size=1)
+    assert [r.reward for r in scored] == [None] + [4.0] * 20
+    assert workers(pool) != [before]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls
+
+
+def test_two_calls_run_at_the_same_time(open_pool):
+    pool = open_pool({"meet": 1.0})
+    assert [r.reward for r in pool.score([rollout("meet1"), rollout("meet2")], group_size=1)] == [1.0, 1.0]
+
+
+def test_ordinary_functions_get_one_completion_and_group_level_ones_a_group(open_pool, tmp_path):
+    pool = open_pool({"record": 1.0, "record_group": 1.0})
+    rollouts = [rollout("abcdef"[i], i // 3, 10 + i, i == 5, answer=["p", "q"][i // 3]) for i in range(6)]
+    scored = pool.score(rollouts, group_size=3)
+    assert [r.rewards[mine(tmp_path, "record_group")] for r in scored] == [0.0, 1.0, 2.0] * 2
+    assert [r.rewards[mine(tmp_path, "record")] for r in scored] == [0.0] * 6
+    calls = sorted(json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines())
+    cut = [False, False, False, False, False, True]
+    single = [
+        [["abcdef"[i]], {"answer": ["pppqqq"[i]], "num_tokens": [10 + i], "truncated": [cut[i]]}] for i in range(6)
+    ]
+    groups = [
+        [["a", "b", "c"], {"answer": ["p"] * 3, "num_tokens": [10, 11, 12], "truncated": [False] * 3}],
+        [["d", "e", "f"], {"answer": ["q"] * 3, "num_tokens": [13, 14, 15], "truncated": [False, False, True]}],
+    ]
+    assert calls == sorted(single + groups)
+
+
+def test_a_group_level_call_fails_as_a_group_and_has_a_groups_time(open_pool, tmp_path):
+    pool = open_pool({"slow_group": 1.0, "act_on_group": 1.0}, timeout_seconds=1.0)
+    texts = ["a", "b", "loop", "d", "e", "f", "g", "h"]
+    scored = pool.score([rollout(text, i // 4) for i, text in enumerate(texts)], group_size=4)
+    assert [r.reward for r in scored] == [None] * 4 + [5.0] * 4
+    assert [r.rewards[mine(tmp_path, "slow_group")] for r in scored] == [1.0] * 8  # 1.5 s each
+    assert [r.failures for r in scored[:4]] == [{mine(tmp_path, "act_on_group"): "took longer than 4 s"}] * 4
+
+
+def test_weighted_sums_leave_none_out(open_pool, tmp_path):
+    pool = open_pool({"length": 0.5, "some": 2.0})
+    length, some = mine(tmp_path, "length"), mine(tmp_path, "some")
+    rollouts = [rollout("ab"), rollout(""), rollout("ab cd")]
+    scored = pool.score(rollouts, group_size=1)
+    assert [r.rewards for r in scored] == [
+        {length: 2.0, some: None},
+        {length: 0.0, some: 10.0},
+        {length: 5.0, some: 10.0},
+    ]
+    assert [r.reward for r in scored] == [1.0, 20.0, 22.5]
+    assert rollouts[0].rewards == {} and rollouts[0].reward is None
+
+
+def test_only_none_is_no_reward_and_no_failure(open_pool, tmp_path):
+    pool = open_pool({"nothing": 1.0})
+    (scored,) = pool.score([rollout("ab")], group_size=1)
+    assert scored.rewards == {mine(tmp_path, "nothing"): None}
+    assert scored.reward is None and scored.failures == {}
+
+
+def test_no_rollouts_are_no_calls(open_pool):
+    assert open_pool({"inverse": 1.0}).score([], group_size=8) == []
+
+
+def test_calls_run_on_the_main_thread_within_limits(open_pool):
+    pool = open_pool({"main_thread": 1.0, "limits": 1.0})
+    assert pool.score([rollout("a")], group_size=1)[0].reward == 2.0
+
+
+def test_math_reward_compares_latex_in_a_worker(open_pool):
+    pool = open_pool({"math_reward": 1.0}, answer_format="boxed", memory_gib=4.0)
+    answers = [(r"\frac{3}{4}", "0.75"), ("x+1", "1+x"), (r"\frac{3}{5}", "0.75"), ("9^{9^{9^{9^9}}}", "x")]
+    scored = pool.score([rollout(rf"\boxed{{{given}}}", answer=reference) for given, reference in answers], 1)
+    assert [r.reward for r in scored] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_large_batch_keeps_its_order(open_pool):
+    pool = open_pool({"length": 1.0}, num_workers=3)
+    sizes = [(i * 7919) % 30000 for i in range(1000)]  # about 15 MB, more than any socket holds
+    pool.submit([rollout("x" * size) for size in sizes], group_size=8)
+    assert [r.reward for r in pool.collect()] == sizes
+
+
+def test_the_functions_find_the_drivers_folder_and_modules(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "my_words.py").write_text("def count(text): return len(text.split())\n")
+    (tmp_path / "mine.py").write_text(
+        "import my_words\ndef words(completions, **columns): return [my_words.count(completions[0])]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    pool = RewardPool(RewardConfig(functions={"mine.py:words": 1.0}, num_workers=1), 100)
+    assert pool.score([rollout("one two three")], group_size=1)[0].rewards == {"mine.py:words": 3.0}
+    pool.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What ends a run
+
+
+def test_a_function_that_fails_for_every_completion_is_an_error(open_pool):
+    pool = open_pool({"inverse": 1.0, "length": 1.0})
+    with pytest.raises(RewardError) as caught:
+        pool.score([rollout("0", answer="z" * 2000), rollout("0" * 600, answer="5")], group_size=1)
+    message = str(caught.value)
+    assert "mine.py:inverse failed for all 2 completions: ZeroDivisionError: division by zero (/" in message
+    assert f"  completion: '0'\n  answer: '{'z' * 250} [.. 1500 characters ..] {'z' * 250}'" in message
+    assert str(pickle.loads(pickle.dumps(caught.value))) == message
+    # the pool goes on, and one good completion is enough
+    scored = pool.score([rollout("0", answer="5"), rollout("2", answer="5")], group_size=1)
+    assert [r.reward for r in scored] == [None, 1.5]
+
+
+def test_a_function_that_times_out_for_every_completion_is_an_error(open_pool):
+    pool = open_pool({"act": 1.0}, timeout_seconds=0.2)
+    with pytest.raises(RewardError, match=r"act failed for the only completion: took longer than 0.2 s\n"):
+        pool.score([rollout("loop")], group_size=1)
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (None, ValueError, r"cannot be loaded: ValueError: reward file /.*/mine.py does not exist"),
+        ("x = 1", ValueError, r"mine.py has no function 'act'"),
+        (
+            "import no_such_module",
+            RuntimeError,
+            r"ModuleNotFoundError: No module named 'no_such_module' \(/.*mine.py:1",
+        ),
+        ("\nraise ValueError('bad')", ValueError, r"cannot be loaded: ValueError: bad \(/.*mine.py:2\)"),
+        ("raise SystemExit(3)", RuntimeError, r"cannot be loaded: SystemExit: 3 \(/.*mine.py:1\)"),
+        ("def act(:", RuntimeError, r"cannot be loaded: SyntaxError: invalid syntax"),
+        ("import os; os._exit(3)", RuntimeError, r"cannot be loaded: the process exited with code 3"),
+        ("import os; os.abort()", RuntimeError, r"cannot be loaded: the process was killed by signal 6"),
+        ("x = bytearray(2**33)", RuntimeError, r"cannot be loaded: MemoryError"),
+        ("while True: pass", RuntimeError, r"cannot be loaded: loading took longer than 2 s"),
+    ],
+)
+def test_functions_that_cannot_be_loaded_are_reported_at_the_start(source, error, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_pool, "LOAD_SECONDS", 2.0)
+    if source is not None:
+        (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(error, match=message):
+        RewardPool(RewardConfig(functions={mine(tmp_path, "act"): 1.0}, num_workers=2), 100)
+
+
+def test_functions_that_can_no_longer_be_loaded_end_the_run_only_with_the_last_process(open_pool, tmp_path, capfd):
+    pool = open_pool({"act": 1.0})
+    (tmp_path / "mine.py").write_text("raise KeyError('late')")
+    rollouts = [rollout("kill"), *[rollout("good")] * 20]
+    assert [r.reward for r in pool.score(rollouts, group_size=1)] == [None] + [4.0] * 20
+    assert [r.reward for r in pool.score(rollouts[1:], group_size=1)] == [4.0] * 20
+    with pytest.raises(RuntimeError, match=r"no reward process is left after \d+ attempts .*: KeyError: 'late' "):
+        pool.score(rollouts, group_size=1)
+    assert "warning: a reward process ended without a call to blame: KeyError: 'late'" in capfd.readouterr().err
+
+
+def test_submit_and_collect_take_turns(open_pool):
+    pool = open_pool({"length": 1.0})
+    with pytest.raises(RuntimeError, match="nothing was submitted"):
+        pool.collect()
+    with pytest.raises(ValueError, match="3 rollouts do not split into groups of 2"):
+        pool.submit([rollout("a")] * 3, group_size=2)
+    pool.submit([rollout("a")], group_size=1)
+    with pytest.raises(RuntimeError, match="1 rollouts were submitted and not collected"):
+        pool.submit([rollout("b")], group_size=1)
+    assert pool.collect()[0].reward == 1.0
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit([rollout("a")], group_size=1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_dead_supervisor_is_an_error_and_takes_the_workers_along(when, open_pool):
+    pool = open_pool({"act": 1.0})
+    started = family(pool.supervisor.pid)
+    rollouts = [rollout("sleep"), rollout("sleep")]
+    if when == "after":
+        pool.submit(rollouts, group_size=1)
+    pool.supervisor.kill()
+    with pytest.raises(RuntimeError, match="supervises the reward functions hung up; it ended with code -9"):
+        pool.collect() if when == "after" else pool.score(rollouts, group_size=1)
+    wait_until(lambda: not any(map(alive, started)), "the workers to be gone")
+
+
+def test_a_stuck_supervisor_is_an_error(open_pool, monkeypatch):
+    pool = open_pool({"length": 1.0}, timeout_seconds=0.1)
+    monkeypatch.setattr(reward_pool, "SLACK_SECONDS", 1.0)
+    monkeypatch.setattr(reward_pool, "LOAD_SECONDS", 0.0)
+    started = family(pool.supervisor.pid)
+    pool.supervisor.send_signal(signal.SIGSTOP)
+    with pytest.raises(RuntimeError, match=r"did not answer for .* s; it ended with code -9"):
+        pool.score([rollout("a")], group_size=1)
+    wait_until(lambda: not any(map(alive, started)), "the workers to be gone")
+
+
+def test_ctrl_c_is_the_drivers_business(open_pool):
+    pool = open_pool({"act": 1.0})
+    before = family(pool.supervisor.pid)
+    for pid in before:
+        os.kill(pid, signal.SIGINT)
+    assert pool.score([rollout("good")], group_size=1)[0].reward == 4.0
+    assert family(pool.supervisor.pid) == before
+
+
+DRIVER = """
+import os, sys, time
+from grpo.config import RewardConfig
+from grpo.reward_pool import RewardPool
+from grpo.types import Completion, Prompt, Rollout
+
+pool = RewardPool(RewardConfig(functions={sys.argv[1]: 1.0}, num_workers=2, timeout_seconds=1000), 100)
+texts = ["detach", "stubborn"]
+pool.submit([Rollout(Prompt(0, [1]), Completion([2], [-0.5], False), text) for text in texts], group_size=1)
+if sys.argv[2] == "copied" and os.fork() == 0:
+    time.sleep(1000)  # holds a copy of the driver's end of the socket
+print(pool.supervisor.pid, flush=True)
+pool.collect()
+"""
+
+
+@pytest.mark.parametrize("socket", ["alone", "copied"])
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_driver(how, send, socket, tmp_path):
+    (tmp_path / "mine.py").write_text(REWARD_FILE)
+    command = [sys.executable, "-c", DRIVER, mine(tmp_path, "act"), socket]
+    driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        supervisor = int(driver.stdout.readline())
+        files = [tmp_path / "detached.pid", tmp_path / "daemon.pid"]
+        wait_until(lambda: all(f.exists() and f.read_text() for f in files), "the processes to detach")
+        detached = [int(file.read_text()) for file in files]
+        started = {pid for pid in (*family(supervisor), *detached) if alive(pid)}
+        assert len(started) >= 5 and started.issuperset(detached)
+        send(driver.pid, how)
+        wait_until(lambda: not any(map(alive, started)), f"{started} to be gone")
+    finally:
+        driver.kill()
+        driver.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The worker's parts
+
+
+def test_the_processes_start_without_torch():
+    program = "import sys, grpo.reward_worker; print([m for m in ('torch', 'numpy', 'grpo.types') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    values = reward_worker.check_values([numpy.float32(0.5), numpy.int64(3), True, None], 4)
+    assert values == [0.5, 3.0, 1.0, None]
+    assert [type(value) for value in values] == [float, float, float, type(None)]
+
+
+def test_a_call_gets_its_own_columns():
+    """A function may change the lists it is given."""
+
+    def greedy(completions, answer, **columns):
+        answer.clear()
+        return [float(len(completions.pop()))]
+
+    payload = pickle.dumps((["ab"], {"answer": ["5"]}))
+    assert [reward_worker.make_call(greedy, payload) for _ in range(2)] == [([2.0], False)] * 2
+
+
+def test_the_pool_needs_no_thread(open_pool):
+    before = threading.active_count()
+    pool = open_pool({"length": 1.0})
+    pool.submit([rollout("a")], group_size=1)
+    assert threading.active_count() == before
+    pool.collect()
