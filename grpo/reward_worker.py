@@ -56,8 +56,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 def main() -> None:
     """The supervisor: set up, load, then a batch at a time until the driver closes its end of the socket."""
-    # Ctrl-C is the driver's business. SIGTERM is also what the kernel sends when the driver's main thread, which started
-    # this process, is gone; SIGKILL would not let it end what the workers started.
+    # Ctrl-C is the driver's business. SIGTERM is also what the kernel sends when the driver's main thread, which
+    # started this process, is gone; SIGKILL would not let it end what the workers started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     prctl = ctypes.CDLL(None).prctl

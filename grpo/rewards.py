@@ -30,11 +30,9 @@ the functions, deadlines, worker processes and the weighted sum, which are the r
 """
 
 import functools
-import importlib.util
 import inspect
 import json
 import logging
-import pathlib
 import re
 import secrets
 import sys
@@ -45,6 +43,7 @@ from typing import Any
 
 from grpo.answers import LATEX_SECONDS, extract_answer, same_answer
 from grpo.config import RewardConfig
+from grpo.plugin import load_function
 from grpo.sandbox import run_python
 
 RewardFunction = Callable[..., list[float | None]]
@@ -65,9 +64,8 @@ def group_level(function: RewardFunction) -> RewardFunction:
 
 def is_group_level(function: RewardFunction) -> bool:
     """Whether it is marked `@group_level`, also through functools.partial."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "group_level", False)
+    marked = getattr(function, "group_level", False)
+    return marked or (isinstance(function, functools.partial) and is_group_level(function.func))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -500,17 +498,13 @@ def load_functions(
                 "and truncation of each completion); rename the data set's column"
             )
         columns += EXTRA_COLUMNS
-    modules: dict[str, Any] = {}  # two functions of one file share its module
     functions = {}
     for name, weight in config.functions.items():
-        file, colon, function_name = name.rpartition(":")
         if name in BUILT_INS:
             function = _bind_options(name, config, max_completion_tokens)
             _check_option_names(name, function, columns or ())
-        elif colon and file.endswith(".py"):
-            if file not in modules:
-                modules[file] = _load_file(file)
-            function = _find_function(modules[file], file, function_name)
+        elif ":" in name:
+            function = load_function(name, "reward")
         else:
             raise ValueError(
                 f"unknown reward function {name!r}; built-ins are {', '.join(BUILT_INS)}, "
@@ -599,27 +593,6 @@ def _is_script(language: str) -> bool:
     prefix = f"{language.upper()} "
     letters = filter(str.isalpha, map(chr, range(sys.maxunicode)))
     return any(unicodedata.name(letter, "").startswith(prefix) for letter in letters)
-
-
-def _load_file(file: str):
-    path = pathlib.Path(file)
-    if not path.is_file():
-        raise ValueError(
-            f"reward file {path.absolute()} does not exist; give a path that holds from the folder the run starts in"
-        )
-    spec = importlib.util.spec_from_file_location(f"reward_file {path.resolve()}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _find_function(module, file: str, name: str) -> RewardFunction:
-    function = getattr(module, name, None)
-    if callable(function):
-        return function
-    there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-    raise ValueError(f"{file} has no function {name!r}; functions there: {', '.join(there) or 'none'}")
 
 
 def _check_signature(name: str, function: RewardFunction, columns: list[str]) -> None:

@@ -291,7 +291,8 @@ def _launcher(parent: int, report_fd: int) -> None:
             _leave_root(job)
         if _wants(job, "namespaces") and not privileged:
             _unshare_as_user()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user would have cleared it
+        # Set here, since a change of user clears it. An init of no namespace must still clean up.
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if _wants(job, "namespaces") else signal.SIGTERM)
         if os.getppid() != parent:
             return  # it died before it could be watched
         if _wants(job, "namespaces"):

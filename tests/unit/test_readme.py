@@ -7,10 +7,9 @@ import shlex
 
 import pytest
 
-from grpo.config import GRPOConfig, SFTConfig
+from grpo.config import OWN_LOSS_DEFAULTS, PAPER_DEFAULTS, GRPOConfig, SFTConfig
 from grpo.recipes import check_world_size, describe_layout, load, load_recipe
-from grpo.rewards import load_functions, score
-from grpo.types import Completion, Prompt, Rollout
+from grpo.rewards import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -22,19 +21,28 @@ DEFAULTS = {
 
 # Every metric that a run logs, by the file that names it; `reward/<function>` stands for one per reward function.
 METRICS = {
-    "metrics.py": "reward/mean reward/std reward/none_count completion/length_mean completion/length_max "
-    "completion/truncated_share prompt/length_mean groups/zero_variance_share time/other time/step",
-    "losses.py": "clip_share clip_low_share clip_high_share ratio_mean ratio_max",
-    "trainer.py": "loss entropy logprob_diff/mean logprob_diff/max grad_norm learning_rate",
-    "train_grpo.py": "kl tokens_per_second memory/peak_gib",
-    "evaluate.py": "eval/accuracy eval/reward_mean eval/completion_length_mean eval/truncated_share",
+    "metrics.py": "reward/mean reward/std reward/none_count reward/failed_count completion/length_mean "
+    "completion/length_max completion/truncated_share prompt/length_mean groups/zero_variance_share time/other "
+    "time/step",
+    "losses.py": "clip_share clip_low_share clip_high_share dual_clip_share gate_mean weight_cut_share active_share "
+    "ratio_mean ratio_max logprob_diff/mean logprob_diff/max sampler_kl",
+    "trainer.py": "loss entropy grad_norm learning_rate",
+    "train_grpo.py": "kl ess corrected_share",
+    "driver.py": "tokens_per_second memory/peak_gib sampling/rounds sampling/useful_share sampling/full_share "
+    "sampling/resting",
+    "eval_metrics.py": "eval/accuracy eval/reward_mean eval/completion_length_mean eval/truncated_share "
+    "eval/none_count eval/sample_reward_mean eval/sample_length_mean",
 }
-NAMED = {name for names in METRICS.values() for name in names.split()} | {"reward/<function>"}
+# One per reward function, and one per number of samples
+MANY = {"reward/<function>", "eval/pass_at_<k>"}
+NAMED = {name for names in METRICS.values() for name in names.split()} | MANY
+# What the loop takes out of the losses' metrics again, to make `ess` of it
+INGREDIENTS = {"weight", "weight_squared"}
 
 # Not written yet when a checkout has no measurements, or the reader's own.
-MAY_BE_ABSENT = {"configs/RESULTS.md", "my_reward.py"}
+MAY_BE_ABSENT = {"configs/RESULTS.md"}
 # Files that a run writes.
-RUN_FILES = {"config.py", "metrics.jsonl", "samples.txt"}
+RUN_FILES = {"config.py", "metrics.jsonl", "samples.txt", "file.py"}
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
 
 
@@ -51,7 +59,7 @@ def table(first_header: str) -> list[list[str]]:
 
 
 def phases() -> set[str]:
-    scripts = SOURCES["train_grpo.py"] + SOURCES["train_sft.py"]
+    scripts = SOURCES["train_grpo.py"] + SOURCES["train_sft.py"] + SOURCES["driver.py"]
     return {f"time/{name}" for name in re.findall(r'ledger\.phase\("(\w+)"\)', scripts)}
 
 
@@ -67,14 +75,18 @@ def test_metrics_are_logged(file):
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    for file in ("metrics.py", "trainer.py", "train_grpo.py", "train_sft.py", "evaluate.py"):
-        found = re.findall(r'"((?:reward|completion|prompt|groups|time|memory|logprob_diff|eval)/\w+)"', SOURCES[file])
+    groups = "reward|completion|prompt|groups|time|memory|logprob_diff|sampling|eval"
+    for file in ("metrics.py", "trainer.py", "train_grpo.py", "train_sft.py", "driver.py", "eval_metrics.py"):
+        found = re.findall(rf'"((?:{groups})/\w+)"', SOURCES[file])
         assert set(found) <= NAMED | phases(), file
 
 
 def test_losses_metrics_are_all_listed():
-    returned = re.search(r"return loss_BT, \{(.*?)\n    \}", SOURCES["losses.py"], re.DOTALL)[1]
-    assert set(re.findall(r'^\s*"(\w+)":', returned, re.MULTILINE)) == set(METRICS["losses.py"].split())
+    code = SOURCES["losses.py"].partition("LOSSES: dict")  # names of losses are keys too
+    listed = set(METRICS["losses.py"].split())
+    for part in (code[0], code[2].partition("\n}\n")[2]):
+        found = re.findall(r'"([\w/]+)": [\w~(]|metrics\["(\w+)"\] = ', part)
+        assert {first or second for first, second in found} - INGREDIENTS <= listed
 
 
 def test_every_metric_is_explained_once():
@@ -187,14 +199,23 @@ def test_every_message_is_one_of_the_code():
         assert message in code or message in FOREIGN_MESSAGES, message
 
 
-def test_the_example_reward_runs(tmp_path):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    file = tmp_path / "my_reward.py"
-    file.write_text(example)
-    config = dataclasses.replace(GRPOConfig().reward, functions={f"{file}:short": 1.0})
-    functions = load_functions(config, columns=["question", "answer"])
-    prompt = Prompt(0, [1], {"question": "?", "answer": "1"})
-    texts = ["a" * 200, "a" * 600, "a" * 2000, " "]
-    rollouts = score(functions, [Rollout(prompt, Completion([1], [0.0], False), text) for text in texts])
-    assert [r.reward for r in rollouts] == [1.0, 0.5, 0.0, None]
-    assert len(example.splitlines()) <= 10
+def test_own_loss_and_reward_are_the_files_that_run_end_to_end():
+    section = README.partition("## Write your own loss or reward\n")[2].partition("\n## ")[0]
+    loss, reward = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert loss == (ROOT / "tests/e2e/my_loss.py").read_text()
+    assert reward == (ROOT / "tests/e2e/my_reward.py").read_text()
+    assert max(len(loss.splitlines()), len(reward.splitlines())) <= 25
+
+
+def test_losses_and_their_defaults_are_listed():
+    rows = {row[0].strip("`"): row[2:] for row in table("Loss")}
+    assert rows.keys() == {*PAPER_DEFAULTS, "path/file.py:function"}
+    for loss, (advantages, aggregation, clip) in rows.items():
+        defaults = PAPER_DEFAULTS.get(loss, OWN_LOSS_DEFAULTS)
+        assert (advantages, aggregation) == (f"`{defaults['advantages']}`", f"`{defaults['aggregation']}`"), loss
+        if clip != "-":
+            assert [float(x) for x in clip.split(" / ")] == [defaults["clip_low"], defaults["clip_high"]], loss
+
+
+def test_every_built_in_reward_is_listed():
+    assert {row[0].strip("`") for row in table("Reward function")} == set(BUILT_INS)
