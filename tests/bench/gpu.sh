@@ -2,6 +2,7 @@
 # The runs of configs/RESULTS.md: each variant prints a table; logs go to $OUT (default runs/bench).
 #
 #   bash tests/bench/gpu.sh base kl sleep      one GPU, Qwen3-0.6B, every role on it
+#   bash tests/bench/gpu.sh updates stop eval  one GPU: several updates per batch, stop strings, evaluation on and off
 #   bash tests/bench/gpu.sh colocated2         two GPUs, the same over FSDP 2 and one engine of tensor_parallel 2
 #   bash tests/bench/gpu.sh split              four GPUs, Qwen3-1.7B, 2 trainers + 1 reference + 1 generator
 #
@@ -31,11 +32,25 @@ bench() { # NAME RANKS SHAPE RECIPE FLAGS...
 one=(1 qwen3-0.6b tests/bench/colocated.py)
 four=(4 qwen3-1.7b tests/bench/split.py)
 no_reference=(--roles.num-references 0 --roles.num-generators 2 --algorithm.kl-coef 0)
+updates=(--algorithm.loss gspo --algorithm.updates-per-batch 4 --generator.temperature 0.8 1.0 1.2)
+updates+=(--algorithm.entropy-coef 0.001)
+evaluation=(--evaluation.interval 1 --evaluation.num-prompts 32 --evaluation.num-samples 4)
 for variant in "$@"; do
     case $variant in
         base) bench base "${one[@]}" ;;
         kl) bench kl "${one[@]}" --algorithm.kl-coef 0.01 ;;
         sleep) bench sleep "${one[@]}" --generator.sleep ;;
+        updates) bench updates "${one[@]}" "${updates[@]}" ;;
+        stop) bench stop "${one[@]}" --num-steps 4 --generator.stop ab cd ;;
+        eval)
+            # what training does must not depend on it: the completions of both runs are compared
+            bench plain "${one[@]}" --num-steps 3 --metrics.samples-interval 1
+            bench eval "${one[@]}" --num-steps 3 --metrics.samples-interval 1 "${evaluation[@]}"
+            cut -d, -f1-6 runs/plain/completions.jsonl | md5sum
+            cut -d, -f1-6 runs/eval/completions.jsonl | md5sum
+            cmp runs/plain/completions.jsonl runs/eval/completions.jsonl && echo "evaluation changed nothing"
+            grep '"eval/' runs/eval/metrics.jsonl | cut -c 1-400
+            ;;
         no_ac) bench no_ac "${one[@]}" --trainer.activation-checkpointing none ;;
         full_ac) bench full_ac "${one[@]}" --trainer.activation-checkpointing full ;;
         colocated2) bench colocated2 2 "${one[@]:1}" --roles.num-trainers 2 --generator.tensor-parallel 2 ;;

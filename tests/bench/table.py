@@ -18,7 +18,16 @@ SHOWN = (
     "time/save",
     "time/other",
 )
-SHOWN += ("tokens_per_second", "memory/peak_gib", "logprob_diff/mean", "logprob_diff/max", "loss", "kl", "grad_norm")
+SHOWN += (
+    "tokens_per_second",
+    "memory/peak_gib",
+    "logprob_diff/mean",
+    "logprob_diff/max",
+    "sampler_kl",
+    "ess",
+    "ratio_mean",
+)
+SHOWN += ("ratio_max", "loss", "kl", "grad_norm")
 
 
 def main(run_dir: str, first_step: int = 3) -> None:
