@@ -1,5 +1,6 @@
 """Fixtures that the end-to-end tests share: a tiny model, and a finished run of it."""
 
+import json
 import pathlib
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from grpo import toy
 from tests.e2e.runs import TINY
 from tests.torchrun import torchrun
+
+BY_CHANCE = f"{pathlib.Path(__file__).parent}/tiny_rewards.py:passes_by_chance"
 
 
 @pytest.fixture(scope="session")
@@ -28,13 +31,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[str]]:
     """Folder and arguments of a run of 6 steps with checkpoints at 3 and 6.
 
-    2 trainer ranks that also hold the reference, 1 generator. Warm-up and a cosine, so that a schedule that does not
-    resume would show. `--resume` with nothing to resume from starts fresh.
+    2 trainer ranks that also hold the reference, 1 generator. Everything on that has a state or an order to resume:
+    warm-up and a cosine, two updates per batch, weights up to two steps old, dynamic sampling, and so few rows that
+    epochs end and prompts rest. `--resume` with nothing to resume from starts fresh.
     """
     run_dir = tmp_path_factory.mktemp("run") / "a"
+    rows = [json.dumps(row) for row in toy.task_rows("addition", "train")[:12]]
+    (run_dir.parent / "rows.jsonl").write_text("\n".join(rows))
     layout = ["--roles.num-trainers", 2, "--roles.num-references", 0, "--roles.num-generators", 1]
     schedule = ["--trainer.schedule", "cosine", "--trainer.warmup-steps", 2, "--num-steps", 6]
-    arguments = [TINY, "--model.path", model, *layout, *schedule, "--checkpoint.interval", 3, "--resume"]
+    updates = ["--algorithm.updates-per-batch", 2, "--sync-interval", 3]
+    sampling = ["--sampling.dynamic", "--sampling.max-pass-rate", 0.7, "--reward.functions", BY_CHANCE, 1]
+    arguments = [TINY, "--model.path", model, *layout, *schedule, *updates, *sampling]
+    arguments += ["--data.path", run_dir.parent / "rows.jsonl", "--checkpoint.interval", 3, "--resume"]
     output = torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3, deadline=240)
     assert "starting at step 0" in output
     return run_dir, [str(argument) for argument in arguments]
