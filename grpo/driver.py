@@ -20,7 +20,7 @@ from grpo.advantages import group_advantages, zero_variance
 from grpo.config import GRPOConfig
 from grpo.eval_metrics import evaluation_metrics, pass_rates
 from grpo.generator import temperature_of
-from grpo.losses import kl
+from grpo.losses import kl, load_loss
 from grpo.metrics import Ledger, RunLog, failure_lines, rollout_metrics
 from grpo.packing import make_batch
 from grpo.recipes import as_recipe, describe_layout
@@ -55,6 +55,7 @@ class Driver:
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
             rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
+            load_loss(config.algorithm.loss)
             rows = data.load_rows(config.data.path, config.data.name, config.data.split)
             data.check_columns(rows, columns, config.data.path)
             resume_from = checkpoint.open_run_dir(
@@ -112,6 +113,7 @@ class Driver:
         self.rollouts: list[Rollout] = []  # of the step, group after group
         self.spare: list[Rollout] = []  # groups of equal rewards that dynamic sampling put aside
         self.num_prompts = self.num_useful = self.num_rounds = 0
+        self.metrics: dict[str, float] = {}
 
     def take(self, prompts: list[Prompt], completions: list[Completion], ledger: Ledger) -> list[Prompt]:
         """Take in one round of sampling; returns the prompts of another round, none once the step is full.
@@ -179,7 +181,9 @@ class Driver:
         algorithm = self.config.algorithm
         rewards_S = rewards_of(self.rollouts)
         if algorithm.kl_in == "reward" and batch.ref_logprobs_C is not None:
-            rewards_S = rewards_S - algorithm.kl_coef * sequence_kl(batch, algorithm.kl_estimator)
+            penalty_S = algorithm.kl_coef * sequence_kl(batch, algorithm.kl_estimator)
+            self.metrics["reward/kl_penalty"] = penalty_S.mean().item()
+            rewards_S = rewards_S - penalty_S
         advantages_S = group_advantages(rewards_S, self.config.group_size, algorithm.advantages)
         if algorithm.mask_truncated:
             truncated_S = torch.tensor([r.completion.truncated for r in self.rollouts])
@@ -197,7 +201,7 @@ class Driver:
 
     def log(self, step: int, stats: dict[str, float], logprob_diff_S: torch.Tensor, ledger: Ledger) -> None:
         """The step's one log call."""
-        metrics = rollout_metrics(self.rollouts, self.config.group_size) | stats | ledger.close_step()
+        metrics = rollout_metrics(self.rollouts, self.config.group_size) | self.metrics | stats | ledger.close_step()
         if self.config.sampling.dynamic:
             metrics["sampling/rounds"] = self.num_rounds
             metrics["sampling/useful_share"] = self.num_useful / self.num_prompts

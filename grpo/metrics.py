@@ -258,7 +258,7 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
 def function_names(functions: list[str]) -> dict[str, str]:
     """Metric name of each reward function: `path/file.py:function` becomes `function`, unless that is ambiguous."""
     short = {function: function.rsplit(":", 1)[-1] for function in functions}
-    taken = [*short.values(), "mean", "std", "none_count", "failed_count"]
+    taken = [*short.values(), "mean", "std", "none_count", "failed_count", "kl_penalty"]
     return {function: name if taken.count(name) == 1 else function for function, name in short.items()}
 
 

@@ -174,6 +174,11 @@ def _validate_grpo(config: GRPOConfig) -> None:
         )
     if generator.sleep and not roles.colocated:
         raise ValueError("generator.sleep frees memory for a trainer on the same GPU; it needs --roles.colocated")
+    if generator.sleep and config.sync_interval > 1:
+        raise ValueError(
+            f"generator.sleep drops the engine's weights after each step, so sync_interval={config.sync_interval} must "
+            "be 1: they come back with the sync"
+        )
     data_parallel = max(1, roles.num_trainers // config.trainer.tensor_parallel)
     if config.completions_per_step % data_parallel:
         fit = math.ceil(config.completions_per_step / data_parallel) * data_parallel

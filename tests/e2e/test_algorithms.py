@@ -76,6 +76,8 @@ def test_several_updates_on_samples_of_older_weights(model: pathlib.Path, tmp_pa
     for m in metrics:
         assert abs(m["ratio_mean"] - 1) > 1e-5 and m["ratio_max"] > 1.05  # later updates leave the old policy
         assert 0 < m["clip_share"] < 1
+    # the reference is the policy of the start: the first samples differ in nothing, later ones do
+    assert abs(metrics[0]["reward/kl_penalty"]) < 1e-5 < abs(metrics[2]["reward/kl_penalty"])
     for fresh, stale in ((metrics[0], metrics[1]), (metrics[2], metrics[3])):
         # after a sync generator and policy are the same; the step after it samples with weights one step old
         assert fresh["logprob_diff/max"] < 1e-4 and fresh["ess"] > 0.999 and fresh["corrected_share"] == 0

@@ -164,7 +164,17 @@ def test_rewards_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path
 
     assert "unknown reward function 'math'" in refused("math")
     assert f"{tmp_path}/no.py does not exist" in refused(f"{tmp_path}/no.py:f")
-    assert "functions there: digit_share, raises_for_odd_answers, one_too_few" in refused(f"{REWARDS}:f")
+    assert "functions there: digit_share, always_raises, one_too_few" in refused(f"{REWARDS}:f")
+
+
+def test_losses_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path):
+    def refused(loss: str) -> str:
+        return refusal("--model.path", model, "--run-dir", tmp_path / "run", "--algorithm.loss", loss)
+
+    assert f"{tmp_path}/no.py does not exist" in refused(f"{tmp_path}/no.py:f")
+    assert "functions there: digit_share" in refused(f"{REWARDS}:f")
+    (tmp_path / "loss.py").write_text("def f(inputs):\n    return inputs\n")
+    assert "cannot be called with two arguments" in refused(f"{tmp_path}/loss.py:f")
 
 
 def test_existing_run_folder(model: pathlib.Path, tmp_path: pathlib.Path):
@@ -266,6 +276,16 @@ def test_rewards_that_fail(function: str, parts: list[str], model: pathlib.Path,
     message = output[output.index(error) :]  # the completion stands on the lines below
     for part in (function, *parts):
         assert part in message
+
+
+def test_a_loss_that_returns_a_mean(model: pathlib.Path, tmp_path: pathlib.Path):
+    """The most likely mistake in a loss of one's own; nothing is updated."""
+    (tmp_path / "loss.py").write_text("def f(inputs, config):\n    return inputs.logprobs_BT.mean(), {}\n")
+    arguments = (*COLOCATED, "--model.path", model, "--run-dir", tmp_path / "run")
+    output = failing_run(TINY, *arguments, "--algorithm.loss", f"{tmp_path}/loss.py:f", nproc=1, within=90)
+    (error,) = errors_in(output)
+    for part in ("phase train", "loss.py:f returned a loss that is", "one floating number per position"):
+        assert part in error
 
 
 DYING_GENERATOR = """

@@ -125,6 +125,9 @@ BAD = {
     "sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is": GRPOConfig(
         group_size=1, algorithm=AlgorithmConfig(advantages="none"), sampling=SamplingConfig(dynamic=True)
     ),
+    "generator.sleep drops the engine's weights after each step, so sync_interval=2 must be 1": GRPOConfig(
+        roles=RolesConfig(colocated=True), generator=GeneratorConfig(sleep=True), sync_interval=2
+    ),
     "reward.timeout_seconds=0 and": GRPOConfig(reward=RewardConfig(timeout_seconds=0)),
     "reward.code_memory_gib=8 must not exceed reward.memory_gib=4.0": GRPOConfig(
         reward=RewardConfig(functions={"code_reward": 1.0}, code_memory_gib=8)
