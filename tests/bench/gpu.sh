@@ -5,6 +5,7 @@
 #   bash tests/bench/gpu.sh updates stop eval  one GPU: several updates per batch, stop strings, evaluation on and off
 #   bash tests/bench/gpu.sh colocated2         two GPUs, the same over FSDP 2 and one engine of tensor_parallel 2
 #   bash tests/bench/gpu.sh split              four GPUs, Qwen3-1.7B, 2 trainers + 1 reference + 1 generator
+#   bash tests/bench/gpu.sh split_all          the same with dynamic sampling, two updates, a sync every second step
 #
 # SHAPE and MODEL (a folder) override the checkpoint, LIMIT the seconds one variant may take.
 set -u
@@ -34,6 +35,10 @@ four=(4 qwen3-1.7b tests/bench/split.py)
 no_reference=(--roles.num-references 0 --roles.num-generators 2 --algorithm.kl-coef 0)
 updates=(--algorithm.loss gspo --algorithm.updates-per-batch 4 --generator.temperature 0.8 1.0 1.2)
 updates+=(--algorithm.entropy-coef 0.001)
+# half of all groups of two coins are equal, so that dynamic sampling has something to do
+everything=(--group-size 2 --prompts-per-step 64 --sampling.dynamic --algorithm.loss dapo --algorithm.kl-in reward)
+everything+=(--algorithm.updates-per-batch 2 --sync-interval 2 --evaluation.interval 4 --evaluation.num-samples 4
+    --trainer.learning-rate 1e-5)
 evaluation=(--evaluation.interval 1 --evaluation.num-prompts 32 --evaluation.num-samples 4)
 for variant in "$@"; do
     case $variant in
@@ -55,6 +60,7 @@ for variant in "$@"; do
         full_ac) bench full_ac "${one[@]}" --trainer.activation-checkpointing full ;;
         colocated2) bench colocated2 2 "${one[@]:1}" --roles.num-trainers 2 --generator.tensor-parallel 2 ;;
         split) bench split "${four[@]}" ;;
+        split_all) bench split_all "${four[@]}" "${everything[@]}" ;;
         tp) bench tp "${four[@]}" --trainer.tensor-parallel 2 ;;
         replicas) bench replicas "${four[@]}" "${no_reference[@]}" ;;
         engine_tp) bench engine_tp "${four[@]}" "${no_reference[@]}" --generator.tensor-parallel 2 ;;
