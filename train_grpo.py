@@ -110,14 +110,15 @@ def train(config: GRPOConfig, roles: Roles) -> None:
             if plan.sync:
                 sync_weights(trainer.model if trainer else None, generator, step + 1, dtype, roles)
 
-        if plan.save and roles.trains:
-            with ledger.phase("save"):
-                state = driver.state(step + 1) if roles.is_driver else None
-                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
         if plan.evaluate:
             with ledger.phase("evaluate"):
                 evaluate(driver, generator, start.eval_prompts, step + 1, roles)
         on_driver(roles, Driver.log, driver, step + 1, stats, logprob_diff_S, ledger)
+        # Saved last, so that a run which dies before or meanwhile repeats the step with its evaluation and log line.
+        if plan.save and roles.trains:
+            with ledger.phase("save"):
+                state = driver.state(step + 1) if roles.is_driver else None
+                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
 
     if config.checkpoint.export and roles.trains:
         models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", dtype)
@@ -134,22 +135,25 @@ def update(
     """
     if config.recomputes_old_logprobs:  # with one update they are the policy's own, and need no forward
         batch = replace(batch, old_logprobs_C=trainer.logprobs(batch))
-    updates, logprob_diffs = [], []
+    updates = []
     for epoch in range(config.algorithm.epochs_per_batch):
         for part in split_groups(batch, config.group_size, config.algorithm.updates_per_batch):
-            check = plan.check_sync and not updates
-            tolerance = config.logprob_tolerance if check else None
-            stats, logprob_diff_S = trainer.step(part, policy_loss(config, part), tolerance)
-            stats["ess"] = effective_sample_size(stats.pop("weight"), stats.pop("weight_squared"))
-            updates.append(stats)
-            if epoch == 0:
-                logprob_diffs.append(logprob_diff_S)
+            first = not updates
+            tolerance = config.logprob_tolerance if plan.check_sync and first else None
+            updates.append(trainer.step(part, policy_loss(config, part, first), tolerance))
+        if epoch == 0:
+            logprob_diff_S = torch.cat([update.logprob_diff_S for update in updates])
     trainer.end_step()
-    return merge_updates(updates), torch.cat(logprob_diffs)
+    stats = merge_updates(updates)
+    stats["ess"] = effective_sample_size(stats.pop("weight"), stats.pop("weight_squared"))
+    return stats, logprob_diff_S
 
 
-def policy_loss(config: GRPOConfig, batch: TrainBatch) -> LossFunction:
-    """The loss of one micro-batch of `batch`, normalised over the whole batch before its first forward."""
+def policy_loss(config: GRPOConfig, batch: TrainBatch, first_update: bool = True) -> LossFunction:
+    """The loss of one micro-batch of `batch`, normalised over the whole batch before its first forward.
+
+    `first_update`: the policy is still that of the step's start.
+    """
     algorithm = config.algorithm
     loss_function = load_loss(algorithm.loss)
     counted_C, lengths_S = batch.counted_C, batch.counted_lengths_S
@@ -157,7 +161,7 @@ def policy_loss(config: GRPOConfig, batch: TrainBatch) -> LossFunction:
 
     def loss(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor):
         generator_BT = scatter_completions(batch.generator_logprobs_C, batch, micro)
-        start_BT = logprobs_BT.detach()  # the policy at the start of the step, if this is the step's first update
+        start_BT = logprobs_BT.detach()  # the policy at the start of the step, or as close as is known
         if batch.old_logprobs_C is not None:
             start_BT = scatter_completions(batch.old_logprobs_C, batch, micro)
         inputs = LossInputs(
@@ -179,7 +183,11 @@ def policy_loss(config: GRPOConfig, batch: TrainBatch) -> LossFunction:
             start_BT, generator_BT, inputs, algorithm.correction, algorithm.correction_low, algorithm.correction_high
         )
         loss_BT = weights_BT * loss_BT
-        metrics |= mismatch(start_BT, generator_BT, inputs.mask_BT) | {"corrected_share": corrected_BT}
+        metrics = metrics | {"corrected_share": corrected_BT}
+        if "active_share" in metrics:
+            metrics["active_share"] = metrics["active_share"] & (weights_BT != 0)
+        if first_update or batch.old_logprobs_C is not None:  # else it would measure how far training moved the policy
+            metrics |= mismatch(start_BT, generator_BT, inputs.mask_BT)
 
         if batch.ref_logprobs_C is not None:
             ref_BT = scatter_completions(batch.ref_logprobs_C, batch, micro)

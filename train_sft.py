@@ -45,7 +45,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
     for step in range(config.num_steps):
         batch = send_batch(on_driver(roles, Driver.next_batch, driver), roles)  # driver -> trainers
         with ledger.phase("train"):
-            stats, _ = trainer.step(batch, answer_loss(batch))
+            stats = trainer.step(batch, answer_loss(batch)).all_metrics
             trainer.end_step()
         on_driver(roles, Driver.log, driver, step + 1, batch, stats, ledger)
         recent_losses.append(stats["loss"])  # the same on all ranks
@@ -77,7 +77,7 @@ class Driver:
         with refuse_bad_input():
             rows = data.load_rows(config.data.path, config.data.name, config.data.split)
             data.check_columns(rows, [config.data.prompt_column, config.completion_column], config.data.path)
-            checkpoint.open_run_dir(config.run_dir, as_recipe(config), overwrite=config.overwrite)
+            checkpoint.find_run(config.run_dir, overwrite=config.overwrite)
             self.folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
             models.check_folder(self.folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
             self.stream = data.ChatStream(
@@ -87,6 +87,7 @@ class Driver:
                 config.max_sequence_tokens,
                 config.seed,
             )
+        checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps)
         print(f"{as_recipe(config)}\n{config.num_trainers} trainer ranks; {config.run_dir}", flush=True)
 

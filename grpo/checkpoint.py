@@ -34,26 +34,30 @@ RUN_FILES = (
 WRITTEN_BEFORE_RUN = ("config.py", "initial_model")
 
 
-def open_run_dir(run_dir: str, recipe: str, *, resume: bool = False, overwrite: bool = False) -> pathlib.Path | None:
-    """Make the run's folder and save its resolved config there; returns the checkpoint to resume from, if any.
+def find_run(run_dir: str, *, resume: bool = False, overwrite: bool = False) -> pathlib.Path | None:
+    """The checkpoint to resume from, if that was asked for and there is one. Changes nothing.
 
     Raises:
         FileExistsError: an earlier run's files are there and neither `resume` nor `overwrite` was asked for.
     """
-    folder = pathlib.Path(run_dir)
-    there = [name for name in RUN_FILES if (folder / name).exists()]
-    if there and overwrite and not resume:
-        for name in there:
-            path = folder / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    elif set(there) - set(WRITTEN_BEFORE_RUN) and not resume:
+    there = [name for name in RUN_FILES if (pathlib.Path(run_dir) / name).exists()]
+    if set(there) - set(WRITTEN_BEFORE_RUN) and not (resume or overwrite):
         raise FileExistsError(
-            f"{folder} holds an earlier run ({', '.join(there)}); continue it with --resume, delete it with "
+            f"{run_dir} holds an earlier run ({', '.join(there)}); continue it with --resume, delete it with "
             "--overwrite, or choose another --run-dir"
         )
+    return latest_checkpoint(run_dir) if resume else None
+
+
+def begin_run(run_dir: str, recipe: str, *, fresh: bool = False) -> None:
+    """Save the run's resolved config in its folder; `fresh` deletes first what an earlier run left there."""
+    folder = pathlib.Path(run_dir)
+    for name in RUN_FILES if fresh else ():
+        path = folder / name
+        if name != "initial_model":  # this run's own already
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.py").write_text(recipe)
-    return latest_checkpoint(run_dir) if resume else None
 
 
 def latest_checkpoint(run_dir: str) -> pathlib.Path | None:

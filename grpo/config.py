@@ -80,7 +80,7 @@ class RewardConfig:
     num_workers: int = 4
     """Processes that run the reward functions."""
     timeout_seconds: float = 10.0
-    """A call for one completion (of a group-level function: for one group) that takes longer is ended, reward None."""
+    """Per completion: a call that takes longer is ended, reward None; for a whole group, times its size."""
     memory_gib: float = 4.0
     """Address space of one such process."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
@@ -193,7 +193,7 @@ class AlgorithmConfig:
     clip_high: float | None = None
     """The ratio is clipped above 1 + clip_high."""
     dual_clip: float = 0.0
-    """Clipped losses: a negative advantage costs at most this many times itself (above 1, e.g. 3); 0 is off."""
+    """grpo, dr_grpo, dapo, gspo: a negative advantage costs at most this many times itself (e.g. 3); 0 is off."""
     sapo_temperature_positive: float = 1.0
     """sapo: steepness of the gate where the advantage is positive."""
     sapo_temperature_negative: float = 1.05
@@ -333,7 +333,7 @@ class GRPOConfig:
     seed: int = 0
     """Data order and sampling follow from this."""
     sync_interval: int = 1
-    """Steps between weight syncs; above 1 the generators sample with weights up to that many steps old."""
+    """Steps between weight syncs; at N the generators sample with weights that are up to N - 1 steps old."""
     sync_check_interval: int = 20
     """Steps between canaries that compare trainer and generator log-probs (also after the first sync); 0 is never."""
     sync_check_tolerance: float = 0.0

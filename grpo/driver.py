@@ -20,11 +20,11 @@ from grpo.advantages import group_advantages, zero_variance
 from grpo.config import GRPOConfig
 from grpo.eval_metrics import evaluation_metrics, pass_rates
 from grpo.generator import temperature_of
-from grpo.losses import kl, load_loss
+from grpo.losses import kl, try_loss
 from grpo.metrics import Ledger, RunLog, failure_lines, rollout_metrics
 from grpo.packing import make_batch
 from grpo.recipes import as_recipe, describe_layout
-from grpo.reward_pool import RewardPool
+from grpo.reward_pool import RewardPool, refuse_useless
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
 from grpo.watchdog import refuse_bad_input
 
@@ -55,12 +55,10 @@ class Driver:
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
             rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
-            load_loss(config.algorithm.loss)
+            try_loss(config.algorithm)
             rows = data.load_rows(config.data.path, config.data.name, config.data.split)
             data.check_columns(rows, columns, config.data.path)
-            resume_from = checkpoint.open_run_dir(
-                config.run_dir, as_recipe(config), resume=config.resume, overwrite=config.overwrite
-            )
+            resume_from = checkpoint.find_run(config.run_dir, resume=config.resume, overwrite=config.overwrite)
             folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
             models.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
             self.tokenizer = data.load_tokenizer(folder)
@@ -73,6 +71,8 @@ class Driver:
                 step = state["step"]
                 self.stream.load_state_dict(state["data"])
             self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
+        # only now that nothing is refused any more may an earlier run be deleted
+        checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite and not config.resume)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=step)
         self.stop_token_ids = models.stop_token_ids(folder, self.tokenizer)
         # The function whose value of at least 1 means that a completion passed
@@ -110,7 +110,8 @@ class Driver:
         )
 
     def _begin_step(self) -> None:
-        self.rollouts: list[Rollout] = []  # of the step, group after group
+        self.sampled: list[Rollout] = []  # all of the step, group after group
+        self.rollouts: list[Rollout] = []  # those it trains on
         self.spare: list[Rollout] = []  # groups of equal rewards that dynamic sampling put aside
         self.num_prompts = self.num_useful = self.num_rounds = 0
         self.metrics: dict[str, float] = {}
@@ -120,7 +121,7 @@ class Driver:
 
         The rewards are being computed from here on. Only dynamic sampling waits for them: it puts groups whose rewards
         are all equal aside and asks for as many prompts as it expects to need. After `sampling.max_rounds` the step
-        goes on with the groups it has; with none at all, with groups put aside, from which nothing will be learned.
+        goes on with the groups it has; with none at all, with some that were put aside.
         """
         config = self.config
         rollouts = rollouts_of(prompts, completions, self.version, self.tokenizer, self.stop_token_ids)
@@ -138,6 +139,7 @@ class Driver:
             rollouts_of_group = rollouts[group * config.group_size : (group + 1) * config.group_size]
             (self.spare if same else self.rollouts).extend(rollouts_of_group)
         self.num_useful += same_P.count(False)
+        self.sampled.extend(rollouts)
         missing = config.prompts_per_step - self.num_useful
         if missing > 0 and self.num_rounds < config.sampling.max_rounds:
             useful_share = max(self.num_useful / self.num_prompts, LEAST_USEFUL_SHARE)
@@ -146,15 +148,20 @@ class Driver:
             print(
                 f"dynamic sampling: {self.num_useful} of {config.prompts_per_step} groups have different rewards after "
                 f"{self.num_rounds} rounds with {self.num_prompts} prompts; the step goes on with "
-                + ("these" if self.num_useful else "groups from which nothing can be learned"),
+                + ("these" if self.num_useful else "groups of equal rewards"),
                 flush=True,
             )
+        refuse_useless(self.sampled)
         self.rollouts = (self.rollouts or self.spare)[: config.completions_per_step]
         return []
 
     def batch(self) -> TrainBatch:
         """The step's rollouts laid end to end."""
         completions = [r.completion for r in self.rollouts]
+        finite = torch.tensor([x for c in completions for x in c.logprobs]).isfinite()
+        self.metrics["logprob_diff/nonfinite_share"] = 1 - finite.float().mean().item()
+        if not finite.any():
+            raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         temperatures, group_size = self.config.generator.temperature, self.config.group_size
         return make_batch(
             [r.prompt.ids for r in self.rollouts],
@@ -167,7 +174,8 @@ class Driver:
         """Wait for the rewards of the step's rollouts, which workers computed meanwhile."""
         if not self.config.sampling.dynamic:
             with ledger.phase("reward"):
-                self.rollouts = self._collect()
+                self.rollouts = self.sampled = self._collect()
+                refuse_useless(self.sampled)
 
     def _collect(self) -> list[Rollout]:
         rollouts = self.pool.collect()
@@ -201,14 +209,14 @@ class Driver:
 
     def log(self, step: int, stats: dict[str, float], logprob_diff_S: torch.Tensor, ledger: Ledger) -> None:
         """The step's one log call."""
-        metrics = rollout_metrics(self.rollouts, self.config.group_size) | self.metrics | stats | ledger.close_step()
+        metrics = rollout_metrics(self.sampled, self.config.group_size) | self.metrics | stats | ledger.close_step()
         if self.config.sampling.dynamic:
             metrics["sampling/rounds"] = self.num_rounds
             metrics["sampling/useful_share"] = self.num_useful / self.num_prompts
             metrics["sampling/full_share"] = min(1.0, self.num_useful / self.config.prompts_per_step)
         if self.config.sampling.filters:
             metrics["sampling/resting"] = self.stream.num_resting
-        num_tokens = sum(len(r.prompt.ids) + len(r.completion.ids) for r in self.rollouts)
+        num_tokens = sum(len(r.prompt.ids) + len(r.completion.ids) for r in self.sampled)
         metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30

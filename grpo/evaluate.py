@@ -6,7 +6,8 @@
 The recipe says which prompts (sections `data` and `evaluation`), rewards and sampling options (`generator`); without
 one it is that of train_grpo.py. After training, `python -m grpo.evaluate RUN_DIR/model RUN_DIR/config.py` repeats the
 last evaluation of the run. Every process holds an engine, or a part of one with `generator.tensor_parallel`. Numbers go
-to the console, all completions to `--run-dir` (runs/evaluate): evaluation.jsonl, written anew each time.
+to the console and to metrics.jsonl in `--run-dir` (runs/evaluate), all completions to evaluation.jsonl there; both are
+written anew each time.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from grpo.metrics import RunLog
 from grpo.recipes import load, validate
 from grpo.reward_pool import RewardPool
 from grpo.roles import close_roles, setup_roles
+from grpo.types import Completion, Prompt
 from grpo.watchdog import BadInput, refuse_bad_input, run_rank, set_place
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
@@ -56,12 +58,14 @@ def load_config(model: str, arguments: list[str], world_size: int) -> GRPOConfig
         config,
         model=dataclasses.replace(config.model, path=model),
         roles=RolesConfig(colocated=True, num_trainers=world_size, num_references=0),
-        algorithm=dataclasses.replace(config.algorithm, kl_coef=0.0),
+        algorithm=dataclasses.replace(config.algorithm, kl_coef=0.0, kl_in="loss", updates_per_batch=1),
         trainer=dataclasses.replace(config.trainer, tensor_parallel=1, data_replicas=1),
         prompts_per_step=world_size,
         run_dir=config.run_dir if given else RUN_DIR,
     )
     validate(config)
+    if (pathlib.Path(config.run_dir) / "config.py").exists():
+        raise ValueError(f"{config.run_dir} holds a run, whose log would be lost; choose another --run-dir")
     return config
 
 
@@ -91,7 +95,7 @@ class Judge:
         self.stop_token_ids = models.stop_token_ids(folder, self.tokenizer)
         self.start = folder, self.stop_token_ids, prompts
 
-    def report(self, prompts, greedy, samples) -> None:
+    def report(self, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion]) -> None:
         """Score, write and print."""
         metrics = dataclasses.replace(self.config.metrics, tensorboard=False)
         run_log = RunLog(metrics, self.config.run_dir, num_steps=0)

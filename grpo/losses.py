@@ -6,7 +6,8 @@ a function in a file of your own and set `algorithm.loss` to `path/file.py:funct
 
 Metrics are detached `[B, T]` tensors (bool or float) of per-token values; outside the mask they are 0 or False, but
 nobody looks there. Over the counted tokens of the whole step the trainer takes their mean, or their maximum (0 if all
-are negative) where the name ends in `max`. So a metric does not depend on how the step was split.
+are negative) where the name ends in `max`. So a metric does not depend on how an update was split. A
+loss logs the same names each time it is called.
 
 Masked-out positions may hold anything (inf, nan): they are replaced with `where` before any arithmetic that could
 overflow, because 0 * nan is nan, forward and backward. Inside the mask nothing is repaired: a NaN log-prob or
@@ -43,12 +44,17 @@ class LossInputs:
     """int64: index of the sequence of each position, -1 on padding. A row may hold several sequences; a sequence is
     never split over rows or micro-batches."""
     lengths_BT: torch.Tensor
-    """int64: counted tokens of this position's sequence where the mask is True, 1 elsewhere."""
+    """int64: counted tokens of this position's sequence; at least 1, also where the mask is False."""
     num_sequences: int
-    """Of the step: every index in `sequence_BT` is below it."""
+    """Of the batch: every index in `sequence_BT` is below it."""
 
 
 Metrics = dict[str, torch.Tensor]
+
+# Logged for every loss, so no loss may use these names.
+RESERVED_METRICS = {"loss", "entropy", "kl", "ess", "weight", "weight_squared", "sampler_kl", "corrected_share"}
+RESERVED_METRICS |= {"logprob_diff/mean", "logprob_diff/max", "grad_norm", "learning_rate", "tokens_per_second"}
+
 PolicyLoss = Callable[[LossInputs, AlgorithmConfig], tuple[torch.Tensor, Metrics]]
 
 
@@ -215,6 +221,9 @@ def check_loss_output(output: tuple[torch.Tensor, Metrics], inputs: LossInputs, 
         )
     if inputs.logprobs_BT.requires_grad and not loss_BT.requires_grad:
         raise ValueError(f"loss {name} returned a loss without gradient; compute it from inputs.logprobs_BT")
+    reserved = RESERVED_METRICS & metrics.keys()
+    if reserved:
+        raise ValueError(f"loss {name} logs {', '.join(sorted(reserved))}, which the run logs itself; rename it")
     for key, value_BT in metrics.items():
         if not (isinstance(key, str) and isinstance(value_BT, torch.Tensor) and value_BT.shape == shape):
             raise ValueError(
@@ -222,6 +231,28 @@ def check_loss_output(output: tuple[torch.Tensor, Metrics], inputs: LossInputs, 
             )
         if value_BT.requires_grad:
             raise ValueError(f"metric {key!r} of loss {name} carries a gradient; detach it")
+
+
+def try_loss(config: AlgorithmConfig) -> None:
+    """Load the loss and call it once on three tokens, so that a mistake in a user's file shows before any GPU is used.
+
+    Raises:
+        ValueError: see `load_loss` and `check_loss_output`.
+        Whatever the user's function raises.
+    """
+    logprobs_BT = torch.tensor([[-1.0, -2.0, -0.5, 0.0]], requires_grad=True)
+    inputs = LossInputs(
+        logprobs_BT=logprobs_BT,
+        old_logprobs_BT=torch.tensor([[-1.1, -1.9, -0.5, 0.0]]),
+        advantages_BT=torch.tensor([[1.0, 1.0, -1.0, 0.0]]),
+        mask_BT=torch.tensor([[True, True, True, False]]),
+        sequence_BT=torch.tensor([[0, 0, 1, -1]]),
+        lengths_BT=torch.tensor([[2, 2, 1, 1]]),
+        num_sequences=2,
+    )
+    output = load_loss(config.loss)(inputs, config)
+    check_loss_output(output, inputs, config.loss)
+    output[0].sum().backward()
 
 
 def sequence_means(values_BT: torch.Tensor, inputs: LossInputs) -> torch.Tensor:

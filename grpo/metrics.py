@@ -73,6 +73,8 @@ class Ledger:
         finally:
             self._book()
             self.open_phases.pop()
+        # not reached if the block raised: what failed, failed in this phase
+        set_place(phase=self.open_phases[-1] if self.open_phases else "other")
 
     def close_step(self) -> dict[str, float]:
         """Seconds since the last call: `time/PHASE` of each phase that ran, `time/other`, `time/step`.

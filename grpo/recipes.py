@@ -17,6 +17,10 @@ from grpo.config import OWN_LOSS_DEFAULTS, PAPER_DEFAULTS, AlgorithmConfig, GRPO
 
 Config = TypeVar("Config", GRPOConfig, SFTConfig)
 
+CLIPPED_LOSSES = ("grpo", "dr_grpo", "dapo", "gspo")
+# Far above the clips of its paper, for a ratio of whole sequences
+WIDE_GSPO_CLIP = 0.05
+
 
 def load(config_type: type[Config], default_recipe: str, arguments: list[str] | None = None) -> Config:
     """Read `[RECIPE.py] [--field value ...]` from the command line into a checked config.
@@ -187,11 +191,19 @@ def _validate_grpo(config: GRPOConfig) -> None:
             f"{config.completions_per_step} completions do not divide over {data_parallel} data-parallel trainer "
             f"ranks; the next number that does is {fit}"
         )
-    if not isinstance(generator.temperature, tuple) or not generator.temperature or min(generator.temperature) <= 0:
+    temperatures = generator.temperature if isinstance(generator.temperature, tuple) else ()
+    if not temperatures or not all(0 < temperature < math.inf for temperature in temperatures):
         raise ValueError(
             f"generator.temperature={generator.temperature} must be a tuple of numbers above 0, such as (1.0,): greedy "
             "samples cannot be compared"
         )
+    if len(temperatures) > config.group_size:
+        raise ValueError(
+            f"{len(temperatures)} temperatures for group_size={config.group_size} completions of a prompt; the rest "
+            "would never be used"
+        )
+    if "" in generator.stop:
+        raise ValueError("generator.stop has an empty string, which would end every completion; leave it out")
     if not 0 < generator.top_p <= 1 or not 0 <= generator.min_p < 1 or generator.top_k < 0:
         raise ValueError(
             f"generator.top_p={generator.top_p} must lie in (0, 1], generator.min_p={generator.min_p} in [0, 1) and "
@@ -240,13 +252,29 @@ def _validate_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             "algorithm.kl_in=reward uses the value of the KL alone, which k3_k2_gradient takes from k3; "
             "use --algorithm.kl-estimator k3"
         )
-    if algorithm.correction == "truncate" and algorithm.old_logprobs == "generator":
+    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
+        raise ValueError("algorithm.kl_in=reward does nothing with algorithm.kl_coef=0; set it above 0")
+    own = algorithm.loss not in PAPER_DEFAULTS
+    if algorithm.dual_clip and algorithm.loss not in CLIPPED_LOSSES and not own:
+        raise ValueError(
+            f"algorithm.dual_clip does nothing in {algorithm.loss}; it belongs to {', '.join(CLIPPED_LOSSES)}"
+        )
+    if algorithm.max_importance_weight and algorithm.loss != "reinforce" and not own:
+        raise ValueError(f"algorithm.max_importance_weight does nothing in {algorithm.loss}; it belongs to reinforce")
+    has_ratio = algorithm.loss != "reinforce" or algorithm.max_importance_weight > 0
+    weighs = algorithm.correction in ("truncate", "mask_tokens")
+    if weighs and algorithm.old_logprobs == "generator" and has_ratio and not own:
         raise ValueError(
             "algorithm.old_logprobs=generator has the generator in the ratio already; weighing with "
-            "algorithm.correction=truncate would count it twice; use correction none, mask_tokens or mask_sequences"
+            f"algorithm.correction={algorithm.correction} would count it twice; use correction none or mask_sequences"
         )
-    compares = algorithm.advantages in ("group_std", "group_mean", "rloo")
-    if config.group_size == 1 and compares:
+    masks = algorithm.correction in ("mask_tokens", "mask_sequences")
+    if masks and not algorithm.correction_low <= 1 <= algorithm.correction_high:
+        raise ValueError(
+            f"algorithm.correction_low={algorithm.correction_low} and correction_high={algorithm.correction_high} must "
+            "have 1 between them, the weight of a token on which generator and policy agree"
+        )
+    if config.group_size == 1 and algorithm.advantages != "none":
         raise ValueError(
             f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0, so nothing would "
             "be learned; use a group_size of at least 2, or advantages none"
@@ -300,7 +328,17 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     """What is allowed but may surprise, one sentence each; `load` prints them once."""
     if not isinstance(config, GRPOConfig):
         return []
-    generator, found = config.generator, []
+    generator, algorithm, found = config.generator, config.algorithm, []
+    if algorithm.loss == "gspo" and (algorithm.clip_high or 0) > WIDE_GSPO_CLIP:
+        found.append(
+            f"algorithm.clip_high={algorithm.clip_high} hardly ever clips a sequence's ratio; gspo's paper has 4e-4 (a "
+            "recipe saved from another loss names its clips)"
+        )
+    if algorithm.max_importance_weight and config.updates_per_step == 1 and algorithm.old_logprobs == "policy":
+        found.append(
+            "algorithm.max_importance_weight does nothing with one update per batch and old_logprobs=policy: every "
+            "weight is 1"
+        )
     if generator.top_p < 1 or generator.top_k > 0 or generator.min_p > 0:
         found.append(
             f"generator.top_p={generator.top_p}, top_k={generator.top_k}, min_p={generator.min_p} sample from another "

@@ -2,7 +2,7 @@
 
 What runs over there, and what happens to a verifier that loops, crashes or allocates without end, is reward_worker's.
 Here stands what a failure means: that completion has no reward, and says why; a function that fails for every
-completion ends the run, because then the function is wrong and not the completion.
+completion of a step ends the run.
 
 Layer 1. Left out: threads. The supervisor process watches the deadlines, so between `submit` and `collect` the driver
 does what it likes.
@@ -103,7 +103,6 @@ class RewardPool:
         failed for a completion leaves it without a reward: the other functions' sum would not compare.
 
         Raises:
-            RewardError: one function failed for every completion. The pool can go on.
             RuntimeError: nothing was submitted, or the processes are gone.
         """
         if self._rollouts is None:
@@ -126,11 +125,6 @@ class RewardPool:
                 rewards[i][name] = value
                 if failed:
                     failures[i][name] = outcome
-        for name in self.config.functions:
-            if all(name in failed for failed in failures):
-                number = f"all {len(rollouts)} completions" if len(rollouts) > 1 else "the only completion"
-                first = f"reward function {name} failed for {number}: {failures[0][name]}"
-                raise RewardError(f"{first}\n{_shown(rollouts[0])}")
         return [self._with_rewards(rollout, rewards[i], failures[i]) for i, rollout in enumerate(rollouts)]
 
     def score(self, rollouts: list[Rollout], group_size: int) -> list[Rollout]:
@@ -199,6 +193,19 @@ class RewardPool:
         return RuntimeError(
             f"the process that supervises the reward functions {what}; it ended with code {self.supervisor.returncode}"
         )
+
+
+def refuse_useless(rollouts: list[Rollout]) -> None:
+    """Stop a step in which one function failed for every completion: then the function is wrong, not the completions.
+
+    Raises:
+        RewardError: it names the function and shows the first completion.
+    """
+    for name in rollouts[0].failures if rollouts else ():
+        if all(name in rollout.failures for rollout in rollouts):
+            number = f"all {len(rollouts)} completions" if len(rollouts) > 1 else "the only completion"
+            first = f"reward function {name} failed for {number}: {rollouts[0].failures[name]}"
+            raise RewardError(f"{first}\n{_shown(rollouts[0])}")
 
 
 def _arguments(rollouts: list[Rollout]) -> tuple[list[str], dict[str, list]]:

@@ -8,7 +8,9 @@ sharded, split into micro-batches or packed.
 import grpo.titan_on_cpu  # noqa: F401
 
 # isort: split
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +33,28 @@ LossFunction = Callable[
 
 # The metric that the canary and the tables of completions look at: |policy's - generator's log-prob|
 LOGPROB_DIFF = "logprob_diff/mean"
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer update did; the same on all trainer ranks."""
+
+    metrics: dict[str, float]
+    """Means over the counted tokens, or maxima where the name ends in `max`; NaN if no token counts."""
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    num_counted: float
+    """Tokens that count in the loss."""
+    logprob_diff_S: torch.Tensor
+    """float64 [S]: each sequence's mean of `logprob_diff/mean`; NaN where no token counts or nothing is known."""
+
+    @property
+    def all_metrics(self) -> dict[str, float]:
+        """Everything by name, for the log."""
+        own = {"loss": self.loss, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
+        return self.metrics | own
 
 
 class Trainer:
@@ -77,23 +101,20 @@ class Trainer:
             dist.all_reduce(logprobs_C)  # every rank holds its share and 0 elsewhere
         return logprobs_C.cpu()
 
-    def step(
-        self, batch: TrainBatch, loss_function: LossFunction, logprob_tolerance: float | None = None
-    ) -> tuple[dict[str, float], torch.Tensor]:
+    def step(self, batch: TrainBatch, loss_function: LossFunction, logprob_tolerance: float | None = None) -> Update:
         """One optimizer update over the whole batch. Collective over the trainer ranks, which pass the same batch.
+
+        A batch in which no token counts changes nothing: neither weights nor the optimizer's moments.
 
         Args:
             logprob_tolerance: the canary. If the policy's log-probs of the completions, before the update, differ from
                 the generator's by more than this on average, the step stops with nothing updated.
 
-        Returns:
-            The metrics, and each sequence's mean of `logprob_diff/mean` over its counted tokens (float64 [S], NaN
-            where none counts or the loss function has no such metric); the same on all trainer ranks.
-
         Raises:
             RuntimeError: the canary found stale or wrong weights in the generator, or the gradient is not finite.
+            ValueError: the loss function named its metrics differently in two micro-batches.
         """
-        sums, maxima = {}, {}
+        sums, maxima, names, loss_sum, num_counted = {}, {}, None, 0, 0
         sequence_S2 = torch.zeros(batch.num_sequences + 1, 2, dtype=torch.float64, device=self.roles.device)
         self.optimizer.zero_grad()
         for micro in micro_batches(batch, self.model, self.config):
@@ -102,15 +123,18 @@ class Trainer:
             loss.backward()
 
             # on the device throughout: nothing waits for the GPU here
-            metrics["entropy"] = entropy_BT.detach()
+            metrics = metrics | {"entropy": entropy_BT.detach()}
+            if names and names != metrics.keys():
+                raise ValueError(f"the loss logged {sorted(names)} and then {sorted(metrics)}; log the same each time")
+            names = metrics.keys()
             for name, values_BT in metrics.items():
                 values_BT = values_BT.double().where(counted_BT, 0)
                 if name.endswith("max"):
                     maxima[name] = torch.maximum(maxima.get(name, values_BT.new_zeros(())), values_BT.max())
                 else:
                     sums[name] = sums.get(name, 0) + values_BT.sum()
-            sums["loss"] = sums.get("loss", 0) + loss.detach().double()
-            sums["num_counted"] = sums.get("num_counted", 0) + counted_BT.sum().double()
+            loss_sum = loss_sum + loss.detach().double()
+            num_counted = num_counted + counted_BT.sum().double()
             if LOGPROB_DIFF in metrics:
                 diff_BT = metrics[LOGPROB_DIFF].double().where(counted_BT, 0)
                 per_token_N2 = torch.stack([diff_BT, counted_BT.double()], -1).flatten(0, 1)
@@ -118,14 +142,18 @@ class Trainer:
                 padding_last_N = sequence_N.where(sequence_N >= 0, batch.num_sequences)
                 sequence_S2.index_add_(0, padding_last_N, per_token_N2)
 
-        result = self._reduce(sums, maxima, sequence_S2)
-        num_counted = max(result.pop("num_counted"), 1)
-        result = {name: x if name == "loss" or name.endswith("max") else x / num_counted for name, x in result.items()}
-        if logprob_tolerance is not None and not result[LOGPROB_DIFF] <= logprob_tolerance:
+        (loss, num_counted, *means), highest = self._reduce(
+            [loss_sum, num_counted, *sums.values()], maxima, sequence_S2
+        )
+        metrics = dict.fromkeys([*sums, *maxima], math.nan)  # if nothing counts
+        if num_counted:
+            metrics = dict(zip(metrics, [*(x / num_counted for x in means), *highest], strict=True))
+        checks = logprob_tolerance is not None and num_counted > 0
+        if checks and not metrics[LOGPROB_DIFF] <= logprob_tolerance:
             raise RuntimeError(
                 "the generator does not hold the policy's weights: their log-probs of the same completions differ by "
-                f"{result[LOGPROB_DIFF]:.2e} on average (tolerance {logprob_tolerance:.0e}, largest "
-                f"{result['logprob_diff/max']:.2e}). Nothing was updated. If precision explains it, raise "
+                f"{metrics[LOGPROB_DIFF]:.2e} on average (tolerance {logprob_tolerance:.0e}, largest "
+                f"{metrics['logprob_diff/max']:.2e}). Nothing was updated. If precision explains it, raise "
                 "--sync-check-tolerance"
             )
 
@@ -135,12 +163,13 @@ class Trainer:
             raise RuntimeError(
                 f"gradient norm is {grad_norm}; nothing was updated. Look at the rewards and log-probs of this step"
             )
-        result |= {"grad_norm": grad_norm, "learning_rate": self.learning_rate}
-        self.optimizer.step()
+        learning_rate = self.learning_rate
+        if num_counted:
+            self.optimizer.step()
         if self.roles.device.type == "cuda":
             torch.cuda.synchronize()  # so that the step's time is its own
         diff_S2 = sequence_S2[:-1].cpu()
-        return result, diff_S2[:, 0] / diff_S2[:, 1]
+        return Update(metrics, loss, grad_norm, learning_rate, num_counted, diff_S2[:, 0] / diff_S2[:, 1])
 
     def end_step(self) -> None:
         """Move the learning rate's schedule on; once per step, however many updates it had."""
@@ -166,23 +195,36 @@ class Trainer:
         return self.optimizer.optimizers[0].param_groups[0]["lr"]
 
     def _reduce(
-        self, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor], sequence_S2: torch.Tensor
-    ) -> dict[str, float]:
-        """Totals over data-parallel ranks, with one transfer from the device. Collective over them."""
-        totals = torch.stack(list(sums.values()))
+        self, sums: list[torch.Tensor], maxima: dict[str, torch.Tensor], sequence_S2: torch.Tensor
+    ) -> tuple[list[float], list[float]]:
+        """Sums and maxima over data-parallel ranks, with one transfer from the device. Collective over them."""
+        totals = torch.stack(sums)
         highest = torch.stack(list(maxima.values())) if maxima else totals.new_zeros(0)
         mesh = self.model.parallel_dims.get_optional_mesh("batch")
         if mesh is not None and mesh.size() > 1:
             dist.all_reduce(totals, group=mesh.get_group())
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group())
             dist.all_reduce(sequence_S2, group=mesh.get_group())
-        return dict(zip([*sums, *maxima], torch.cat([totals, highest]).tolist(), strict=True))
+        values = torch.cat([totals, highest]).tolist()
+        return values[: len(sums)], values[len(sums) :]
 
 
-def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step's updates as those of the step: means, or maxima where the name ends in `max`."""
+def merge_updates(updates: list[Update]) -> dict[str, float]:
+    """The metrics of a step's updates as those of the step.
+
+    Means over the counted tokens of all updates that have the metric, maxima, and plain means of what an update has
+    one of (loss, gradient norm, learning rate).
+    """
     merged = {}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
-        merged[name] = max(values) if name.endswith("max") else sum(values) / len(values)
+    for name in dict.fromkeys(name for update in updates for name in update.metrics):
+        there = [update for update in updates if name in update.metrics and update.num_counted]
+        if not there:
+            merged[name] = math.nan
+        elif name.endswith("max"):
+            merged[name] = max(update.metrics[name] for update in there)
+        else:
+            total = sum(update.num_counted for update in there)
+            merged[name] = sum(update.metrics[name] * update.num_counted for update in there) / total
+    for name in ("loss", "grad_norm", "learning_rate"):
+        merged[name] = sum(getattr(update, name) for update in updates) / len(updates)
     return merged

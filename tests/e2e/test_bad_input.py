@@ -175,6 +175,19 @@ def test_losses_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path)
     assert "functions there: digit_share" in refused(f"{REWARDS}:f")
     (tmp_path / "loss.py").write_text("def f(inputs):\n    return inputs\n")
     assert "cannot be called with two arguments" in refused(f"{tmp_path}/loss.py:f")
+    (tmp_path / "mean.py").write_text("def f(inputs, config):\n    return inputs.logprobs_BT.mean(), {}\n")
+    message = refused(f"{tmp_path}/mean.py:f")  # the most likely mistake
+    assert "mean.py:f returned a loss that is" in message and "one floating number per position" in message
+
+
+def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib.Path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    refusal("--model.path", tmp_path / "no model", "--run-dir", tmp_path / "run", "--overwrite")
+    assert (tmp_path / "run/checkpoints").is_dir() and (tmp_path / "run/metrics.jsonl").read_text() == "{}\n"
+    driver = train_grpo.Driver(config_of("--model.path", model, "--run-dir", tmp_path / "run", "--overwrite"))
+    driver.finish()
+    assert not (tmp_path / "run/checkpoints").exists() and not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_existing_run_folder(model: pathlib.Path, tmp_path: pathlib.Path):
@@ -276,16 +289,6 @@ def test_rewards_that_fail(function: str, parts: list[str], model: pathlib.Path,
     message = output[output.index(error) :]  # the completion stands on the lines below
     for part in (function, *parts):
         assert part in message
-
-
-def test_a_loss_that_returns_a_mean(model: pathlib.Path, tmp_path: pathlib.Path):
-    """The most likely mistake in a loss of one's own; nothing is updated."""
-    (tmp_path / "loss.py").write_text("def f(inputs, config):\n    return inputs.logprobs_BT.mean(), {}\n")
-    arguments = (*COLOCATED, "--model.path", model, "--run-dir", tmp_path / "run")
-    output = failing_run(TINY, *arguments, "--algorithm.loss", f"{tmp_path}/loss.py:f", nproc=1, within=90)
-    (error,) = errors_in(output)
-    for part in ("phase train", "loss.py:f returned a loss that is", "one floating number per position"):
-        assert part in error
 
 
 DYING_GENERATOR = """

@@ -116,9 +116,31 @@ BAD = {
         GRPOConfig(algorithm=AlgorithmConfig(updates_per_batch=33))
     ),
     "algorithm.kl_in=reward uses the value of the KL alone": GRPOConfig(
-        algorithm=AlgorithmConfig(kl_in="reward", kl_estimator="k3_k2_gradient")
+        algorithm=AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k3_k2_gradient")
     ),
-    "would count it twice": GRPOConfig(algorithm=AlgorithmConfig(old_logprobs="generator", correction="truncate")),
+    "algorithm.correction=truncate would count it twice": GRPOConfig(
+        algorithm=AlgorithmConfig(old_logprobs="generator", correction="truncate")
+    ),
+    "algorithm.correction=mask_tokens would count it twice": GRPOConfig(
+        algorithm=AlgorithmConfig(old_logprobs="generator", correction="mask_tokens")
+    ),
+    "algorithm.correction_low=1.5 and correction_high=2.0 must have 1 between them": GRPOConfig(
+        algorithm=AlgorithmConfig(correction="mask_tokens", correction_low=1.5)
+    ),
+    "algorithm.dual_clip does nothing in sapo": GRPOConfig(algorithm=AlgorithmConfig(loss="sapo", dual_clip=3)),
+    "algorithm.max_importance_weight does nothing in grpo": GRPOConfig(
+        algorithm=AlgorithmConfig(max_importance_weight=2)
+    ),
+    "algorithm.kl_in=reward does nothing with algorithm.kl_coef=0": GRPOConfig(
+        algorithm=AlgorithmConfig(kl_in="reward")
+    ),
+    "group_size=1 with algorithm.advantages=batch_std makes every advantage 0": GRPOConfig(
+        group_size=1, algorithm=AlgorithmConfig(advantages="batch_std")
+    ),
+    "3 temperatures for group_size=2 completions": GRPOConfig(
+        group_size=2, generator=GeneratorConfig(temperature=(0.5, 1.0, 1.5))
+    ),
+    "generator.stop has an empty string": GRPOConfig(generator=GeneratorConfig(stop=("a", ""))),
     "sampling.min_pass_rate=0.9 and max_pass_rate=0.1": GRPOConfig(
         sampling=SamplingConfig(min_pass_rate=0.9, max_pass_rate=0.1)
     ),
@@ -407,7 +429,7 @@ def test_a_loss_brings_its_papers_defaults(loss):
         ({}, "truncate"),
         ({"old_logprobs": "generator"}, "none"),  # the ratio has the generator in it already
         ({"correction": "none"}, "none"),
-        ({"old_logprobs": "generator", "correction": "mask_tokens"}, "mask_tokens"),
+        ({"old_logprobs": "generator", "correction": "mask_sequences"}, "mask_sequences"),
     ],
 )
 def test_default_correction(given, expected):

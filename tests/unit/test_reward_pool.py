@@ -17,7 +17,7 @@ import pytest
 
 from grpo import reward_pool, reward_worker
 from grpo.config import RewardConfig
-from grpo.reward_pool import RewardPool
+from grpo.reward_pool import RewardPool, refuse_useless
 from grpo.rewards import RewardError
 from grpo.types import Completion, Prompt, Rollout
 
@@ -519,20 +519,22 @@ def test_the_functions_find_the_drivers_folder_and_modules(tmp_path, monkeypatch
 def test_a_function_that_fails_for_every_completion_is_an_error(open_pool):
     pool = open_pool({"inverse": 1.0, "length": 1.0})
     with pytest.raises(RewardError) as caught:
-        pool.score([rollout("0", answer="z" * 2000), rollout("0" * 600, answer="5")], group_size=1)
+        refuse_useless(pool.score([rollout("0", answer="z" * 2000), rollout("0" * 600, answer="5")], group_size=1))
     message = str(caught.value)
     assert "mine.py:inverse failed for all 2 completions: ZeroDivisionError: division by zero (/" in message
     assert f"  completion: '0'\n  answer: '{'z' * 250} [.. 1500 characters ..] {'z' * 250}'" in message
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
     # the pool goes on, and one good completion is enough
     scored = pool.score([rollout("0", answer="5"), rollout("2", answer="5")], group_size=1)
+    refuse_useless(scored)
+    refuse_useless([])
     assert [r.reward for r in scored] == [None, 1.5]
 
 
 def test_a_function_that_times_out_for_every_completion_is_an_error(open_pool):
     pool = open_pool({"act": 1.0}, timeout_seconds=0.2)
     with pytest.raises(RewardError, match=r"act failed for the only completion: took longer than 0.2 s\n"):
-        pool.score([rollout("loop")], group_size=1)
+        refuse_useless(pool.score([rollout("loop")], group_size=1))
 
 
 @pytest.mark.parametrize(
@@ -625,7 +627,7 @@ def test_ctrl_c_is_the_drivers_business(open_pool):
 DRIVER = """
 import os, sys, time
 from grpo.config import RewardConfig
-from grpo.reward_pool import RewardPool
+from grpo.reward_pool import RewardPool, refuse_useless
 from grpo.types import Completion, Prompt, Rollout
 
 pool = RewardPool(RewardConfig(functions={sys.argv[1]: 1.0}, num_workers=2, timeout_seconds=1000), 100)

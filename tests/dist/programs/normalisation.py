@@ -7,6 +7,7 @@ through `Trainer.step` with the loss of train_grpo.py; prints the largest differ
 
 import dataclasses
 import itertools
+import math
 import pathlib
 import sys
 
@@ -97,6 +98,14 @@ def main() -> None:
                 f"{name}, {num_ranks} ranks: {largest:.1e}; as a mean of micro-batch means {error:.1e}",
                 flush=True,
             )
+    # a step without any reward: nothing moves, not even by the optimizer's momentum, and the metrics do not say 0
+    batch = make_step(IN_ORDER)
+    batch = dataclasses.replace(batch, advantages_S=torch.full_like(batch.advantages_S, torch.nan))
+    num_steps = [state["step"].item() for state in trainer.optimizer.optimizers[0].state.values()]
+    update = trainer.step(batch, train_grpo.policy_loss(config, batch))
+    assert update.num_counted == 0 and update.loss == 0 and update.grad_norm == 0 and update.logprob_diff_S.isnan().all()
+    assert update.metrics and all(math.isnan(value) for value in update.metrics.values()), update.metrics
+    assert num_steps == [state["step"].item() for state in trainer.optimizer.optimizers[0].state.values()]
     close_roles(roles)
 
 
