@@ -190,7 +190,7 @@ class Driver:
         rewards_S = rewards_of(self.rollouts)
         if algorithm.kl_in == "reward" and batch.ref_logprobs_C is not None:
             penalty_S = algorithm.kl_coef * sequence_kl(batch, algorithm.kl_estimator)
-            self.metrics["reward/kl_penalty"] = penalty_S.mean().item()
+            self.metrics["reward/kl_penalty"] = penalty_S[~rewards_S.isnan()].mean().item()
             rewards_S = rewards_S - penalty_S
         advantages_S = group_advantages(rewards_S, self.config.group_size, algorithm.advantages)
         if algorithm.mask_truncated:
