@@ -28,8 +28,8 @@ METRICS = {
     "ratio_mean ratio_max logprob_diff/mean logprob_diff/max sampler_kl",
     "trainer.py": "loss entropy grad_norm learning_rate",
     "train_grpo.py": "kl ess corrected_share",
-    "driver.py": "reward/kl_penalty logprob_diff/nonfinite_share tokens_per_second memory/peak_gib sampling/rounds sampling/useful_share "
-    "sampling/full_share sampling/resting",
+    "driver.py": "reward/kl_penalty logprob_diff/nonfinite_share tokens_per_second memory/peak_gib sampling/rounds "
+    "sampling/useful_share sampling/full_share sampling/resting",
     "eval_metrics.py": "eval/accuracy eval/reward_mean eval/completion_length_mean eval/truncated_share "
     "eval/none_count eval/sample_reward_mean eval/sample_length_mean",
 }
