@@ -34,6 +34,9 @@ RUN_DIR = "runs/evaluate"
 
 
 def main() -> None:
+    if sys.argv[1:2] in (["--help"], ["-h"]):
+        print(f"{USAGE}\n\n{__doc__}\nThe fields: python train_grpo.py --help")
+        return
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise BadInput(f"the model's folder or hub name comes first; {USAGE}")
     start_alone()
