@@ -37,6 +37,10 @@ from grpo.rewards import group_level
 HERE = pathlib.Path(__file__).parent
 hoard = []
 
+def leave_traces(completions, **columns):
+    (HERE / f"trace-{completions[0]}").touch()
+    return [1.0]
+
 def act(completions, **columns):
     word = completions[0].partition(" ")[0]
     return MISDEEDS[word]() if word in MISDEEDS else [float(len(completions[0]))]
@@ -490,6 +494,33 @@ def test_math_reward_compares_latex_in_a_worker(open_pool):
     answers = [(r"\frac{3}{4}", "0.75"), ("x+1", "1+x"), (r"\frac{3}{5}", "0.75"), ("9^{9^{9^{9^9}}}", "x")]
     scored = pool.score([rollout(rf"\boxed{{{given}}}", answer=reference) for given, reference in answers], 1)
     assert [r.reward for r in scored] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_code_runs_in_its_sandbox_under_a_worker(open_pool):
+    """What the sandbox ends costs nothing but the reward; the worker lives on."""
+    pool = open_pool(
+        {"code_reward": 1.0}, memory_gib=4.0, code_timeout_seconds=1.5, timeout_seconds=10.0, num_workers=2
+    )
+    programs = [
+        "def f(x): return x + 1",
+        "def f(x): return x",
+        "while True: pass",
+        "import os; os.kill(os.getppid(), 9)",
+    ]
+    tests = "assert f(1) == 2\nassert f(-1) == 0"
+    scored = pool.score([rollout(f"```python\n{code}\n```", tests=tests) for code in programs], 1)
+    assert [r.reward for r in scored] == [1.0, 0.0, 0.0, 0.0] and not any(r.failures for r in scored)
+
+
+def test_scoring_goes_on_while_the_driver_is_busy(open_pool, tmp_path):
+    """`submit` returns before anything is scored, and nobody needs `collect` for the work to be done."""
+    pool = open_pool({"leave_traces": 1.0}, num_workers=1)
+    pool.submit([rollout(str(i)) for i in range(5)], group_size=1)
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("trace-*"))) < 5:  # the driver's own work
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [r.reward for r in pool.collect()] == [1.0] * 5
 
 
 def test_a_large_batch_keeps_its_order(open_pool):
