@@ -3,7 +3,7 @@
 #
 #   bash tests/bench/gpu.sh base kl sleep      one GPU, Qwen3-0.6B, every role on it
 #   bash tests/bench/gpu.sh updates stop eval  one GPU: several updates per batch, stop strings, evaluation on and off
-#   bash tests/bench/gpu.sh colocated2         two GPUs, the same over FSDP 2 and one engine of tensor_parallel 2
+#   bash tests/bench/gpu.sh colocated2 updates2  two GPUs, the same over FSDP 2 and one engine of tensor_parallel 2
 #   bash tests/bench/gpu.sh split              four GPUs, Qwen3-1.7B, 2 trainers + 1 reference + 1 generator
 #   bash tests/bench/gpu.sh split_all          the same with dynamic sampling, two updates, a sync every second step
 #
@@ -59,6 +59,9 @@ for variant in "$@"; do
         no_ac) bench no_ac "${one[@]}" --trainer.activation-checkpointing none ;;
         full_ac) bench full_ac "${one[@]}" --trainer.activation-checkpointing full ;;
         colocated2) bench colocated2 2 "${one[@]:1}" --roles.num-trainers 2 --generator.tensor-parallel 2 ;;
+        updates2)
+            bench updates2 2 "${one[@]:1}" --roles.num-trainers 2 --generator.tensor-parallel 2 "${updates[@]}"
+            ;;
         split) bench split "${four[@]}" ;;
         split_all) bench split_all "${four[@]}" "${everything[@]}" ;;
         tp) bench tp "${four[@]}" --trainer.tensor-parallel 2 ;;
