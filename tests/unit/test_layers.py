@@ -27,7 +27,7 @@ LAYERS = (
     ("titan_on_cpu", "logprobs", "models", "forward", "trainer", "reference", "generator"),
     ("weight_sync", "checkpoint", "metrics", "driver"),
 )
-SCRIPTS = ("train_grpo", "train_sft", "grpo.summary", "grpo.evaluate")
+SCRIPTS = ("train_grpo", "train_sft", "grpo.summary", "grpo.evaluate", "grpo.check_loss")
 LAYER_OF = {f"grpo.{name}": number for number, layer in enumerate(LAYERS) for name in layer}
 HEAVY = ("torch.distributed", "torchtitan", "vllm")
 MAKES_GROUPS = ("init_process_group", "new_group", "new_subgroups", "_new_process_group_helper")

@@ -1,0 +1,85 @@
+"""Typical mistakes in a loss of one's own, each found by its check and by no other; the losses that are right pass."""
+
+import pathlib
+
+import pytest
+
+from grpo import check_loss
+from grpo.losses import LOSSES
+
+MISTAKES = """
+import torch
+
+def ratios(inputs):
+    return (inputs.logprobs_BT - inputs.old_logprobs_BT).where(inputs.mask_BT, 0).clamp(-20, 20).exp()
+
+def advantages(inputs):
+    return inputs.advantages_BT.where(inputs.mask_BT, 0)
+
+def scalar(inputs, config):
+    return -(ratios(inputs) * advantages(inputs)).mean(), {}
+
+def times_the_mask(inputs, config):
+    return -inputs.logprobs_BT * inputs.advantages_BT * inputs.mask_BT, {}
+
+def row_means(inputs, config):
+    log_ratio = (inputs.logprobs_BT - inputs.old_logprobs_BT).where(inputs.mask_BT, 0).clamp(-20, 20)
+    mean = log_ratio.sum(1, keepdim=True) / inputs.mask_BT.sum(1, keepdim=True)
+    return -mean.exp() * advantages(inputs), {}
+
+def scaled_by_what_is_here(inputs, config):
+    return -ratios(inputs) * advantages(inputs) / inputs.mask_BT.sum(), {}
+
+def no_clamp(inputs, config):
+    ratio = (inputs.logprobs_BT - inputs.old_logprobs_BT).where(inputs.mask_BT, 0).exp()
+    return -ratio * advantages(inputs), {}
+
+def pulls_to_certainty(inputs, config):
+    logprobs = inputs.logprobs_BT.where(inputs.mask_BT, 0)
+    return 0.01 * logprobs.square() - ratios(inputs) * advantages(inputs), {}
+
+def no_minus(inputs, config):
+    return ratios(inputs) * advantages(inputs), {}
+"""
+
+
+def failing_checks(loss: str, capsys: pytest.CaptureFixture) -> set[str]:
+    code = check_loss.main([loss])
+    lines = capsys.readouterr().out.splitlines()
+    failing = {line.removeprefix("FAILS  ") for line in lines if line.startswith("FAILS")}
+    assert code == bool(failing) and sum(line.startswith(("holds", "FAILS")) for line in lines) == 6
+    return failing
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, str(pathlib.Path(__file__).parents[1] / "e2e/my_loss.py:gentle")])
+def test_right_losses_pass(loss: str, capsys: pytest.CaptureFixture):
+    assert not failing_checks(loss, capsys)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "check"),
+    [
+        ("times_the_mask", check_loss.masked_positions),
+        ("row_means", check_loss.packing),
+        ("scaled_by_what_is_here", check_loss.packing),
+        ("no_clamp", check_loss.extreme_ratios),
+        ("pulls_to_certainty", check_loss.no_advantage),
+        ("no_minus", check_loss.direction),
+    ],
+)
+def test_mistakes_are_found(mistake: str, check, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "mistakes.py").write_text(MISTAKES)
+    failing = failing_checks(f"{tmp_path}/mistakes.py:{mistake}", capsys)
+    # the mean of a row with good and bad sequences goes in the wrong direction for some of them, too
+    assert failing - ({check_loss.CHECKS[check_loss.direction]} if mistake == "row_means" else set()) == {
+        check_loss.CHECKS[check]
+    }
+
+
+def test_a_loss_that_returns_a_mean_fails(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "mistakes.py").write_text(MISTAKES)
+    assert check_loss.CHECKS[check_loss.shapes] in failing_checks(f"{tmp_path}/mistakes.py:scalar", capsys)
+
+
+def test_without_a_loss_it_explains_itself(capsys: pytest.CaptureFixture):
+    assert check_loss.main([]) == 2 and "python -m grpo.check_loss" in capsys.readouterr().out
