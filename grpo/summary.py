@@ -41,7 +41,9 @@ def summarize(records: list[dict], run_dir: pathlib.Path) -> str:
     lines += [
         "",
         f"Watch the curves:   .venv/bin/python -m tensorboard.main --logdir {run_dir.parent}",
-        "Change something:   the recipe configs/toy_arithmetic.py, or the algorithm in train_grpo.py",
+        f"Pass@k:             .venv/bin/python -m grpo.evaluate {run_dir}/model {run_dir}/config.py "
+        "--evaluation.num-samples 8",
+        "Change something:   the recipe configs/toy_arithmetic.py, --algorithm.loss dapo, or train_grpo.py itself",
         "A real model:       torchrun --nproc_per_node=8 train_grpo.py configs/qwen3_1_7b_gsm8k.py",
     ]
     return "\n".join(lines)
