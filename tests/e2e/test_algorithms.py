@@ -105,6 +105,7 @@ def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathli
         model,
         *(*chance, "--prompts-per-step", 8, "--sampling.dynamic", "--sampling.max-rounds", 5),
         *("--sampling.max-pass-rate", 0.9, "--generator.stop", "7", "--data.no-shuffle"),
+        *("--algorithm.mask-truncated", "--algorithm.correction", "mask_sequences"),
         layout=TWO_RANKS,
     )
     for m in metrics:
@@ -115,6 +116,10 @@ def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathli
     assert metrics[0]["sampling/resting"] == 0  # none of this epoch is drawn a second time
     lines = read_completions(tmp_path / "run")
     assert len(lines) == 2 * 8 * 3
+    for line in lines:  # a completion that ran out of tokens has a reward, but no advantage
+        assert line["reward"] is not None and (line["advantage"] is None) == (line["finish_reason"] == "length")
+    assert {line["finish_reason"] for line in lines} == {"length", "stop"}
+    assert all(m["corrected_share"] == 0 and m["loss"] != 0 for m in metrics)  # float32: nothing to correct
     stopped = [line for line in lines if "7" in line["completion"]]
     assert len(stopped) > 6
     for line in stopped:
