@@ -238,6 +238,7 @@ def limits(completions, **columns):
     memory, core = (resource.getrlimit(what) for what in (resource.RLIMIT_AS, resource.RLIMIT_CORE))
     return [float(memory == (2**29, 2**29) and core == (0, 0))]
 '''
+RAISING_LINE = next(n for n, line in enumerate(REWARD_FILE.splitlines(), start=1) if "line one" in line)
 
 
 def rollout(text: str, index: int = 0, num_tokens: int = 1, truncated: bool = False, **columns) -> Rollout:
@@ -328,7 +329,7 @@ TOO_LONG = "took longer than 1.5 s"
         ("close_all_and_loop", "the process closed its connection to the supervisor"),
         ("babble", "the process wrote into its connection to the supervisor"),
         ("lie", "the process wrote into its connection to the supervisor"),
-        ("raises", r"ValueError: line one line two \? \(/.*/mine.py:47\)"),
+        ("raises", rf"ValueError: line one line two \? \(/.*/mine.py:{RAISING_LINE}\)"),
         ("unspeakable", r"Unspeakable \(/.*/mine.py:\d+\)"),
         ("wordy", r"ValueError: x{250} \[\.\. 999500 characters \.\.\] x{250} \(/.*/mine.py:\d+\)"),
         ("library", r"JSONDecodeError: Expecting property name .* \(/.*/mine.py:\d+\)"),
