@@ -131,7 +131,7 @@ def update(
 ) -> tuple[dict[str, float], torch.Tensor]:
     """The step's optimizer updates: passes over its groups in mini-batches, by default a single one. Trainer ranks.
 
-    Returns metrics, and the policy's distance to the generator for each sequence [S] (see Trainer.step).
+    Returns metrics, and the policy's distance to the generator for each sequence [S] (see trainer.Update).
     """
     if config.recomputes_old_logprobs:  # with one update they are the policy's own, and need no forward
         batch = replace(batch, old_logprobs_C=trainer.logprobs(batch))
@@ -185,7 +185,7 @@ def policy_loss(config: GRPOConfig, batch: TrainBatch, first_update: bool = True
         loss_BT = weights_BT * loss_BT
         metrics = metrics | {"corrected_share": corrected_BT}
         if "active_share" in metrics:
-            metrics["active_share"] = metrics["active_share"] & (weights_BT != 0)
+            metrics["active_share"] = metrics["active_share"] * (weights_BT != 0)
         if first_update or batch.old_logprobs_C is not None:  # else it would measure how far training moved the policy
             metrics |= mismatch(start_BT, generator_BT, inputs.mask_BT)
 

@@ -211,6 +211,23 @@ def test_truncated_sampling_gets_one_warning(options):
     assert f"{next(iter(options))}={next(iter(options.values()))}" in warning and "logprob_diff/mean" in warning
 
 
+@pytest.mark.parametrize(
+    "algorithm, part",
+    [
+        ({"loss": "gspo", "clip_high": 0.2}, "algorithm.clip_high=0.2 hardly ever clips a sequence's ratio"),
+        ({"loss": "reinforce", "max_importance_weight": 2.0}, "every weight is 1"),
+    ],
+)
+def test_algorithms_that_may_surprise(algorithm, part):
+    (warning,) = cautions(complete(GRPOConfig(algorithm=AlgorithmConfig(**algorithm))))
+    assert part in warning
+
+
+@pytest.mark.parametrize("loss", PAPER_DEFAULTS)
+def test_nothing_to_warn_of_with_a_papers_defaults(loss):
+    assert cautions(complete(GRPOConfig(algorithm=AlgorithmConfig(loss=loss)))) == []
+
+
 def test_nothing_to_warn_of_by_default():
     assert cautions(GRPOConfig()) == cautions(SFTConfig()) == []
 
