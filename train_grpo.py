@@ -7,7 +7,8 @@ driver, decides: it draws prompts, scores completions, logs. A rank asks `roles.
 `roles.generates` what it has to do, so the loop reads the same whether the roles share GPUs or not. Every function that
 takes `roles` is a collective: all ranks call it, in this order.
 
-Left out here: how it is done. What each module does stands at its top; begin with grpo/roles.py and grpo/comm.py.
+Left out here: how it is done. What each module does stands at its top; begin with
+grpo/roles/process_groups.py and grpo/roles/comm.py.
 """
 
 import os
@@ -16,12 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from grpo import checkpoint, models
-from grpo.comm import add_advantages, add_ref_logprobs, gather_completions, on_driver, send_batch, share
-from grpo.config import GRPOConfig
-from grpo.driver import Driver, Start
-from grpo.generator import Generator
-from grpo.losses import (
+from grpo.algorithm.losses import (
     LossInputs,
     aggregate,
     check_loss_output,
@@ -32,15 +28,21 @@ from grpo.losses import (
     mismatch,
     step_denominator,
 )
-from grpo.metrics import Ledger
-from grpo.packing import MicroBatch, per_sequence, scatter_completions, split_groups
-from grpo.recipes import check_world_size, load
-from grpo.reference import Reference
-from grpo.roles import Roles, close_roles, setup_roles
-from grpo.trainer import LossFunction, Trainer, merge_updates
+from grpo.config import GRPOConfig
+from grpo.config.recipes import check_world_size, load
+from grpo.data.packing import MicroBatch, per_sequence, scatter_completions, split_groups
+from grpo.models import build as models
+from grpo.roles.comm import add_advantages, add_ref_logprobs, gather_completions, on_driver, send_batch, share
+from grpo.roles.generator import Generator
+from grpo.roles.process_groups import Roles, close_roles, setup_roles
+from grpo.roles.reference import Reference
+from grpo.roles.trainer import LossFunction, Trainer, merge_updates
+from grpo.roles.weight_sync import sync_weights
+from grpo.run import checkpoint
+from grpo.run.driver import Driver, Start
+from grpo.run.failures import refuse_bad_input, run_rank, set_place
+from grpo.run.log import Ledger
 from grpo.types import Plan, Prompt, TrainBatch
-from grpo.watchdog import refuse_bad_input, run_rank, set_place
-from grpo.weight_sync import sync_weights
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parent / "configs" / "qwen3_1_7b_gsm8k.py")
 

@@ -12,16 +12,19 @@ import pathlib
 
 import torch
 
-from grpo import checkpoint, data, models, toy
-from grpo.comm import on_driver, send_batch, share
 from grpo.config import SFTConfig
-from grpo.metrics import Ledger, RunLog
-from grpo.packing import MicroBatch, make_batch
-from grpo.recipes import as_recipe, check_world_size, load
-from grpo.roles import Roles, close_roles, setup_trainers
-from grpo.trainer import LossFunction, Trainer
+from grpo.config.recipes import as_recipe, check_world_size, load
+from grpo.data import streams as data
+from grpo.data import toy
+from grpo.data.packing import MicroBatch, make_batch
+from grpo.models import build as models
+from grpo.roles.comm import on_driver, send_batch, share
+from grpo.roles.process_groups import Roles, close_roles, setup_trainers
+from grpo.roles.trainer import LossFunction, Trainer
+from grpo.run import checkpoint
+from grpo.run.failures import refuse_bad_input, run_rank, set_place
+from grpo.run.log import Ledger, RunLog
 from grpo.types import TrainBatch
-from grpo.watchdog import refuse_bad_input, run_rank, set_place
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parent / "configs" / "toy_sft.py")
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from grpo.algorithm.losses import LossInputs, PolicyLoss, check_loss_output, load_loss
 from grpo.config import AlgorithmConfig, GRPOConfig
-from grpo.losses import LossInputs, PolicyLoss, check_loss_output, load_loss
-from grpo.recipes import complete
+from grpo.config.recipes import complete
 
 LENGTHS = (
     5,
@@ -93,7 +93,7 @@ def packing(loss: PolicyLoss, config: AlgorithmConfig) -> str | None:
         if not same(values_and_gradients(loss, config, some_tokens(), micro_batches), expected):
             return (
                 f"{way}: loss or gradient differs from one sequence per row. Take statistics over sequences "
-                "(grpo.losses.sequence_means), not over rows or over what is in this call"
+                "(grpo.algorithm.losses.sequence_means), not over rows or over what is in this call"
             )
     return None
 

@@ -16,17 +16,20 @@ import pathlib
 import socket
 import sys
 
-from grpo import data, models, rewards, toy
-from grpo.comm import gather_completions, on_driver, share
 from grpo.config import GRPOConfig, RolesConfig
-from grpo.driver import log_evaluation
-from grpo.generator import Generator
-from grpo.metrics import RunLog
-from grpo.recipes import load, validate
-from grpo.reward_pool import RewardPool
-from grpo.roles import close_roles, setup_roles
+from grpo.config.recipes import load, validate
+from grpo.data import streams as data
+from grpo.data import toy
+from grpo.models import build as models
+from grpo.rewards import builtin as rewards
+from grpo.rewards.pool import RewardPool
+from grpo.roles.comm import gather_completions, on_driver, share
+from grpo.roles.generator import Generator
+from grpo.roles.process_groups import close_roles, setup_roles
+from grpo.run.driver import log_evaluation
+from grpo.run.failures import BadInput, refuse_bad_input, run_rank, set_place
+from grpo.run.log import RunLog
 from grpo.types import Completion, Prompt
-from grpo.watchdog import BadInput, refuse_bad_input, run_rank, set_place
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
 USAGE = "usage: python -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]"

@@ -8,7 +8,7 @@ import json
 import pathlib
 import sys
 
-from grpo.metrics import compact_number, terminal_curve
+from grpo.run.log import compact_number, terminal_curve
 
 
 def main(arguments: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from grpo.toy import addition_tokenizer, make_model
+from grpo.data.toy import addition_tokenizer, make_model
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -12,8 +12,8 @@ import tempfile
 import time
 
 from grpo.config import RewardConfig
-from grpo.reward_pool import RewardPool
-from grpo.rewards import load_functions
+from grpo.rewards.builtin import load_functions
+from grpo.rewards.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
 
 FUNCTIONS = {"math_reward": 1.0, "thinking_reward": 0.2}

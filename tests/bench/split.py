@@ -8,7 +8,7 @@
 import dataclasses
 
 from grpo.config import AlgorithmConfig, GeneratorConfig, GRPOConfig, RolesConfig
-from grpo.recipes import load_recipe
+from grpo.config.recipes import load_recipe
 
 config = dataclasses.replace(
     load_recipe("tests/bench/colocated.py", GRPOConfig),

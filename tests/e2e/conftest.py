@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from grpo import toy
+from grpo.data import toy
 from tests.e2e.runs import TINY
 from tests.torchrun import torchrun
 

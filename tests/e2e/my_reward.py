@@ -1,6 +1,6 @@
 """Two rewards: one looks at a completion alone, one at all completions of a prompt."""
 
-from grpo.rewards import group_level
+from grpo.rewards.builtin import group_level
 
 
 def right_digits(completions, answer, **columns):

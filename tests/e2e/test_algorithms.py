@@ -7,7 +7,7 @@ import pytest
 
 from grpo import evaluate
 from grpo.config import GRPOConfig
-from grpo.recipes import load_recipe
+from grpo.config.recipes import load_recipe
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.torchrun import run_python, torchrun
 

@@ -12,10 +12,10 @@ import pytest
 import tyro
 
 import train_grpo
-from grpo import toy
 from grpo.config import GRPOConfig
-from grpo.recipes import check_world_size, load, load_recipe, validate
-from grpo.watchdog import BadInput
+from grpo.config.recipes import check_world_size, load, load_recipe, validate
+from grpo.data import toy
+from grpo.run.failures import BadInput
 from tests.e2e.runs import TINY, read_metrics
 from tests.torchrun import run_torchrun
 
@@ -292,7 +292,7 @@ def test_rewards_that_fail(function: str, parts: list[str], model: pathlib.Path,
 
 
 DYING_GENERATOR = """
-from grpo import generator
+from grpo.roles import generator
 from tests.e2e.tiny import config
 
 generate = generator.Generator.generate

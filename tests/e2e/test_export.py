@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 
 from grpo.config import ModelConfig
-from grpo.models import Qwen3StateDictAdapter, read_hf_config, titan_config
+from grpo.models.build import Qwen3StateDictAdapter, read_hf_config, titan_config
 from tests.e2e.runs import TINY, read_metrics
 from tests.torchrun import torchrun
 

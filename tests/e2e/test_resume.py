@@ -3,7 +3,7 @@
 import pathlib
 import shutil
 
-from grpo import checkpoint
+from grpo.run import checkpoint
 from tests.e2e.runs import read_completions, read_metrics, read_samples, without_clocks
 from tests.torchrun import torchrun
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo.advantages import group_advantages, zero_variance, zero_variance_groups
+from grpo.algorithm.advantages import group_advantages, zero_variance, zero_variance_groups
 
 NAN = math.nan
 COMPARING = ("group_std", "group_mean", "batch_std", "rloo")

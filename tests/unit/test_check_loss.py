@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from grpo import check_loss
-from grpo.losses import LOSSES
+from grpo.algorithm.losses import LOSSES
 
 MISTAKES = """
 import torch

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from grpo import config as config_module
 from grpo.config import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
@@ -27,7 +26,8 @@ from grpo.config import (
     SFTConfig,
     TrainerConfig,
 )
-from grpo.recipes import (
+from grpo.config import fields as config_module
+from grpo.config.recipes import (
     as_recipe,
     cautions,
     check_world_size,
@@ -512,5 +512,5 @@ def test_help_shows_every_field(config_type, recipe, capsys):
 
 
 def test_bad_input_is_refused_before_torch_is_loaded():
-    code = "import sys, grpo.recipes; sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'tyro')))"
+    code = "import sys, grpo.config.recipes; sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'tyro')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -9,9 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo.answers import extract_answer, parse_number
 from grpo.config import DataConfig, EvaluationConfig, SamplingConfig
-from grpo.data import (
+from grpo.data.streams import (
     ChatStream,
     PromptStream,
     check_columns,
@@ -20,6 +19,7 @@ from grpo.data import (
     load_eval_prompts,
     load_rows,
 )
+from grpo.rewards.answers import extract_answer, parse_number
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
@@ -121,7 +121,7 @@ def test_a_hub_data_set_without_a_name(monkeypatch):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_toy_tasks_have_what_the_streams_need(split):
-    pytest.importorskip("grpo.toy", reason="grpo/toy.py is not there yet")
+    pytest.importorskip("grpo.data.toy", reason="grpo/data/toy.py is not there yet")
     check_columns(load_rows("toy:addition", "main", split), ["question", "answer", "completion"], "toy:addition")
 
 

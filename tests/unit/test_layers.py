@@ -1,4 +1,4 @@
-"""The layers of DESIGN.md: who may import whom, read from the source, so that nothing needs to be imported."""
+"""The rooms of grpo/ in the order of their floors: a folder imports only folders below it. Read from the source."""
 
 import ast
 import functools
@@ -8,42 +8,31 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-LAYERS = (
-    (
-        "config",
-        "recipes",
-        "types",
-        "advantages",
-        "losses",
-        "answers",
-        "rewards",
-        "sandbox",
-        "packing",
-        "plugin",
-        "eval_metrics",
-    ),
-    ("roles", "comm", "data", "toy", "watchdog", "reward_worker", "reward_pool"),
-    ("titan_on_cpu", "logprobs", "models", "forward", "trainer", "reference", "generator"),
-    ("weight_sync", "checkpoint", "metrics", "driver"),
-)
+ROOT = pathlib.Path(__file__).parents[2]
+# From the ground up. Rooms of one floor do not know each other, except that all of them know types and config.
+FLOORS = (("types", "config"), ("algorithm", "data", "rewards"), ("models",), ("roles",), ("run",))
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SCRIPTS = ("train_grpo", "train_sft", "grpo.summary", "grpo.evaluate", "grpo.check_loss")
-LAYER_OF = {f"grpo.{name}": number for number, layer in enumerate(LAYERS) for name in layer}
-HEAVY = ("torch.distributed", "torchtitan", "vllm")
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "grpo").rglob("*.py")
+    if path.name != "__init__.py"
+)
+MODULES_OF_ROOMS = [module for module in MODULES if module not in SCRIPTS]
 MAKES_GROUPS = ("init_process_group", "new_group", "new_subgroups", "_new_process_group_helper")
 
 
-def path_of(module: str) -> pathlib.Path:
-    return ROOT / f"{module.replace('.', '/')}.py"
+def room_of(module: str) -> str:
+    return module.split(".")[1]
 
 
 @functools.cache
 def tree_of(module: str) -> ast.Module:
-    return ast.parse(path_of(module).read_text())
+    return ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
 
 
 def imports_of(module: str) -> set[str]:
-    """Modules it imports anywhere, also inside functions; `from grpo import data` counts as grpo.data."""
+    """Modules it imports anywhere, also inside functions; `from grpo.data import toy` counts as grpo.data.toy."""
     found = set()
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
@@ -55,63 +44,71 @@ def imports_of(module: str) -> set[str]:
     return found
 
 
-def project_imports_of(module: str) -> set[str]:
-    known = {*LAYER_OF, *SCRIPTS}
-    return {name for name in imports_of(module) if name in known}
-
-
 def uses(module: str, package: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for name in imports_of(module))
 
 
-def test_every_module_has_its_place():
-    there = {f"grpo.{path.stem}" for path in (ROOT / "grpo").glob("*.py")} - {"grpo.__init__"}
-    assert there == {*LAYER_OF, *(s for s in SCRIPTS if s.startswith("grpo."))}
-    assert not [path for path in (ROOT / "grpo").glob("*/**/*.py") if "__pycache__" not in path.parts]
+def test_every_module_is_in_a_room_or_a_script():
+    assert {room_of(module) for module in MODULES_OF_ROOMS} == set(FLOOR_OF)
+    assert {module for module in MODULES if module in SCRIPTS} == {s for s in SCRIPTS if s.startswith("grpo.")}
 
 
-@pytest.mark.parametrize("module", LAYER_OF)
+@pytest.mark.parametrize("module", MODULES_OF_ROOMS)
 def test_imports_go_downward(module: str):
-    allowed = {name for name, layer in LAYER_OF.items() if layer <= LAYER_OF[module]}
-    assert project_imports_of(module) <= allowed - {module}
+    room = room_of(module)
+    known = {room_of(name) for name in imports_of(module) if name.startswith("grpo.")}
+    higher = {other for other in known - {room} if FLOOR_OF[other] >= FLOOR_OF[room]}
+    assert not higher, f"{module} imports from {', '.join(sorted(higher))}"
 
 
-@pytest.mark.parametrize("module", [name for name, layer in LAYER_OF.items() if layer == 0])
-def test_layer_0_names_nothing_heavy(module: str):
-    assert not [package for package in HEAVY if uses(module, package)]
+def test_no_two_files_import_each_other():
+    waiting = {m: {n for n in imports_of(m) if n in MODULES} for m in MODULES}
+    while free := [m for m, needs in waiting.items() if not needs & waiting.keys()]:
+        for module in free:
+            del waiting[module]
+    assert not waiting, f"a circle among {', '.join(waiting)}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES_OF_ROOMS if FLOOR_OF[room_of(m)] <= 1])
+def test_the_two_lowest_floors_know_neither_engines_nor_other_ranks(module: str):
+    assert not [package for package in ("torch.distributed", "torchtitan", "vllm") if uses(module, package)]
     for node in ast.walk(tree_of(module)):  # torch.distributed needs no import once torch is there
         assert not (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed")
 
 
+def test_config_and_rewards_do_without_torch():
+    """Bad input is refused before torch is loaded, and worker processes start fast."""
+    for module in MODULES_OF_ROOMS:
+        # the pool is the driver's end and knows rollouts, whose tokens are tensors
+        if room_of(module) in ("config", "rewards") and module != "grpo.rewards.pool":
+            assert not uses(module, "torch") and not uses(module, "grpo.types"), module
+
+
 def test_trainer_reference_and_generator_do_not_know_each_other():
-    roles = {"grpo.trainer", "grpo.reference", "grpo.generator"}
+    roles = {"grpo.roles.trainer", "grpo.roles.reference", "grpo.roles.generator"}
     for module in roles:
-        assert not project_imports_of(module) & roles
+        assert not imports_of(module) & (roles - {module})
 
 
 def test_only_the_generator_imports_vllm():
-    assert [m for m in (*LAYER_OF, *SCRIPTS) if uses(m, "vllm")] == ["grpo.generator"]
-
-
-def test_layers_0_and_1_do_without_torchtitan():
-    assert not [m for m, layer in LAYER_OF.items() if layer <= 1 and uses(m, "torchtitan")]
+    assert [m for m in (*MODULES_OF_ROOMS, *SCRIPTS) if uses(m, "vllm")] == ["grpo.roles.generator"]
 
 
 def test_nothing_imports_a_script():
-    for module in (*LAYER_OF, *SCRIPTS):
-        assert not project_imports_of(module) & set(SCRIPTS)
+    for module in (*MODULES_OF_ROOMS, *SCRIPTS):
+        assert not imports_of(module) & set(SCRIPTS)
 
 
-def test_only_roles_creates_process_groups():
-    for module in (*LAYER_OF, *SCRIPTS):
+def test_one_file_creates_process_groups():
+    for module in (*MODULES_OF_ROOMS, *SCRIPTS):
         named = {node.attr for node in ast.walk(tree_of(module)) if isinstance(node, ast.Attribute)}
         named |= {name.rpartition(".")[2] for name in imports_of(module)}
-        assert bool(named & set(MAKES_GROUPS)) == (module == "grpo.roles"), module
+        assert bool(named & set(MAKES_GROUPS)) == (module == "grpo.roles.process_groups"), module
 
 
-def test_layer_0_imports_without_the_engines():
+def test_the_two_lowest_floors_import_without_the_engines():
     """In a fresh process, because this one may have imported anything."""
-    names = ", ".join(f"grpo.{name}" for name in LAYERS[0])
+    names = ", ".join(m for m in MODULES_OF_ROOMS if FLOOR_OF[room_of(m)] <= 1)
     program = f"import sys, {names}; print([m for m in ('vllm', 'torchtitan') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr

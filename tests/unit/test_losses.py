@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from grpo.config import PAPER_DEFAULTS, AlgorithmConfig
-from grpo.losses import (
+from grpo.algorithm.losses import (
     LOSSES,
     LossInputs,
     aggregate,
@@ -24,7 +23,8 @@ from grpo.losses import (
     sequence_means,
     step_denominator,
 )
-from grpo.packing import (
+from grpo.config import PAPER_DEFAULTS, AlgorithmConfig
+from grpo.data.packing import (
     build_micro_batch,
     make_batch,
     per_sequence,

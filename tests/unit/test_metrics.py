@@ -9,9 +9,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from grpo import metrics, summary
+from grpo import summary
 from grpo.config import MetricsConfig
-from grpo.metrics import (
+from grpo.run import log as metrics
+from grpo.run.log import (
     Ledger,
     RunLog,
     compact_duration,

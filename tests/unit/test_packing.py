@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from grpo.packing import (
+from grpo.data.packing import (
     PAD_DOCUMENT,
     build_micro_batch,
     gather_completions,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from grpo.config import AlgorithmConfig, GRPOConfig
-from grpo.packing import MicroBatch, build_micro_batch, make_batch
-from grpo.recipes import complete
+from grpo.config.recipes import complete
+from grpo.data.packing import MicroBatch, build_micro_batch, make_batch
 from grpo.types import TrainBatch
 from train_grpo import policy_loss
 

@@ -8,12 +8,12 @@ import shlex
 import pytest
 
 from grpo.config import OWN_LOSS_DEFAULTS, PAPER_DEFAULTS, GRPOConfig, SFTConfig
-from grpo.recipes import check_world_size, describe_layout, load, load_recipe
-from grpo.rewards import BUILT_INS
+from grpo.config.recipes import check_world_size, describe_layout, load, load_recipe
+from grpo.rewards.builtin import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-SOURCES = {path.name: path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "grpo").glob("*.py")]}
+SOURCES = {path.name: path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "grpo").rglob("*.py")]}
 DEFAULTS = {
     "train_grpo.py": (GRPOConfig, str(ROOT / "configs" / "qwen3_1_7b_gsm8k.py")),
     "train_sft.py": (SFTConfig, str(ROOT / "configs" / "toy_sft.py")),
@@ -21,7 +21,7 @@ DEFAULTS = {
 
 # Every metric that a run logs, by the file that names it; `reward/<function>` stands for one per reward function.
 METRICS = {
-    "metrics.py": "reward/mean reward/std reward/none_count reward/failed_count completion/length_mean "
+    "log.py": "reward/mean reward/std reward/none_count reward/failed_count completion/length_mean "
     "completion/length_max completion/truncated_share prompt/length_mean groups/zero_variance_share time/other "
     "time/step",
     "losses.py": "clip_share clip_low_share clip_high_share dual_clip_share gate_mean weight_cut_share active_share "
@@ -76,7 +76,7 @@ def test_metrics_are_logged(file):
 
 def test_metrics_with_a_slash_are_all_listed():
     groups = "reward|completion|prompt|groups|time|memory|logprob_diff|sampling|eval"
-    for file in ("metrics.py", "trainer.py", "train_grpo.py", "train_sft.py", "driver.py", "eval_metrics.py"):
+    for file in ("log.py", "trainer.py", "train_grpo.py", "train_sft.py", "driver.py", "eval_metrics.py"):
         found = re.findall(rf'"((?:{groups})/\w+)"', SOURCES[file])
         assert set(found) <= NAMED | phases(), file
 

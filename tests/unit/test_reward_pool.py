@@ -15,10 +15,11 @@ from collections.abc import Callable
 
 import pytest
 
-from grpo import reward_pool, reward_worker
 from grpo.config import RewardConfig
-from grpo.reward_pool import RewardPool, refuse_useless
-from grpo.rewards import RewardError
+from grpo.rewards import pool as reward_pool
+from grpo.rewards import worker as reward_worker
+from grpo.rewards.builtin import RewardError
+from grpo.rewards.pool import RewardPool, refuse_useless
 from grpo.types import Completion, Prompt, Rollout
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -32,7 +33,7 @@ SHORT = 1.5
 # `act` is worth the length of the text, unless the text starts with the name of a misdeed.
 REWARD_FILE = r'''
 import ctypes, functools, json, math, os, pathlib, resource, signal, subprocess, sys, threading, time
-from grpo.rewards import group_level
+from grpo.rewards.builtin import group_level
 
 HERE = pathlib.Path(__file__).parent
 hoard = []
@@ -659,7 +660,7 @@ def test_ctrl_c_is_the_drivers_business(open_pool):
 DRIVER = """
 import os, sys, time
 from grpo.config import RewardConfig
-from grpo.reward_pool import RewardPool, refuse_useless
+from grpo.rewards.pool import RewardPool, refuse_useless
 from grpo.types import Completion, Prompt, Rollout
 
 pool = RewardPool(RewardConfig(functions={sys.argv[1]: 1.0}, num_workers=2, timeout_seconds=1000), 100)
@@ -700,7 +701,9 @@ def test_nothing_outlives_the_driver(how, send, socket, tmp_path):
 
 
 def test_the_processes_start_without_torch():
-    program = "import sys, grpo.reward_worker; print([m for m in ('torch', 'numpy', 'grpo.types') if m in sys.modules])"
+    program = (
+        "import sys, grpo.rewards.worker; print([m for m in ('torch', 'numpy', 'grpo.types') if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from grpo import rewards
-from grpo.answers import extract_answer, parse_number, same_answer
 from grpo.config import RewardConfig
-from grpo.rewards import (
+from grpo.rewards import builtin as rewards
+from grpo.rewards.answers import extract_answer, parse_number, same_answer
+from grpo.rewards.builtin import (
     BUILT_INS,
     code_reward,
     exact_match,
@@ -538,9 +538,8 @@ def test_language_reward(text, language, reward):
 
 
 def test_importing_rewards_does_not_import_torch():
-    code = (
-        "import sys, grpo.rewards; print([m for m in ('torch', 'numpy', 'sympy', 'math_verify') if m in sys.modules])"
-    )
+    names = "('torch', 'numpy', 'sympy', 'math_verify')"
+    code = f"import sys, grpo.rewards.builtin; print([m for m in {names} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=60
     )

@@ -13,8 +13,8 @@ import uuid
 
 import pytest
 
-from grpo import sandbox
-from grpo.sandbox import Outcome, SandboxError, isolation, run_python
+from grpo.rewards import sandbox
+from grpo.rewards.sandbox import Outcome, SandboxError, isolation, run_python
 
 ROOT = pathlib.Path(__file__).parents[2]
 

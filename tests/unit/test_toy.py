@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from grpo import toy
+from grpo.data import toy
 
 torch.set_num_threads(1)
 

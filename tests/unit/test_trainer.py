@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo.trainer import Update, merge_updates
+from grpo.roles.trainer import Update, merge_updates
 
 
 def update(num_counted: float, loss: float, **metrics: float) -> Update:

@@ -10,7 +10,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo.comm import add_advantages, add_ref_logprobs, gather_completions, send_batch, share
+from grpo.roles.comm import add_advantages, add_ref_logprobs, gather_completions, send_batch, share
 from grpo.config import (
     AlgorithmConfig,
     DataConfig,
@@ -20,15 +20,15 @@ from grpo.config import (
     RolesConfig,
     TrainerConfig,
 )
-from grpo.generator import Generator, temperature_of
-from grpo.models import hf_tensors
-from grpo.packing import make_batch
-from grpo.recipes import complete
-from grpo.reference import Reference
-from grpo.roles import Roles, close_roles, setup_roles
-from grpo.trainer import Trainer
+from grpo.roles.generator import Generator, temperature_of
+from grpo.models.build import hf_tensors
+from grpo.data.packing import make_batch
+from grpo.config.recipes import complete
+from grpo.roles.reference import Reference
+from grpo.roles.process_groups import Roles, close_roles, setup_roles
+from grpo.roles.trainer import Trainer
 from grpo.types import Prompt, TrainBatch
-from grpo.weight_sync import sync_weights
+from grpo.roles.weight_sync import sync_weights
 from train_grpo import policy_loss
 
 TOLERANCE = 1e-4  # nats, in float32

@@ -25,13 +25,13 @@ from grpo.config import (
     SFTConfig,
     TrainerConfig,
 )
-from grpo.forward import micro_batches
-from grpo.losses import step_denominator
-from grpo.models import hf_tensors
-from grpo.packing import make_batch
-from grpo.recipes import complete
-from grpo.roles import close_roles, setup_trainers
-from grpo.trainer import LossFunction, Trainer
+from grpo.models.forward import micro_batches
+from grpo.algorithm.losses import step_denominator
+from grpo.models.build import hf_tensors
+from grpo.data.packing import make_batch
+from grpo.config.recipes import complete
+from grpo.roles.process_groups import close_roles, setup_trainers
+from grpo.roles.trainer import LossFunction, Trainer
 from grpo.types import TrainBatch
 
 PROMPT_LENGTHS = [4, 9, 6, 11, 5, 8, 7, 10, 3, 12, 6, 9]

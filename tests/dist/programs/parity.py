@@ -12,10 +12,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import ModelConfig, SFTConfig, TrainerConfig
-from grpo.forward import micro_batches
-from grpo.models import ShardedModel, build_model, hf_tensors
-from grpo.packing import gather_completions, make_batch
-from grpo.roles import Roles, close_roles, setup_trainers
+from grpo.models.forward import micro_batches
+from grpo.models.build import ShardedModel, build_model, hf_tensors
+from grpo.data.packing import gather_completions, make_batch
+from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import TrainBatch
 
 PROMPT_LENGTHS, COMPLETION_LENGTHS = [3, 9, 1, 20, 5, 7, 11], [5, 12, 1, 30, 9, 2, 17]

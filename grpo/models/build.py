@@ -6,7 +6,7 @@ and the entropy.
 Left out: mixture of experts, pipeline and context parallelism, quantized checkpoints.
 """
 
-import grpo.titan_on_cpu  # noqa: F401
+import grpo.models.titan_on_cpu  # noqa: F401
 
 # isort: split
 
@@ -47,8 +47,8 @@ from torchtitan.tools.utils import set_default_dtype
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.logprobs import LogprobHead
-from grpo.packing import MicroBatch
+from grpo.data.packing import MicroBatch
+from grpo.models.logprob_head import LogprobHead
 
 ACTIVATION_CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 TOKENIZER_FILES = (

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from grpo.config import TrainerConfig
-from grpo.models import ShardedModel
-from grpo.packing import MicroBatch, build_micro_batch, gather_completions, plan_micro_batches, row_length
+from grpo.data.packing import MicroBatch, build_micro_batch, gather_completions, plan_micro_batches, row_length
+from grpo.models.build import ShardedModel
 from grpo.types import TrainBatch
 
 # Row lengths are rounded up to this many tokens. On GPU: flex attention's blocks are 128 wide, and few distinct lengths

@@ -41,10 +41,10 @@ import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from grpo.answers import LATEX_SECONDS, extract_answer, same_answer
 from grpo.config import RewardConfig
-from grpo.plugin import load_function
-from grpo.sandbox import run_python
+from grpo.config.user_files import load_function
+from grpo.rewards.answers import LATEX_SECONDS, extract_answer, same_answer
+from grpo.rewards.sandbox import run_python
 
 RewardFunction = Callable[..., list[float | None]]
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from grpo.generator import Generator
-from grpo.models import ShardedModel, hf_tensors
-from grpo.roles import Roles
+from grpo.models.build import ShardedModel, hf_tensors
+from grpo.roles.generator import Generator
+from grpo.roles.process_groups import Roles
 
 BUCKET_BYTES = 512 * 2**20
 

@@ -76,7 +76,7 @@ class RewardConfig:
     """What a completion is worth: a weighted sum of functions."""
 
     functions: Table[float] = field(default_factory=lambda: {"math_reward": 1.0, "thinking_reward": 0.2})
-    """Weights by name: a built-in (see `grpo/rewards.py`) or your own `path/file.py:function`."""
+    """Weights by name: a built-in (see `grpo/rewards/builtin.py`) or your own `path/file.py:function`."""
     num_workers: int = 4
     """Processes that run the reward functions."""
     timeout_seconds: float = 10.0

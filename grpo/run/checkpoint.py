@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from grpo.trainer import Trainer
+from grpo.roles.trainer import Trainer
 
 DRIVER_FILE = "driver.json"
 COMPLETE = "step-????????"  # not step-NNNNNNNN.partial, which is being written or was when its run died

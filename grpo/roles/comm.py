@@ -13,7 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from grpo.roles import Roles
+from grpo.roles.process_groups import Roles
 from grpo.types import Completion, TrainBatch
 
 T = TypeVar("T")

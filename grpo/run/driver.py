@@ -15,18 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo import checkpoint, data, models, rewards, toy
-from grpo.advantages import group_advantages, zero_variance
+from grpo.algorithm.advantages import group_advantages, zero_variance
+from grpo.algorithm.losses import kl, try_loss
 from grpo.config import GRPOConfig
-from grpo.eval_metrics import evaluation_metrics, pass_rates
-from grpo.generator import temperature_of
-from grpo.losses import kl, try_loss
-from grpo.metrics import Ledger, RunLog, failure_lines, rollout_metrics
-from grpo.packing import make_batch
-from grpo.recipes import as_recipe, describe_layout
-from grpo.reward_pool import RewardPool, refuse_useless
+from grpo.config.recipes import as_recipe, describe_layout
+from grpo.data import streams as data
+from grpo.data import toy
+from grpo.data.packing import make_batch
+from grpo.models import build as models
+from grpo.rewards import builtin as rewards
+from grpo.rewards.pool import RewardPool, refuse_useless
+from grpo.roles.generator import temperature_of
+from grpo.run import checkpoint
+from grpo.run.eval_metrics import evaluation_metrics, pass_rates
+from grpo.run.failures import refuse_bad_input
+from grpo.run.log import Ledger, RunLog, failure_lines, rollout_metrics
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
-from grpo.watchdog import refuse_bad_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

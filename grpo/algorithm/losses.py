@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo.config import Aggregation, AlgorithmConfig
-from grpo.plugin import load_function
+from grpo.config.user_files import load_function
 
 # exp(20) = 4.9e8: far beyond any ratio that means something, and its sum over a step is still far from overflowing.
 MAX_LOG_RATIO = 20.0

@@ -1,6 +1,6 @@
 """What runs in the reward processes: a supervisor, and the workers it forks, which call the reward functions.
 
-    python -m grpo.reward_worker FD    (reward_pool.RewardPool starts it; FD is its end of a socketpair)
+    python -m grpo.rewards.worker FD    (reward_pool.RewardPool starts it; FD is its end of a socketpair)
 
 A verifier that loops for ever, crashes, allocates without end or kills itself must cost one completion its reward and
 nothing else, so each call runs in a process that can be killed, with a deadline that someone else watches. That someone
@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from grpo import rewards
+from grpo.rewards import builtin as rewards
 
 # Characters of an error message, repr or completion that are shown.
 SHOWN_CHARACTERS = 500
@@ -486,7 +486,7 @@ def describe(error: BaseException) -> str:
     while trace is not None:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    ours = (os.path.dirname(__file__), "<frozen")  # this package, and what imports a file
+    ours = (os.path.dirname(os.path.dirname(__file__)), "<frozen")  # this package, and what imports a file
     theirs = [frame for frame in frames if not frame[0].startswith(ours)] or frames[1:]
     inside = [frame for frame in theirs if frame[0] == theirs[0][0]]
     place = f" ({inside[-1][0]}:{inside[-1][1]})" if inside else ""

@@ -20,8 +20,8 @@ import time
 from typing import Any
 
 from grpo.config import RewardConfig
-from grpo.reward_worker import MAX_FAILED_STARTS, shorten
-from grpo.rewards import RewardError
+from grpo.rewards.builtin import RewardError
+from grpo.rewards.worker import MAX_FAILED_STARTS, shorten
 from grpo.types import Rollout
 
 # For one process to import the user's reward files.
@@ -52,11 +52,11 @@ class RewardPool:
         self._reader = self._socket.makefile("rb")
         with theirs:
             self.supervisor = subprocess.Popen(
-                [sys.executable, "-m", "grpo.reward_worker", str(theirs.fileno())],
+                [sys.executable, "-m", "grpo.rewards.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # killed with the driver's group, it could not end what the workers started
-                cwd=pathlib.Path(__file__).parent.parent,  # only to be found: it goes to `cwd` and takes over `path`
+                cwd=pathlib.Path(__file__).parents[2],  # only to be found: it goes to `cwd` and takes over `path`
             )
         setup = {
             "config": config,

@@ -4,7 +4,7 @@ Computed chunk by chunk, so that `[tokens, vocabulary]` never exists for a whole
 vocabulary that tensor parallelism shards.
 """
 
-import grpo.titan_on_cpu  # noqa: F401
+import grpo.models.titan_on_cpu  # noqa: F401
 
 # isort: split
 

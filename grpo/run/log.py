@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
-from grpo.advantages import zero_variance_groups
+from grpo.algorithm.advantages import zero_variance_groups
 from grpo.config import MetricsConfig
+from grpo.run.failures import set_place
 from grpo.types import Rollout
-from grpo.watchdog import set_place
 
 # Metric, its label on the console line, its unit there. The rest is in metrics.jsonl and TensorBoard.
 CONSOLE_COLUMNS = (

@@ -5,7 +5,7 @@ sums gradients over data-parallel ranks, and nothing else scales. So the gradien
 sharded, split into micro-batches or packed.
 """
 
-import grpo.titan_on_cpu  # noqa: F401
+import grpo.models.titan_on_cpu  # noqa: F401
 
 # isort: split
 import math
@@ -19,10 +19,10 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.distributed import utils as titan_dist
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.forward import completion_logprobs, micro_batches
-from grpo.models import ShardedModel, build_model
-from grpo.packing import MicroBatch
-from grpo.roles import Roles
+from grpo.data.packing import MicroBatch
+from grpo.models.build import ShardedModel, build_model
+from grpo.models.forward import completion_logprobs, micro_batches
+from grpo.roles.process_groups import Roles
 from grpo.types import TrainBatch
 
 # (micro-batch, logprobs_BT, entropy_BT) -> (this micro-batch's share of the step's loss, the tokens it counted as bool

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from grpo.config import GRPOConfig
-from grpo.roles import Roles
+from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt
 
 # Request seeds: one run's seeds lie in a block of its own, far above any number of samples a run can draw.

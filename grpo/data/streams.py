@@ -39,7 +39,7 @@ def load_rows(path: str, name: str, split: str) -> "Rows":
         ValueError: a line is not a JSON object, there are no rows, or a toy task or hub data set cannot be loaded.
     """
     if path.startswith("toy:"):
-        from grpo.toy import task_rows  # only toy runs need it
+        from grpo.data.toy import task_rows  # only toy runs need it
 
         rows = task_rows(path.removeprefix("toy:"), split)
     elif _is_json_lines(path):

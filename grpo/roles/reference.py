@@ -3,9 +3,9 @@
 import torch
 
 from grpo.config import GRPOConfig
-from grpo.forward import completion_logprobs
-from grpo.models import build_model
-from grpo.roles import Roles
+from grpo.models.build import build_model
+from grpo.models.forward import completion_logprobs
+from grpo.roles.process_groups import Roles
 from grpo.types import TrainBatch
 
 

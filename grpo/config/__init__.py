@@ -1,0 +1,43 @@
+"""What a user sets. A recipe imports from here: `from grpo import config as c`, then `config = c.GRPOConfig(...)`."""
+
+from grpo.config.fields import (
+    OWN_LOSS_DEFAULTS,
+    PAPER_DEFAULTS,
+    Advantages,
+    Aggregation,
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    GeneratorConfig,
+    GRPOConfig,
+    MetricsConfig,
+    ModelConfig,
+    RewardConfig,
+    RolesConfig,
+    SamplingConfig,
+    SFTConfig,
+    Table,
+    TrainerConfig,
+)
+
+__all__ = [
+    "OWN_LOSS_DEFAULTS",
+    "PAPER_DEFAULTS",
+    "Advantages",
+    "Aggregation",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "GRPOConfig",
+    "GeneratorConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "RolesConfig",
+    "SFTConfig",
+    "SamplingConfig",
+    "Table",
+    "TrainerConfig",
+]
