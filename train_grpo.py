@@ -138,8 +138,8 @@ def update(
     if config.recomputes_old_logprobs:  # with one update they are the policy's own, and need no forward
         batch = replace(batch, old_logprobs_C=trainer.logprobs(batch))
     updates = []
-    for epoch in range(config.algorithm.epochs_per_batch):
-        for part in split_groups(batch, config.group_size, config.algorithm.updates_per_batch):
+    for epoch in range(config.algorithm.num_epochs):
+        for part in split_groups(batch, config.group_size, config.algorithm.num_mini_batches):
             first = not updates
             tolerance = config.logprob_tolerance if plan.check_sync and first else None
             updates.append(trainer.step(part, policy_loss(config, part, first), tolerance))
@@ -182,7 +182,12 @@ def policy_loss(config: GRPOConfig, batch: TrainBatch, first_update: bool = True
 
         # what the generator sampled is not quite what the policy would have
         weights_BT, corrected_BT = correction_weights(
-            start_BT, generator_BT, inputs, algorithm.correction, algorithm.correction_low, algorithm.correction_high
+            start_BT,
+            generator_BT,
+            inputs,
+            algorithm.importance_correction,
+            algorithm.importance_correction_low,
+            algorithm.importance_correction_high,
         )
         loss_BT = weights_BT * loss_BT
         metrics = metrics | {"corrected_share": corrected_BT}

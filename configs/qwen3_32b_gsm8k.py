@@ -37,7 +37,7 @@ from grpo.config import (
 config = GRPOConfig(
     model=ModelConfig(path="Qwen/Qwen3-32B"),
     roles=RolesConfig(num_trainers=8, num_references=0, num_generators=8),
-    data=DataConfig(path="openai/gsm8k", chat_template_kwargs={"enable_thinking": "false"}, max_prompt_tokens=512),
+    data=DataConfig(path="openai/gsm8k", chat_template_kwargs={"enable_thinking": False}, max_prompt_tokens=512),
     generator=GeneratorConfig(tensor_parallel=4, max_completion_tokens=1024),
     trainer=TrainerConfig(
         tensor_parallel=2,

@@ -26,7 +26,7 @@ from grpo.config import (
 config = GRPOConfig(
     model=ModelConfig(path="Qwen/Qwen3-8B"),
     roles=RolesConfig(num_trainers=4, num_references=0, num_generators=4),
-    data=DataConfig(path="openai/gsm8k", chat_template_kwargs={"enable_thinking": "false"}, max_prompt_tokens=512),
+    data=DataConfig(path="openai/gsm8k", chat_template_kwargs={"enable_thinking": False}, max_prompt_tokens=512),
     generator=GeneratorConfig(max_completion_tokens=1024),
     trainer=TrainerConfig(micro_batch_tokens=8192, logprob_chunk_tokens=2048, learning_rate=1e-6),
     algorithm=AlgorithmConfig(kl_coef=0.001),

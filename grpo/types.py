@@ -57,7 +57,7 @@ class Rollout:
     """Why a reward function gave nothing at all (it took too long, crashed, raised), by its name."""
     advantage: float = 0.0
     """NaN: it leaves the loss."""
-    logprob_diff: float | None = None
+    mismatch: float | None = None
     """Mean absolute difference of policy's and generator's log-probs over its tokens; None until it was trained on."""
 
 

@@ -52,8 +52,8 @@ class LossInputs:
 Metrics = dict[str, torch.Tensor]
 
 # Logged for every loss, so no loss may use these names.
-RESERVED_METRICS = {"loss", "entropy", "kl", "ess", "weight", "weight_squared", "sampler_kl", "corrected_share"}
-RESERVED_METRICS |= {"logprob_diff/mean", "logprob_diff/max", "grad_norm", "learning_rate", "tokens_per_second"}
+RESERVED_METRICS = {"loss", "entropy", "kl", "ess", "weight", "weight_squared", "mismatch/kl", "corrected_share"}
+RESERVED_METRICS |= {"mismatch/mean", "mismatch/max", "grad_norm", "learning_rate", "tokens_per_second"}
 
 PolicyLoss = Callable[[LossInputs, AlgorithmConfig], tuple[torch.Tensor, Metrics]]
 
@@ -309,7 +309,7 @@ def kl(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor, mask_BT: torch.
 def mismatch(policy_logprobs_BT: torch.Tensor, generator_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metrics:
     """How far the trainer's log-probs of the sampled tokens are from the generator's, as metrics; detached.
 
-    With d = policy - generator: `logprob_diff/mean` and `logprob_diff/max` are |d| in nats; `sampler_kl`
+    With d = policy - generator: `mismatch/mean` and `mismatch/max` are |d| in nats; `mismatch/kl`
     exp(d) - 1 - d, the k3 estimate of KL(generator || policy) on the generator's own samples (see `kl`); `weight`
     exp(d) and `weight_squared`, whose means `effective_sample_size` takes. The last three clamp d to +-20.
     """
@@ -317,9 +317,9 @@ def mismatch(policy_logprobs_BT: torch.Tensor, generator_logprobs_BT: torch.Tens
     clamped_BT = _clamped(difference_BT)
     weight_BT = clamped_BT.exp().where(mask_BT, 0)
     return {
-        "logprob_diff/mean": difference_BT.abs(),
-        "logprob_diff/max": difference_BT.abs(),
-        "sampler_kl": clamped_BT.expm1() - clamped_BT,
+        "mismatch/mean": difference_BT.abs(),
+        "mismatch/max": difference_BT.abs(),
+        "mismatch/kl": clamped_BT.expm1() - clamped_BT,
         "weight": weight_BT,
         "weight_squared": weight_BT.square(),
     }

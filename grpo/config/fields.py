@@ -7,12 +7,16 @@ lets the command line override any field and checks the result.
 import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 Value = TypeVar("Value")
 # A dict from names. Not written dict, of which tyro makes one flag per name of the recipe's, so that a command line
 # could not give other names; this way it is `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's.
 Table = MutableMapping[str, Value]
+# What a table may hold where its names are somebody else's: booleans stay booleans (`false` on the command line).
+Scalar = bool | int | float | str
+# Keyword arguments of one function; one JSON object on the command line.
+Options = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ class DataConfig:
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
     """System message put before every prompt; empty leaves it out."""
-    chat_template_kwargs: Table[str] = field(default_factory=dict)
+    chat_template_kwargs: Table[Scalar] = field(default_factory=dict)
     """Extra keyword arguments for the tokenizer's chat template, e.g. enable_thinking false."""
     max_prompt_tokens: int = 512
     """Prompts longer than this many tokens are left out, counted and reported once."""
@@ -210,17 +214,17 @@ class AlgorithmConfig:
     """Weight of the policy's entropy, which is subtracted from the loss."""
     mask_truncated: bool = False
     """Completions that ran out of tokens leave the loss (DAPO's overlong filtering); their rewards still compare."""
-    updates_per_batch: int = 1
+    num_mini_batches: int = 1
     """Optimizer updates per pass over a step's groups: the mini-batches it is split into."""
-    epochs_per_batch: int = 1
+    num_epochs: int = 1
     """Passes over a step's groups."""
     old_logprobs: Literal["policy", "generator"] = "policy"
     """The ratio's denominator: the policy at the start of the step, or the log-probs seen at sampling time."""
-    correction: Literal["none", "truncate", "mask_tokens", "mask_sequences"] | None = None
+    importance_correction: Literal["none", "truncate", "mask_tokens", "mask_sequences"] | None = None
     """Against a generator that is not quite the policy; None is truncate if `old_logprobs` is policy, else none."""
-    correction_low: float = 0.5
+    importance_correction_low: float = 0.5
     """mask_*: smallest weight (policy over generator; of a sequence its geometric mean) that still counts."""
-    correction_high: float = 2.0
+    importance_correction_high: float = 2.0
     """truncate: largest weight a token gets; mask_*: largest weight that still counts."""
 
 
@@ -247,10 +251,10 @@ class SamplingConfig:
     max_rounds: int = 4
     """dynamic: most rounds of sampling per step; then the step goes on with the groups it has."""
     min_pass_rate: float = 0.0
-    """A prompt that passed less often than this when last sampled rests for `rest_epochs`; 0 never."""
+    """A prompt that passed less often than this when last sampled rests for `filter_epochs`; 0 never."""
     max_pass_rate: float = 1.0
     """The same for a prompt that passed more often; 1 never."""
-    rest_epochs: int = 1
+    filter_epochs: int = 1
     """Epochs for which such a prompt is left out before it is tried again."""
 
     @property
@@ -352,7 +356,7 @@ class GRPOConfig:
     @property
     def updates_per_step(self) -> int:
         """Optimizer updates in one step."""
-        return self.algorithm.updates_per_batch * self.algorithm.epochs_per_batch
+        return self.algorithm.num_mini_batches * self.algorithm.num_epochs
 
     @property
     def recomputes_old_logprobs(self) -> bool:

@@ -7,13 +7,14 @@ before torch is even loaded. The fields are in config.py.
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import math
 import os
 import pathlib
 import sys
 from typing import TypeVar
 
-from grpo.config import OWN_LOSS_DEFAULTS, PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig, SFTConfig
+from grpo.config import OWN_LOSS_DEFAULTS, PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig, Options, Scalar, SFTConfig
 
 Config = TypeVar("Config", GRPOConfig, SFTConfig)
 
@@ -39,11 +40,49 @@ def load(config_type: type[Config], default_recipe: str, arguments: list[str] | 
             nowhere = silence.enter_context(open(os.devnull, "w"))
             silence.enter_context(contextlib.redirect_stdout(nowhere))
             silence.enter_context(contextlib.redirect_stderr(nowhere))
-        config = complete(tyro.cli(config_type, default=default, args=arguments, description=config_type.__doc__))
+        parsed = tyro.cli(
+            config_type, default=default, args=arguments, description=config_type.__doc__, registry=_value_parsers()
+        )
+        config = complete(parsed)
         validate(config)
         for warning in cautions(config):
             print(f"warning: {warning}", flush=True)
     return config
+
+
+def _value_parsers():
+    """How to read the two kinds of values that tyro does not know: JSON objects, and scalars as JSON."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info):
+        if info.type == Options:
+            return spec("JSON", json.loads, dict)
+        if info.type == Scalar:
+            return spec("VALUE", _scalar, (bool, int, float, str))
+        return None
+
+    def spec(metavar, parse, types):
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=lambda words: parse(words[0]),
+            is_instance=lambda value: isinstance(value, types),
+            str_from_instance=lambda value: [json.dumps(value)],
+        )
+
+    return registry
+
+
+def _scalar(word: str) -> Scalar:
+    """`false` and `False` -> False, `3` -> 3, `low` -> "low"."""
+    with contextlib.suppress(ValueError):
+        value = json.loads({"True": "true", "False": "false"}.get(word, word))
+        if isinstance(value, Scalar):
+            return value
+    return word
 
 
 def load_recipe(path: str, config_type: type[Config]) -> Config:
@@ -71,7 +110,7 @@ def complete(config: Config) -> Config:
             "path/file.py:function"
         )
     defaults = dict(PAPER_DEFAULTS.get(algorithm.loss, OWN_LOSS_DEFAULTS))
-    defaults["correction"] = "truncate" if algorithm.old_logprobs == "policy" else "none"
+    defaults["importance_correction"] = "truncate" if algorithm.old_logprobs == "policy" else "none"
     open_fields = {name: value for name, value in defaults.items() if getattr(algorithm, name) is None}
     return dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, **open_fields))
 
@@ -228,23 +267,23 @@ def _validate_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         )
     if algorithm.dual_clip and not algorithm.dual_clip > 1:
         raise ValueError(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 to turn it off")
-    not_negative = ("kl_coef", "max_importance_weight", "correction_low")
+    not_negative = ("kl_coef", "max_importance_weight", "importance_correction_low")
     for name in not_negative:
         if getattr(algorithm, name) < 0:
             raise ValueError(f"algorithm.{name}={getattr(algorithm, name)} must not be negative")
-    for name in ("sapo_temperature_positive", "sapo_temperature_negative", "correction_high"):
+    for name in ("sapo_temperature_positive", "sapo_temperature_negative", "importance_correction_high"):
         if not getattr(algorithm, name) > 0:
             raise ValueError(f"algorithm.{name}={getattr(algorithm, name)} must be above 0")
     _at_least(
         1,
         **{
-            "algorithm.updates_per_batch": algorithm.updates_per_batch,
-            "algorithm.epochs_per_batch": algorithm.epochs_per_batch,
+            "algorithm.num_mini_batches": algorithm.num_mini_batches,
+            "algorithm.num_epochs": algorithm.num_epochs,
         },
     )
-    if config.prompts_per_step < algorithm.updates_per_batch:
+    if config.prompts_per_step < algorithm.num_mini_batches:
         raise ValueError(
-            f"algorithm.updates_per_batch={algorithm.updates_per_batch} mini-batches of whole groups need as many "
+            f"algorithm.num_mini_batches={algorithm.num_mini_batches} mini-batches of whole groups need as many "
             f"prompts; raise prompts_per_step={config.prompts_per_step}"
         )
     if algorithm.kl_in == "reward" and algorithm.kl_estimator == "k3_k2_gradient":
@@ -262,17 +301,19 @@ def _validate_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
     if algorithm.max_importance_weight and algorithm.loss != "reinforce" and not own:
         raise ValueError(f"algorithm.max_importance_weight does nothing in {algorithm.loss}; it belongs to reinforce")
     has_ratio = algorithm.loss != "reinforce" or algorithm.max_importance_weight > 0
-    weighs = algorithm.correction in ("truncate", "mask_tokens")
+    weighs = algorithm.importance_correction in ("truncate", "mask_tokens")
     if weighs and algorithm.old_logprobs == "generator" and has_ratio and not own:
         raise ValueError(
             "algorithm.old_logprobs=generator has the generator in the ratio already; weighing with "
-            f"algorithm.correction={algorithm.correction} would count it twice; use correction none or mask_sequences"
+            f"algorithm.importance_correction={algorithm.importance_correction} would count it twice; use none or "
+            "mask_sequences"
         )
-    masks = algorithm.correction in ("mask_tokens", "mask_sequences")
-    if masks and not algorithm.correction_low <= 1 <= algorithm.correction_high:
+    masks = algorithm.importance_correction in ("mask_tokens", "mask_sequences")
+    if masks and not algorithm.importance_correction_low <= 1 <= algorithm.importance_correction_high:
         raise ValueError(
-            f"algorithm.correction_low={algorithm.correction_low} and correction_high={algorithm.correction_high} must "
-            "have 1 between them, the weight of a token on which generator and policy agree"
+            f"algorithm.importance_correction_low={algorithm.importance_correction_low} and "
+            f"importance_correction_high={algorithm.importance_correction_high} must have 1 between them, the weight of a "
+            "token on which generator and policy agree"
         )
     if config.group_size == 1 and algorithm.advantages != "none":
         raise ValueError(
@@ -287,7 +328,7 @@ def _validate_sampling(config: GRPOConfig) -> None:
         1,
         **{
             "sampling.max_rounds": sampling.max_rounds,
-            "sampling.rest_epochs": sampling.rest_epochs,
+            "sampling.filter_epochs": sampling.filter_epochs,
             "reward.num_workers": reward.num_workers,
             "sync_interval": config.sync_interval,
         },
@@ -342,7 +383,7 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     if generator.top_p < 1 or generator.top_k > 0 or generator.min_p > 0:
         found.append(
             f"generator.top_p={generator.top_p}, top_k={generator.top_k}, min_p={generator.min_p} sample from another "
-            "distribution than the one that is trained; logprob_diff/mean says by how much, and the canary may stop "
+            "distribution than the one that is trained; mismatch/mean says by how much, and the canary may stop "
             "the run (--sync-check-interval 0 turns it off)"
         )
     return found

@@ -273,7 +273,7 @@ class PromptStream:
     """The run's prompts, one after the other without end; resumes exactly.
 
     With pass rates recorded, rows that were too hard or too easy when last sampled rest: they are left out of the next
-    `sampling.rest_epochs` epochs after that one, then tried again, since the policy has changed.
+    `sampling.filter_epochs` epochs after that one, then tried again, since the policy has changed.
 
     Raises ValueError when made if a column is missing, the data set is empty or the tokenizer has no chat template.
     """
@@ -339,7 +339,7 @@ class PromptStream:
 
     def _rests(self, row: int) -> bool:
         epoch = self._too_hard_or_easy.get(row)
-        return epoch is not None and 0 < self.order.epoch - epoch <= self.sampling.rest_epochs
+        return epoch is not None and 0 < self.order.epoch - epoch <= self.sampling.filter_epochs
 
     def _draw_from_resting(self) -> tuple[int, list[int]]:
         """In an epoch in which all rows rest: end their rest, since a run without prompts helps nobody."""

@@ -32,7 +32,7 @@ LossFunction = Callable[
 ]
 
 # The metric that the canary and the tables of completions look at: |policy's - generator's log-prob|
-LOGPROB_DIFF = "logprob_diff/mean"
+LOGPROB_DIFF = "mismatch/mean"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Update:
     num_counted: float
     """Tokens that count in the loss."""
     logprob_diff_S: torch.Tensor
-    """float64 [S]: each sequence's mean of `logprob_diff/mean`; NaN where no token counts or nothing is known."""
+    """float64 [S]: each sequence's mean of `mismatch/mean`; NaN where no token counts or nothing is known."""
 
     @property
     def all_metrics(self) -> dict[str, float]:
@@ -153,7 +153,7 @@ class Trainer:
             raise RuntimeError(
                 "the generator does not hold the policy's weights: their log-probs of the same completions differ by "
                 f"{metrics[LOGPROB_DIFF]:.2e} on average (tolerance {logprob_tolerance:.0e}, largest "
-                f"{metrics['logprob_diff/max']:.2e}). Nothing was updated. If precision explains it, raise "
+                f"{metrics['mismatch/max']:.2e}). Nothing was updated. If precision explains it, raise "
                 "--sync-check-tolerance"
             )
 

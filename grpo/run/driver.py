@@ -163,7 +163,7 @@ class Driver:
         """The step's rollouts laid end to end."""
         completions = [r.completion for r in self.rollouts]
         finite = torch.tensor([x for c in completions for x in c.logprobs]).isfinite()
-        self.metrics["logprob_diff/nonfinite_share"] = 1 - finite.float().mean().item()
+        self.metrics["mismatch/nonfinite_frac"] = 1 - finite.float().mean().item()
         if not finite.any():
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         temperatures, group_size = self.config.generator.temperature, self.config.group_size
@@ -216,10 +216,10 @@ class Driver:
         metrics = rollout_metrics(self.sampled, self.config.group_size) | self.metrics | stats | ledger.close_step()
         if self.config.sampling.dynamic:
             metrics["sampling/rounds"] = self.num_rounds
-            metrics["sampling/useful_share"] = self.num_useful / self.num_prompts
-            metrics["sampling/full_share"] = min(1.0, self.num_useful / self.config.prompts_per_step)
+            metrics["sampling/informative_frac"] = self.num_useful / self.num_prompts
+            metrics["sampling/full_frac"] = min(1.0, self.num_useful / self.config.prompts_per_step)
         if self.config.sampling.filters:
-            metrics["sampling/resting"] = self.stream.num_resting
+            metrics["sampling/filtered"] = self.stream.num_resting
         num_tokens = sum(len(r.prompt.ids) + len(r.completion.ids) for r in self.sampled)
         metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
         if torch.cuda.is_available():
@@ -228,7 +228,7 @@ class Driver:
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
             pairs = zip(self.rollouts, logprob_diff_S.tolist(), strict=True)
-            rollouts = [dataclasses.replace(r, logprob_diff=None if math.isnan(x) else x) for r, x in pairs]
+            rollouts = [dataclasses.replace(r, mismatch=None if math.isnan(x) else x) for r, x in pairs]
             self.run_log.completions(step, rollouts, prompt_texts(rollouts, self.tokenizer))
 
     def log_evaluation(

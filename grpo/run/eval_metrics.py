@@ -70,7 +70,7 @@ def evaluation_metrics(
         "eval/accuracy": sum(passed(r, function) is True for r in greedy) / len(greedy),
         "eval/reward_mean": _reward_mean(greedy),
         "eval/completion_length_mean": _length_mean(greedy),
-        "eval/truncated_share": sum(r.completion.truncated for r in greedy) / len(greedy),
+        "eval/truncated_frac": sum(r.completion.truncated for r in greedy) / len(greedy),
         "eval/none_count": sum(r.reward is None for r in greedy),
     }
     if not samples:

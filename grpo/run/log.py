@@ -33,7 +33,7 @@ CONSOLE_COLUMNS = (
     ("entropy", "ent", ""),
     ("completion/length_mean", "len", ""),
     ("grad_norm", "grad", ""),
-    ("logprob_diff/mean", "diff", ""),
+    ("mismatch/mean", "diff", ""),
     ("tokens_per_second", "", "tok/s"),
     ("time/step", "", "s"),
 )
@@ -247,9 +247,9 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
         "reward/failed_count": sum(bool(r.failures) for r in rollouts),
         "completion/length_mean": _mean(lengths),
         "completion/length_max": max(lengths),
-        "completion/truncated_share": _mean([r.completion.truncated for r in rollouts]),
+        "completion/truncated_frac": _mean([r.completion.truncated for r in rollouts]),
         "prompt/length_mean": _mean([len(r.prompt.ids) for r in rollouts]),
-        "groups/zero_variance_share": zero_variance_groups(rewards_S, group_size) / (len(rollouts) // group_size),
+        "groups/zero_variance_frac": zero_variance_groups(rewards_S, group_size) / (len(rollouts) // group_size),
     }
     for function, name in function_names(functions).items():
         values = [r.rewards.get(function) for r in rollouts]
@@ -296,7 +296,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
             "rewards": {name: _finite_or_none(value) for name, value in rollout.rewards.items()},
             "reward": _finite_or_none(rollout.reward),
             "advantage": _finite_or_none(rollout.advantage),
-            "logprob_diff": _finite_or_none(rollout.logprob_diff),
+            "mismatch": _finite_or_none(rollout.mismatch),
             "finish_reason": _finish_reason(rollout),
             "num_tokens": len(rollout.completion.ids),
             "failures": rollout.failures,
@@ -320,7 +320,7 @@ def describe_rollout(rollout: Rollout, prompt: str) -> str:
     numbers = [
         *_reward_texts(rollout),
         f"advantage {compact_number(rollout.advantage)}",
-        f"log-prob difference {_number_or_none(rollout.logprob_diff)}",
+        f"log-prob difference {_number_or_none(rollout.mismatch)}",
         f"{len(rollout.completion.ids)} tokens, finish reason {_finish_reason(rollout)}",
     ]
     # The first column is the text that the prompt was made from.
@@ -338,7 +338,7 @@ def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
             rollout.text,
             "\n".join([*_reward_texts(rollout), *_failure_texts(rollout)]),
             compact_number(rollout.advantage),
-            _number_or_none(rollout.logprob_diff),
+            _number_or_none(rollout.mismatch),
             _finish_reason(rollout),
         ]
         lines.append(f"| {' | '.join('<br>'.join(cell.translate(ENTITIES).splitlines()) for cell in cells)} |")

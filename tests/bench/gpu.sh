@@ -33,11 +33,11 @@ bench() { # NAME RANKS SHAPE RECIPE FLAGS...
 one=(1 qwen3-0.6b tests/bench/colocated.py)
 four=(4 qwen3-1.7b tests/bench/split.py)
 no_reference=(--roles.num-references 0 --roles.num-generators 2 --algorithm.kl-coef 0)
-updates=(--algorithm.loss gspo --algorithm.updates-per-batch 4 --generator.temperature 0.8 1.0 1.2)
+updates=(--algorithm.loss gspo --algorithm.num-mini-batches 4 --generator.temperature 0.8 1.0 1.2)
 updates+=(--algorithm.entropy-coef 0.001)
 # half of all groups of two coins are equal, so that dynamic sampling has something to do
 everything=(--group-size 2 --prompts-per-step 64 --sampling.dynamic --algorithm.loss dapo --algorithm.kl-in reward)
-everything+=(--algorithm.updates-per-batch 2 --sync-interval 2 --evaluation.interval 4 --evaluation.num-samples 4
+everything+=(--algorithm.num-mini-batches 2 --sync-interval 2 --evaluation.interval 4 --evaluation.num-samples 4
     --trainer.learning-rate 1e-5)
 evaluation=(--evaluation.interval 1 --evaluation.num-prompts 32 --evaluation.num-samples 4)
 for variant in "$@"; do

@@ -21,9 +21,9 @@ SHOWN = (
 SHOWN += (
     "tokens_per_second",
     "memory/peak_gib",
-    "logprob_diff/mean",
-    "logprob_diff/max",
-    "sampler_kl",
+    "mismatch/mean",
+    "mismatch/max",
+    "mismatch/kl",
     "ess",
     "ratio_mean",
 )

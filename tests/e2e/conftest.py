@@ -40,7 +40,7 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     (run_dir.parent / "rows.jsonl").write_text("\n".join(rows))
     layout = ["--roles.num-trainers", 2, "--roles.num-references", 0, "--roles.num-generators", 1]
     schedule = ["--trainer.schedule", "cosine", "--trainer.warmup-steps", 2, "--num-steps", 6]
-    updates = ["--algorithm.updates-per-batch", 2, "--sync-interval", 3]
+    updates = ["--algorithm.num-mini-batches", 2, "--sync-interval", 3]
     sampling = ["--sampling.dynamic", "--sampling.max-pass-rate", 0.7, "--reward.functions", BY_CHANCE, 1]
     arguments = [TINY, "--model.path", model, *layout, *schedule, *updates, *sampling]
     arguments += ["--data.path", run_dir.parent / "rows.jsonl", "--checkpoint.interval", 3, "--resume"]

@@ -68,7 +68,7 @@ def test_several_updates_on_samples_of_older_weights(model: pathlib.Path, tmp_pa
     metrics = run(
         tmp_path,
         model,
-        *("--algorithm.loss", "dapo", "--algorithm.updates-per-batch", 2, "--algorithm.epochs-per-batch", 2),
+        *("--algorithm.loss", "dapo", "--algorithm.num-mini-batches", 2, "--algorithm.num-epochs", 2),
         *("--sync-interval", 2, "--generator.temperature", 0.7, 1.0, 1.3, "--num-steps", 4),
         *("--algorithm.kl-in", "reward", "--algorithm.kl-estimator", "k1", "--algorithm.entropy-coef", 0.01),
         layout=TWO_RANKS,
@@ -81,15 +81,15 @@ def test_several_updates_on_samples_of_older_weights(model: pathlib.Path, tmp_pa
     assert abs(metrics[0]["reward/kl_penalty"]) < 1e-5 < abs(metrics[2]["reward/kl_penalty"])
     for fresh, stale in ((metrics[0], metrics[1]), (metrics[2], metrics[3])):
         # after a sync generator and policy are the same; the step after it samples with weights one step old
-        assert fresh["logprob_diff/max"] < 1e-4 and fresh["ess"] > 0.999 and fresh["corrected_share"] == 0
-        assert stale["logprob_diff/mean"] > 0.01 and stale["ess"] < 0.99 and stale["sampler_kl"] > 1e-4
-    differences = [line["logprob_diff"] for line in read_completions(tmp_path / "run")]
+        assert fresh["mismatch/max"] < 1e-4 and fresh["ess"] > 0.999 and fresh["corrected_share"] == 0
+        assert stale["mismatch/mean"] > 0.01 and stale["ess"] < 0.99 and stale["mismatch/kl"] > 1e-4
+    differences = [line["mismatch"] for line in read_completions(tmp_path / "run")]
     assert len(differences) == 4 * 16 and max(differences[:16]) < 1e-4 < 0.01 < max(differences[16:32])
 
 
 def test_old_logprobs_of_the_generator_are_those_of_the_policy(model: pathlib.Path, tmp_path: pathlib.Path):
     """In float32, with a sync each step, both choices of the ratio's denominator train alike."""
-    flags = ("--algorithm.updates-per-batch", 2, "--algorithm.correction", "none", "--num-steps", 1)
+    flags = ("--algorithm.num-mini-batches", 2, "--algorithm.importance_correction", "none", "--num-steps", 1)
     (policy,) = run(tmp_path, model, *flags, name="policy")
     (generator,) = run(tmp_path, model, *flags, "--algorithm.old-logprobs", "generator", name="generator")
     assert policy["ratio_max"] > 1.01
@@ -105,15 +105,17 @@ def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathli
         model,
         *(*chance, "--prompts-per-step", 8, "--sampling.dynamic", "--sampling.max-rounds", 5),
         *("--sampling.max-pass-rate", 0.9, "--generator.stop", "7", "--data.no-shuffle"),
-        *("--algorithm.mask-truncated", "--algorithm.correction", "mask_sequences"),
+        *("--algorithm.mask-truncated", "--algorithm.importance_correction", "mask_sequences"),
         layout=TWO_RANKS,
     )
     for m in metrics:
-        assert m["sampling/full_share"] == 1
+        assert m["sampling/full_frac"] == 1
         # reward statistics are over all that was sampled, not only over the groups that are trained on
-        assert m["groups/zero_variance_share"] == pytest.approx(1 - m["sampling/useful_share"])
-        assert m["sampling/rounds"] > 1 and 0.4 < m["sampling/useful_share"] < 1  # a quarter of the groups are equal
-    assert metrics[0]["sampling/resting"] == 0  # none of this epoch is drawn a second time
+        assert m["groups/zero_variance_frac"] == pytest.approx(1 - m["sampling/informative_frac"])
+        assert (
+            m["sampling/rounds"] > 1 and 0.4 < m["sampling/informative_frac"] < 1
+        )  # a quarter of the groups are equal
+    assert metrics[0]["sampling/filtered"] == 0  # none of this epoch is drawn a second time
     lines = read_completions(tmp_path / "run")
     assert len(lines) == 2 * 8 * 3
     for line in lines:  # a completion that ran out of tokens has a reward, but no advantage
@@ -133,8 +135,8 @@ def test_a_step_that_dynamic_sampling_cannot_fill(model: pathlib.Path, tmp_path:
     log = (tmp_path / "run.log").read_text()
     lines = read_completions(tmp_path / "run")
     for m in metrics:
-        assert m["sampling/rounds"] == 1 and 0 < m["sampling/full_share"] == m["sampling/useful_share"] < 1
-        num_groups = round(8 * m["sampling/full_share"])
+        assert m["sampling/rounds"] == 1 and 0 < m["sampling/full_frac"] == m["sampling/informative_frac"] < 1
+        num_groups = round(8 * m["sampling/full_frac"])
         assert sum(line["step"] == m["step"] for line in lines) == 2 * num_groups
         assert f"dynamic sampling: {num_groups} of 8 groups have different rewards after 1 rounds" in log
 
@@ -161,7 +163,7 @@ def test_verifiers_that_fail_cost_their_completion_alone(model: pathlib.Path, tm
 
 def test_evaluate_alone_repeats_the_runs_last_evaluation(model: pathlib.Path, tmp_path: pathlib.Path):
     evaluation = ("--evaluation.interval", 2, "--evaluation.num-prompts", 6, "--evaluation.num-samples", 2)
-    run(tmp_path, model, *evaluation, "--algorithm.updates-per-batch", 2)
+    run(tmp_path, model, *evaluation, "--algorithm.num-mini-batches", 2)
     arguments = (tmp_path / "run/model", tmp_path / "run/config.py", "--run-dir", tmp_path / "alone")
     output = run_python("-m", "grpo.evaluate", *arguments, deadline=120)
     assert "6 prompts; every completion is in" in output
@@ -174,4 +176,4 @@ def test_evaluate_alone_repeats_the_runs_last_evaluation(model: pathlib.Path, tm
     with pytest.raises(ValueError, match="holds a run, whose log would be lost"):
         evaluate.load_config(str(model), [TINY, "--run-dir", str(tmp_path / "run")], world_size=1)
     config = load_recipe(str(tmp_path / "run/config.py"), GRPOConfig)
-    assert config.algorithm.correction == "truncate"  # the saved recipe names what was left open
+    assert config.algorithm.importance_correction == "truncate"  # the saved recipe names what was left open

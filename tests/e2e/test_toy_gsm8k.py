@@ -18,6 +18,6 @@ def test_two_steps_of_toy_gsm8k(tmp_path: pathlib.Path):
     torchrun("train_grpo.py", *arguments, "--sync-check-interval", 1, nproc=4, deadline=240)
     metrics = read_metrics(tmp_path / "run")
     assert [m["step"] for m in metrics] == [1, 2]
-    assert all(m["logprob_diff/mean"] < 1e-5 for m in metrics)
+    assert all(m["mismatch/mean"] < 1e-5 for m in metrics)
     assert all(m["prompt/length_mean"] > 20 for m in metrics)  # real questions
     assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()

@@ -110,22 +110,24 @@ BAD = {
     "algorithm.clip_high=-0.1 must not be negative": GRPOConfig(algorithm=AlgorithmConfig(clip_high=-0.1)),
     "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo": GRPOConfig(algorithm=AlgorithmConfig(loss="ppo")),
     "algorithm.dual_clip=0.5 must be above 1": GRPOConfig(algorithm=AlgorithmConfig(dual_clip=0.5)),
-    "algorithm.correction_high=0 must be above 0": GRPOConfig(algorithm=AlgorithmConfig(correction_high=0)),
-    "algorithm.updates_per_batch=0 must be at least 1": GRPOConfig(algorithm=AlgorithmConfig(updates_per_batch=0)),
-    "algorithm.updates_per_batch=33 mini-batches of whole groups need as many prompts; raise prompts_per_step=32": (
-        GRPOConfig(algorithm=AlgorithmConfig(updates_per_batch=33))
+    "algorithm.importance_correction_high=0 must be above 0": GRPOConfig(
+        algorithm=AlgorithmConfig(importance_correction_high=0)
+    ),
+    "algorithm.num_mini_batches=0 must be at least 1": GRPOConfig(algorithm=AlgorithmConfig(num_mini_batches=0)),
+    "algorithm.num_mini_batches=33 mini-batches of whole groups need as many prompts; raise prompts_per_step=32": (
+        GRPOConfig(algorithm=AlgorithmConfig(num_mini_batches=33))
     ),
     "algorithm.kl_in=reward uses the value of the KL alone": GRPOConfig(
         algorithm=AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k3_k2_gradient")
     ),
-    "algorithm.correction=truncate would count it twice": GRPOConfig(
-        algorithm=AlgorithmConfig(old_logprobs="generator", correction="truncate")
+    "algorithm.importance_correction=truncate would count it twice": GRPOConfig(
+        algorithm=AlgorithmConfig(old_logprobs="generator", importance_correction="truncate")
     ),
-    "algorithm.correction=mask_tokens would count it twice": GRPOConfig(
-        algorithm=AlgorithmConfig(old_logprobs="generator", correction="mask_tokens")
+    "algorithm.importance_correction=mask_tokens would count it twice": GRPOConfig(
+        algorithm=AlgorithmConfig(old_logprobs="generator", importance_correction="mask_tokens")
     ),
-    "algorithm.correction_low=1.5 and correction_high=2.0 must have 1 between them": GRPOConfig(
-        algorithm=AlgorithmConfig(correction="mask_tokens", correction_low=1.5)
+    "algorithm.importance_correction_low=1.5 and importance_correction_high=2.0 must have 1 between them": GRPOConfig(
+        algorithm=AlgorithmConfig(importance_correction="mask_tokens", importance_correction_low=1.5)
     ),
     "algorithm.dual_clip does nothing in sapo": GRPOConfig(algorithm=AlgorithmConfig(loss="sapo", dual_clip=3)),
     "algorithm.max_importance_weight does nothing in grpo": GRPOConfig(
@@ -208,7 +210,7 @@ def test_truncated_sampling_gets_one_warning(options):
     config = GRPOConfig(generator=GeneratorConfig(**options))
     validate(config)
     (warning,) = cautions(config)
-    assert f"{next(iter(options))}={next(iter(options.values()))}" in warning and "logprob_diff/mean" in warning
+    assert f"{next(iter(options))}={next(iter(options.values()))}" in warning and "mismatch/mean" in warning
 
 
 @pytest.mark.parametrize(
@@ -348,7 +350,7 @@ def test_command_line_overrides_any_field():
     assert config.roles.colocated and not config.trainer.packing and config.resume
     assert config.reward.functions == {"my/reward.py:short": 1.0, "thinking_reward": 0.5}
     assert config.data.columns == ("answer", "level")
-    assert config.data.chat_template_kwargs == {"enable_thinking": "true"}
+    assert config.data.chat_template_kwargs == {"enable_thinking": True}
     # what was not named is the recipe's
     assert config.model.path == "Qwen/Qwen3-1.7B" and config.prompts_per_step == 64
 
@@ -445,21 +447,21 @@ def test_a_loss_brings_its_papers_defaults(loss):
     [
         ({}, "truncate"),
         ({"old_logprobs": "generator"}, "none"),  # the ratio has the generator in it already
-        ({"correction": "none"}, "none"),
-        ({"old_logprobs": "generator", "correction": "mask_sequences"}, "mask_sequences"),
+        ({"importance_correction": "none"}, "none"),
+        ({"old_logprobs": "generator", "importance_correction": "mask_sequences"}, "mask_sequences"),
     ],
 )
 def test_default_correction(given, expected):
-    assert complete(GRPOConfig(algorithm=AlgorithmConfig(**given))).algorithm.correction == expected
+    assert complete(GRPOConfig(algorithm=AlgorithmConfig(**given))).algorithm.importance_correction == expected
 
 
 @pytest.mark.parametrize(
     "algorithm, expected",
     [
         ({}, (1, False)),
-        ({"updates_per_batch": 2}, (2, True)),
-        ({"epochs_per_batch": 3, "updates_per_batch": 2}, (6, True)),
-        ({"epochs_per_batch": 3, "old_logprobs": "generator"}, (3, False)),
+        ({"num_mini_batches": 2}, (2, True)),
+        ({"num_epochs": 3, "num_mini_batches": 2}, (6, True)),
+        ({"num_epochs": 3, "old_logprobs": "generator"}, (3, False)),
     ],
 )
 def test_old_logprobs_cost_a_forward_only_where_they_must(algorithm, expected):

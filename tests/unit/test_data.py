@@ -302,8 +302,8 @@ def test_prompts_from_a_hub_data_set(tokenizer, monkeypatch):
 # ---- difficulty filter
 
 
-def filtered_stream(tokenizer, path, rest_epochs=1, bounds=(0.1, 0.9), **changes):
-    sampling = SamplingConfig(min_pass_rate=bounds[0], max_pass_rate=bounds[1], rest_epochs=rest_epochs)
+def filtered_stream(tokenizer, path, filter_epochs=1, bounds=(0.1, 0.9), **changes):
+    sampling = SamplingConfig(min_pass_rate=bounds[0], max_pass_rate=bounds[1], filter_epochs=filter_epochs)
     return PromptStream(config_of(path, **{"shuffle": False} | changes), tokenizer, seed=0, sampling=sampling)
 
 
@@ -316,16 +316,16 @@ def four_rows(tmp_path) -> str:
     return write_rows(tmp_path / "four.jsonl", [{"question": f"add n{i}", "answer": str(i)} for i in range(4)])
 
 
-@pytest.mark.parametrize("rest_epochs", [0, 1, 2])
-def test_rows_too_hard_or_too_easy_rest_for_so_many_epochs_and_are_tried_again(tokenizer, four_rows, rest_epochs):
-    stream = filtered_stream(tokenizer, four_rows, rest_epochs)
+@pytest.mark.parametrize("filter_epochs", [0, 1, 2])
+def test_rows_too_hard_or_too_easy_rest_for_so_many_epochs_and_are_tried_again(tokenizer, four_rows, filter_epochs):
+    stream = filtered_stream(tokenizer, four_rows, filter_epochs)
     assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
     stream.record({0: 0.0, 1: 0.1, 2: 0.9, 3: 1.0})  # the bounds themselves do not rest
     assert stream.num_resting == 0  # they were drawn in this epoch
     prompts = stream.draw(1)
-    assert stream.num_resting == (2 if rest_epochs else 0)
-    prompts += stream.draw(2 * rest_epochs + 4 * (3 - rest_epochs) - 1)
-    assert rows_of(prompts) == [1, 2] * rest_epochs + [0, 1, 2, 3] * (3 - rest_epochs)
+    assert stream.num_resting == (2 if filter_epochs else 0)
+    prompts += stream.draw(2 * filter_epochs + 4 * (3 - filter_epochs) - 1)
+    assert rows_of(prompts) == [1, 2] * filter_epochs + [0, 1, 2, 3] * (3 - filter_epochs)
     assert [prompt.index for prompt in prompts] == list(range(4, 4 + len(prompts)))  # only drawn prompts count
     assert stream.num_resting == 0
 
@@ -368,7 +368,7 @@ def test_the_last_pass_rate_counts(tokenizer, four_rows):
 
 def test_an_epoch_in_which_all_would_rest_takes_them_back_and_says_so_once(tokenizer, tmp_path, capsys):
     path = long_rows(tmp_path, [4, 9, 5, 6])  # row 1 is too long and does not count
-    stream = filtered_stream(tokenizer, path, rest_epochs=1000, max_prompt_tokens=6)
+    stream = filtered_stream(tokenizer, path, filter_epochs=1000, max_prompt_tokens=6)
     assert rows_of(stream.draw(3)) == [0, 2, 3]
     stream.record({0: 0.0, 2: 1.0, 3: 0.05})
     capsys.readouterr()
@@ -398,12 +398,12 @@ def test_a_resumed_filter_draws_the_same_prompts(tokenizer, ten_rows, num_steps,
         stream.record({p.row: 0.0 if p.row < 5 or (p.row == 5 and p.index % 2) else 0.5 for p in prompts})
         return prompts, stream.num_resting
 
-    stream = filtered_stream(tokenizer, ten_rows, rest_epochs=2, shuffle=True)
+    stream = filtered_stream(tokenizer, ten_rows, filter_epochs=2, shuffle=True)
     for _ in range(num_steps):
         step(stream)
     state = json.loads(json.dumps(stream.state_dict()))
     expected = [step(stream) for _ in range(20)]
-    resumed = filtered_stream(tokenizer, ten_rows, rest_epochs=2, shuffle=True)
+    resumed = filtered_stream(tokenizer, ten_rows, filter_epochs=2, shuffle=True)
     step(resumed)  # whatever it did before does not matter
     resumed.load_state_dict(state)
     assert [step(resumed) for _ in range(20)] == expected

@@ -109,7 +109,7 @@ def test_greedy_metrics():
         "eval/accuracy": 0.5,  # one without a value has not passed
         "eval/reward_mean": 4 / 3,  # (1.5 + 0.5 + 2) / 3
         "eval/completion_length_mean": 5.0,
-        "eval/truncated_share": 0.25,
+        "eval/truncated_frac": 0.25,
         "eval/none_count": 1,
     }
 

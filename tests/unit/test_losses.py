@@ -440,9 +440,9 @@ def test_mismatch_and_effective_sample_size_by_hand():
     metrics = mismatch(policy_BT, row([-1.0, -1.0, -1.0, math.inf]), row([True, True, True, False], torch.bool))
     assert not any(value_BT.requires_grad for value_BT in metrics.values())
     assert {key: value_BT[0].tolist() for key, value_BT in metrics.items()} == {
-        "logprob_diff/mean": approx([LOG2, LOG2, 0.0, 0.0]),
-        "logprob_diff/max": approx([LOG2, LOG2, 0.0, 0.0]),
-        "sampler_kl": approx([1 - LOG2, LOG2 - 0.5, 0.0, 0.0]),
+        "mismatch/mean": approx([LOG2, LOG2, 0.0, 0.0]),
+        "mismatch/max": approx([LOG2, LOG2, 0.0, 0.0]),
+        "mismatch/kl": approx([1 - LOG2, LOG2 - 0.5, 0.0, 0.0]),
         "weight": approx([2.0, 0.5, 1.0, 0.0]),
         "weight_squared": approx([4.0, 0.25, 1.0, 0.0]),
     }
@@ -463,7 +463,7 @@ def test_sampler_kl_is_that_of_generator_and_policy():
     policy_V = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     metrics = mismatch(policy_V.log()[None], generator_V.log()[None], row([True] * 3, torch.bool))
     expected = (generator_V * (generator_V / policy_V).log()).sum().item()
-    assert (generator_V * metrics["sampler_kl"][0]).sum().item() == approx(expected)
+    assert (generator_V * metrics["mismatch/kl"][0]).sum().item() == approx(expected)
     # weights average to 1 where the generator's samples can be reweighted to the policy's
     assert (generator_V * metrics["weight"][0]).sum().item() == approx(1.0)
 
@@ -471,7 +471,7 @@ def test_sampler_kl_is_that_of_generator_and_policy():
 @pytest.mark.parametrize("gap", [1e4, -1e4])
 def test_mismatch_of_extreme_log_ratios(gap):
     metrics = mismatch(row([gap], torch.float32), torch.zeros(1, 1), row([True], torch.bool))
-    assert metrics["logprob_diff/max"].item() == 1e4  # as it is: nothing is multiplied by it
+    assert metrics["mismatch/max"].item() == 1e4  # as it is: nothing is multiplied by it
     assert metrics["weight"].item() == pytest.approx(math.exp(math.copysign(20, gap)), rel=1e-5)
     assert all(value_BT.isfinite().all() for value_BT in metrics.values())
 

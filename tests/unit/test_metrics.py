@@ -138,17 +138,17 @@ def test_rollout_metrics_of_two_groups():
             "reward/brevity": 0.3,
             "completion/length_mean": 5.0,
             "completion/length_max": 8,
-            "completion/truncated_share": 0.25,
+            "completion/truncated_frac": 0.25,
             "prompt/length_mean": 4.0,
-            "groups/zero_variance_share": 1.0,
+            "groups/zero_variance_frac": 1.0,
         }
     )
 
 
-def test_zero_variance_share_counts_groups_not_completions():
+def test_zero_variance_frac_counts_groups_not_completions():
     rollouts = [make_rollout(reward) for reward in (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.5)]
-    assert rollout_metrics(rollouts, group_size=2)["groups/zero_variance_share"] == 0.5
-    assert rollout_metrics(rollouts, group_size=4)["groups/zero_variance_share"] == 0.0
+    assert rollout_metrics(rollouts, group_size=2)["groups/zero_variance_frac"] == 0.5
+    assert rollout_metrics(rollouts, group_size=4)["groups/zero_variance_frac"] == 0.0
 
 
 def test_rollout_metrics_without_any_reward_are_nan_not_zero():
@@ -315,7 +315,7 @@ TRUNCATED = make_rollout(
     row=17,
     failures={"thinking_reward": "took longer\nthan 10 s"},
     advantage=0.5,
-    logprob_diff=0.00125,
+    mismatch=0.00125,
 )
 UNREWARDED = make_rollout(None, {"math_reward": None}, num_tokens=5, text="", advantage=math.nan)
 
@@ -334,7 +334,7 @@ def test_every_completion_is_a_json_line(tmp_path):
             "rewards": {"math_reward": 1.0, "thinking_reward": None},
             "reward": 0.75,
             "advantage": 0.5,
-            "logprob_diff": 0.00125,
+            "mismatch": 0.00125,
             "finish_reason": "length",
             "num_tokens": 2,
             "failures": {"thinking_reward": "took longer\nthan 10 s"},
@@ -347,7 +347,7 @@ def test_every_completion_is_a_json_line(tmp_path):
             "rewards": {"math_reward": None},
             "reward": None,
             "advantage": None,
-            "logprob_diff": None,
+            "mismatch": None,
             "finish_reason": "stop",
             "num_tokens": 5,
             "failures": {},

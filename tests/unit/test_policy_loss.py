@@ -42,12 +42,12 @@ def step(algorithm: AlgorithmConfig, **options) -> tuple[float, dict[str, list[f
 )
 def test_corrections_weigh_the_gradient(correction, weights, active):
     # ratio 1, advantage 1, mean of two tokens: each has the gradient -weight / 2
-    loss, metrics, gradient = step(AlgorithmConfig(correction=correction))
+    loss, metrics, gradient = step(AlgorithmConfig(importance_correction=correction))
     assert gradient == pytest.approx([-weight / 2 for weight in weights])
     assert loss == pytest.approx(-sum(weights) / 2)
     assert metrics["active_share"] == active
     assert metrics["corrected_share"] == [weight != 1 for weight in weights]
-    assert metrics["logprob_diff/mean"] == pytest.approx([0, math.log(10)])
+    assert metrics["mismatch/mean"] == pytest.approx([0, math.log(10)])
 
 
 def test_a_loss_of_ones_own_may_log_active_share_as_numbers(tmp_path: pathlib.Path):
@@ -56,7 +56,7 @@ def test_a_loss_of_ones_own_may_log_active_share_as_numbers(tmp_path: pathlib.Pa
         "    loss = -inputs.logprobs_BT.where(inputs.mask_BT, 0)\n"
         "    return loss, {'active_share': loss.detach() * 0 + 0.5}\n"
     )
-    _, metrics, _ = step(AlgorithmConfig(loss=f"{tmp_path}/loss.py:f", correction="mask_tokens"))
+    _, metrics, _ = step(AlgorithmConfig(loss=f"{tmp_path}/loss.py:f", importance_correction="mask_tokens"))
     assert metrics["active_share"] == [0.5, 0]
 
 
@@ -66,9 +66,9 @@ def test_a_later_update_does_not_take_training_for_a_mismatch():
     _, first, _ = step(generator)
     _, later, _ = step(generator, first_update=False)
     assert first.keys() - later.keys() == {
-        "logprob_diff/mean",
-        "logprob_diff/max",
-        "sampler_kl",
+        "mismatch/mean",
+        "mismatch/max",
+        "mismatch/kl",
         "weight",
         "weight_squared",
     }
@@ -78,5 +78,5 @@ def test_a_later_update_does_not_take_training_for_a_mismatch():
     micro = build_micro_batch(batch, [[0]], row_length=4)
     loss = policy_loss(complete(GRPOConfig()), batch, first_update=False)
     _, _, metrics = loss(micro, torch.tensor([[-3.0, -3.0, 0.0, 0.0]], requires_grad=True), torch.zeros(1, 4))
-    assert metrics["logprob_diff/mean"].tolist() == [[0, 0, 0, 0]]  # start and generator agree, however far it moved
+    assert metrics["mismatch/mean"].tolist() == [[0, 0, 0, 0]]  # start and generator agree, however far it moved
     assert metrics["ratio_mean"][0, 0].item() == pytest.approx(math.exp(-2))

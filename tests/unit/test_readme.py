@@ -22,15 +22,15 @@ DEFAULTS = {
 # Every metric that a run logs, by the file that names it; `reward/<function>` stands for one per reward function.
 METRICS = {
     "log.py": "reward/mean reward/std reward/none_count reward/failed_count completion/length_mean "
-    "completion/length_max completion/truncated_share prompt/length_mean groups/zero_variance_share time/other "
+    "completion/length_max completion/truncated_frac prompt/length_mean groups/zero_variance_frac time/other "
     "time/step",
     "losses.py": "clip_share clip_low_share clip_high_share dual_clip_share gate_mean weight_cut_share active_share "
-    "ratio_mean ratio_max logprob_diff/mean logprob_diff/max sampler_kl",
+    "ratio_mean ratio_max mismatch/mean mismatch/max mismatch/kl",
     "trainer.py": "loss entropy grad_norm learning_rate",
     "train_grpo.py": "kl ess corrected_share",
-    "driver.py": "reward/kl_penalty logprob_diff/nonfinite_share tokens_per_second memory/peak_gib sampling/rounds "
-    "sampling/useful_share sampling/full_share sampling/resting",
-    "eval_metrics.py": "eval/accuracy eval/reward_mean eval/completion_length_mean eval/truncated_share "
+    "driver.py": "reward/kl_penalty mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
+    "sampling/informative_frac sampling/full_frac sampling/filtered",
+    "eval_metrics.py": "eval/accuracy eval/reward_mean eval/completion_length_mean eval/truncated_frac "
     "eval/none_count eval/sample_reward_mean eval/sample_length_mean",
 }
 # One per reward function, and one per number of samples
@@ -75,7 +75,7 @@ def test_metrics_are_logged(file):
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    groups = "reward|completion|prompt|groups|time|memory|logprob_diff|sampling|eval"
+    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval"
     for file in ("log.py", "trainer.py", "train_grpo.py", "train_sft.py", "driver.py", "eval_metrics.py"):
         found = re.findall(rf'"((?:{groups})/\w+)"', SOURCES[file])
         assert set(found) <= NAMED | phases(), file
