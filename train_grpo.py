@@ -2,47 +2,52 @@
 
     torchrun --nproc_per_node=8 train_grpo.py [RECIPE.py] [--field value ...]
 
-Every rank runs this script. The ranks are split into trainers, references and generators (`roles`), and rank 0, the
-driver, decides: it draws prompts, scores completions, logs. A rank asks `roles.trains`, `roles.references` and
-`roles.generates` what it has to do, so the loop reads the same whether the roles share GPUs or not. Every function that
-takes `roles` is a collective: all ranks call it, in this order.
+Sample a group of completions for each prompt, score them, compare each with its group, update the policy, give the
+generators the new weights. Per token, with r = policy / old policy, A = (reward - mean of its group) / std of its group
+and beta the KL coefficient, GRPO (Shao et al. 2024, arXiv:2402.03300) minimises
 
-Left out here: how it is done. What each module does stands at its top; begin with
-grpo/roles/process_groups.py and grpo/roles/comm.py.
+    -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
+
+Every rank runs this script. The ranks are split into trainers, references and generators, and one of the trainers,
+rank 0, is the driver too: it alone draws prompts, scores completions, decides and logs. A rank asks `roles.trains`,
+`roles.references` and `roles.generates` what it has to do, so the loop reads the same whether roles share GPUs or not.
+What takes `roles`, and every method of `driver`, is called by all ranks together and in this order; what belongs to
+`trainer`, by the trainer ranks. A batch is whole on every trainer; each takes its own part of the micro-batches.
+
+Tensors have shape suffixes: B rows and T positions of a micro-batch, S sequences, N tokens of all sequences laid end to
+end (grpo/types.py has them all).
 """
 
 import os
 import pathlib
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from grpo.algorithm.losses import (
-    LossInputs,
-    aggregate,
-    check_loss_output,
-    correction_weights,
-    effective_sample_size,
-    kl,
-    load_loss,
-    mismatch,
-    step_denominator,
-)
+from grpo.algorithm.advantages import group_advantages
+from grpo.algorithm.aggregation import aggregate, loss_denominator
+from grpo.algorithm.importance import correct_importance, mismatch
+from grpo.algorithm.inputs import LossInputs
+from grpo.algorithm.kl import kl, sequence_kl
+from grpo.algorithm.losses import configured_loss
 from grpo.config import GRPOConfig
 from grpo.config.recipes import check_world_size, load
-from grpo.data.packing import MicroBatch, per_sequence, scatter_completions, split_groups
+from grpo.data.packing import split_groups
 from grpo.models import build as models
-from grpo.roles.comm import add_advantages, add_ref_logprobs, gather_completions, on_driver, send_batch, share
+from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch, send_rewards
 from grpo.roles.generator import Generator
+from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
-from grpo.roles.trainer import LossFunction, Trainer, merge_updates
-from grpo.roles.weight_sync import sync_weights
+from grpo.roles.trainer import Trainer
+from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run import checkpoint
-from grpo.run.driver import Driver, Start
+from grpo.run.driver import Driver, Sampled
 from grpo.run.failures import refuse_bad_input, run_rank, set_place
 from grpo.run.log import Ledger
-from grpo.types import Plan, Prompt, TrainBatch
+from grpo.run.scorer import evaluate
+from grpo.types import MicroBatch, Plan, TrainBatch
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parent / "configs" / "qwen3_1_7b_gsm8k.py")
 
@@ -63,161 +68,168 @@ def main() -> None:
 
 def train(config: GRPOConfig, roles: Roles) -> None:
     """Run `config.num_steps` GRPO steps. Every rank calls it."""
-    driver = on_driver(roles, Driver, config)
-    start: Start = share(driver.start if roles.is_driver else None, roles)
+    timer = Ledger()
+    driver = Driver(config, roles, timer)
+    start = driver.start()
 
-    # The engine first, because it looks how much memory is free.
+    # vLLM first: it sizes its KV cache from the free memory
     folder = models.fetch_folder(start.folder, roles.control)
     generator = Generator(config, folder, start.stop_token_ids, roles) if roles.generates else None
     trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles) if roles.trains else None
     if config.needs_reference:
-        folder = models.fetch_folder(start.reference_folder, roles.control)
-    reference = Reference(config, folder, roles) if roles.references else None
-
-    dtype = getattr(torch, config.model.dtype)
+        reference_folder = models.fetch_folder(start.reference_folder, roles.control)
+    reference = Reference(config, reference_folder, roles) if roles.references else None
     if start.checkpoint is not None:
         if roles.trains:
             checkpoint.load_checkpoint(start.checkpoint, trainer)
-        sync_weights(trainer.model if trainer else None, generator, start.step, dtype, roles)
+        sync_weights(trainer, generator, start.step, roles)
     if start.eval_prompts and start.step == 0:
         evaluate(driver, generator, start.eval_prompts, 0, roles)
 
-    ledger = Ledger()
     for step in range(start.step, config.num_steps):
-        # Only the driver decides: which prompts, whether to check, to sync, to save, to evaluate.
-        plan: Plan = share(on_driver(roles, Driver.next_plan, driver, step), roles)
+        plan = driver.plan(step)  # which prompts; whether to check, sync, save, evaluate: decided once, for all ranks
 
-        with ledger.phase("generate"):
-            prompts = plan.prompts
-            while prompts:  # one round, but for dynamic sampling, which goes on until it has enough useful groups
-                completions = generator.generate(prompts, config.group_size) if roles.generates else None
-                completions = gather_completions(completions, roles)  # generators -> driver
-                prompts = share(on_driver(roles, Driver.take, driver, prompts, completions, ledger), roles)
-            if roles.generates:
-                generator.sleep()  # colocated and asked for: its memory is the trainer's until the sync
-            batch = send_batch(on_driver(roles, Driver.batch, driver), roles)  # driver -> references and trainers
+        with timer.phase("generate"):
+            sampled = sample(config, plan, generator, driver, roles)  # generators -> driver
+            batch = send_batch(driver.batch(sampled), roles)  # driver -> references and trainers
 
-        with ledger.phase("reference"):
-            # at the same time, the driver's worker processes score the completions
-            ref_logprobs_C = reference.logprobs(batch) if roles.references else None
-            batch = add_ref_logprobs(batch, ref_logprobs_C, roles)  # references -> trainers
-            on_driver(roles, Driver.score, driver, ledger)
-            advantages_S = on_driver(roles, Driver.advantages, driver, batch)
-            batch = add_advantages(batch, advantages_S, roles)  # driver -> trainers
+        with timer.phase("reference"):  # meanwhile the driver's worker processes score the completions
+            ref_logprobs_N = reference.logprobs(batch) if roles.references else None
+            batch = add_ref_logprobs(batch, ref_logprobs_N, roles)  # references -> trainers
+            sampled = driver.score(sampled)  # waits for what is not scored yet
+            rewards_S, has_reward_S = send_rewards(driver.rewards(sampled), roles)  # driver -> trainers
 
-        with ledger.phase("train"):
-            stats, logprob_diff_S = update(config, trainer, batch, plan) if roles.trains else (None, None)
+        with timer.phase("train"):
+            metrics = StepMetrics(len(rewards_S))
+            if roles.trains:
+                batch = add_advantages(config, batch, rewards_S, has_reward_S, metrics)
+                update(config, plan, trainer, batch, metrics)
 
-        with ledger.phase("sync"):  # trainers -> generators, which then hold the weights of `step + 1` steps
+        with timer.phase("sync"):  # trainers -> generators, which then hold the weights of `step + 1` steps
             if plan.sync:
-                sync_weights(trainer.model if trainer else None, generator, step + 1, dtype, roles)
+                sync_weights(trainer, generator, step + 1, roles)
 
         if plan.evaluate:
-            with ledger.phase("evaluate"):
+            with timer.phase("evaluate"):
                 evaluate(driver, generator, start.eval_prompts, step + 1, roles)
-        on_driver(roles, Driver.log, driver, step + 1, stats, logprob_diff_S, ledger)
+        driver.log(step + 1, sampled, batch, metrics)
         # Saved last, so that a run which dies before or meanwhile repeats the step with its evaluation and log line.
         if plan.save and roles.trains:
-            with ledger.phase("save"):
+            with timer.phase("save"):
                 state = driver.state(step + 1) if roles.is_driver else None
                 checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
 
     if config.checkpoint.export and roles.trains:
-        models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", dtype)
-    on_driver(roles, Driver.finish, driver)
+        models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+    driver.finish()
     close_roles(roles, generator.close if roles.generates else None)
 
 
-def update(
-    config: GRPOConfig, trainer: Trainer, batch: TrainBatch, plan: Plan
-) -> tuple[dict[str, float], torch.Tensor]:
-    """The step's optimizer updates: passes over its groups in mini-batches, by default a single one. Trainer ranks.
-
-    Returns metrics, and the policy's distance to the generator for each sequence [S] (see trainer.Update).
-    """
-    if config.recomputes_old_logprobs:  # with one update they are the policy's own, and need no forward
-        batch = replace(batch, old_logprobs_C=trainer.logprobs(batch))
-    updates = []
-    for epoch in range(config.algorithm.num_epochs):
-        for part in split_groups(batch, config.group_size, config.algorithm.num_mini_batches):
-            first = not updates
-            tolerance = config.logprob_tolerance if plan.check_sync and first else None
-            updates.append(trainer.step(part, policy_loss(config, part, first), tolerance))
-        if epoch == 0:
-            logprob_diff_S = torch.cat([update.logprob_diff_S for update in updates])
-    trainer.end_step()
-    stats = merge_updates(updates)
-    stats["ess"] = effective_sample_size(stats.pop("weight"), stats.pop("weight_squared"))
-    return stats, logprob_diff_S
+def sample(config: GRPOConfig, plan: Plan, generator: Generator | None, driver: Driver, roles: Roles) -> Sampled | None:
+    """Complete the plan's prompts, `config.group_size` times each; the driver gets rollouts. Every rank calls it."""
+    sampled, prompts = None, plan.prompts
+    while prompts:  # once; dynamic sampling goes on with other prompts until it has enough groups that differ
+        completions = generator.generate(prompts, config.group_size) if roles.generates else None
+        completions = gather_completions(completions, roles)
+        sampled = driver.take(sampled, plan, prompts, completions)
+        prompts = driver.more_prompts(sampled)
+    if roles.generates:
+        generator.sleep()  # colocated and asked for: its memory is the trainer's until the sync
+    return sampled
 
 
-def policy_loss(config: GRPOConfig, batch: TrainBatch, first_update: bool = True) -> LossFunction:
-    """The loss of one micro-batch of `batch`, normalised over the whole batch before its first forward.
+# ---------------------------------------------------------------------------------------------------------------------
+# The algorithm, on trainer ranks
+# ---------------------------------------------------------------------------------------------------------------------
 
-    `first_update`: the policy is still that of the step's start.
+
+def add_advantages(
+    config: GRPOConfig,
+    batch: TrainBatch,
+    rewards_S: torch.Tensor,
+    has_reward_S: torch.Tensor,
+    metrics: StepMetrics,
+) -> TrainBatch:
+    """Compare each reward with its group; a sequence's advantage is that of all its tokens.
+
+    Excluded from the loss from here on: sequences without a reward and, if so configured, truncated ones.
     """
     algorithm = config.algorithm
-    loss_function = load_loss(algorithm.loss)
-    counted_C, lengths_S = batch.counted_C, batch.counted_lengths_S
-    denominator = step_denominator(lengths_S, algorithm.aggregation, config.generator.max_completion_tokens)
-
-    def loss(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor):
-        generator_BT = scatter_completions(batch.generator_logprobs_C, batch, micro)
-        start_BT = logprobs_BT.detach()  # the policy at the start of the step, or as close as is known
-        if batch.old_logprobs_C is not None:
-            start_BT = scatter_completions(batch.old_logprobs_C, batch, micro)
-        inputs = LossInputs(
-            logprobs_BT=logprobs_BT,
-            old_logprobs_BT=generator_BT if algorithm.old_logprobs == "generator" else start_BT,
-            advantages_BT=per_sequence(batch.advantages_S, micro),
-            # a completion without a reward and a token whose sampling log-prob is not finite count nowhere
-            mask_BT=scatter_completions(counted_C, batch, micro) > 0,
-            sequence_BT=micro.sequence_BT,
-            lengths_BT=per_sequence(lengths_S, micro).clamp(min=1),
-            num_sequences=batch.num_sequences,
-        )
-        output = loss_function(inputs, algorithm)
-        check_loss_output(output, inputs, algorithm.loss)
-        loss_BT, metrics = output
-
-        # what the generator sampled is not quite what the policy would have
-        weights_BT, corrected_BT = correction_weights(
-            start_BT,
-            generator_BT,
-            inputs,
-            algorithm.importance_correction,
-            algorithm.importance_correction_low,
-            algorithm.importance_correction_high,
-        )
-        loss_BT = weights_BT * loss_BT
-        metrics = metrics | {"corrected_share": corrected_BT}
-        if "active_share" in metrics:
-            metrics["active_share"] = metrics["active_share"] * (weights_BT != 0)
-        if first_update or batch.old_logprobs_C is not None:  # else it would measure how far training moved the policy
-            metrics |= mismatch(start_BT, generator_BT, inputs.mask_BT)
-
-        if batch.ref_logprobs_C is not None:
-            ref_BT = scatter_completions(batch.ref_logprobs_C, batch, micro)
-            kl_BT = kl(logprobs_BT, ref_BT, inputs.mask_BT, algorithm.kl_estimator)
-            metrics["kl"] = kl_BT.detach()
-            if algorithm.kl_in == "loss":
-                loss_BT = loss_BT + algorithm.kl_coef * kl_BT
-        if algorithm.entropy_coef:
-            loss_BT = loss_BT - algorithm.entropy_coef * entropy_BT
-
-        share = aggregate(loss_BT, inputs.mask_BT, inputs.lengths_BT, algorithm.aggregation, denominator)
-        return share, inputs.mask_BT, metrics
-
-    return loss
+    if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
+        penalty_S = algorithm.kl_coef * sequence_kl(batch, algorithm.kl_estimator)
+        metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
+        rewards_S = rewards_S - penalty_S
+    advantages_S = group_advantages(rewards_S, has_reward_S, config.group_size, algorithm.advantages)
+    trained_S = has_reward_S & ~batch.truncated_S if algorithm.mask_truncated else has_reward_S
+    return replace(
+        batch,
+        advantages_N=advantages_S[batch.row_N],
+        loss_mask_N=batch.loss_mask_N & trained_S[batch.row_N],
+    )
 
 
-def evaluate(
-    driver: Driver | None, generator: Generator | None, prompts: list[Prompt], step: int, roles: Roles
-) -> None:
-    """Complete the held-out prompts, score and log; training does not notice. Every rank calls it."""
-    greedy, samples = generator.evaluate(prompts) if roles.generates else (None, None)
-    greedy, samples = gather_completions(greedy, roles), gather_completions(samples, roles)
-    on_driver(roles, Driver.log_evaluation, driver, prompts, greedy, samples, step)
+def update(config: GRPOConfig, plan: Plan, trainer: Trainer, batch: TrainBatch, metrics: StepMetrics) -> None:
+    """The step's optimizer updates: `num_epochs` passes over its groups in `num_mini_batches`, by default just one."""
+    algorithm, loss_function = config.algorithm, configured_loss(config.algorithm)
+    kl_coef = algorithm.kl_coef  # a schedule would be a function of plan.step
+    if config.recomputes_old_logprobs:  # with one update they are the policy's own, and need no forward
+        batch = replace(batch, old_logprobs_N=trainer.logprobs(batch))
+    first = True
+    for _ in range(algorithm.num_epochs):
+        for mini_batch in split_groups(batch, config.group_size, algorithm.num_mini_batches):
+            # counted over all micro-batches and ranks, so how they split the mini-batch changes nothing
+            denominator = loss_denominator(
+                mini_batch.num_loss_tokens_S, algorithm.aggregation, config.generator.max_completion_tokens
+            )
+            objective = partial(
+                grpo_objective,
+                algorithm=algorithm,
+                loss_function=loss_function,
+                kl_coef=kl_coef,
+                denominator=denominator,
+                first=first,
+            )
+            trainer.forward_backward(mini_batch, objective, metrics)
+            if plan.sync_check and first:
+                check_sync(metrics, config.largest_mismatch)  # stops the run before anything is updated
+            metrics.record(**trainer.optimizer_step())
+            first = False
+    trainer.scheduler_step()
+
+
+def grpo_objective(
+    micro: MicroBatch,
+    logprobs_BT: torch.Tensor,
+    entropy_BT: torch.Tensor,
+    *,
+    algorithm,
+    loss_function,
+    kl_coef: float,
+    denominator: float,
+    first: bool,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One micro-batch's part of an update's objective, and its metrics per token. The parts sum to the whole.
+
+    There are three policies: the one being trained, `old`, which it was when the step began, and the generator's, which
+    sampled and differs from `old` by precision, or because it holds older weights. `first`: nothing is updated yet.
+    """
+    old_known = first or micro.old_logprobs_BT is not None
+    old_BT = logprobs_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
+    ratio_below_BT = micro.generator_logprobs_BT if algorithm.old_logprobs == "generator" else old_BT
+    inputs = LossInputs.of(micro, logprobs_BT, ratio_below_BT)
+
+    loss_BT, metrics = loss_function(inputs)  # -min(r * A, clip(r) * A), or what algorithm.loss names
+    loss_BT, metrics = correct_importance(loss_BT, metrics, old_BT, inputs, algorithm)  # old / generator
+    if old_known:  # else it would measure how far training moved the policy
+        metrics |= mismatch(old_BT, inputs)
+    if micro.ref_logprobs_BT is not None:
+        kl_BT = kl(logprobs_BT, micro.ref_logprobs_BT, micro.loss_mask_BT, algorithm.kl_estimator)
+        metrics["kl"] = kl_BT.detach()
+        if algorithm.kl_in == "loss":
+            loss_BT = loss_BT + kl_coef * kl_BT
+    if algorithm.entropy_coef:
+        loss_BT = loss_BT - algorithm.entropy_coef * entropy_BT
+    return aggregate(loss_BT, inputs, algorithm.aggregation, denominator), metrics
 
 
 if __name__ == "__main__":

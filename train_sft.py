@@ -9,6 +9,7 @@ answers' tokens over the whole step. Left out so far: LoRA, validation, resume.
 import collections
 import os
 import pathlib
+from functools import partial
 
 import torch
 
@@ -16,15 +17,16 @@ from grpo.config import SFTConfig
 from grpo.config.recipes import as_recipe, check_world_size, load
 from grpo.data import streams as data
 from grpo.data import toy
-from grpo.data.packing import MicroBatch, make_batch
+from grpo.data.packing import make_batch
 from grpo.models import build as models
-from grpo.roles.comm import on_driver, send_batch, share
+from grpo.roles.comm import from_driver, on_driver, send_batch
+from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
-from grpo.roles.trainer import LossFunction, Trainer
+from grpo.roles.trainer import Trainer
 from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input, run_rank, set_place
 from grpo.run.log import Ledger, RunLog
-from grpo.types import TrainBatch
+from grpo.types import MicroBatch, Sample, TrainBatch
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parent / "configs" / "toy_sft.py")
 
@@ -40,71 +42,80 @@ def main() -> None:
 
 def train(config: SFTConfig, roles: Roles) -> None:
     """Run `config.num_steps` supervised steps. Every rank calls it."""
-    driver = on_driver(roles, Driver, config)
-    folder = models.fetch_folder(share(driver.folder if roles.is_driver else None, roles), roles.control)
+    timer = Ledger()
+    driver = Driver(config, roles, timer)
+    folder = models.fetch_folder(driver.start(), roles.control)
     trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
 
-    ledger, recent_losses = Ledger(), collections.deque(maxlen=10)
+    recent_losses = collections.deque(maxlen=10)
     for step in range(config.num_steps):
-        batch = send_batch(on_driver(roles, Driver.next_batch, driver), roles)  # driver -> trainers
-        with ledger.phase("train"):
-            stats = trainer.step(batch, answer_loss(batch)).all_metrics
-            trainer.end_step()
-        on_driver(roles, Driver.log, driver, step + 1, batch, stats, ledger)
-        recent_losses.append(stats["loss"])  # the same on all ranks
+        batch = send_batch(driver.next_batch(), roles)  # driver -> trainers
+        metrics = StepMetrics(batch.num_sequences)
+        with timer.phase("train"):
+            denominator = float(batch.loss_mask_N.sum())  # the whole step's, whatever the micro-batch
+            trainer.forward_backward(batch, partial(answer_objective, denominator=denominator), metrics)
+            metrics.record(**trainer.optimizer_step())
+            trainer.scheduler_step()
+        driver.log(step + 1, batch, metrics)
+        recent_losses.append(metrics.means()["loss"])  # the same on all ranks
         if len(recent_losses) == 10 and sum(recent_losses) / 10 < config.stop_at_loss:
             break
 
     if config.checkpoint.export:
-        models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", getattr(torch, config.model.dtype))
-    on_driver(roles, Driver.finish, driver)
+        models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+    driver.finish()
     close_roles(roles)
 
 
-def answer_loss(batch: TrainBatch) -> LossFunction:
-    """Mean negative log-prob of the answers' tokens; the denominator is the whole step's, whatever the micro-batch."""
-    denominator = float(batch.num_completion_tokens)
-
-    def loss(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor):
-        mask_BT = micro.completion_mask_BT
-        return -logprobs_BT.where(mask_BT, 0).sum() / denominator, mask_BT, {}
-
-    return loss
+def answer_objective(
+    micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor, *, denominator: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One micro-batch's part of the mean negative log-prob of the answers' tokens."""
+    return -logprobs_BT.where(micro.loss_mask_BT, 0).sum() / denominator, {}
 
 
 class Driver:
-    """Examples and the log, on rank 0. Its constructor refuses bad input before the model is loaded."""
+    """Examples and the log, on rank 0; every rank calls its methods."""
 
-    def __init__(self, config: SFTConfig):
-        self.config = config
+    def __init__(self, config: SFTConfig, roles: Roles, timer: Ledger):
+        self.config, self.roles, self.timer = config, roles, timer
+
+    @from_driver
+    def start(self) -> str:
+        """Refuse bad input before the model is loaded, open the run folder; returns the model's folder or hub name."""
+        config = self.config
         with refuse_bad_input():
             rows = data.load_rows(config.data.path, config.data.name, config.data.split)
             data.check_columns(rows, [config.data.prompt_column, config.completion_column], config.data.path)
             checkpoint.find_run(config.run_dir, overwrite=config.overwrite)
-            self.folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
-            models.check_folder(self.folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
+            folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
+            models.check_folder(folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
+            tokenizer = data.load_tokenizer(folder)
             self.stream = data.ChatStream(
-                config.data,
-                config.completion_column,
-                data.load_tokenizer(self.folder),
-                config.max_sequence_tokens,
-                config.seed,
+                config.data, config.completion_column, tokenizer, config.max_sequence_tokens, config.seed
             )
         checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps)
         print(f"{as_recipe(config)}\n{config.num_trainers} trainer ranks; {config.run_dir}", flush=True)
+        return folder
 
+    @on_driver
     def next_batch(self) -> TrainBatch:
-        """The step's examples laid end to end."""
-        prompts, answers = zip(*self.stream.draw(self.config.sequences_per_step), strict=True)
-        return make_batch(prompts, answers)
+        """The step's examples laid end to end; the answers' tokens count in the loss."""
+        samples = []
+        for prompt, answer in self.stream.draw(self.config.sequences_per_step):
+            is_answer_T = torch.arange(len(prompt) + len(answer)) >= len(prompt)
+            samples.append(Sample(torch.tensor([*prompt, *answer]), is_answer_T))
+        return make_batch(samples)
 
-    def log(self, step: int, batch: TrainBatch, stats: dict[str, float], ledger: Ledger) -> None:
+    @on_driver
+    def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call."""
-        metrics = stats | ledger.close_step()
+        metrics = measured.means() | self.timer.close_step()
         metrics["tokens_per_second"] = batch.num_tokens / metrics["time/step"]
         self.run_log.log(step, metrics)
 
+    @on_driver
     def finish(self) -> None:
         """Close the log."""
         self.run_log.close()

@@ -22,13 +22,12 @@ from grpo.data import streams as data
 from grpo.data import toy
 from grpo.models import build as models
 from grpo.rewards import builtin as rewards
-from grpo.rewards.pool import RewardPool
-from grpo.roles.comm import gather_completions, on_driver, share
+from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.generator import Generator
-from grpo.roles.process_groups import close_roles, setup_roles
-from grpo.run.driver import log_evaluation
+from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.run.failures import BadInput, refuse_bad_input, run_rank, set_place
 from grpo.run.log import RunLog
+from grpo.run.scorer import Scorer, evaluate
 from grpo.types import Completion, Prompt
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
@@ -47,12 +46,10 @@ def main() -> None:
         config = load_config(sys.argv[1], sys.argv[2:], int(os.environ["WORLD_SIZE"]))
     roles = setup_roles(config)
     set_place(role=roles.name)
-    judge = on_driver(roles, Judge, config)
-    folder, stop_token_ids, prompts = share(judge.start if roles.is_driver else None, roles)
+    driver = Driver(config, roles)
+    folder, stop_token_ids, prompts = driver.start()
     generator = Generator(config, models.fetch_folder(folder, roles.control), stop_token_ids, roles)
-    greedy, samples = generator.evaluate(prompts)
-    greedy, samples = gather_completions(greedy, roles), gather_completions(samples, roles)
-    on_driver(roles, Judge.report, judge, prompts, greedy, samples)
+    evaluate(driver, generator, prompts, 0, roles)
     close_roles(roles, generator.close)
 
 
@@ -85,31 +82,36 @@ def start_alone() -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-class Judge:
-    """What rank 0 alone does: the prompts, the rewards, the report. Its constructor refuses bad input."""
+class Driver:
+    """What rank 0 alone does: the prompts, the rewards, the report."""
 
-    def __init__(self, config: GRPOConfig):
-        self.config = config
+    def __init__(self, config: GRPOConfig, roles: Roles):
+        self.config, self.roles = config, roles
+
+    @from_driver
+    def start(self) -> tuple[str, list[int], list[Prompt]]:
+        """Refuse bad input; returns the model's folder or hub name, its stop tokens and the held-out prompts."""
+        config = self.config
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
             rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
             folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
             models.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
-            self.tokenizer = data.load_tokenizer(folder)
-            prompts = data.load_eval_prompts(config.data, config.evaluation, self.tokenizer)
-            self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
-        self.stop_token_ids = models.stop_token_ids(folder, self.tokenizer)
-        self.start = folder, self.stop_token_ids, prompts
+            tokenizer = data.load_tokenizer(folder)
+            prompts = data.load_eval_prompts(config.data, config.evaluation, tokenizer)
+            self.scorer = Scorer(config, folder, tokenizer)
+        return folder, self.scorer.stop_token_ids, prompts
 
-    def report(self, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion]) -> None:
+    @on_driver
+    def log_evaluation(
+        self, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion], step: int
+    ) -> None:
         """Score, write and print."""
         metrics = dataclasses.replace(self.config.metrics, tensorboard=False)
         run_log = RunLog(metrics, self.config.run_dir, num_steps=0)
-        log_evaluation(
-            self.config, run_log, self.pool, self.tokenizer, self.stop_token_ids, prompts, greedy, samples, 0
-        )
+        self.scorer.log_evaluation(run_log, prompts, greedy, samples, step)
         run_log.close()
-        self.pool.close()
+        self.scorer.close()
         print(f"{len(prompts)} prompts; every completion is in {self.config.run_dir}/evaluation.jsonl", flush=True)
 
 

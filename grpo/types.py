@@ -1,12 +1,15 @@
 """What moves between the parts, and the legend of shape suffixes.
 
-Shape suffixes on tensors: B rows of a micro-batch, T positions in a row, S sequences of a step, N tokens of all
-sequences laid end to end, C completion tokens of all sequences laid end to end, G completions of a group,
+A suffix on a tensor's name spells its dimensions: B rows of a micro-batch, T positions of a row or tokens of one
+sequence, S sequences of a step, N tokens of all sequences laid end to end, P prompts, G completions of a group,
 V vocabulary, D hidden size.
 
-Layer 0: pure data, no torch.distributed.
+Everything that is trained on is a sequence of tokens in which each token carries what is known about it. These
+per-token fields stay aligned from where they are made (`Sample`) over the wire (`TrainBatch`) to the loss
+(`MicroBatch`): rollouts and supervised examples are different ways to fill them.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,18 +30,24 @@ class Prompt:
     """Row of the data set; -1 if it comes from none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Completion:
-    """What a generator sampled for one prompt."""
+    """What a generator sampled for one prompt: T tokens."""
 
-    ids: list[int]
-    """Sampled token ids, with the EOS that ended them."""
-    logprobs: list[float]
-    """Natural-log probability of each sampled token under the distribution sampled from; same length as `ids`."""
+    ids_T: torch.Tensor
+    """int64: sampled token ids, with the EOS that ended them."""
+    logprobs_T: torch.Tensor
+    """float32: natural-log probability of each under the distribution sampled from, temperature included."""
     truncated: bool
     """It ran out of tokens (vLLM's finish reason is `length`)."""
     version: int = 0
-    """Steps in the weights it was sampled with."""
+    """Steps in the weights that sampled it."""
+    temperature: float = 1.0
+    """What it was sampled with; 0 is greedy."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids_T)
 
 
 @dataclass(frozen=True)
@@ -52,74 +61,117 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Each reward function's unweighted value; None: that function gives no reward here."""
     reward: float | None = None
-    """Weighted sum; None if every function said None or one failed: the completion leaves loss and statistics."""
+    """Weighted sum; None if every function said None or one failed: excluded from the loss and all statistics."""
     failures: dict[str, str] = field(default_factory=dict)
     """Why a reward function gave nothing at all (it took too long, crashed, raised), by its name."""
-    advantage: float = 0.0
-    """NaN: it leaves the loss."""
+    advantage: float | None = None
+    """Mean over its tokens; None: excluded from the loss, or not computed yet."""
     mismatch: float | None = None
     """Mean absolute difference of policy's and generator's log-probs over its tokens; None until it was trained on."""
 
 
-@dataclass(frozen=True)
-class TrainBatch:
-    """All sequences of one optimizer step, ragged: flat values with lengths. Every trainer rank holds all of it.
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sequence of T tokens to train on, with what is known about it before training."""
 
-    S sequences; sequence s is `prompt_lengths_S[s]` prompt ids followed by `completion_lengths_S[s]` completion ids.
-    Tensors lie on the CPU.
+    ids_T: torch.Tensor
+    """int64."""
+    loss_mask_T: torch.Tensor
+    """bool: the token counts in the loss and its denominator."""
+    generator_logprobs_T: torch.Tensor | None = None
+    """float32: at sampling time, anything where nothing was sampled; None if no token was (SFT)."""
+    temperature: float = 1.0
+    version: int = 0
+    truncated: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """The sequences of one step, or of one mini-batch of it, laid end to end. Every trainer rank holds all of it.
+
+    Tensors are on the CPU. Per token [N], aligned with the token itself; a None is not known (yet).
     """
 
     ids_N: torch.Tensor
-    """int64: prompts and completions, sequence after sequence."""
-    prompt_lengths_S: torch.Tensor
     """int64."""
-    completion_lengths_S: torch.Tensor
-    """int64."""
-    generator_logprobs_C: torch.Tensor | None = None
-    """float32: at sampling time, by the generator; None for sequences that nobody sampled (SFT)."""
-    advantages_S: torch.Tensor | None = None
-    """float32; NaN: the sequence has no reward and leaves the loss and its denominator."""
-    ref_logprobs_C: torch.Tensor | None = None
-    """float32: by the frozen reference."""
-    old_logprobs_C: torch.Tensor | None = None
+    loss_mask_N: torch.Tensor
+    """bool: the token counts. False: prompts, and whatever is excluded (no reward, a sampling log-prob that is not
+    finite, truncated if so configured)."""
+    lengths_S: torch.Tensor
+    """int64: tokens of each sequence."""
+    sequence_S: torch.Tensor
+    """int64: index of each sequence in the step."""
+    temperatures_S: torch.Tensor
+    """float32: what each sequence was sampled with."""
+    versions_S: torch.Tensor
+    """int64: steps in the weights that sampled it."""
+    truncated_S: torch.Tensor
+    """bool: it ran out of tokens."""
+    generator_logprobs_N: torch.Tensor | None = None
+    """float32: by the generator, at sampling time."""
+    old_logprobs_N: torch.Tensor | None = None
     """float32: by the policy at the start of the step; None where one update makes them the policy's own."""
-    temperatures_S: torch.Tensor | None = None
-    """float32: what each sequence was sampled with; None is 1."""
-
-    @property
-    def counted_C(self) -> torch.Tensor:
-        """bool: the completion tokens that count in loss and denominator: those of sequences with an advantage, but for
-        tokens whose sampling log-prob is not finite."""
-        counted_C = torch.ones(self.num_completion_tokens, dtype=torch.bool)
-        if self.advantages_S is not None:
-            counted_C &= ~self.advantages_S.isnan().repeat_interleave(self.completion_lengths_S)
-        if self.generator_logprobs_C is not None:
-            counted_C &= self.generator_logprobs_C.isfinite()
-        return counted_C
-
-    @property
-    def counted_lengths_S(self) -> torch.Tensor:
-        """int64: tokens of each completion that count; 0 for a sequence that does not."""
-        sequence_C = torch.arange(self.num_sequences).repeat_interleave(self.completion_lengths_S)
-        return torch.zeros(self.num_sequences, dtype=torch.int64).index_add(0, sequence_C, self.counted_C.long())
-
-    @property
-    def lengths_S(self) -> torch.Tensor:
-        """Tokens of each sequence, prompt and completion."""
-        return self.prompt_lengths_S + self.completion_lengths_S
+    ref_logprobs_N: torch.Tensor | None = None
+    """float32: by the frozen reference."""
+    advantages_N: torch.Tensor | None = None
+    """float32."""
 
     @property
     def num_sequences(self) -> int:
-        return len(self.prompt_lengths_S)
+        return len(self.lengths_S)
 
     @property
     def num_tokens(self) -> int:
         """Prompts and completions."""
         return len(self.ids_N)
 
+    @functools.cached_property
+    def row_N(self) -> torch.Tensor:
+        """int64: the position in `lengths_S` of each token's sequence."""
+        return torch.arange(self.num_sequences).repeat_interleave(self.lengths_S)
+
+    @functools.cached_property
+    def num_loss_tokens_S(self) -> torch.Tensor:
+        """int64: tokens of each sequence that count in the loss; 0 for a sequence that is excluded."""
+        return torch.zeros(self.num_sequences, dtype=torch.int64).index_add(0, self.row_N, self.loss_mask_N.long())
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One forward and backward on one rank: B rows of T positions, each row whole sequences and then padding.
+
+    All fields are [B, T] and side by side: what belongs to a token is at the position that *predicts* it, the one
+    before it. At positions that predict nothing (the last token of a sequence, padding) the mask is False.
+    """
+
+    ids_BT: torch.Tensor
+    """int64: the input, each token at its own position; `pad_id` on padding."""
+    positions_BT: torch.Tensor
+    """int64: restart at 0 with each sequence; padding at the end of a row is documents of PAD_DOCUMENT positions."""
+    targets_BT: torch.Tensor
+    """int64: the predicted token; 0 where there is none."""
+    token_BT: torch.Tensor
+    """int64: index of the predicted token among the N of the batch; -1 where there is none."""
+    sequence_BT: torch.Tensor
+    """int64: index in the step of this position's sequence; -1 on padding."""
+    temperatures_BT: torch.Tensor
+    """float32: what the sequence was sampled with; 1 on padding."""
+    loss_mask_BT: torch.Tensor
+    """bool."""
+    num_loss_tokens_BT: torch.Tensor
+    """int64: tokens of this position's sequence that count in the loss; at least 1."""
+    generator_logprobs_BT: torch.Tensor | None
+    """float32, as the next three: None where the batch has None."""
+    old_logprobs_BT: torch.Tensor | None
+    ref_logprobs_BT: torch.Tensor | None
+    advantages_BT: torch.Tensor | None
+    num_sequences: int
+    """Every index in `sequence_BT` is below it."""
+
     @property
-    def num_completion_tokens(self) -> int:
-        return int(self.completion_lengths_S.sum())
+    def num_tokens(self) -> int:
+        """Tokens of sequences, without padding."""
+        return int((self.sequence_BT >= 0).sum())
 
 
 @dataclass(frozen=True)
@@ -130,11 +182,13 @@ class Plan:
     """Steps finished before this one."""
     prompts: list[Prompt]
     """Of the first round of sampling."""
-    check_sync: bool
-    """Canary: compare the policy's log-probs with the generator's before the update."""
+    generator_version: int
+    """Steps in the weights that the generators hold."""
+    sync_check: bool
+    """Compare the policy's log-probs with the generator's before the first update."""
     sync: bool
-    """Give the generators the new weights after the update."""
+    """Give the generators the new weights after the last update."""
     save: bool
-    """Write a checkpoint after the update."""
+    """Write a checkpoint after the step."""
     evaluate: bool
-    """Evaluate after the update."""
+    """Evaluate after the step."""

@@ -21,6 +21,7 @@ from grpo.config.fields import (
     SFTConfig,
     Table,
     TrainerConfig,
+    check_loss_name,
 )
 
 __all__ = [
@@ -44,4 +45,5 @@ __all__ = [
     "Scalar",
     "Table",
     "TrainerConfig",
+    "check_loss_name",
 ]

@@ -196,14 +196,8 @@ class AlgorithmConfig:
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float | None = None
     """The ratio is clipped above 1 + clip_high."""
-    dual_clip: float = 0.0
-    """grpo, dr_grpo, dapo, gspo: a negative advantage costs at most this many times itself (e.g. 3); 0 is off."""
-    sapo_temperature_positive: float = 1.0
-    """sapo: steepness of the gate where the advantage is positive."""
-    sapo_temperature_negative: float = 1.05
-    """sapo: steepness of the gate where it is negative; larger closes sooner."""
-    max_importance_weight: float = 0.0
-    """reinforce: weigh tokens by the ratio, held constant and cut off here; 0 leaves the weight out."""
+    loss_options: Options = field(default_factory=dict)
+    """Keyword arguments of the loss, one JSON object, such as '{"dual_clip": 3}'."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference; 0 needs no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
@@ -240,6 +234,15 @@ PAPER_DEFAULTS = {
     "reinforce": {"advantages": "group_mean", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
 }
 OWN_LOSS_DEFAULTS = PAPER_DEFAULTS["grpo"]  # of a loss from a user's file
+
+
+def check_loss_name(name: str) -> None:
+    """Raise ValueError unless it is a built-in loss or looks like a function in a file."""
+    if name not in PAPER_DEFAULTS and ":" not in name:
+        raise ValueError(
+            f"algorithm.loss={name!r} is unknown; use {', '.join(PAPER_DEFAULTS)}, or write your own as "
+            "path/file.py:function"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,8 +383,8 @@ class GRPOConfig:
         return math.gcd(num_references or self.roles.num_trainers, self.trainer.tensor_parallel)
 
     @property
-    def logprob_tolerance(self) -> float:
-        """Mean absolute log-prob difference between trainer and generator at which the canary stops the run."""
+    def largest_mismatch(self) -> float:
+        """Mean absolute log-prob difference between trainer and generator above which the sync check stops the run."""
         return self.sync_check_tolerance or (1e-3 if self.model.dtype == "float32" else 0.1)
 
     @property

@@ -14,11 +14,19 @@ import pathlib
 import sys
 from typing import TypeVar
 
-from grpo.config import OWN_LOSS_DEFAULTS, PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig, Options, Scalar, SFTConfig
+from grpo.config import (
+    OWN_LOSS_DEFAULTS,
+    PAPER_DEFAULTS,
+    AlgorithmConfig,
+    GRPOConfig,
+    Options,
+    Scalar,
+    SFTConfig,
+    check_loss_name,
+)
 
 Config = TypeVar("Config", GRPOConfig, SFTConfig)
 
-CLIPPED_LOSSES = ("grpo", "dr_grpo", "dapo", "gspo")
 # Far above the clips of its paper, for a ratio of whole sequences
 WIDE_GSPO_CLIP = 0.05
 
@@ -104,11 +112,7 @@ def complete(config: Config) -> Config:
     if isinstance(config, SFTConfig):
         return config
     algorithm = config.algorithm
-    if algorithm.loss not in PAPER_DEFAULTS and ":" not in algorithm.loss:
-        raise ValueError(
-            f"algorithm.loss={algorithm.loss!r} is unknown; use {', '.join(PAPER_DEFAULTS)}, or write your own as "
-            "path/file.py:function"
-        )
+    check_loss_name(algorithm.loss)
     defaults = dict(PAPER_DEFAULTS.get(algorithm.loss, OWN_LOSS_DEFAULTS))
     defaults["importance_correction"] = "truncate" if algorithm.old_logprobs == "policy" else "none"
     open_fields = {name: value for name, value in defaults.items() if getattr(algorithm, name) is None}
@@ -265,13 +269,11 @@ def _validate_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             f"algorithm.clip_low={algorithm.clip_low} must lie in [0, 1] and "
             f"algorithm.clip_high={algorithm.clip_high} must not be negative"
         )
-    if algorithm.dual_clip and not algorithm.dual_clip > 1:
-        raise ValueError(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 to turn it off")
-    not_negative = ("kl_coef", "max_importance_weight", "importance_correction_low")
+    not_negative = ("kl_coef", "importance_correction_low")
     for name in not_negative:
         if getattr(algorithm, name) < 0:
             raise ValueError(f"algorithm.{name}={getattr(algorithm, name)} must not be negative")
-    for name in ("sapo_temperature_positive", "sapo_temperature_negative", "importance_correction_high"):
+    for name in ("importance_correction_high",):
         if not getattr(algorithm, name) > 0:
             raise ValueError(f"algorithm.{name}={getattr(algorithm, name)} must be above 0")
     _at_least(
@@ -294,13 +296,7 @@ def _validate_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
     if algorithm.kl_in == "reward" and not algorithm.kl_coef:
         raise ValueError("algorithm.kl_in=reward does nothing with algorithm.kl_coef=0; set it above 0")
     own = algorithm.loss not in PAPER_DEFAULTS
-    if algorithm.dual_clip and algorithm.loss not in CLIPPED_LOSSES and not own:
-        raise ValueError(
-            f"algorithm.dual_clip does nothing in {algorithm.loss}; it belongs to {', '.join(CLIPPED_LOSSES)}"
-        )
-    if algorithm.max_importance_weight and algorithm.loss != "reinforce" and not own:
-        raise ValueError(f"algorithm.max_importance_weight does nothing in {algorithm.loss}; it belongs to reinforce")
-    has_ratio = algorithm.loss != "reinforce" or algorithm.max_importance_weight > 0
+    has_ratio = algorithm.loss != "reinforce" or algorithm.loss_options.get("max_importance_weight", 0) > 0
     weighs = algorithm.importance_correction in ("truncate", "mask_tokens")
     if weighs and algorithm.old_logprobs == "generator" and has_ratio and not own:
         raise ValueError(
@@ -312,8 +308,8 @@ def _validate_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
     if masks and not algorithm.importance_correction_low <= 1 <= algorithm.importance_correction_high:
         raise ValueError(
             f"algorithm.importance_correction_low={algorithm.importance_correction_low} and "
-            f"importance_correction_high={algorithm.importance_correction_high} must have 1 between them, the weight of a "
-            "token on which generator and policy agree"
+            f"importance_correction_high={algorithm.importance_correction_high} must have 1 between them, the weight of "
+            "a token on which generator and policy agree"
         )
     if config.group_size == 1 and algorithm.advantages != "none":
         raise ValueError(
@@ -375,7 +371,11 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
             f"algorithm.clip_high={algorithm.clip_high} hardly ever clips a sequence's ratio; gspo's paper has 4e-4 (a "
             "recipe saved from another loss names its clips)"
         )
-    if algorithm.max_importance_weight and config.updates_per_step == 1 and algorithm.old_logprobs == "policy":
+    if (
+        algorithm.loss_options.get("max_importance_weight")
+        and config.updates_per_step == 1
+        and algorithm.old_logprobs == "policy"
+    ):
         found.append(
             "algorithm.max_importance_weight does nothing with one update per batch and old_logprobs=policy: every "
             "weight is 1"

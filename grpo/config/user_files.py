@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 
@@ -30,6 +30,23 @@ def load_function(spec: str, what: str) -> Callable:
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ValueError(f"{what} file {file} has no function {name!r}; functions there: {', '.join(there) or 'none'}")
     return function
+
+
+def check_options(function: Callable, options: Mapping[str, object], what: str, where: str) -> None:
+    """Refuse options that are not keyword-only arguments of `function`.
+
+    Args:
+        what: the function as messages name it, e.g. "loss grpo".
+        where: the config field that the options come from.
+
+    Raises:
+        ValueError: it names the unknown option and those that there are.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for name in options:
+        if name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ValueError(f"{where}: {what} has no option {name!r}; its options: {', '.join(known) or 'none'}")
 
 
 def _load_file(file: str, what: str) -> ModuleType:

@@ -1,67 +1,51 @@
-"""Sequences of a step -> micro-batches of `[B, T]`, balanced over data-parallel ranks, and values in and out of them.
+"""Samples -> a step's batch -> micro-batches of `[B, T]`, balanced over data-parallel ranks, and values out of them.
 
-Everything in a `MicroBatch` is aligned with the position that *predicts*: the values at [b, t] belong to the token that
-follows token [b, t] in its sequence. What is left out: sequences are never cut, and nothing here knows about devices or
-process groups; every rank computes the same plan from the same lengths and takes its own part.
-
-Layer 0: pure functions.
+The one place that lays tokens out, and that shifts what belongs to a token to the position that predicts it. What is
+left out: sequences are never cut, and nothing here knows about devices or process groups; every rank computes the same
+plan from the same lengths and takes its own part.
 """
 
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 
-from grpo.types import TrainBatch
+from grpo.types import Completion, MicroBatch, Prompt, Sample, TrainBatch
 
 # plan[rank][micro_batch][row] = indices of the sequences in that row, in order
-Plan = list[list[list[list[int]]]]
+MicroBatchPlan = list[list[list[list[int]]]]
 
 # Padding may be longer than any sequence, but its positions must stay within the model's, of which even toys have more.
 PAD_DOCUMENT = 128
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward and backward on one rank: B rows of T positions, each row whole sequences and then padding."""
-
-    tokens_BT: torch.Tensor
-    """int64: token ids; `pad_id` on padding."""
-    targets_BT: torch.Tensor
-    """int64: the next token of the same sequence; 0 where there is none (last token of a sequence, padding)."""
-    positions_BT: torch.Tensor
-    """int64: restart at 0 with each sequence; padding at the end of a row is documents of PAD_DOCUMENT positions."""
-    completion_mask_BT: torch.Tensor
-    """bool: the target is a completion token (the first one is predicted by the last prompt token)."""
-    sequence_BT: torch.Tensor
-    """int64: index of the sequence in the step's batch; -1 on padding."""
-    temperatures_BT: torch.Tensor
-    """float32: what the sequence was sampled with; 1 on padding."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of sequences, without padding."""
-        return int((self.sequence_BT >= 0).sum())
-
-
-def make_batch(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    logprobs: Sequence[Sequence[float]] | None = None,
-    temperatures: Sequence[float] | None = None,
-) -> TrainBatch:
-    """Lay S sequences end to end: prompt ids, completion ids, the completions' sampling log-probs and temperatures."""
-    pairs = zip(prompts, completions, strict=True)
-    ids = [token for prompt, completion in pairs for token in (*prompt, *completion)]
-    values = None if logprobs is None else torch.tensor([x for row in logprobs for x in row], dtype=torch.float32)
+def make_batch(samples: Sequence[Sample]) -> TrainBatch:
+    """Lay the S sequences of a step end to end; sampling log-probs only if every sample has them."""
+    sampled = bool(samples) and all(sample.generator_logprobs_T is not None for sample in samples)
     return TrainBatch(
-        ids_N=torch.tensor(ids, dtype=torch.int64),
-        prompt_lengths_S=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
-        completion_lengths_S=torch.tensor([len(completion) for completion in completions], dtype=torch.int64),
-        generator_logprobs_C=values,
-        temperatures_S=None if temperatures is None else torch.tensor(temperatures, dtype=torch.float32),
+        ids_N=torch.cat([sample.ids_T for sample in samples]),
+        loss_mask_N=torch.cat([sample.loss_mask_T for sample in samples]),
+        lengths_S=torch.tensor([len(sample.ids_T) for sample in samples]),
+        sequence_S=torch.arange(len(samples)),
+        temperatures_S=torch.tensor([sample.temperature for sample in samples], dtype=torch.float32),
+        versions_S=torch.tensor([sample.version for sample in samples]),
+        truncated_S=torch.tensor([sample.truncated for sample in samples]),
+        generator_logprobs_N=torch.cat([sample.generator_logprobs_T for sample in samples]) if sampled else None,
+    )
+
+
+def sample_of(prompt: Prompt, completion: Completion) -> Sample:
+    """A prompt and its completion as one sequence; sampled tokens whose log-prob is not finite are excluded."""
+    prompt_ids_T = torch.tensor(prompt.ids, dtype=torch.int64)
+    return Sample(
+        ids_T=torch.cat([prompt_ids_T, completion.ids_T]),
+        loss_mask_T=torch.cat([torch.zeros_like(prompt_ids_T, dtype=torch.bool), completion.logprobs_T.isfinite()]),
+        generator_logprobs_T=torch.cat([torch.zeros(len(prompt_ids_T)), completion.logprobs_T]),
+        temperature=completion.temperature,
+        version=completion.version,
+        truncated=completion.truncated,
     )
 
 
@@ -80,20 +64,16 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
 
 def _slice_batch(batch: TrainBatch, start: int, end: int) -> TrainBatch:
     """Sequences `start` to `end` as a batch of their own."""
-    # a field's last letter says what it is laid out by: sequences, tokens, completion tokens
-    tokens, completions = batch.lengths_S, batch.completion_lengths_S
-    bounds = {
-        "S": slice(start, end),
-        "N": slice(int(tokens[:start].sum()), int(tokens[:end].sum())),
-        "C": slice(int(completions[:start].sum()), int(completions[:end].sum())),
-    }
+    # a field's last letter says what it is laid out by: sequences or tokens
+    tokens = slice(int(batch.lengths_S[:start].sum()), int(batch.lengths_S[:end].sum()))
+    bounds = {"S": slice(start, end), "N": tokens}
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     return TrainBatch(**{name: x if x is None else x[bounds[name[-1]]] for name, x in values.items()})
 
 
 def plan_micro_batches(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, packing: bool, multiple: int = 1
-) -> Plan:
+) -> MicroBatchPlan:
     """Decide which sequences run together: plan[rank][micro_batch][row] = sequence indices.
 
     Every sequence appears once. All ranks get the same number of micro-batches, at least one, because their collectives
@@ -124,22 +104,22 @@ def plan_micro_batches(
     longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if packing:
         rows = _pack_rows(longest_first, lengths, num_ranks, max_tokens)
-        return [[[row] if row else [] for row in hand] for hand in _deal(rows, num_ranks)]
+        return [[[row] if row else [] for row in of_rank] for of_rank in _zigzag(rows, num_ranks)]
 
-    plan: Plan = [[] for _ in range(num_ranks)]
+    plan: MicroBatchPlan = [[] for _ in range(num_ranks)]
     start = 0
     while start < len(longest_first):
         padded = _round_up(lengths[longest_first[start]], multiple)
         # rounding up may push a single row beyond max_tokens; it must run all the same
         num_rows = max(1, max_tokens // padded)
         together = longest_first[start : start + num_ranks * num_rows]
-        for rank, hand in enumerate(_deal(together, num_ranks)):
-            plan[rank].append([[index] for index in hand])
+        for rank, of_rank in enumerate(_zigzag(together, num_ranks)):
+            plan[rank].append([[index] for index in of_rank])
         start += len(together)
     return plan if start else [[[]] for _ in range(num_ranks)]
 
 
-def row_length(plan: Plan, lengths: Sequence[int], multiple: int, micro_batch: int | None = None) -> int:
+def row_length(plan: MicroBatchPlan, lengths: Sequence[int], multiple: int, micro_batch: int | None = None) -> int:
     """Positions T that every row is padded to: the longest row over ALL ranks, rounded up to `multiple`; at least that.
 
     With packing, leave `micro_batch` out: one length for the whole step, so that compiled code sees few shapes.
@@ -159,87 +139,64 @@ def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int,
     restart every `PAD_DOCUMENT`, so they never exceed what the model has, however long the row is.
 
     Raises:
-        ValueError: a row is longer than `row_length`, or a prompt has no token that could predict its completion.
+        ValueError: a row is longer than `row_length`, or the first token of a sequence counts in the loss, which no
+            position could predict.
     """
-    prompt_lengths, completion_lengths = batch.prompt_lengths_S.tolist(), batch.completion_lengths_S.tolist()
-    starts = _starts(batch.lengths_S).tolist()
+    lengths = batch.lengths_S.tolist()
+    starts_S = batch.lengths_S.cumsum(0) - batch.lengths_S
+    starts = starts_S.tolist()
+    bare = batch.loss_mask_N[starts_S].nonzero()
+    if len(bare):
+        raise ValueError(
+            f"the first token of sequence {int(bare[0])} counts in the loss, but nothing before it could predict it; "
+            "a prompt needs at least 1 token"
+        )
     shape = (max(1, len(rows)), row_length)
-    tokens_BT = torch.full(shape, pad_id, dtype=torch.int64)
-    targets_BT = torch.zeros(shape, dtype=torch.int64)
+    own_BT = torch.full(shape, -1, dtype=torch.int64)  # index among the N of each position's own token
+    token_BT = own_BT.clone()  # and of the one that it predicts: the shift by one is made here and nowhere else
     positions_BT = torch.zeros(shape, dtype=torch.int64)
-    completion_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    sequence_BT = torch.full(shape, -1, dtype=torch.int64)
-    temperatures_BT = torch.ones(shape)
     counter_T = torch.arange(row_length)
-
     for b, row in enumerate(rows or [[]]):
+        needed = sum(lengths[index] for index in row)
+        if needed > row_length:
+            raise ValueError(f"row {b} has {needed} tokens, but row_length={row_length}; pass row_length(plan, ...)")
         at = 0
         for index in row:
-            prompt, completion = prompt_lengths[index], completion_lengths[index]
-            end = at + prompt + completion
-            if prompt < 1:
-                raise ValueError(
-                    f"sequence {index} has a prompt of 0 tokens; it needs 1 to predict its first completion token"
-                )
-            if end > row_length:
-                needed = sum(prompt_lengths[i] + completion_lengths[i] for i in row)
-                raise ValueError(
-                    f"row {b} has {needed} tokens, but row_length={row_length}; pass row_length(plan, ...)"
-                )
-            ids = batch.ids_N[starts[index] : starts[index] + end - at]
-            tokens_BT[b, at:end] = ids
-            targets_BT[b, at : end - 1] = ids[1:]
-            positions_BT[b, at:end] = counter_T[: end - at]
-            completion_mask_BT[b, at + prompt - 1 : end - 1] = True
-            sequence_BT[b, at:end] = index
-            if batch.temperatures_S is not None:
-                temperatures_BT[b, at:end] = batch.temperatures_S[index]
+            end, tokens_T = at + lengths[index], starts[index] + counter_T[: lengths[index]]
+            own_BT[b, at:end], token_BT[b, at : end - 1] = tokens_T, tokens_T[1:]
+            positions_BT[b, at:end] = counter_T[: lengths[index]]
             at = end
         positions_BT[b, at:] = counter_T[: row_length - at] % PAD_DOCUMENT
-    return MicroBatch(tokens_BT, targets_BT, positions_BT, completion_mask_BT, sequence_BT, temperatures_BT)
+
+    def lay_out(values_N: torch.Tensor | None, index_BT: torch.Tensor, elsewhere: float = 0) -> torch.Tensor | None:
+        return None if values_N is None else values_N[index_BT.clamp(min=0)].masked_fill(index_BT < 0, elsewhere)
+
+    row_BT = lay_out(batch.row_N, own_BT, -1)
+    return MicroBatch(
+        ids_BT=lay_out(batch.ids_N, own_BT, pad_id),
+        positions_BT=positions_BT,
+        targets_BT=lay_out(batch.ids_N, token_BT),
+        token_BT=token_BT,
+        sequence_BT=lay_out(batch.sequence_S, row_BT, -1),
+        temperatures_BT=lay_out(batch.temperatures_S, row_BT, 1),
+        loss_mask_BT=lay_out(batch.loss_mask_N, token_BT, False),
+        num_loss_tokens_BT=lay_out(batch.num_loss_tokens_S, row_BT).clamp(min=1),
+        generator_logprobs_BT=lay_out(batch.generator_logprobs_N, token_BT),
+        old_logprobs_BT=lay_out(batch.old_logprobs_N, token_BT),
+        ref_logprobs_BT=lay_out(batch.ref_logprobs_N, token_BT),
+        advantages_BT=lay_out(batch.advantages_N, token_BT),
+        num_sequences=int(batch.sequence_S.max()) + 1,
+    )
 
 
-def scatter_completions(values_C: torch.Tensor, batch: TrainBatch, micro: MicroBatch) -> torch.Tensor:
-    """Put flat per-completion-token values at the positions that predict these tokens: float32 [B, T], 0 elsewhere.
+def take_out(values_BT: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values of the M tokens that a micro-batch predicts: (index_M int64 among the N of the batch, values_M).
 
-    `values_C` is in the order of `TrainBatch` (sequence after sequence), for the whole step; the result lies on the
-    device of `micro`. Undone by `gather_completions`.
+    `values_N[index_M] = values_M`, once per micro-batch, fills a flat tensor in the order of `TrainBatch`, except the
+    first token of each sequence, which nothing predicts.
     """
-    device = micro.completion_mask_BT.device
-    values_BT = torch.zeros(micro.completion_mask_BT.shape, dtype=torch.float32, device=device)
-    values_BT[micro.completion_mask_BT] = values_C.to(device, torch.float32)[_flat_index(batch, micro)]
-    return values_BT
-
-
-def gather_completions(
-    values_BT: torch.Tensor, batch: TrainBatch, micro: MicroBatch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take the values of this micro-batch's M completion tokens out of [B, T]: (flat_index_M int64, values_M).
-
-    `values_C[flat_index_M] = values_M`, once per micro-batch, fills a flat tensor in the order of `TrainBatch`.
-    """
-    return _flat_index(batch, micro), values_BT[micro.completion_mask_BT]
-
-
-def per_sequence(values_S: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """Spread one number per sequence of the batch over that sequence's positions: [B, T], 0 on padding."""
-    values_S = values_S.to(micro.sequence_BT.device)
-    # padding has index -1, which picks the 0 put at the end
-    return torch.cat([values_S, values_S.new_zeros(1)])[micro.sequence_BT]
-
-
-def _flat_index(batch: TrainBatch, micro: MicroBatch) -> torch.Tensor:
-    """int64 [M]: where each masked-in position's target stands among all completion tokens of the step."""
-    sequence_M = micro.sequence_BT[micro.completion_mask_BT]
-    position_M = micro.positions_BT[micro.completion_mask_BT]
-    # completion token i of a sequence is predicted at position prompt_length - 1 + i
-    first_S = _starts(batch.completion_lengths_S) - (batch.prompt_lengths_S - 1)
-    return first_S.to(sequence_M.device)[sequence_M] + position_M
-
-
-def _starts(lengths_S: torch.Tensor) -> torch.Tensor:
-    """Where each sequence begins when all are laid end to end."""
-    return lengths_S.cumsum(0) - lengths_S
+    predicts_BT = micro.token_BT >= 0
+    return micro.token_BT[predicts_BT], values_BT[predicts_BT]
 
 
 def _pack_rows(longest_first: list[int], lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[int]]:
@@ -269,13 +226,13 @@ def _fill_rows(
     return rows
 
 
-def _deal(largest_first: list, num_ranks: int) -> list[list]:
-    """Deal items out to ranks in turns, there and back, so that nobody always gets the larger one."""
-    hands: list[list] = [[] for _ in range(num_ranks)]
+def _zigzag(largest_first: list, num_ranks: int) -> list[list]:
+    """Give items to ranks 0, 1, .., 1, 0, 0, 1, .., so that no rank always gets the larger one."""
+    parts: list[list] = [[] for _ in range(num_ranks)]
     for i, item in enumerate(largest_first):
-        turn, seat = divmod(i, num_ranks)
-        hands[seat if turn % 2 == 0 else num_ranks - 1 - seat].append(item)
-    return hands
+        turn, rank = divmod(i, num_ranks)
+        parts[rank if turn % 2 == 0 else num_ranks - 1 - rank].append(item)
+    return parts
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -47,8 +47,8 @@ from torchtitan.tools.utils import set_default_dtype
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.data.packing import MicroBatch
 from grpo.models.logprob_head import LogprobHead
+from grpo.types import MicroBatch
 
 ACTIVATION_CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 TOKENIZER_FILES = (
@@ -349,7 +349,7 @@ class ShardedModel:
         temperature_bits_BT = micro.temperatures_BT.view(torch.int32)
         with self.spmd_context():
             masks = self.module.get_attention_masks(micro.positions_BT)
-            return self.module(micro.tokens_BT, micro.targets_BT, micro.positions_BT, masks, temperature_bits_BT)
+            return self.module(micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, temperature_bits_BT)
 
 
 def build_model(

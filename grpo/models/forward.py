@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 
 from grpo.config import TrainerConfig
-from grpo.data.packing import MicroBatch, build_micro_batch, gather_completions, plan_micro_batches, row_length
+from grpo.data.packing import build_micro_batch, plan_micro_batches, row_length, take_out
 from grpo.models.build import ShardedModel
-from grpo.types import TrainBatch
+from grpo.types import MicroBatch, TrainBatch
 
 # Row lengths are rounded up to this many tokens. On GPU: flex attention's blocks are 128 wide, and few distinct lengths
 # mean few recompilations. Any multiple suits the CPU; 16 divides over tensor-parallel ranks.
@@ -24,21 +24,26 @@ def micro_batches(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig
     plan = plan_micro_batches(lengths, model.num_data_ranks, trainer.micro_batch_tokens, trainer.packing, multiple)
     for index, rows in enumerate(plan[model.data_rank]):
         length = row_length(plan, lengths, multiple, micro_batch=None if trainer.packing else index)
-        micro = build_micro_batch(batch, rows, length)
-        yield MicroBatch(**{f.name: getattr(micro, f.name).to(model.device) for f in dataclasses.fields(micro)})
+        yield on_device(build_micro_batch(batch, rows, length), model.device)
+
+
+def on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
+    """The micro-batch with all its tensors on `device`."""
+    values = {f.name: getattr(micro, f.name) for f in dataclasses.fields(micro)}
+    return MicroBatch(**{n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in values.items()})
 
 
 @torch.no_grad()
-def completion_logprobs(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> torch.Tensor:
-    """Log-probs of this rank's share of the completion tokens: float32 [C] on the CPU, 0 where other ranks fill in.
+def token_logprobs(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> torch.Tensor:
+    """Log-probs of this rank's part of the tokens: float32 [N] on the CPU, 0 where other ranks fill in.
 
-    Summed over the role's ranks (tensor-parallel ranks fill in once) it is the whole batch's. Collective over the role.
+    Summed over the role's ranks (tensor-parallel ranks fill in once) it is the whole batch's, with 0 for the first
+    token of each sequence. Collective over the role.
     """
-    logprobs_C = torch.zeros(batch.num_completion_tokens)
+    logprobs_N = torch.zeros(batch.num_tokens)
     fills_in = model.tensor_parallel_rank == 0
     for micro in micro_batches(batch, model, trainer):
-        logprobs_BT, _ = model.logprobs(micro)
-        index_M, logprobs_M = gather_completions(logprobs_BT, batch, micro)
+        index_M, logprobs_M = take_out(model.logprobs(micro)[0], micro)
         if fills_in:
-            logprobs_C[index_M.cpu()] = logprobs_M.cpu()
-    return logprobs_C
+            logprobs_N[index_M.cpu()] = logprobs_M.cpu()
+    return logprobs_N

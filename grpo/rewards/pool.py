@@ -210,7 +210,7 @@ def refuse_useless(rollouts: list[Rollout]) -> None:
 
 def _arguments(rollouts: list[Rollout]) -> tuple[list[str], dict[str, list]]:
     columns = {name: [r.prompt.columns[name] for r in rollouts] for name in rollouts[0].prompt.columns}
-    columns["num_tokens"] = [len(r.completion.ids) for r in rollouts]
+    columns["num_tokens"] = [r.completion.num_tokens for r in rollouts]
     columns["truncated"] = [r.completion.truncated for r in rollouts]
     return [r.text for r in rollouts], columns
 

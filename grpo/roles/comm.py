@@ -4,52 +4,64 @@ Every function here is a collective over `roles.control`: all ranks call it, in 
 flat CPU tensors with their lengths, without padding; only small decisions are pickled.
 """
 
+import functools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, TrainBatch
 
-T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable)
 
 
-def share(value: T | None, roles: Roles) -> T:
-    """Give every rank the driver's value (any picklable object; other ranks' arguments are ignored).
+def broadcast(value: Any, group: ProcessGroup) -> Any:
+    """Give every rank of a bridge the value of its first rank; the others pass anything. Small picklable values."""
+    sends = group.rank() == 0
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if sends else torch.empty(0)
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, group_src=0, group=group)
+    data = data if sends else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group_src=0, group=group)
+    return value if sends else pickle.loads(data.numpy().tobytes())
 
-    Collective over `roles.control`. The one way decisions reach the ranks.
+
+def on_driver(method: Method) -> Method:
+    """Make a method of an object that every rank holds one that only the driver runs. Returns None elsewhere.
+
+    Collective over `self.roles.control`: every rank calls it, arguments count on the driver alone. If it raises there,
+    every rank stops: the driver with the exception, the others silently, so that one error is seen and no rank waits.
     """
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if roles.is_driver else None
-    size = torch.tensor([len(data) if roles.is_driver else 0])
-    dist.broadcast(size, group_src=0, group=roles.control)
-    buffer = data if roles.is_driver else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(buffer, group_src=0, group=roles.control)
-    return value if roles.is_driver else pickle.loads(buffer.numpy().tobytes())
+    return _driver_method(method, to_all=False)
 
 
-def on_driver(roles: Roles, function: Callable[..., T], *arguments: Any) -> T | None:
-    """Run `function` on the driver alone; its result there, None elsewhere.
+def from_driver(method: Method) -> Method:
+    """As `on_driver`, except that every rank gets the driver's result, which must be small and picklable."""
+    return _driver_method(method, to_all=True)
 
-    If it raises, every rank stops: the driver with the exception, the others silently, so that one error is seen and
-    nobody waits. Collective over `roles.control`.
-    """
-    result, failure = None, None
-    if roles.is_driver:
-        try:
-            result = function(*arguments)
-        except Exception as error:  # whatever it is, the others must not wait for a driver that is gone
-            failure = error
-    failed = share(failure is not None if roles.is_driver else None, roles)
-    if failure is not None:
-        raise failure
-    if failed:
-        raise SystemExit(1)
-    return result
+
+def _driver_method(method: Method, to_all: bool) -> Method:
+    @functools.wraps(method)
+    def run(self, *arguments):
+        result, failure = None, None
+        if self.roles.is_driver:
+            try:
+                result = method(self, *arguments)
+            except Exception as error:  # whatever it is, the others must not wait for a driver that is gone
+                failure = error
+        failed, shown = broadcast((failure is not None, result if to_all else None), self.roles.control)
+        if failure is not None:
+            raise failure
+        if failed:
+            raise SystemExit(1)
+        return shown if to_all else result
+
+    return run
 
 
 def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Completion] | None:
@@ -58,8 +70,7 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
     Collective over `roles.control`; ranks that are not the head of a replica pass None. Returns the completions on the
     driver, None elsewhere.
     """
-    sends = roles.rank in roles.heads
-    parts = _gather(_flatten(local) if sends else (_EMPTY_INT, _EMPTY_INT, _EMPTY_FLOAT), roles)
+    parts = _gather(_flatten(local if roles.rank in roles.heads else []), roles)
     return [c for head in roles.heads for c in _unflatten(*parts[head])] if roles.is_driver else None
 
 
@@ -71,33 +82,34 @@ def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
     tensors = None
     if roles.is_driver:
         tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if getattr(batch, f.name) is not None}
-    tensors = share_tensors(tensors, roles)
+    tensors = broadcast_tensors(tensors, roles)
     return TrainBatch(**tensors) if roles.trains or roles.references else None
 
 
-def add_advantages(batch: TrainBatch | None, advantages_S: torch.Tensor | None, roles: Roles) -> TrainBatch | None:
-    """Deliver the driver's advantages (float32 [S]) into everyone's batch. Collective over `roles.control`."""
-    shared = share_tensors({"advantages_S": advantages_S} if roles.is_driver else None, roles)
-    return batch and replace(batch, **shared)
-
-
-def add_ref_logprobs(batch: TrainBatch | None, ref_logprobs_C: torch.Tensor | None, roles: Roles) -> TrainBatch | None:
+def add_ref_logprobs(batch: TrainBatch | None, ref_logprobs_N: torch.Tensor | None, roles: Roles) -> TrainBatch | None:
     """Join the reference ranks' log-probs into everyone's batch, if there is a reference. Collective over `control`.
 
-    Each reference rank passes a float32 [C] tensor that holds its own share and 0 elsewhere, so that the sum over
+    Each reference rank passes a float32 [N] tensor that holds its own part and 0 elsewhere, so that the sum over
     ranks is the whole and exact. Ranks without a reference pass None.
     """
     if not roles.reference_ranks:
         return batch
-    size = share(batch.num_completion_tokens if roles.is_driver else None, roles)
-    total_C = torch.zeros(size) if ref_logprobs_C is None else ref_logprobs_C.clone()
-    dist.all_reduce(total_C, group=roles.control)
-    return batch and replace(batch, ref_logprobs_C=total_C)
+    size = broadcast(batch.num_tokens if roles.is_driver else None, roles.control)
+    total_N = torch.zeros(size) if ref_logprobs_N is None else ref_logprobs_N.clone()
+    dist.all_reduce(total_N, group=roles.control)
+    return batch and replace(batch, ref_logprobs_N=total_N)
 
 
-def share_tensors(tensors: dict[str, torch.Tensor] | None, roles: Roles) -> dict[str, torch.Tensor]:
+def send_rewards(rewards: tuple[torch.Tensor, torch.Tensor] | None, roles: Roles) -> tuple[torch.Tensor, torch.Tensor]:
+    """Deliver the driver's rewards, float32 [S], and which there are, bool [S]. Collective over `roles.control`."""
+    tensors = dict(zip(("rewards_S", "has_reward_S"), rewards, strict=True)) if roles.is_driver else None
+    return tuple(broadcast_tensors(tensors, roles).values())
+
+
+def broadcast_tensors(tensors: dict[str, torch.Tensor] | None, roles: Roles) -> dict[str, torch.Tensor]:
     """Give every rank the driver's CPU tensors by name, unpickled. Collective over `roles.control`."""
-    specs = share({name: (t.shape, t.dtype) for name, t in tensors.items()} if roles.is_driver else None, roles)
+    specs = {name: (t.shape, t.dtype) for name, t in tensors.items()} if roles.is_driver else None
+    specs = broadcast(specs, roles.control)
     buffers = (
         tensors if roles.is_driver else {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in specs.items()}
     )
@@ -105,9 +117,6 @@ def share_tensors(tensors: dict[str, torch.Tensor] | None, roles: Roles) -> dict
         if buffer.numel():
             dist.broadcast(buffer, group_src=0, group=roles.control)
     return buffers
-
-
-_EMPTY_INT, _EMPTY_FLOAT = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float32)
 
 
 def _gather(tensors: Sequence[torch.Tensor], roles: Roles) -> dict[int, Sequence[torch.Tensor]] | None:
@@ -131,16 +140,21 @@ def _gather(tensors: Sequence[torch.Tensor], roles: Roles) -> dict[int, Sequence
     return None
 
 
-def _flatten(completions: list[Completion]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(header, ids, logprobs); the header holds each completion's length, then truncated (0 or 1), then version."""
-    header = [len(c.ids) for c in completions] + [int(c.truncated) for c in completions]
-    header += [c.version for c in completions]
-    ids = numpy.fromiter((token for c in completions for token in c.ids), dtype=numpy.int64)
-    logprobs = numpy.fromiter((x for c in completions for x in c.logprobs), dtype=numpy.float32)
-    return torch.tensor(header, dtype=torch.int64), torch.from_numpy(ids), torch.from_numpy(logprobs)
+def _flatten(completions: list[Completion]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(header, temperatures, ids, logprobs); the header has all lengths, then all truncated (0 or 1), then versions."""
+    header = [[c.num_tokens for c in completions], [c.truncated for c in completions], [c.version for c in completions]]
+    return (
+        torch.tensor(header, dtype=torch.int64).flatten(),
+        torch.tensor([c.temperature for c in completions], dtype=torch.float64),
+        torch.cat([torch.empty(0, dtype=torch.int64), *(c.ids_T for c in completions)]),
+        torch.cat([torch.empty(0), *(c.logprobs_T for c in completions)]),
+    )
 
 
-def _unflatten(header: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> list[Completion]:
+def _unflatten(
+    header: torch.Tensor, temperatures: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+) -> list[Completion]:
     lengths, truncated, versions = header.view(3, -1).tolist()
-    pieces = zip(ids.split(lengths), logprobs.split(lengths), truncated, versions, strict=True)
-    return [Completion(i.tolist(), x.tolist(), bool(cut), version) for i, x, cut, version in pieces]
+    tokens = ids.split(lengths), logprobs.split(lengths)
+    pieces = zip(*tokens, map(bool, truncated), versions, temperatures.tolist(), strict=True)
+    return [Completion(*piece) for piece in pieces]

@@ -18,7 +18,7 @@ SEEDS_PER_RUN = 2**40
 CPU_KV_CACHE_GIB = 1 / 16
 
 
-def share_of(num_prompts: int, group_size: int, replica: int, num_replicas: int) -> list[tuple[int, int, int]]:
+def split_prompts(num_prompts: int, group_size: int, replica: int, num_replicas: int) -> list[tuple[int, int, int]]:
     """This replica's part of a step's completions: (prompt, first completion of its group, count).
 
     Completions in prompt order are cut into `num_replicas` equal runs (they differ by at most one), so load is balanced
@@ -59,6 +59,7 @@ class Generator:
     def __init__(self, config: GRPOConfig, folder: str, stop_token_ids: Sequence[int], roles: Roles):
         """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks."""
         self.config, self.roles = config, roles
+        self.dtype = getattr(torch, config.model.dtype)
         self.stop_token_ids = list(stop_token_ids)
         self.version = 0
         self.asleep = False
@@ -74,7 +75,7 @@ class Generator:
         held_out: bool = False,
         ignore_eos: bool = False,
     ) -> list[Completion] | None:
-        """Sample this replica's share of `group_size` completions per prompt.
+        """Sample this replica's part of `group_size` completions per prompt.
 
         `temperatures` (default: the run's) take turns within a group; 0 is greedy. `held_out` takes seeds that training
         never uses. `ignore_eos` samples every completion to its full length (benchmarks).
@@ -83,7 +84,7 @@ class Generator:
         is fatal for the rank: vLLM keeps unfinished requests queued and its next call would hang.
         """
         temperatures = temperatures or self.config.generator.temperature
-        parts = share_of(len(prompts), group_size, self.roles.replica, len(self.roles.replicas))
+        parts = split_prompts(len(prompts), group_size, self.roles.replica, len(self.roles.replicas))
         if len(temperatures) > 1:  # the samples of one request share its temperature
             parts = [(prompt, first + i, 1) for prompt, first, count in parts for i in range(count)]
         requests = [{"prompt_token_ids": prompts[prompt].ids} for prompt, _, _ in parts]
@@ -106,11 +107,13 @@ class Generator:
         if self.roles.rank not in self.roles.heads:
             return None
         return [
-            self._completion(sample) for output in outputs for sample in sorted(output.outputs, key=lambda o: o.index)
+            self._completion(sample, param.temperature)
+            for output, param in zip(outputs, params, strict=True)
+            for sample in sorted(output.outputs, key=lambda o: o.index)
         ]
 
     def evaluate(self, prompts: Sequence[Prompt]) -> tuple[list[Completion] | None, list[Completion] | None]:
-        """This replica's share of the held-out completions: a greedy one and `evaluation.num_samples` per prompt.
+        """This replica's part of the held-out completions: a greedy one and `evaluation.num_samples` per prompt.
 
         Leaves nothing behind that training could notice: other seeds, and no prefixes in the cache.
         """
@@ -141,10 +144,16 @@ class Generator:
             **(sampled if temperature > 0 else {}),
         )
 
-    def _completion(self, sample) -> Completion:
+    def _completion(self, sample, temperature: float) -> Completion:
         ids = list(sample.token_ids)
         logprobs = [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
-        return Completion(ids, logprobs, truncated=sample.finish_reason == "length", version=self.version)
+        return Completion(
+            torch.tensor(ids, dtype=torch.int64),
+            torch.tensor(logprobs, dtype=torch.float32),
+            truncated=sample.finish_reason == "length",
+            version=self.version,
+            temperature=temperature,
+        )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Take new weights, given under HF names and complete; forget every cached prefix.

@@ -4,7 +4,7 @@ import torch
 
 from grpo.config import GRPOConfig
 from grpo.models.build import build_model
-from grpo.models.forward import completion_logprobs
+from grpo.models.forward import token_logprobs
 from grpo.roles.process_groups import Roles
 from grpo.types import TrainBatch
 
@@ -27,8 +27,8 @@ class Reference:
         )
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-probs of this rank's share of the tokens, float32 [C], 0 elsewhere; see `comm.add_ref_logprobs`.
+        """Log-probs of this rank's part of the tokens, float32 [N], 0 elsewhere; see `comm.add_ref_logprobs`.
 
         At the sampling temperatures. Collective over the reference ranks.
         """
-        return completion_logprobs(batch, self.model, self.config.trainer)
+        return token_logprobs(batch, self.model, self.config.trainer)

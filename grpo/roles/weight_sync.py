@@ -5,50 +5,66 @@ gathered on trainer rank 0, joined into buckets and broadcast over the `weights`
 and loads, and nothing is sent.
 """
 
-import pickle
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from grpo.models.build import ShardedModel, hf_tensors
+from grpo.models.build import hf_tensors
+from grpo.roles.comm import broadcast
 from grpo.roles.generator import Generator
+from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
+from grpo.roles.trainer import Trainer
 
 BUCKET_BYTES = 512 * 2**20
 
 
-def sync_weights(
-    model: ShardedModel | None, generator: Generator | None, version: int, dtype: torch.dtype, roles: Roles
-) -> None:
+def sync_weights(trainer: Trainer | None, generator: Generator | None, version: int, roles: Roles) -> None:
     """Bring the policy's weights into every generator and mark them as `version`.
 
-    Collective over `roles.control`: every rank calls it. `model` is the policy on trainer ranks,
-    `generator` the engine on generator ranks.
+    Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.
     """
     if roles.colocated:
-        generator.load_weights(hf_tensors(model, dtype), version)
+        generator.load_weights(hf_tensors(trainer.model, trainer.dtype), version)
     elif roles.trains:
-        send_weights(hf_tensors(model, dtype), roles.weights)
+        send_weights(hf_tensors(trainer.model, trainer.dtype), roles.weights)
     elif roles.generates:
-        generator.load_weights(receive_weights(dtype, roles), version)
+        generator.load_weights(receive_weights(generator.dtype, roles), version)
     dist.barrier(group=roles.control)  # done everywhere, so that the time of a sync is its own
+
+
+def check_sync(metrics: StepMetrics, tolerance: float) -> None:
+    """Compare what trainer and generator say of the same completions, after the step's first forward.
+
+    Raises:
+        RuntimeError: their log-probs differ by more than `tolerance` (nats) on average, so the generator holds stale or
+            wrong weights. Nothing is updated yet.
+    """
+    measured = metrics.means()
+    if metrics.num_loss_tokens and not measured["mismatch/mean"] <= tolerance:
+        raise RuntimeError(
+            "the generator does not hold the policy's weights: their log-probs of the same completions differ by "
+            f"{measured['mismatch/mean']:.2e} on average (tolerance {tolerance:.0e}, largest "
+            f"{measured['mismatch/max']:.2e}). Nothing was updated. If precision explains it, raise "
+            "--sync-check-tolerance"
+        )
 
 
 def send_weights(tensors: Iterator[tuple[str, torch.Tensor]], bridge: ProcessGroup | None) -> None:
     """Broadcast (HF name, tensor) pairs from rank 0 of `bridge`; trainer ranks without it only join the gathers."""
     for bucket in _buckets(tensors):
         if bridge is not None:
-            _send_header([(name, tuple(tensor.shape)) for name, tensor in bucket], bridge)
+            broadcast([(name, tuple(tensor.shape)) for name, tensor in bucket], bridge)
             dist.broadcast(torch.cat([tensor.flatten() for _, tensor in bucket]), group_src=0, group=bridge)
     if bridge is not None:
-        _send_header([], bridge)
+        broadcast([], bridge)
 
 
 def receive_weights(dtype: torch.dtype, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
     """The pairs that `send_weights` broadcasts. Each bucket has its own buffer, since vLLM holds on to views."""
-    while header := _receive_header(roles.weights):
+    while header := broadcast(None, roles.weights):
         sizes = [torch.Size(shape).numel() for _, shape in header]
         buffer = torch.empty(sum(sizes), dtype=dtype, device=roles.device)
         dist.broadcast(buffer, group_src=0, group=roles.weights)
@@ -66,17 +82,3 @@ def _buckets(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple
         size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def _send_header(header: list[tuple[str, tuple[int, ...]]], bridge: ProcessGroup) -> None:
-    data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
-    dist.broadcast(torch.tensor([len(data)]), group_src=0, group=bridge)
-    dist.broadcast(data, group_src=0, group=bridge)
-
-
-def _receive_header(bridge: ProcessGroup) -> list[tuple[str, tuple[int, ...]]]:
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(size, group_src=0, group=bridge)
-    data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, group_src=0, group=bridge)
-    return pickle.loads(data.numpy().tobytes())

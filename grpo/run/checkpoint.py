@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-
-from grpo.roles.trainer import Trainer
+from torch.distributed.checkpoint.stateful import Stateful
 
 DRIVER_FILE = "driver.json"
 COMPLETE = "step-????????"  # not step-NNNNNNNN.partial, which is being written or was when its run died
@@ -71,10 +70,10 @@ def read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
     return json.loads((checkpoint / DRIVER_FILE).read_text())
 
 
-def save_checkpoint(run_dir: str, step: int, trainer: Trainer, driver_state: dict[str, Any] | None, keep: int) -> None:
+def save_checkpoint(run_dir: str, step: int, trained: Stateful, driver_state: dict[str, Any] | None, keep: int) -> None:
     """Write the checkpoint of `step` and delete all but the `keep` newest. Collective over the trainer ranks.
 
-    `driver_state` is wanted on rank 0 alone.
+    `trained` is anything with a state_dict; `driver_state` is wanted on rank 0 alone.
     """
     target = _folder(run_dir) / f"step-{step:08d}"
     partial = target.with_suffix(".partial")
@@ -83,7 +82,7 @@ def save_checkpoint(run_dir: str, step: int, trainer: Trainer, driver_state: dic
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dcp.save(trainer.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}, checkpoint_id=partial)
+    dcp.save(trained.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}, checkpoint_id=partial)
     if writes:
         (partial / DRIVER_FILE).write_text(json.dumps(driver_state))
         shutil.rmtree(target, ignore_errors=True)
@@ -93,15 +92,15 @@ def save_checkpoint(run_dir: str, step: int, trainer: Trainer, driver_state: dic
     dist.barrier()
 
 
-def load_checkpoint(checkpoint: pathlib.Path, trainer: Trainer) -> None:
+def load_checkpoint(checkpoint: pathlib.Path, trained: Stateful) -> None:
     """Bring model, optimizer, schedule and random states back. Collective over the trainer ranks."""
-    state = trainer.state_dict()
+    state = trained.state_dict()
     there = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     rank = str(dist.get_rank())
     if f"random.{rank}" in there:  # absent when more ranks resume than saved
         state["random"] = {rank: _random_state()}
     dcp.load(state, checkpoint_id=checkpoint)
-    trainer.load_state_dict(state)
+    trained.load_state_dict(state)
     if "random" in state:
         _set_random_state(state["random"][rank])
 

@@ -1,42 +1,41 @@
-"""What rank 0 alone does: draw prompts, score completions, decide, log. Every other rank only hears of it.
+"""What rank 0 alone does: draw prompts, score completions, decide, log.
 
-Its methods run inside `comm.on_driver`, in the order of the loop: `next_plan`, `take` (once per round of sampling),
-`batch`, `score`, `advantages`, `log`. Left out: everything that several ranks do together.
-
-Layer 3.
+Every rank holds a `Driver` and calls the same methods in the order of the loop; rank 0 runs them, and the others wait
+for its decisions (`comm.on_driver`, `comm.from_driver`). Within a step nothing is kept from one call to the next: what
+was sampled is a value that the loop passes on. Left out: everything that several ranks do together.
 """
 
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from grpo.algorithm.advantages import group_advantages, zero_variance
-from grpo.algorithm.losses import kl, try_loss
+from grpo.algorithm.advantages import zero_variance
+from grpo.algorithm.importance import with_effective_sample_size
+from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig
 from grpo.config.recipes import as_recipe, describe_layout
 from grpo.data import streams as data
 from grpo.data import toy
-from grpo.data.packing import make_batch
+from grpo.data.packing import make_batch, sample_of
 from grpo.models import build as models
 from grpo.rewards import builtin as rewards
-from grpo.rewards.pool import RewardPool, refuse_useless
-from grpo.roles.generator import temperature_of
+from grpo.rewards.pool import refuse_useless
+from grpo.roles.comm import from_driver, on_driver
+from grpo.roles.metrics import StepMetrics
+from grpo.roles.process_groups import Roles
 from grpo.run import checkpoint
-from grpo.run.eval_metrics import evaluation_metrics, pass_rates
+from grpo.run.eval_metrics import pass_rates
 from grpo.run.failures import refuse_bad_input
-from grpo.run.log import Ledger, RunLog, failure_lines, rollout_metrics
+from grpo.run.log import Ledger, RunLog, rollout_metrics
+from grpo.run.scorer import Scorer
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-# Dynamic sampling draws as many prompts as the share of useful groups so far calls for, but expects no less than this.
-LEAST_USEFUL_SHARE = 1 / 8
+# Dynamic sampling draws as many prompts as the share of informative groups so far calls for, but expects no less.
+LEAST_INFORMATIVE_FRAC = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,34 @@ class Start:
     checkpoint: pathlib.Path | None
 
 
-class Driver:
-    """Prompts, rewards, decisions and the log. Its constructor refuses bad input before any model is loaded."""
+@dataclass(frozen=True)
+class Sampled:
+    """What a step has sampled so far; on the driver. Rollouts lie group after group."""
 
-    def __init__(self, config: GRPOConfig):
-        self.config = config
+    everything: list[Rollout]
+    informative: list[Rollout]
+    """With dynamic sampling only the groups whose rewards differ, else all."""
+    num_wanted: int
+    """Completions that the step trains on."""
+    num_rounds: int = 1
+    num_prompts: int = 0
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Those that the step trains on; without any informative group, some of the others."""
+        return (self.informative or self.everything)[: self.num_wanted]
+
+
+class Driver:
+    """Prompts, rewards, decisions and the log."""
+
+    def __init__(self, config: GRPOConfig, roles: Roles, timer: Ledger):
+        self.config, self.roles, self.timer = config, roles, timer
+
+    @from_driver
+    def start(self) -> Start:
+        """Refuse bad input before any model is loaded, open the run folder, start the reward processes."""
+        config = self.config
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
             rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
@@ -65,254 +87,188 @@ class Driver:
             resume_from = checkpoint.find_run(config.run_dir, resume=config.resume, overwrite=config.overwrite)
             folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
             models.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
-            self.tokenizer = data.load_tokenizer(folder)
-            self.stream = data.PromptStream(config.data, self.tokenizer, config.seed, config.sampling)
-            wants_eval = config.evaluation.interval > 0
-            eval_prompts = data.load_eval_prompts(config.data, config.evaluation, self.tokenizer) if wants_eval else []
-            step = 0
+            tokenizer = data.load_tokenizer(folder)
+            self.stream = data.PromptStream(config.data, tokenizer, config.seed, config.sampling)
+            evaluates = config.evaluation.interval > 0
+            eval_prompts = data.load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
+            self.first_step = 0
             if resume_from is not None:
                 state = checkpoint.read_driver_state(resume_from)
-                step = state["step"]
+                self.first_step = state["step"]
                 self.stream.load_state_dict(state["data"])
-            self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
+            self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite and not config.resume)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=step)
-        self.stop_token_ids = models.stop_token_ids(folder, self.tokenizer)
-        # The function whose value of at least 1 means that a completion passed
-        self.pass_function = next(iter(config.reward.functions))
-        self.first_step = step
-        reference_folder = config.model.reference_path or folder
-        self.start = Start(step, folder, reference_folder, self.stop_token_ids, eval_prompts, resume_from)
-        self._begin_step()
+        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=self.first_step)
         print(
-            f"{as_recipe(config)}\n{describe_layout(config)} ranks; {config.run_dir}, starting at step {step}",
+            f"{as_recipe(config)}\n{describe_layout(config)} ranks; {config.run_dir}, starting at step "
+            f"{self.first_step}",
             flush=True,
+        )
+        return Start(
+            step=self.first_step,
+            folder=folder,
+            reference_folder=config.model.reference_path or folder,
+            stop_token_ids=self.scorer.stop_token_ids,
+            eval_prompts=eval_prompts,
+            checkpoint=resume_from,
         )
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
-    def next_plan(self, step: int) -> Plan:
-        """Everything that is decided about a step before it starts."""
+    @from_driver
+    def plan(self, step: int) -> Plan:
+        """Everything that is decided about a step before it starts. A filter on prompts belongs here."""
         config, last = self.config, step + 1 == self.config.num_steps
 
         def due(interval: int) -> bool:
             return interval > 0 and (step + 1) % interval == 0
 
-        self._begin_step()
         # the generators hold the weights of the last sync, or those the run started with
-        self.version = max(self.first_step, step - step % config.sync_interval)
+        version = max(self.first_step, step - step % config.sync_interval)
         first_syncs = step <= self.first_step + config.sync_interval
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
         return Plan(
             step=step,
             prompts=self.stream.draw(config.prompts_per_step),
-            check_sync=config.sync_check_interval > 0 and self.version == step and check_due,
+            generator_version=version,
+            sync_check=config.sync_check_interval > 0 and version == step and check_due,
             sync=last or due(config.sync_interval),
             save=last or due(config.checkpoint.interval),
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
         )
 
-    def _begin_step(self) -> None:
-        self.sampled: list[Rollout] = []  # all of the step, group after group
-        self.rollouts: list[Rollout] = []  # those it trains on
-        self.spare: list[Rollout] = []  # groups of equal rewards that dynamic sampling put aside
-        self.num_prompts = self.num_useful = self.num_rounds = 0
-        self.metrics: dict[str, float] = {}
+    @on_driver
+    def take(
+        self, sampled: Sampled | None, plan: Plan, prompts: list[Prompt], completions: list[Completion]
+    ) -> Sampled:
+        """`sampled` and one more round of sampling, whose rewards are being computed from here on.
 
-    def take(self, prompts: list[Prompt], completions: list[Completion], ledger: Ledger) -> list[Prompt]:
-        """Take in one round of sampling; returns the prompts of another round, none once the step is full.
-
-        The rewards are being computed from here on. Only dynamic sampling waits for them: it puts groups whose rewards
-        are all equal aside and asks for as many prompts as it expects to need. After `sampling.max_rounds` the step
-        goes on with the groups it has; with none at all, with some that were put aside.
+        Only dynamic sampling waits for them, because it trains on groups whose rewards differ.
         """
         config = self.config
-        rollouts = rollouts_of(prompts, completions, self.version, self.tokenizer, self.stop_token_ids)
-        self.pool.submit(rollouts, config.group_size)
-        self.num_rounds += 1
-        self.num_prompts += len(prompts)
-        if not config.sampling.dynamic:
-            self.rollouts = rollouts
-            return []
-
-        with ledger.phase("reward"):
+        rollouts = informative = self.scorer.rollouts(prompts, completions, plan.generator_version)
+        self.scorer.submit(rollouts, config.group_size)
+        if config.sampling.dynamic:
             rollouts = self._collect()
-        same_P = zero_variance(rewards_of(rollouts), config.group_size).tolist()
-        for group, same in enumerate(same_P):
-            rollouts_of_group = rollouts[group * config.group_size : (group + 1) * config.group_size]
-            (self.spare if same else self.rollouts).extend(rollouts_of_group)
-        self.num_useful += same_P.count(False)
-        self.sampled.extend(rollouts)
-        missing = config.prompts_per_step - self.num_useful
-        if missing > 0 and self.num_rounds < config.sampling.max_rounds:
-            useful_share = max(self.num_useful / self.num_prompts, LEAST_USEFUL_SHARE)
-            return self.stream.draw(min(math.ceil(missing / useful_share), config.prompts_per_step))
-        if missing > 0:
-            print(
-                f"dynamic sampling: {self.num_useful} of {config.prompts_per_step} groups have different rewards after "
-                f"{self.num_rounds} rounds with {self.num_prompts} prompts; the step goes on with "
-                + ("these" if self.num_useful else "groups of equal rewards"),
-                flush=True,
-            )
-        refuse_useless(self.sampled)
-        self.rollouts = (self.rollouts or self.spare)[: config.completions_per_step]
-        return []
-
-    def batch(self) -> TrainBatch:
-        """The step's rollouts laid end to end."""
-        completions = [r.completion for r in self.rollouts]
-        finite = torch.tensor([x for c in completions for x in c.logprobs]).isfinite()
-        self.metrics["mismatch/nonfinite_frac"] = 1 - finite.float().mean().item()
-        if not finite.any():
-            raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
-        temperatures, group_size = self.config.generator.temperature, self.config.group_size
-        return make_batch(
-            [r.prompt.ids for r in self.rollouts],
-            [c.ids for c in completions],
-            [c.logprobs for c in completions],
-            [temperature_of(temperatures, i % group_size) for i in range(len(completions))],
+            same_P = zero_variance(*reward_tensors(rollouts), config.group_size)
+            same_S = same_P.repeat_interleave(config.group_size).tolist()
+            informative = [rollout for rollout, same in zip(rollouts, same_S, strict=True) if not same]
+        before = sampled or Sampled([], [], config.completions_per_step, num_rounds=0)
+        return Sampled(
+            everything=before.everything + rollouts,
+            informative=before.informative + informative,
+            num_wanted=before.num_wanted,
+            num_rounds=before.num_rounds + 1,
+            num_prompts=before.num_prompts + len(prompts),
         )
 
-    def score(self, ledger: Ledger) -> None:
+    @from_driver
+    def more_prompts(self, sampled: Sampled) -> list[Prompt]:
+        """Prompts of another round: as many as dynamic sampling expects to need; none once the step is full.
+
+        After `sampling.max_rounds` the step goes on with the groups it has.
+        """
+        config = self.config
+        if not config.sampling.dynamic:
+            return []
+        num_informative = len(sampled.informative) // config.group_size
+        missing = config.prompts_per_step - num_informative
+        if missing > 0 and sampled.num_rounds < config.sampling.max_rounds:
+            informative_frac = max(num_informative / sampled.num_prompts, LEAST_INFORMATIVE_FRAC)
+            return self.stream.draw(min(math.ceil(missing / informative_frac), config.prompts_per_step))
+        if missing > 0:
+            print(
+                f"dynamic sampling: {num_informative} of {config.prompts_per_step} groups have different rewards after "
+                f"{sampled.num_rounds} rounds with {sampled.num_prompts} prompts; the step goes on with "
+                + ("these" if num_informative else "groups of equal rewards"),
+                flush=True,
+            )
+        refuse_useless(sampled.everything)
+        return []
+
+    @on_driver
+    def batch(self, sampled: Sampled) -> TrainBatch:
+        """The step's rollouts laid end to end."""
+        if not any(r.completion.logprobs_T.isfinite().any() for r in sampled.rollouts):
+            raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
+        return make_batch([sample_of(r.prompt, r.completion) for r in sampled.rollouts])
+
+    @on_driver
+    def score(self, sampled: Sampled) -> Sampled:
         """Wait for the rewards of the step's rollouts, which workers computed meanwhile."""
-        if not self.config.sampling.dynamic:
-            with ledger.phase("reward"):
-                self.rollouts = self.sampled = self._collect()
-                refuse_useless(self.sampled)
+        if self.config.sampling.dynamic:
+            return sampled
+        rollouts = self._collect()
+        refuse_useless(rollouts)
+        return replace(sampled, everything=rollouts, informative=rollouts)
+
+    @on_driver
+    def rewards(self, sampled: Sampled) -> tuple[torch.Tensor, torch.Tensor]:
+        """(float32 [S], bool [S]): rewards, and which there are."""
+        return reward_tensors(sampled.rollouts)
 
     def _collect(self) -> list[Rollout]:
-        rollouts = self.pool.collect()
-        for line in failure_lines(rollouts):
-            print(f"warning: {line}", flush=True)
-        self.stream.record(pass_rates(rollouts, self.config.group_size, self.pass_function))
+        with self.timer.phase("reward"):
+            rollouts = self.scorer.collect()
+        self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
         return rollouts
 
-    def advantages(self, batch: TrainBatch) -> torch.Tensor:
-        """float32 [S]; NaN takes a sequence out of the loss: it has no reward, or mask_truncated leaves it out."""
-        algorithm = self.config.algorithm
-        rewards_S = rewards_of(self.rollouts)
-        if algorithm.kl_in == "reward" and batch.ref_logprobs_C is not None:
-            penalty_S = algorithm.kl_coef * sequence_kl(batch, algorithm.kl_estimator)
-            self.metrics["reward/kl_penalty"] = penalty_S[~rewards_S.isnan()].mean().item()
-            rewards_S = rewards_S - penalty_S
-        advantages_S = group_advantages(rewards_S, self.config.group_size, algorithm.advantages)
-        if algorithm.mask_truncated:
-            truncated_S = torch.tensor([r.completion.truncated for r in self.rollouts])
-            advantages_S = advantages_S.masked_fill(truncated_S, math.nan)
-        self.rollouts = [
-            dataclasses.replace(r, advantage=a) for r, a in zip(self.rollouts, advantages_S.tolist(), strict=True)
-        ]
-        return advantages_S
-
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` steps must hold of the driver."""
+        """What a checkpoint after `step` steps must hold of the driver. On rank 0 alone."""
         return {"step": step, "data": self.stream.state_dict()}
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
-    def log(self, step: int, stats: dict[str, float], logprob_diff_S: torch.Tensor, ledger: Ledger) -> None:
-        """The step's one log call."""
-        metrics = rollout_metrics(self.sampled, self.config.group_size) | self.metrics | stats | ledger.close_step()
-        if self.config.sampling.dynamic:
-            metrics["sampling/rounds"] = self.num_rounds
-            metrics["sampling/informative_frac"] = self.num_useful / self.num_prompts
-            metrics["sampling/full_frac"] = min(1.0, self.num_useful / self.config.prompts_per_step)
-        if self.config.sampling.filters:
+    @on_driver
+    def log(self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics) -> None:
+        """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
+        config, metrics = self.config, rollout_metrics(sampled.everything, self.config.group_size)
+        finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
+        metrics["mismatch/nonfinite_frac"] = 1 - finite_N.float().mean().item()
+        metrics |= with_effective_sample_size(measured.means()) | self.timer.close_step()
+        if config.sampling.dynamic:
+            metrics["sampling/rounds"] = sampled.num_rounds
+            num_informative = len(sampled.informative) // config.group_size
+            metrics["sampling/informative_frac"] = num_informative / sampled.num_prompts
+            metrics["sampling/full_frac"] = min(1.0, num_informative / config.prompts_per_step)
+        if config.sampling.filters:
             metrics["sampling/filtered"] = self.stream.num_resting
-        num_tokens = sum(len(r.prompt.ids) + len(r.completion.ids) for r in self.sampled)
+        num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
         metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.run_log.log(step, metrics)
-        interval = self.config.metrics.samples_interval
+        interval = config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
-            pairs = zip(self.rollouts, logprob_diff_S.tolist(), strict=True)
-            rollouts = [dataclasses.replace(r, mismatch=None if math.isnan(x) else x) for r, x in pairs]
-            self.run_log.completions(step, rollouts, prompt_texts(rollouts, self.tokenizer))
+            values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
+            rollouts = [dataclasses.replace(r, advantage=a, mismatch=m) for r, a, m in values]
+            self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
 
+    @on_driver
     def log_evaluation(
         self, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion], step: int
     ) -> None:
         """Score held-out completions and log them."""
-        log_evaluation(
-            self.config, self.run_log, self.pool, self.tokenizer, self.stop_token_ids, prompts, greedy, samples, step
-        )
+        self.scorer.log_evaluation(self.run_log, prompts, greedy, samples, step)
 
+    @on_driver
     def finish(self) -> None:
         """Close the log and end the reward processes."""
-        self.pool.close()
+        self.scorer.close()
         self.run_log.close()
         print(f"done; everything is in {self.config.run_dir}", flush=True)
 
 
-def log_evaluation(
-    config: GRPOConfig,
-    run_log: RunLog,
-    pool: RewardPool,
-    tokenizer: "PreTrainedTokenizerBase",
-    stop_token_ids: Sequence[int],
-    prompts: list[Prompt],
-    greedy: list[Completion],
-    samples: list[Completion],
-    step: int,
-) -> None:
-    """Score the held-out completions of the weights after `step` steps, and write metrics and completions."""
-    scored: dict[str, list[Rollout]] = {"greedy": [], "sample": []}
-    for kind, completions in (("greedy", greedy), ("sample", samples)):
-        if not completions:  # no samples were asked for
-            continue
-        rollouts = rollouts_of(prompts, completions, step, tokenizer, stop_token_ids)
-        rollouts = pool.score(rollouts, len(completions) // len(prompts))
-        for line in failure_lines(rollouts):
-            print(f"warning: evaluation: {line}", flush=True)
-        run_log.evaluation_completions(step, kind, rollouts, prompt_texts(rollouts, tokenizer))
-        scored[kind] = rollouts
-    pass_function = next(iter(config.reward.functions))
-    metrics = evaluation_metrics(scored["greedy"], scored["sample"], config.evaluation.num_samples, pass_function)
-    run_log.log_evaluation(step, metrics)
+def reward_tensors(rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float32 [S]: the rewards, 0 where there is none; bool [S]: which there are)."""
+    rewards_S = torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts])
+    return rewards_S, torch.tensor([r.reward is not None for r in rollouts])
 
 
-def rollouts_of(
-    prompts: list[Prompt],
-    completions: list[Completion],
-    version: int,
-    tokenizer: "PreTrainedTokenizerBase",
-    stop_token_ids: Sequence[int],
-) -> list[Rollout]:
-    """Join prompts and their completions, group after group, decode, and check which weights sampled them.
-
-    Raises:
-        RuntimeError: a completion was sampled with weights of another version.
-    """
-    versions = {c.version for c in completions} - {version}
-    if versions:
-        raise RuntimeError(
-            f"completions of version {version} were sampled with weights of versions {sorted(versions)}: a weight "
-            "sync was skipped or repeated"
-        )
-    group_size = len(completions) // len(prompts)
-
-    def text(ids: list[int]) -> str:
-        ends = ids and ids[-1] in stop_token_ids
-        return tokenizer.decode(ids[:-1] if ends else ids, skip_special_tokens=False)
-
-    return [Rollout(prompts[i // group_size], c, text(c.ids)) for i, c in enumerate(completions)]
-
-
-def prompt_texts(rollouts: list[Rollout], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """The prompts as the model saw them, special tokens included."""
-    return [tokenizer.decode(r.prompt.ids, skip_special_tokens=False) for r in rollouts]
-
-
-def rewards_of(rollouts: list[Rollout]) -> torch.Tensor:
-    """float32 [S]; NaN where a rollout has no reward."""
-    return torch.tensor([math.nan if r.reward is None else r.reward for r in rollouts])
-
-
-def sequence_kl(batch: TrainBatch, estimator: str) -> torch.Tensor:
-    """KL from what sampled each completion to the reference, summed over its tokens: float32 [S], nats."""
-    finite_C = batch.generator_logprobs_C.isfinite()
-    kl_C = kl(batch.generator_logprobs_C, batch.ref_logprobs_C, finite_C, estimator)
-    sequence_C = torch.arange(batch.num_sequences).repeat_interleave(batch.completion_lengths_S)
-    return torch.zeros(batch.num_sequences).index_add(0, sequence_C, kl_C)
+def sequence_advantages(batch: TrainBatch) -> list[float | None]:
+    """The mean advantage of each sequence's loss tokens; None for a sequence that is excluded."""
+    values_N = batch.advantages_N.double().where(batch.loss_mask_N, 0)
+    sums_S = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.row_N, values_N)
+    means = (sums_S / batch.num_loss_tokens_S).tolist()
+    return [None if math.isnan(mean) else mean for mean in means]

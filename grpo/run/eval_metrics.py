@@ -105,4 +105,4 @@ def _reward_mean(rollouts: list[Rollout]) -> float:
 
 
 def _length_mean(rollouts: list[Rollout]) -> float:
-    return statistics.fmean(len(r.completion.ids) for r in rollouts)
+    return statistics.fmean(r.completion.num_tokens for r in rollouts)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
-from grpo.algorithm.advantages import zero_variance_groups
+from grpo.algorithm.advantages import zero_variance
 from grpo.config import MetricsConfig
 from grpo.run.failures import set_place
 from grpo.types import Rollout
@@ -237,9 +237,10 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
     if not rollouts or len(rollouts) % group_size:
         raise ValueError(f"{len(rollouts)} rollouts are not whole groups of {group_size}; pass all those of the step")
     rewards = [r.reward for r in rollouts if r.reward is not None]
-    rewards_S = torch.tensor([math.nan if r.reward is None else r.reward for r in rollouts], dtype=torch.float32)
+    rewards_S = torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts])
+    has_reward_S = torch.tensor([r.reward is not None for r in rollouts])
     functions = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
-    lengths = [len(r.completion.ids) for r in rollouts]
+    lengths = [r.completion.num_tokens for r in rollouts]
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
@@ -249,7 +250,8 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
         "completion/length_max": max(lengths),
         "completion/truncated_frac": _mean([r.completion.truncated for r in rollouts]),
         "prompt/length_mean": _mean([len(r.prompt.ids) for r in rollouts]),
-        "groups/zero_variance_frac": zero_variance_groups(rewards_S, group_size) / (len(rollouts) // group_size),
+        "groups/zero_variance_frac": int(zero_variance(rewards_S, has_reward_S, group_size).sum())
+        / (len(rollouts) // group_size),
     }
     for function, name in function_names(functions).items():
         values = [r.rewards.get(function) for r in rollouts]
@@ -298,7 +300,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
             "advantage": _finite_or_none(rollout.advantage),
             "mismatch": _finite_or_none(rollout.mismatch),
             "finish_reason": _finish_reason(rollout),
-            "num_tokens": len(rollout.completion.ids),
+            "num_tokens": rollout.completion.num_tokens,
             "failures": rollout.failures,
         }
         for rollout, prompt in zip(rollouts, prompts, strict=True)
@@ -319,9 +321,9 @@ def describe_rollout(rollout: Rollout, prompt: str) -> str:
     """A rollout as readable text: a line of numbers, failures, the prompt, its other columns, the completion."""
     numbers = [
         *_reward_texts(rollout),
-        f"advantage {compact_number(rollout.advantage)}",
+        f"advantage {_number_or_none(rollout.advantage)}",
         f"log-prob difference {_number_or_none(rollout.mismatch)}",
-        f"{len(rollout.completion.ids)} tokens, finish reason {_finish_reason(rollout)}",
+        f"{rollout.completion.num_tokens} tokens, finish reason {_finish_reason(rollout)}",
     ]
     # The first column is the text that the prompt was made from.
     columns = [f"{name}: {_shorten(str(value))}" for name, value in list(rollout.prompt.columns.items())[1:]]
@@ -337,7 +339,7 @@ def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
             _shorten(prompt),
             rollout.text,
             "\n".join([*_reward_texts(rollout), *_failure_texts(rollout)]),
-            compact_number(rollout.advantage),
+            _number_or_none(rollout.advantage),
             _number_or_none(rollout.mismatch),
             _finish_reason(rollout),
         ]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
-LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "reinforce", "tests/e2e/my_loss.py:gentle"]
+LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "reinforce", "configs/examples/my_loss.py:gentle"]
 FLAGS = ["--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--overwrite"]
 FLAGS += ["--algorithm.kl-coef", "0", "--algorithm.num-mini-batches", "2", "--checkpoint.no-export"]
 FLAGS += ["--num-steps", "100", "--evaluation.interval", "10"]

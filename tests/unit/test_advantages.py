@@ -5,20 +5,32 @@ import math
 import pytest
 import torch
 
-from grpo.algorithm.advantages import group_advantages, zero_variance, zero_variance_groups
+from grpo.algorithm.advantages import group_advantages, zero_variance
 
-NAN = math.nan
+NONE = math.nan  # in this file: no reward, or no advantage; a number that would show if it were used
 COMPARING = ("group_std", "group_mean", "batch_std", "rloo")
 
 
+def compare(rewards_S, group_size, kind):
+    """Advantages as a tensor, NONE where there is no reward: there it must be exactly 0."""
+    has_reward_S = ~rewards_S.isnan()
+    advantages_S = group_advantages(rewards_S, has_reward_S, group_size, kind)
+    assert (advantages_S[~has_reward_S] == 0).all()
+    return advantages_S.masked_fill(~has_reward_S, NONE)
+
+
 def advantages(rewards, group_size, kind):
-    return group_advantages(torch.tensor(rewards), group_size, kind).tolist()
+    return compare(torch.tensor(rewards), group_size, kind).tolist()
+
+
+def same(rewards_S, group_size):
+    return zero_variance(rewards_S, ~rewards_S.isnan(), group_size)
 
 
 def test_group_std_by_hand():
     # mean 2, deviations -2 0 2, std with ddof=1: sqrt(8 / 2) = 2; mean 0.5, std sqrt(0.5 / 2) = 0.5
     rewards_S = torch.tensor([0.0, 2.0, 4.0, 0.0, 0.5, 1.0])
-    advantages_S = group_advantages(rewards_S, 3, "group_std")
+    advantages_S = compare(rewards_S, 3, "group_std")
     expected = [-2 / 2.0001, 0, 2 / 2.0001, -0.5 / 0.5001, 0, 0.5 / 0.5001]
     assert advantages_S.tolist() == pytest.approx(expected, abs=1e-7)
     assert advantages_S.dtype == torch.float32
@@ -43,7 +55,7 @@ def test_rloo_by_hand():
 
 
 def test_none_is_the_reward_itself():
-    by_none = advantages([0.5, 0.5, NAN, -3.0], 2, "none")
+    by_none = advantages([0.5, 0.5, NONE, -3.0], 2, "none")
     assert by_none[:2] == [0.5, 0.5] and math.isnan(by_none[2]) and by_none[3] == -3.0
 
 
@@ -60,17 +72,17 @@ def test_none_is_the_reward_itself():
     ],
 )
 def test_no_reward_is_left_out_of_every_statistic(kind, scale):
-    found = advantages([1.0, NAN, 3.0, 1.0, 1.0, NAN], 3, kind)
+    found = advantages([1.0, NONE, 3.0, 1.0, 1.0, NONE], 3, kind)
     assert [math.isnan(a) for a in found] == [False, True, False, False, False, True]
     assert [found[0], *found[2:5]] == pytest.approx([-scale, scale, 0.0, 0.0], abs=1e-7)
 
 
 @pytest.mark.parametrize("kind", COMPARING)
 def test_single_reward_and_no_reward(kind):
-    found = advantages([NAN, 5.0, NAN, NAN], 2, kind)
+    found = advantages([NONE, 5.0, NONE, NONE], 2, kind)
     assert found[1] == 0.0
     assert [math.isnan(a) for a in found] == [True, False, True, True]
-    assert all(math.isnan(a) for a in advantages([NAN] * 4, 2, kind))
+    assert all(math.isnan(a) for a in advantages([NONE] * 4, 2, kind))
 
 
 @pytest.mark.parametrize("kind", COMPARING)
@@ -85,7 +97,7 @@ def test_equal_rewards_give_exactly_zero(kind, reward):
 @pytest.mark.parametrize("kind", COMPARING)
 def test_equal_rewards_in_float64_give_exactly_zero(kind):
     # 0.1 + 0.1 + 0.1 is not 3 x 0.1
-    assert group_advantages(torch.full((3,), 0.1, dtype=torch.float64), 3, kind).tolist() == [0.0] * 3
+    assert compare(torch.full((3,), 0.1, dtype=torch.float64), 3, kind).tolist() == [0.0] * 3
 
 
 def test_rewards_far_from_zero_keep_their_differences():
@@ -103,33 +115,37 @@ def test_group_of_one(kind):
 def test_arguments_stay_and_only_batch_std_looks_at_other_groups(kind):
     rewards_S = torch.tensor([0.0, 1.0, 100.0, 300.0])
     kept = rewards_S.clone()
-    alone = [group_advantages(rewards_S[:2], 2, kind), group_advantages(rewards_S[2:], 2, kind)]
-    assert torch.equal(group_advantages(rewards_S, 2, kind), torch.cat(alone)) == (kind != "batch_std")
+    alone = [compare(rewards_S[:2], 2, kind), compare(rewards_S[2:], 2, kind)]
+    assert torch.equal(compare(rewards_S, 2, kind), torch.cat(alone)) == (kind != "batch_std")
     assert torch.equal(rewards_S, kept)
 
 
 def test_zero_variance():
     # equal; different; a single reward; equal; no reward at all: all but the second teach nothing
-    rewards_S = torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 2.0, 0.5, 0.5, NAN, NAN])
-    assert zero_variance(rewards_S, 2).tolist() == [True, False, True, True, True]
-    assert zero_variance_groups(rewards_S, 2) == 4
-    assert zero_variance(torch.tensor([0.5, NAN, 0.5, 0.5, NAN, 0.25]), 3).tolist() == [True, False]
+    rewards_S = torch.tensor([1.0, 1.0, 0.0, 1.0, NONE, 2.0, 0.5, 0.5, NONE, NONE])
+    assert same(rewards_S, 2).tolist() == [True, False, True, True, True]
+    assert same(torch.tensor([0.5, NONE, 0.5, 0.5, NONE, 0.25]), 3).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("kind", COMPARING)
 def test_zero_variance_is_where_no_advantage_differs_from_zero(kind):
-    rewards_S = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, NAN, NAN, 2.0, NAN, NAN, NAN, NAN, 1.0, 1.0, 1.0 + 1e-6])
-    advantages_PG = group_advantages(rewards_S, 3, kind).reshape(-1, 3)
-    assert zero_variance(rewards_S, 3).tolist() == [not any(a) for a in advantages_PG.nan_to_num(0.0).tolist()]
+    rewards_S = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, NONE, NONE, 2.0, NONE, NONE, NONE, NONE, 1.0, 1.0, 1.0 + 1e-6])
+    advantages_PG = compare(rewards_S, 3, kind).reshape(-1, 3)
+    assert same(rewards_S, 3).tolist() == [not any(a) for a in advantages_PG.nan_to_num(0.0).tolist()]
 
 
 def test_bad_input_is_refused():
-    for function in (zero_variance, lambda rewards_S, size: group_advantages(rewards_S, size, "group_std")):
-        with pytest.raises(ValueError, match="5 rewards do not split into groups of group_size=2"):
-            function(torch.zeros(5), 2)
-        with pytest.raises(ValueError, match="5 rewards do not split into groups of group_size=0"):
-            function(torch.zeros(5), 0)
-        with pytest.raises(ValueError, match="sequence 1 is infinite"):
-            function(torch.tensor([0.0, -math.inf]), 2)
+    def of_group_std(rewards_S, has_reward_S, size):
+        return group_advantages(rewards_S, has_reward_S, size, "group_std")
+
+    for function in (zero_variance, of_group_std):
+        for size in (2, 0):
+            with pytest.raises(ValueError, match=f"5 rewards do not split into groups of group_size={size}"):
+                function(torch.zeros(5), torch.ones(5).bool(), size)
+        for broken in (-math.inf, math.nan):
+            with pytest.raises(ValueError, match=f"sequence 1 is {broken}; rewards must be finite"):
+                function(torch.tensor([0.0, broken]), torch.ones(2).bool(), 2)
+            # a missing one may hold anything
+            function(torch.tensor([0.0, broken]), torch.tensor([True, False]), 2)
     with pytest.raises(ValueError, match="'median' is unknown; use 'group_std'"):
-        group_advantages(torch.zeros(2), 2, "median")
+        group_advantages(torch.zeros(2), torch.ones(2).bool(), 2, "median")

@@ -11,31 +11,31 @@ MISTAKES = """
 import torch
 
 def ratios(inputs):
-    return (inputs.logprobs_BT - inputs.old_logprobs_BT).where(inputs.mask_BT, 0).clamp(-20, 20).exp()
+    return (inputs.logprobs_BT - inputs.old_logprobs_BT).where(inputs.loss_mask_BT, 0).clamp(-20, 20).exp()
 
 def advantages(inputs):
-    return inputs.advantages_BT.where(inputs.mask_BT, 0)
+    return inputs.advantages_BT.where(inputs.loss_mask_BT, 0)
 
 def scalar(inputs, config):
     return -(ratios(inputs) * advantages(inputs)).mean(), {}
 
 def times_the_mask(inputs, config):
-    return -inputs.logprobs_BT * inputs.advantages_BT * inputs.mask_BT, {}
+    return -inputs.logprobs_BT * inputs.advantages_BT * inputs.loss_mask_BT, {}
 
 def row_means(inputs, config):
-    log_ratio = (inputs.logprobs_BT - inputs.old_logprobs_BT).where(inputs.mask_BT, 0).clamp(-20, 20)
-    mean = log_ratio.sum(1, keepdim=True) / inputs.mask_BT.sum(1, keepdim=True)
+    log_ratio = (inputs.logprobs_BT - inputs.old_logprobs_BT).where(inputs.loss_mask_BT, 0).clamp(-20, 20)
+    mean = log_ratio.sum(1, keepdim=True) / inputs.loss_mask_BT.sum(1, keepdim=True)
     return -mean.exp() * advantages(inputs), {}
 
 def scaled_by_what_is_here(inputs, config):
-    return -ratios(inputs) * advantages(inputs) / inputs.mask_BT.sum(), {}
+    return -ratios(inputs) * advantages(inputs) / inputs.loss_mask_BT.sum(), {}
 
 def no_clamp(inputs, config):
-    ratio = (inputs.logprobs_BT - inputs.old_logprobs_BT).where(inputs.mask_BT, 0).exp()
+    ratio = (inputs.logprobs_BT - inputs.old_logprobs_BT).where(inputs.loss_mask_BT, 0).exp()
     return -ratio * advantages(inputs), {}
 
 def pulls_to_certainty(inputs, config):
-    logprobs = inputs.logprobs_BT.where(inputs.mask_BT, 0)
+    logprobs = inputs.logprobs_BT.where(inputs.loss_mask_BT, 0)
     return 0.01 * logprobs.square() - ratios(inputs) * advantages(inputs), {}
 
 def no_minus(inputs, config):
@@ -51,7 +51,7 @@ def failing_checks(loss: str, capsys: pytest.CaptureFixture) -> set[str]:
     return failing
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, str(pathlib.Path(__file__).parents[1] / "e2e/my_loss.py:gentle")])
+@pytest.mark.parametrize("loss", [*LOSSES, str(pathlib.Path(__file__).parents[2] / "configs/examples/my_loss.py:gentle")])
 def test_right_losses_pass(loss: str, capsys: pytest.CaptureFixture):
     assert not failing_checks(loss, capsys)
 

@@ -1,5 +1,6 @@
 """Losses against numbers worked out by hand: values, gradients, metrics, and what must not break them."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -9,29 +10,20 @@ import sys
 import pytest
 import torch
 
-from grpo.algorithm.losses import (
-    LOSSES,
-    LossInputs,
-    aggregate,
-    check_loss_output,
-    clipped,
-    correction_weights,
+from grpo.algorithm.aggregation import aggregate, loss_denominator
+from grpo.algorithm.importance import (
+    correct_importance,
     effective_sample_size,
-    kl,
-    load_loss,
+    importance_weights,
     mismatch,
-    sequence_means,
-    step_denominator,
+    with_effective_sample_size,
 )
+from grpo.algorithm.inputs import LossInputs, sequence_means
+from grpo.algorithm.kl import kl, sequence_kl
+from grpo.algorithm.losses import LOSSES, check_loss_output, clipped, configured_loss, load_loss, try_loss
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig
-from grpo.data.packing import (
-    build_micro_batch,
-    make_batch,
-    per_sequence,
-    plan_micro_batches,
-    row_length,
-    scatter_completions,
-)
+from grpo.data.packing import build_micro_batch, make_batch, plan_micro_batches, row_length
+from grpo.types import Sample
 
 torch.set_num_threads(1)
 LOG2, LOG3 = math.log(2), math.log(3)
@@ -47,6 +39,11 @@ def row(values, dtype=torch.float64):
     return torch.tensor([values], dtype=dtype)
 
 
+def make_inputs(**fields):
+    """LossInputs whose generator is the ratio's denominator, without a reference, unless said otherwise."""
+    return LossInputs(**({"generator_logprobs_BT": fields["old_logprobs_BT"], "ref_logprobs_BT": None} | fields))
+
+
 def inputs_of(ratios, advantages, mask=None, sequences=None, logprob=-1.0):
     """One row of tokens whose policy log-prob is `logprob`; by default one sequence, all counted."""
     mask = mask or [True] * len(ratios)
@@ -54,23 +51,23 @@ def inputs_of(ratios, advantages, mask=None, sequences=None, logprob=-1.0):
     counted = [s for s, m in zip(sequences, mask, strict=True) if m]
     lengths = [counted.count(s) if m else 1 for s, m in zip(sequences, mask, strict=True)]
     logprobs_BT = torch.full((1, len(ratios)), logprob, dtype=torch.float64)
-    return LossInputs(
+    return make_inputs(
         logprobs_BT=logprobs_BT.clone().requires_grad_(),
         old_logprobs_BT=logprobs_BT - row(ratios).log(),
         advantages_BT=row(advantages),
-        mask_BT=row(mask, torch.bool),
+        loss_mask_BT=row(mask, torch.bool),
         sequence_BT=row(sequences, torch.int64),
-        lengths_BT=row(lengths, torch.int64),
+        num_loss_tokens_BT=row(lengths, torch.int64),
         num_sequences=max(sequences) + 1,
     )
 
 
-def run(name, inputs, config=CONFIG):
+def run(name, inputs, config=CONFIG, **options):
     """Loss, gradient by the log-probs and metrics of the first row, as lists. Every metric obeys the convention."""
-    loss_BT, metrics = LOSSES[name](inputs, config)
+    loss_BT, metrics = LOSSES[name](inputs, config, **options)
     check_loss_output((loss_BT, metrics), inputs, name)
     (gradient_BT,) = torch.autograd.grad(loss_BT.sum(), inputs.logprobs_BT)
-    assert all((value_BT.double()[~inputs.mask_BT] == 0).all() for value_BT in metrics.values())
+    assert all((value_BT.double()[~inputs.loss_mask_BT] == 0).all() for value_BT in metrics.values())
     return loss_BT[0].tolist(), gradient_BT[0].tolist(), {key: value[0].tolist() for key, value in metrics.items()}
 
 
@@ -87,10 +84,10 @@ def test_clipped_by_hand(name):
     assert metrics.pop("ratio_mean") == approx([1.5, 0.5, 1.5, 0.5, 1.0])
     assert metrics.pop("ratio_max") == approx([1.5, 0.5, 1.5, 0.5, 1.0])
     assert metrics == {
-        "clip_low_share": [False, False, False, True, False],
-        "clip_high_share": [True, False, False, False, False],
-        "clip_share": [True, False, False, True, False],
-        "active_share": [False, True, True, False, True],
+        "clip_low_frac": [False, False, False, True, False],
+        "clip_high_frac": [True, False, False, False, False],
+        "clip_frac": [True, False, False, True, False],
+        "active_frac": [False, True, True, False, True],
     }
 
 
@@ -98,17 +95,16 @@ def test_dual_clip_by_hand():
     # A = -2, dual_clip 3: ratio 5 costs 3 x 2 = 6 instead of 10, ratio 2.5 still 5; 0.5 is cut at 0.8, as ever.
     # A = +2: cut at 1.28, dual_clip has no say. A = 0 is cut by nothing, and has no gradient all the same
     inputs = inputs_of([5.0, 2.5, 0.5, 5.0, 5.0], [-2.0, -2.0, -2.0, 2.0, 0.0])
-    on = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-    loss, gradient, metrics = run("grpo", inputs, on)
+    loss, gradient, metrics = run("grpo", inputs, dual_clip=3.0)
     assert loss == approx([6.0, 5.0, 1.6, -2.56, 0.0])
     assert gradient == approx([0.0, 5.0, 0.0, 0.0, 0.0])
-    assert metrics["dual_clip_share"] == [True, False, False, False, False]
-    assert metrics["clip_share"] == [False, False, True, True, False]
-    assert metrics["active_share"] == [False, True, False, False, False]
+    assert metrics["dual_clip_frac"] == [True, False, False, False, False]
+    assert metrics["clip_frac"] == [False, False, True, True, False]
+    assert metrics["active_frac"] == [False, True, False, False, False]
 
     loss, gradient, metrics = run("grpo", inputs)
     assert loss[0] == approx(10.0) and gradient[0] == approx(10.0)
-    assert "dual_clip_share" not in metrics and metrics["active_share"][0]
+    assert "dual_clip_frac" not in metrics and metrics["active_frac"][0]
 
 
 def test_gspo_by_hand():
@@ -128,25 +124,24 @@ def test_gspo_by_hand():
     assert loss == approx([2.0, 2.0, 0.0, -second, -second, -second, -1.28, 0.0])
     assert gradient == approx([2.0, 2.0, 0.0, -second, -second, -second, 0.0, 0.0])
     assert metrics["ratio_mean"] == approx([2.0, 2.0, 0.0, second, second, second, 2.0, 0.0])
-    assert metrics["clip_high_share"] == [False] * 6 + [True, False]
-    assert metrics["active_share"] == [True, True, False, True, True, True, False, False]
+    assert metrics["clip_high_frac"] == [False] * 6 + [True, False]
+    assert metrics["active_frac"] == [True, True, False, True, True, True, False, False]
 
 
 def test_gspo_cuts_whole_sequences():
     # ratios 0.1 and 1, geometric mean 0.316 < 0.8, A = -1: both tokens lose their gradient, also the one at ratio 1
     loss, gradient, metrics = run("gspo", inputs_of([0.1, 1.0], [-1.0, -1.0]))
-    assert loss == approx([0.8, 0.8]) and gradient == [0.0, 0.0] and metrics["clip_low_share"] == [True, True]
+    assert loss == approx([0.8, 0.8]) and gradient == [0.0, 0.0] and metrics["clip_low_frac"] == [True, True]
     # 9 and 4: 6, beyond dual_clip 3
-    config = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-    loss, gradient, metrics = run("gspo", inputs_of([9.0, 4.0], [-1.0, -1.0]), config)
-    assert loss == approx([3.0, 3.0]) and gradient == [0.0, 0.0] and metrics["dual_clip_share"] == [True, True]
+    loss, gradient, metrics = run("gspo", inputs_of([9.0, 4.0], [-1.0, -1.0]), dual_clip=3.0)
+    assert loss == approx([3.0, 3.0]) and gradient == [0.0, 0.0] and metrics["dual_clip_frac"] == [True, True]
 
 
 def test_gspo_token_form_has_the_gradient_of_the_sequence_ratio():
     """With sequence_mean, -A * exp(mean(logp - old)) differentiated as it stands."""
     inputs = inputs_of([2.0, 0.7, 1.1], [-1.5] * 3)
     loss_BT, _ = LOSSES["gspo"](inputs, CONFIG)
-    total = aggregate(loss_BT, inputs.mask_BT, inputs.lengths_BT, "sequence_mean", 1.0)
+    total = aggregate(loss_BT, inputs, "sequence_mean", 1.0)
     direct = 1.5 * (inputs.logprobs_BT - inputs.old_logprobs_BT).mean().exp()
     assert total.item() == approx(direct.item())
     # a token's loss has its gradient at that token alone, so a weight per token weighs that token
@@ -168,10 +163,10 @@ def test_cispo_by_hand():
     assert gradient == approx([-5.0, -0.8, 5.0, 0.8, -6.0, -0.9, 0.0])
     assert metrics.pop("ratio_mean") == approx(ratios) and metrics.pop("ratio_max") == approx(ratios)
     assert metrics == {
-        "clip_low_share": [False, True, False, True, False, False, False],
-        "clip_high_share": [True, False, True, False, False, False, True],
-        "clip_share": [True, True, True, True, False, False, True],
-        "active_share": [True] * 6 + [False],
+        "clip_low_frac": [False, True, False, True, False, False, False],
+        "clip_high_frac": [True, False, True, False, False, False, True],
+        "clip_frac": [True, True, True, True, False, False, True],
+        "active_frac": [True] * 6 + [False],
     }
 
 
@@ -179,14 +174,14 @@ def test_sapo_by_hand():
     # tau = 2 where A > 0. ratio 1: p = 1/2, f = 4/2 * 1/2 = 1. ratio 1 + log(3)/2: p = 3/4, f = 3/2
     # tau = 4 where A < 0. ratio 1 - log(3)/4: p = 1/4, f = 1/4
     above, below = 1 + LOG3 / 2, 1 - LOG3 / 4
-    config = AlgorithmConfig(sapo_temperature_positive=2.0, sapo_temperature_negative=4.0)
-    loss, gradient, metrics = run("sapo", inputs_of([1.0, above, below, 1e4], [1.0, 1.0, -2.0, 1.0]), config)
+    inputs = inputs_of([1.0, above, below, 1e4], [1.0, 1.0, -2.0, 1.0])
+    loss, gradient, metrics = run("sapo", inputs, temperature_positive=2.0, temperature_negative=4.0)
     assert loss == approx([-1.0, -1.5, 0.5, -2.0])
     # -4 p (1 - p) * ratio * A; at ratio 10000 the gate is shut
     assert gradient == approx([-1.0, -0.75 * above, 0.75 * below * 2, 0.0])
     assert metrics["gate_mean"] == approx([1.0, 0.75, 0.75, 0.0])
     assert metrics["ratio_mean"] == approx([1.0, above, below, 1e4])
-    assert metrics["active_share"] == [True, True, True, False]
+    assert metrics["active_frac"] == [True, True, True, False]
 
 
 def test_reinforce_by_hand():
@@ -194,18 +189,19 @@ def test_reinforce_by_hand():
     inputs = inputs_of([1.0, 5.0, 0.5, 3.0, 5.0], [2.0, -1.0, 1.0, 1.0, 0.0], logprob=-3.0)
     loss, gradient, metrics = run("reinforce", inputs)
     assert loss == approx([6.0, -3.0, 3.0, 3.0, 0.0]) and gradient == approx([-2.0, 1.0, -1.0, -1.0, 0.0])
-    assert metrics.keys() == {"ratio_mean", "ratio_max", "active_share"}
+    assert metrics.keys() == {"ratio_mean", "ratio_max", "active_frac"}
     # weights 1, 4 (cut off from 5), 0.5, 3
-    loss, gradient, metrics = run("reinforce", inputs, AlgorithmConfig(max_importance_weight=4.0))
+    loss, gradient, metrics = run("reinforce", inputs, max_importance_weight=4.0)
     assert loss == approx([6.0, -12.0, 1.5, 9.0, 0.0]) and gradient == approx([-2.0, 4.0, -0.5, -3.0, 0.0])
-    assert metrics["weight_cut_share"] == [False, True, False, False, True]
+    assert metrics["weight_cut_frac"] == [False, True, False, False, True]
     assert metrics["ratio_max"] == approx([1.0, 5.0, 0.5, 3.0, 5.0])
-    assert metrics["active_share"] == [True, True, True, True, False]
+    assert metrics["active_frac"] == [True, True, True, True, False]
 
 
 # --- what holds for every loss ---------------------------------------------------------------------------------------
 
-EVERYTHING_ON = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, max_importance_weight=2.0)
+EVERYTHING_ON = {name: {"dual_clip": 3.0} for name in ("grpo", "dr_grpo", "dapo", "gspo")}
+EVERYTHING_ON |= {"cispo": {}, "sapo": {}, "reinforce": {"max_importance_weight": 2.0}}
 
 
 def test_every_loss_has_its_papers_defaults():
@@ -213,50 +209,52 @@ def test_every_loss_has_its_papers_defaults():
     assert LOSSES["grpo"] is LOSSES["dr_grpo"] is LOSSES["dapo"] is clipped
 
 
-@pytest.mark.parametrize("config", [CONFIG, EVERYTHING_ON], ids=["plain", "everything_on"])
+@pytest.mark.parametrize("everything_on", [False, True], ids=["plain", "everything_on"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_on_policy_every_gradient_is_the_policy_gradient(name, config):
+def test_on_policy_every_gradient_is_the_policy_gradient(name, everything_on):
     # the advantages of two sequences and of one without any
     advantages = [3.0, 3.0, -0.5, 0.0]
-    _, gradient, metrics = run(name, inputs_of([1.0] * 4, advantages, sequences=[0, 0, 1, 2]), config)
+    _, gradient, metrics = run(
+        name, inputs_of([1.0] * 4, advantages, sequences=[0, 0, 1, 2]), **EVERYTHING_ON[name] if everything_on else {}
+    )
     assert gradient == approx([-3.0, -3.0, 0.5, 0.0])
-    assert metrics["active_share"] == [True, True, True, False]
+    assert metrics["active_frac"] == [True, True, True, False]
     assert metrics["ratio_mean"] == [1.0] * 4
 
 
-@pytest.mark.parametrize("config", [CONFIG, EVERYTHING_ON], ids=["plain", "everything_on"])
+@pytest.mark.parametrize("everything_on", [False, True], ids=["plain", "everything_on"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_active_share_is_where_the_gradient_is_not_zero(name, config):
+def test_active_frac_is_where_the_gradient_is_not_zero(name, everything_on):
     ratios = [math.exp(x) for x in (-30.0, -3.0, -0.3, 0.0, 0.1, 0.3, 2.0, 5.0, 30.0)]
     for advantage in (1.0, -1.0, 0.0):
         inputs = inputs_of(ratios, [advantage] * 9, sequences=list(range(9)))
-        _, gradient, metrics = run(name, inputs, config)
-        assert metrics["active_share"] == [value != 0 for value in gradient]
+        _, gradient, metrics = run(name, inputs, **EVERYTHING_ON[name] if everything_on else {})
+        assert metrics["active_frac"] == [value != 0 for value in gradient]
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_zero_advantage_has_exactly_no_loss_and_no_gradient(name):
-    loss, gradient, metrics = run(name, inputs_of([0.1, 1.0, 10.0, 1e6], [0.0] * 4), EVERYTHING_ON)
+    loss, gradient, metrics = run(name, inputs_of([0.1, 1.0, 10.0, 1e6], [0.0] * 4), **EVERYTHING_ON[name])
     assert loss == [0.0] * 4 and gradient == [0.0] * 4
-    assert metrics["active_share"] == [False] * 4
+    assert metrics["active_frac"] == [False] * 4
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("name", LOSSES)
 def test_masked_positions_may_hold_anything(name, junk):
     """A counted token beside junk has the loss, gradient and metrics that it has alone."""
-    alone = run(name, inputs_of([1.2], [-1.0]), EVERYTHING_ON)
+    alone = run(name, inputs_of([1.2], [-1.0]), **EVERYTHING_ON[name])
     old = -1 - math.log(1.2)
-    inputs = LossInputs(
+    inputs = make_inputs(
         logprobs_BT=row([-1.0, junk, junk, junk]).requires_grad_(),
         old_logprobs_BT=row([old, junk, -1.0, junk]),
         advantages_BT=row([-1.0, junk, junk, 1.0]),
-        mask_BT=row([True, False, False, False], torch.bool),
+        loss_mask_BT=row([True, False, False, False], torch.bool),
         sequence_BT=row([0, 0, 1, -1], torch.int64),
-        lengths_BT=row([1, 1, 1, 1], torch.int64),
+        num_loss_tokens_BT=row([1, 1, 1, 1], torch.int64),
         num_sequences=2,
     )
-    loss, gradient, metrics = run(name, inputs, EVERYTHING_ON)
+    loss, gradient, metrics = run(name, inputs, **EVERYTHING_ON[name])
     assert loss == approx([*alone[0], 0.0, 0.0, 0.0]) and loss[1:] == [0.0] * 3
     assert gradient == approx([*alone[1], 0.0, 0.0, 0.0]) and gradient[1:] == [0.0] * 3
     assert metrics == {key: approx([*value, 0.0, 0.0, 0.0]) for key, value in alone[2].items()}
@@ -265,25 +263,25 @@ def test_masked_positions_may_hold_anything(name, junk):
 @pytest.mark.parametrize("name", LOSSES)
 def test_all_masked_gives_zero_and_no_gradient(name):
     junk_BT = torch.full((2, 3), math.nan)
-    inputs = LossInputs(
+    inputs = make_inputs(
         logprobs_BT=junk_BT.clone().requires_grad_(),
         old_logprobs_BT=junk_BT,
         advantages_BT=junk_BT,
-        mask_BT=torch.zeros(2, 3, dtype=torch.bool),
+        loss_mask_BT=torch.zeros(2, 3, dtype=torch.bool),
         sequence_BT=torch.full((2, 3), -1),
-        lengths_BT=torch.ones(2, 3, dtype=torch.int64),
+        num_loss_tokens_BT=torch.ones(2, 3, dtype=torch.int64),
         num_sequences=0,
     )
-    loss_BT, metrics = LOSSES[name](inputs, EVERYTHING_ON)
+    loss_BT, metrics = LOSSES[name](inputs, CONFIG, **EVERYTHING_ON[name])
     for estimator in KL_ESTIMATORS:
-        loss_BT = loss_BT + kl(inputs.logprobs_BT, junk_BT, inputs.mask_BT, estimator)
-    metrics |= mismatch(inputs.logprobs_BT, junk_BT, inputs.mask_BT)
+        loss_BT = loss_BT + kl(inputs.logprobs_BT, junk_BT, inputs.loss_mask_BT, estimator)
+    metrics |= mismatch(inputs.logprobs_BT, inputs)
     for kind in CORRECTIONS:
-        weights_BT, corrected_BT = correction_weights(junk_BT, junk_BT, inputs, kind, 0.5, 2.0)
+        weights_BT, corrected_BT = importance_weights(junk_BT, inputs, correction(kind, 0.5, 2.0))
         assert (weights_BT == 1).all() and not corrected_BT.any()
     for kind in AGGREGATIONS:
-        denominator = step_denominator(torch.tensor([0, 0]), kind, 8)
-        total = aggregate(loss_BT, inputs.mask_BT, inputs.lengths_BT, kind, denominator)
+        denominator = loss_denominator(torch.tensor([0, 0]), kind, 8)
+        total = aggregate(loss_BT, inputs, kind, denominator)
         (gradient_BT,) = torch.autograd.grad(total, inputs.logprobs_BT, retain_graph=True)
         assert denominator == 1 and total.item() == 0.0 and gradient_BT.tolist() == [[0.0] * 3] * 2
     assert all((value_BT == 0).all() for value_BT in metrics.values())
@@ -294,23 +292,23 @@ def test_all_masked_gives_zero_and_no_gradient(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_extreme_log_ratios_stay_finite(name, gap, dtype):
     """One token far off, beside another sequence's ordinary token, which keeps its gradient -A."""
-    for advantage, config in itertools.product([1.0, -1.0], [CONFIG, EVERYTHING_ON]):
-        inputs = LossInputs(
+    for advantage, options in itertools.product([1.0, -1.0], [{}, EVERYTHING_ON[name]]):
+        inputs = make_inputs(
             logprobs_BT=row([gap, -1.0], dtype).requires_grad_(),
             old_logprobs_BT=row([0.0, -1.0], dtype),
             advantages_BT=row([advantage] * 2, dtype),
-            mask_BT=row([True, True], torch.bool),
+            loss_mask_BT=row([True, True], torch.bool),
             sequence_BT=row([0, 1], torch.int64),
-            lengths_BT=row([1, 1], torch.int64),
+            num_loss_tokens_BT=row([1, 1], torch.int64),
             num_sequences=2,
         )
-        loss, gradient, metrics = run(name, inputs, config)
+        loss, gradient, metrics = run(name, inputs, **options)
         assert all(math.isfinite(x) for x in itertools.chain(loss, gradient, *metrics.values()))
         assert gradient[1] == pytest.approx(-advantage, rel=1e-6)
         # held at exp(+-20) before anything else
         assert metrics["ratio_max"][0] == pytest.approx(math.exp(math.copysign(20, gap)), rel=1e-5)
         if name not in ("cispo", "reinforce"):  # their weight has no gradient to lose
-            assert gradient[0] == 0 and not metrics["active_share"][0]
+            assert gradient[0] == 0 and not metrics["active_frac"][0]
 
 
 def test_ratio_is_held_beyond_the_clamp():
@@ -324,26 +322,26 @@ def test_nan_inside_the_mask_is_not_hidden(name):
     for broken in ("logprobs_BT", "advantages_BT"):
         inputs = inputs_of([1.0], [1.0])
         object.__setattr__(inputs, broken, row([math.nan]).requires_grad_())
-        assert LOSSES[name](inputs, EVERYTHING_ON)[0].isnan().all()
+        assert LOSSES[name](inputs, CONFIG, **EVERYTHING_ON[name])[0].isnan().all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_arguments_stay_as_they_are(name):
     inputs = inputs_of([1.5, 0.5, 7.0], [1.0, -1.0, 0.5], mask=[True, True, False])
     before = {key: value.clone() for key, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
-    LOSSES[name](inputs, EVERYTHING_ON)
+    LOSSES[name](inputs, CONFIG, **EVERYTHING_ON[name])
     assert all(torch.equal(getattr(inputs, key), value) for key, value in before.items())
 
 
 def test_sequence_means_by_hand():
     # row 0: sequence 0 (2 and 4, and one that does not count), sequence 1 (10); row 1: sequence 2 (1, 2, 3), padding
-    inputs = LossInputs(
+    inputs = make_inputs(
         logprobs_BT=torch.zeros(2, 4),
         old_logprobs_BT=torch.zeros(2, 4),
         advantages_BT=torch.zeros(2, 4),
-        mask_BT=torch.tensor([[True, False, True, True], [True, True, True, False]]),
+        loss_mask_BT=torch.tensor([[True, False, True, True], [True, True, True, False]]),
         sequence_BT=torch.tensor([[0, 0, 0, 1], [2, 2, 2, -1]]),
-        lengths_BT=torch.tensor([[2, 1, 2, 1], [3, 3, 3, 1]]),
+        num_loss_tokens_BT=torch.tensor([[2, 1, 2, 1], [3, 3, 3, 1]]),
         num_sequences=3,
     )
     values_BT = torch.tensor([[2.0, math.nan, 4.0, 10.0], [1.0, 2.0, 3.0, math.inf]])
@@ -434,23 +432,37 @@ def test_unknown_estimator():
 # --- mismatch and its correction -------------------------------------------------------------------------------------
 
 
+def sampled_by(generator_BT, mask):
+    """Tokens with these sampling log-probs, for the functions that look at nothing else."""
+    return dataclasses.replace(
+        inputs_of([1.0] * len(mask), [0.0] * len(mask), mask), generator_logprobs_BT=generator_BT
+    )
+
+
+def correction(kind, low, high):
+    return AlgorithmConfig(importance_correction=kind, importance_correction_low=low, importance_correction_high=high)
+
+
 def test_mismatch_and_effective_sample_size_by_hand():
     # policy over generator: 2, 1/2, 1; the last token does not count
     policy_BT = row([-1.0 + LOG2, -1.0 - LOG2, -1.0, math.nan]).requires_grad_()
-    metrics = mismatch(policy_BT, row([-1.0, -1.0, -1.0, math.inf]), row([True, True, True, False], torch.bool))
+    metrics = mismatch(policy_BT, sampled_by(row([-1.0, -1.0, -1.0, math.inf]), [True, True, True, False]))
     assert not any(value_BT.requires_grad for value_BT in metrics.values())
     assert {key: value_BT[0].tolist() for key, value_BT in metrics.items()} == {
         "mismatch/mean": approx([LOG2, LOG2, 0.0, 0.0]),
         "mismatch/max": approx([LOG2, LOG2, 0.0, 0.0]),
         "mismatch/kl": approx([1 - LOG2, LOG2 - 0.5, 0.0, 0.0]),
-        "weight": approx([2.0, 0.5, 1.0, 0.0]),
-        "weight_squared": approx([4.0, 0.25, 1.0, 0.0]),
+        "mismatch/weight": approx([2.0, 0.5, 1.0, 0.0]),
+        "mismatch/weight_squared": approx([4.0, 0.25, 1.0, 0.0]),
     }
     # mean(w) = 7/6, mean(w^2) = 7/4: (49/36) / (7/4) = 7/9
     assert effective_sample_size(7 / 6, 7 / 4) == approx(7 / 9)
 
 
 def test_effective_sample_size_at_its_ends():
+    assert with_effective_sample_size({"a": 1.0}) == {"a": 1.0}
+    weights = {"mismatch/weight": 7 / 6, "mismatch/weight_squared": 7 / 4}
+    assert with_effective_sample_size(weights | {"a": 1.0}) == {"a": 1.0, "mismatch/ess": approx(7 / 9)}
     assert effective_sample_size(1.0, 1.0) == 1.0 and effective_sample_size(0.5, 0.25) == 1.0
     # one of n tokens has all the weight: (1/n)^2 / (1/n)
     assert effective_sample_size(0.01, 0.01) == approx(0.01)
@@ -461,18 +473,18 @@ def test_effective_sample_size_at_its_ends():
 def test_sampler_kl_is_that_of_generator_and_policy():
     generator_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     policy_V = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
-    metrics = mismatch(policy_V.log()[None], generator_V.log()[None], row([True] * 3, torch.bool))
+    metrics = mismatch(policy_V.log()[None], sampled_by(generator_V.log()[None], [True] * 3))
     expected = (generator_V * (generator_V / policy_V).log()).sum().item()
     assert (generator_V * metrics["mismatch/kl"][0]).sum().item() == approx(expected)
     # weights average to 1 where the generator's samples can be reweighted to the policy's
-    assert (generator_V * metrics["weight"][0]).sum().item() == approx(1.0)
+    assert (generator_V * metrics["mismatch/weight"][0]).sum().item() == approx(1.0)
 
 
 @pytest.mark.parametrize("gap", [1e4, -1e4])
 def test_mismatch_of_extreme_log_ratios(gap):
-    metrics = mismatch(row([gap], torch.float32), torch.zeros(1, 1), row([True], torch.bool))
+    metrics = mismatch(row([gap], torch.float32), sampled_by(torch.zeros(1, 1), [True]))
     assert metrics["mismatch/max"].item() == 1e4  # as it is: nothing is multiplied by it
-    assert metrics["weight"].item() == pytest.approx(math.exp(math.copysign(20, gap)), rel=1e-5)
+    assert metrics["mismatch/weight"].item() == pytest.approx(math.exp(math.copysign(20, gap)), rel=1e-5)
     assert all(value_BT.isfinite().all() for value_BT in metrics.values())
 
 
@@ -480,7 +492,8 @@ def corrected(ratios, kind, low=0.5, high=2.0, mask=None, sequences=None):
     inputs = inputs_of([1.0] * len(ratios), [1.0] * len(ratios), mask, sequences)
     generator_BT = torch.full((1, len(ratios)), -1.0, dtype=torch.float64)
     policy_BT = (generator_BT + row(ratios).log()).requires_grad_()
-    weights_BT, corrected_BT = correction_weights(policy_BT, generator_BT, inputs, kind, low, high)
+    inputs = dataclasses.replace(inputs, generator_logprobs_BT=generator_BT)
+    weights_BT, corrected_BT = importance_weights(policy_BT, inputs, correction(kind, low, high))
     assert not weights_BT.requires_grad and corrected_BT.dtype == torch.bool
     return weights_BT[0].tolist(), corrected_BT[0].tolist()
 
@@ -516,8 +529,9 @@ def test_correction_of_sequences_by_hand():
 def test_masked_tokens_stay_in_the_denominator():
     inputs = inputs_of([1.0] * 4, [-1.0] * 4)
     loss_BT, _ = LOSSES["grpo"](inputs, CONFIG)
-    weights_BT, _ = correction_weights(row([9.0, 0.0, 0.0, 0.0]), torch.zeros(1, 4), inputs, "mask_tokens", 0.5, 2.0)
-    total = aggregate(loss_BT * weights_BT, inputs.mask_BT, inputs.lengths_BT, "token_mean", 4.0)
+    inputs = dataclasses.replace(inputs, generator_logprobs_BT=torch.zeros(1, 4))
+    weights_BT, _ = importance_weights(row([9.0, 0.0, 0.0, 0.0]), inputs, correction("mask_tokens", 0.5, 2.0))
+    total = aggregate(loss_BT * weights_BT, inputs, "token_mean", 4.0)
     # three tokens of loss 1 over four
     assert total.item() == approx(0.75)
     assert torch.autograd.grad(total, inputs.logprobs_BT)[0][0].tolist() == approx([0.0, 0.25, 0.25, 0.25])
@@ -528,7 +542,8 @@ def test_masked_tokens_stay_in_the_denominator():
 def test_corrections_ignore_masked_positions_and_survive_extremes(kind, junk):
     inputs = inputs_of([1.0] * 4, [1.0] * 4, mask=[True, True, True, False], sequences=[0, 1, 2, -1])
     policy_BT, generator_BT = row([1e4, -1e4, 0.0, junk], torch.float32), row([0.0, 0.0, 0.0, junk], torch.float32)
-    weights_BT, corrected_BT = correction_weights(policy_BT, generator_BT, inputs, kind, 0.5, 2.0)
+    inputs = dataclasses.replace(inputs, generator_logprobs_BT=generator_BT)
+    weights_BT, corrected_BT = importance_weights(policy_BT, inputs, correction(kind, 0.5, 2.0))
     expected = {"none": [1.0, 1.0], "truncate": [2.0, math.exp(-20)]}.get(kind, [0.0, 0.0])
     assert weights_BT[0].tolist() == pytest.approx([*expected, 1.0, 1.0], rel=1e-5)
     changed = {"none": [False, False], "truncate": [True, False]}.get(kind, [True, True])
@@ -536,7 +551,7 @@ def test_corrections_ignore_masked_positions_and_survive_extremes(kind, junk):
 
 
 def test_unknown_correction():
-    with pytest.raises(ValueError, match="correction='clip' is unknown; use 'none', 'truncate'"):
+    with pytest.raises(ValueError, match="importance_correction='clip' is unknown; use 'none', 'truncate'"):
         corrected([1.0], "clip")
 
 
@@ -555,30 +570,31 @@ def test_unknown_correction():
 @pytest.mark.parametrize("between", [100.0, math.nan, math.inf])
 def test_aggregate_by_hand(kind, denominator, value, gradient, between):
     loss_BT = row([4.0, between, 1.0, 2.0, 3.0]).requires_grad_()
-    mask_BT, lengths_BT = row([True, False, True, True, True], torch.bool), row([1, 1, 3, 3, 3], torch.int64)
-    total = aggregate(loss_BT, mask_BT, lengths_BT, kind, denominator)
+    inputs = inputs_of([1.0] * 5, [0.0] * 5, [True, False, True, True, True], [0, 1, 1, 1, 1])
+    assert inputs.num_loss_tokens_BT.tolist() == [[1, 1, 3, 3, 3]]
+    total = aggregate(loss_BT, inputs, kind, denominator)
     assert total.item() == approx(value)
     assert torch.autograd.grad(total, loss_BT)[0][0].tolist() == approx(gradient)
 
 
 def test_aggregate_refuses_what_it_does_not_know():
-    loss_BT, mask_BT, lengths_BT = torch.ones(1, 1), row([True], torch.bool), torch.ones(1, 1)
+    loss_BT, inputs = torch.ones(1, 1), inputs_of([1.0], [0.0])
     with pytest.raises(ValueError, match="'mean' is unknown"):
-        aggregate(loss_BT, mask_BT, lengths_BT, "mean", 1.0)
+        aggregate(loss_BT, inputs, "mean", 1.0)
     for denominator in (0, -1.0, math.nan):
         with pytest.raises(ValueError, match=f"denominator={denominator}"):
-            aggregate(loss_BT, mask_BT, lengths_BT, "token_mean", denominator)
+            aggregate(loss_BT, inputs, "token_mean", denominator)
 
 
-def test_step_denominator_counts_sequences_with_a_counted_token():
-    counted_lengths_S = torch.tensor([1, 3, 0])
-    assert step_denominator(counted_lengths_S, "token_mean", 8) == 4.0
-    assert step_denominator(counted_lengths_S, "sequence_mean", 8) == 2.0
-    assert step_denominator(counted_lengths_S, "fixed_horizon", 8) == 16.0
+def test_loss_denominator_counts_sequences_with_a_loss_token():
+    num_loss_tokens_S = torch.tensor([1, 3, 0])
+    assert loss_denominator(num_loss_tokens_S, "token_mean", 8) == 4.0
+    assert loss_denominator(num_loss_tokens_S, "sequence_mean", 8) == 2.0
+    assert loss_denominator(num_loss_tokens_S, "fixed_horizon", 8) == 16.0
     for kind in AGGREGATIONS:
-        assert step_denominator(torch.tensor([0, 0]), kind, 8) == 1.0
+        assert loss_denominator(torch.tensor([0, 0]), kind, 8) == 1.0
     with pytest.raises(ValueError, match="'mean' is unknown"):
-        step_denominator(counted_lengths_S, "mean", 8)
+        loss_denominator(num_loss_tokens_S, "mean", 8)
 
 
 # --- a user's own loss -----------------------------------------------------------------------------------------------
@@ -594,8 +610,11 @@ class Weight:
     value: float = 2.0
 
 def weighted(inputs, config):
-    loss_BT = -Weight().value * inputs.advantages_BT.where(inputs.mask_BT, 0) * inputs.logprobs_BT
+    loss_BT = -Weight().value * inputs.advantages_BT.where(inputs.loss_mask_BT, 0) * inputs.logprobs_BT
     return loss_BT, {"above_mean": inputs.advantages_BT > 0}
+
+def scaled(inputs, config, *, scale=1.0):
+    return -scale * inputs.logprobs_BT * inputs.advantages_BT, {"scale": inputs.advantages_BT * 0 + scale}
 
 def of_one(inputs): pass
 
@@ -642,11 +661,72 @@ def test_own_loss_errors_name_the_way_out(own_file):
     with pytest.raises(ValueError, match="loss file /nowhere/own.py does not exist; give a path"):
         load_loss("/nowhere/own.py:loss")
     for name in ("missing", "not_callable"):
-        with pytest.raises(ValueError, match=f"no function '{name}'; functions there: weighted, of_one, of_three"):
+        with pytest.raises(
+            ValueError, match=f"no function '{name}'; functions there: weighted, scaled, of_one, of_three"
+        ):
             load_loss(f"{own_file}:{name}")
     for name in ("of_one", "of_three"):
         with pytest.raises(ValueError, match=f"{name} cannot be called with two arguments: .*def loss"):
             load_loss(f"{own_file}:{name}")
+
+
+def test_options_reach_the_loss_and_its_metrics_are_named_after_it(own_file):
+    inputs = inputs_of([5.0], [-2.0])
+    loss_BT, metrics = configured_loss(dataclasses.replace(CONFIG, loss_options={"dual_clip": 3.0}))(inputs)
+    assert loss_BT.item() == approx(6.0) and metrics["loss/dual_clip_frac"].tolist() == [[True]]
+    own = dataclasses.replace(CONFIG, loss=f"{own_file}:scaled", loss_options={"scale": 3.0})
+    loss_BT, metrics = configured_loss(own)(inputs)
+    assert loss_BT.item() == -6.0 and metrics.keys() == {"loss/scale"}  # logp = -1
+    try_loss(own)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        ("grpo", {"dual_clp": 3}, "algorithm.loss_options: loss grpo has no option 'dual_clp'; its options: dual_clip"),
+        ("cispo", {"dual_clip": 3}, "loss cispo has no option 'dual_clip'; its options: none"),
+        ("gspo", {"dual_clip": 0.5}, "dual_clip=0.5 must be above 1, or 0 to turn it off"),
+        ("sapo", {"temperature_negative": 0}, "temperature_negative=0 must be above 0"),
+        ("reinforce", {"max_importance_weight": -1}, "max_importance_weight=-1 must not be negative"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_at_the_start(loss, options, message):
+    with pytest.raises(ValueError, match=message):
+        try_loss(dataclasses.replace(CONFIG, loss=loss, loss_options=options))
+
+
+def test_a_loss_may_use_the_reference(tmp_path):
+    """The KL inside a loss of one's own, in a run with a reference."""
+    (tmp_path / "own.py").write_text(
+        "def with_kl(inputs, config):\n    return inputs.logprobs_BT - inputs.ref_logprobs_BT, {}\n"
+    )
+    try_loss(dataclasses.replace(CONFIG, loss=f"{tmp_path}/own.py:with_kl", kl_coef=0.1))
+    with pytest.raises(TypeError, match="NoneType"):
+        try_loss(dataclasses.replace(CONFIG, loss=f"{tmp_path}/own.py:with_kl"))
+
+
+def test_correct_importance_weighs_the_loss_and_says_what_it_cut():
+    # policy over generator 10 and 1, cut off at 2: the loss of the first counts double
+    inputs = dataclasses.replace(
+        inputs_of([1.0, 1.0], [1.0, 1.0]), generator_logprobs_BT=row([-1 - math.log(10), -1.0])
+    )
+    metrics = {"loss/active_frac": row([True, True], torch.bool)}
+    loss_BT, metrics = correct_importance(
+        row([3.0, 3.0]), metrics, row([-1.0, -1.0]), inputs, correction("truncate", 0, 2)
+    )
+    assert loss_BT.tolist() == [[6.0, 3.0]]
+    assert metrics["mismatch/corrected_frac"].tolist() == [[True, False]]
+    assert metrics["loss/active_frac"].tolist() == [[True, True]]
+
+
+def test_sequence_kl_by_hand():
+    # generator over reference: 2 and 1/2 in the first sequence, 2 in the second, whose second token does not count
+    mask_N = torch.tensor([False, True, True, False, True, False])
+    samples = [Sample(torch.ones(3).long(), mask_N[:3], torch.tensor([9.0, -1.0, -1.0]))]
+    samples += [Sample(torch.ones(3).long(), mask_N[3:], torch.tensor([9.0, -1.0, math.nan]))]
+    batch = make_batch(samples)
+    batch = dataclasses.replace(batch, ref_logprobs_N=torch.tensor([0, -1 - LOG2, -1 + LOG2, 0, -1 - LOG2, 0]))
+    assert sequence_kl(batch, "k1").tolist() == pytest.approx([0.0, LOG2], abs=1e-6)
 
 
 def test_a_file_that_raises_is_not_kept(tmp_path):
@@ -697,38 +777,36 @@ def random_step(seed=0):
     return step
 
 
-def loss_and_gradients(step, loss_name, kind, num_ranks, max_tokens, packing, multiple=1, correction="none"):
+def loss_and_gradients(step, loss_name, kind, num_ranks, max_tokens, packing, multiple=1, kind_of_correction="none"):
     """Sum the step's loss over ranks and micro-batches; the gradient at each sequence's log-probs."""
-    prompts, completions, advantages, old, policy = zip(*step, strict=True)
-    batch = make_batch(prompts, completions, old)
-    object.__setattr__(batch, "advantages_S", torch.tensor(advantages))
-    denominator = step_denominator(batch.counted_lengths_S, kind, 8)
+    samples, policy_N = [], []
+    for prompt, completion, advantage, old, policy in step:
+        old_T, no_prompt = torch.tensor([*[0.0] * len(prompt), *old]), torch.zeros(len(prompt))
+        sampled_T = torch.tensor([*[False] * len(prompt), *[True] * len(completion)])
+        mask_T = sampled_T & old_T.isfinite() & (not math.isnan(advantage))
+        samples.append(Sample(torch.tensor([*prompt, *completion]), mask_T, old_T))
+        policy_N += [no_prompt.double(), policy]
+    batch, policy_N = make_batch(samples), torch.cat(policy_N)
+    advantages_S = torch.tensor([advantage for _, _, advantage, _, _ in step])
+    batch = dataclasses.replace(batch, advantages_N=advantages_S[batch.row_N])
+    denominator = loss_denominator(batch.num_loss_tokens_S, kind, 8)
     lengths = batch.lengths_S.tolist()
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, packing, multiple)
     total, num_micro_batches = 0.0, 0
     for rows in itertools.chain.from_iterable(plan):
         micro = build_micro_batch(batch, rows, row_length(plan, lengths, multiple))
-        mask_BT = scatter_completions(batch.counted_C, batch, micro).bool()
-        inputs = LossInputs(
-            logprobs_BT=scatter_completions(torch.cat(policy), batch, micro),
-            old_logprobs_BT=scatter_completions(batch.generator_logprobs_C, batch, micro),
-            advantages_BT=per_sequence(batch.advantages_S, micro),
-            mask_BT=mask_BT,
-            sequence_BT=micro.sequence_BT,
-            lengths_BT=per_sequence(batch.counted_lengths_S, micro).where(mask_BT, 1),
-            num_sequences=batch.num_sequences,
-        )
-        loss_BT, _ = LOSSES[loss_name](inputs, EVERYTHING_ON)
-        weights_BT, _ = correction_weights(
-            inputs.logprobs_BT, inputs.old_logprobs_BT, inputs, correction, low=0.8, high=1.25
-        )
-        loss_BT = loss_BT * weights_BT + 0.1 * kl(inputs.logprobs_BT, inputs.old_logprobs_BT, mask_BT, "k3")
-        share = aggregate(loss_BT, mask_BT, inputs.lengths_BT, kind, denominator)
-        share.backward()
-        total += share.item()
+        logprobs_BT = policy_N[micro.token_BT.clamp(min=0)].where(micro.token_BT >= 0, 0).float()
+        inputs = LossInputs.of(micro, logprobs_BT, micro.generator_logprobs_BT)
+        loss_BT, _ = LOSSES[loss_name](inputs, CONFIG, **EVERYTHING_ON[loss_name])
+        weights_BT, _ = importance_weights(logprobs_BT, inputs, correction(kind_of_correction, 0.8, 1.25))
+        loss_BT = loss_BT * weights_BT + 0.1 * kl(logprobs_BT, inputs.old_logprobs_BT, inputs.loss_mask_BT, "k3")
+        part = aggregate(loss_BT, inputs, kind, denominator)
+        part.backward()
+        total += part.item()
         num_micro_batches += 1
-    gradients = [x.grad.clone() for x in policy]
-    for x in policy:
+    leaves = [policy for *_, policy in step]
+    gradients = [x.grad.clone() for x in leaves]
+    for x in leaves:
         x.grad = None
     return total, gradients, num_micro_batches
 
@@ -764,15 +842,15 @@ def test_loss_and_gradient_do_not_depend_on_the_layout(loss_name, kind):
     assert {1, 2} < counts and len(counts) > 3  # among them all in one packed row, and two micro-batches
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_corrections_do_not_depend_on_the_layout(correction):
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_corrections_do_not_depend_on_the_layout(kind):
     step = random_step()
     arguments = (step, "grpo", "token_mean")
-    expected, expected_gradients, _ = loss_and_gradients(*arguments, 1, 1000, False, correction=correction)
+    expected, expected_gradients, _ = loss_and_gradients(*arguments, 1, 1000, False, kind_of_correction=kind)
     uncorrected, _, _ = loss_and_gradients(*arguments, 1, 1000, False)
-    assert (abs(expected - uncorrected) > 1e-3) == (correction != "none")
+    assert (abs(expected - uncorrected) > 1e-3) == (kind != "none")
     for layout in LAYOUTS:
-        total, gradients, _ = loss_and_gradients(*arguments, *layout, correction=correction)
+        total, gradients, _ = loss_and_gradients(*arguments, *layout, kind_of_correction=kind)
         assert total == pytest.approx(expected, abs=1e-6)
         torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=0)
 

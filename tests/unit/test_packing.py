@@ -11,27 +11,26 @@ import torch
 from grpo.data.packing import (
     PAD_DOCUMENT,
     build_micro_batch,
-    gather_completions,
-    per_sequence,
+    make_batch,
     plan_micro_batches,
     row_length,
-    scatter_completions,
+    sample_of,
     split_groups,
+    take_out,
 )
-from grpo.types import TrainBatch
+from grpo.types import Completion, Prompt, Sample, TrainBatch
 
 torch.set_num_threads(1)
 
 
-def make_batch(prompt_lengths, completion_lengths):
-    """Ids 1, 2, 3, ... and log-probs -0.0, -1.0, ... so that every value names its place."""
-    num_tokens, num_completion_tokens = sum(prompt_lengths) + sum(completion_lengths), sum(completion_lengths)
-    return TrainBatch(
-        ids_N=torch.arange(1, num_tokens + 1),
-        prompt_lengths_S=torch.tensor(prompt_lengths, dtype=torch.int64),
-        completion_lengths_S=torch.tensor(completion_lengths, dtype=torch.int64),
-        generator_logprobs_C=-torch.arange(num_completion_tokens, dtype=torch.float32),
-    )
+def numbered(prompt_lengths, completion_lengths) -> TrainBatch:
+    """Ids 1, 2, 3, ... and log-probs -1.0, -2.0, ... so that every value names its place; completions count."""
+    samples, first = [], 1
+    for prompt, completion in zip(prompt_lengths, completion_lengths, strict=True):
+        ids_T = torch.arange(first, first + prompt + completion)
+        samples.append(Sample(ids_T, torch.arange(len(ids_T)) >= prompt, -ids_T.float()))
+        first += len(ids_T)
+    return make_batch(samples)
 
 
 def test_packed_plan_by_hand():
@@ -133,53 +132,86 @@ def test_row_length_is_shared_and_rounded():
     assert [row_length(plan, lengths, 1, j) for j in (0, 1)] == [7, 4]
 
 
+def test_a_batch_is_its_samples_laid_end_to_end():
+    prompt = Prompt(index=0, ids=[5, 6])
+    completion = Completion(
+        torch.tensor([7, 8, 9]), torch.tensor([-1.0, -torch.inf, -3.0]), truncated=True, version=4, temperature=0.7
+    )
+    sample = sample_of(prompt, completion)
+    assert sample.ids_T.tolist() == [5, 6, 7, 8, 9]
+    # the prompt does not count, nor does a token whose sampling log-prob is not finite
+    assert sample.loss_mask_T.tolist() == [False, False, True, False, True]
+    assert sample.generator_logprobs_T.tolist() == [0, 0, -1, -math.inf, -3]
+
+    batch = make_batch([Sample(torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2)), sample])
+    assert batch.ids_N.tolist() == [1, 2, 5, 6, 7, 8, 9] and batch.lengths_S.tolist() == [2, 5]
+    assert batch.loss_mask_N.tolist() == [False, True, False, False, True, False, True]
+    assert batch.temperatures_S.tolist() == pytest.approx([1.0, 0.7]) and batch.versions_S.tolist() == [0, 4]
+    assert batch.truncated_S.tolist() == [False, True] and batch.sequence_S.tolist() == [0, 1]
+    assert batch.row_N.tolist() == [0, 0, 1, 1, 1, 1, 1] and batch.num_loss_tokens_S.tolist() == [1, 2]
+    # one sample that was not sampled, and none has a sampling log-prob
+    assert make_batch([Sample(torch.tensor([1]), torch.tensor([False])), sample]).generator_logprobs_N is None
+
+
 def test_micro_batch_by_hand():
     # prompt + completion: sequence 0 is 1 2 + 3, sequence 1 is 4 + 5 6, sequence 2 is 7 8 + 9 10
-    batch = make_batch([2, 1, 2], [1, 2, 2])
+    batch = numbered([2, 1, 2], [1, 2, 2])
+    batch = dataclasses.replace(
+        batch, temperatures_S=torch.tensor([0.5, 1.5, 2.0]), advantages_N=10.0 * batch.ids_N, old_logprobs_N=None
+    )
     micro = build_micro_batch(batch, [[2, 0], [1]], row_length=9, pad_id=99)
-    assert micro.tokens_BT.tolist() == [[7, 8, 9, 10, 1, 2, 3, 99, 99], [4, 5, 6, 99, 99, 99, 99, 99, 99]]
+    assert micro.ids_BT.tolist() == [[7, 8, 9, 10, 1, 2, 3, 99, 99], [4, 5, 6, 99, 99, 99, 99, 99, 99]]
     assert micro.targets_BT.tolist() == [[8, 9, 10, 0, 2, 3, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0, 0]]
+    assert micro.token_BT.tolist() == [[7, 8, 9, -1, 1, 2, -1, -1, -1], [4, 5, -1, -1, -1, -1, -1, -1, -1]]
     assert micro.positions_BT.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 2, 0, 1, 2, 3, 4, 5]]
     mask = [[0, 1, 1, 0, 0, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0]]
-    assert micro.completion_mask_BT.dtype == torch.bool and micro.completion_mask_BT.int().tolist() == mask
+    assert micro.loss_mask_BT.dtype == torch.bool and micro.loss_mask_BT.int().tolist() == mask
     assert micro.sequence_BT.tolist() == [[2, 2, 2, 2, 0, 0, 0, -1, -1], [1, 1, 1, -1, -1, -1, -1, -1, -1]]
-    assert micro.temperatures_BT.eq(1).all()  # where nothing else is said
-    assert micro.num_tokens == 10
-    assert all(
-        t.dtype == torch.int64 for t in (micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.sequence_BT)
-    )
+    assert micro.temperatures_BT.tolist() == [[2] * 4 + [0.5] * 3 + [1] * 2, [1.5] * 3 + [1] * 6]
+    assert micro.num_loss_tokens_BT.tolist() == [[2] * 4 + [1] * 5, [2] * 3 + [1] * 6]
+    # every field of a token is at the position before it, 0 where nothing is predicted
+    assert micro.generator_logprobs_BT.tolist() == [[-8, -9, -10, 0, -2, -3, 0, 0, 0], [-5, -6, 0, 0, 0, 0, 0, 0, 0]]
+    assert micro.advantages_BT.tolist() == [[80, 90, 100, 0, 20, 30, 0, 0, 0], [50, 60, 0, 0, 0, 0, 0, 0, 0]]
+    assert micro.old_logprobs_BT is None and micro.ref_logprobs_BT is None
+    assert micro.num_tokens == 10 and micro.num_sequences == 3
+    for ids_BT in (micro.ids_BT, micro.targets_BT, micro.positions_BT, micro.sequence_BT, micro.token_BT):
+        assert ids_BT.dtype == torch.int64
 
-    # sequences' log-probs are 0; -1 -2; -3 -4, each at the position before its token
-    values_BT = scatter_completions(batch.generator_logprobs_C, batch, micro)
-    assert values_BT.tolist() == [[0, -3, -4, 0, 0, 0, 0, 0, 0], [-1, -2, 0, 0, 0, 0, 0, 0, 0]]
-    assert per_sequence(torch.tensor([10.0, 20.0, 30.0]), micro).tolist() == [
-        [30, 30, 30, 30, 10, 10, 10, 0, 0],
-        [20, 20, 20, 0, 0, 0, 0, 0, 0],
+
+def test_the_mask_may_be_true_in_several_stretches():
+    """A chat with two answers, or two sampled turns with a tool's output in between: 1 2 [3 4] 5 6 [7] 8."""
+    mask_T = torch.tensor([False, False, True, True, False, False, True, False])
+    samples = [
+        Sample(torch.arange(1, 9), mask_T, -torch.arange(1.0, 9.0)),
+        Sample(torch.tensor([20, 21]), torch.tensor([False, True]), torch.tensor([-20.0, -21.0])),
     ]
+    batch = make_batch(samples)
+    micro = build_micro_batch(batch, [[1, 0]], row_length=12)
+    assert micro.loss_mask_BT.int().tolist() == [[1, 0, 0, 1, 1, 0, 0, 1, 0, 0, 0, 0]]
+    assert micro.targets_BT[micro.loss_mask_BT].tolist() == [21, 3, 4, 7]
+    assert micro.num_loss_tokens_BT[micro.loss_mask_BT].tolist() == [1, 3, 3, 3]
+    assert batch.num_loss_tokens_S.tolist() == [3, 1]
 
 
 def test_pad_id_may_equal_a_real_token():
-    batch = make_batch([1], [2])
-    micro = build_micro_batch(batch, [[0]], row_length=5, pad_id=3)
-    assert micro.tokens_BT.tolist() == [[1, 2, 3, 3, 3]]
-    assert micro.completion_mask_BT.tolist() == [[True, True, False, False, False]] and micro.num_tokens == 3
+    micro = build_micro_batch(numbered([1], [2]), [[0]], row_length=5, pad_id=3)
+    assert micro.ids_BT.tolist() == [[1, 2, 3, 3, 3]]
+    assert micro.loss_mask_BT.tolist() == [[True, True, False, False, False]] and micro.num_tokens == 3
 
 
 def test_empty_micro_batch_is_one_row_of_padding():
-    batch = make_batch([2], [1])
-    micro = build_micro_batch(batch, [], row_length=4, pad_id=9)
-    assert micro.tokens_BT.tolist() == [[9, 9, 9, 9]] and micro.positions_BT.tolist() == [[0, 1, 2, 3]]
-    assert micro.num_tokens == 0 and not micro.completion_mask_BT.any()
-    assert scatter_completions(batch.generator_logprobs_C, batch, micro).tolist() == [[0.0] * 4]
-    index_M, values_M = gather_completions(torch.ones(1, 4), batch, micro)
+    micro = build_micro_batch(numbered([2], [1]), [], row_length=4, pad_id=9)
+    assert micro.ids_BT.tolist() == [[9, 9, 9, 9]] and micro.positions_BT.tolist() == [[0, 1, 2, 3]]
+    assert micro.num_tokens == 0 and not micro.loss_mask_BT.any()
+    assert micro.generator_logprobs_BT.tolist() == [[0.0] * 4] and micro.temperatures_BT.tolist() == [[1.0] * 4]
+    index_M, values_M = take_out(torch.ones(1, 4), micro)
     assert len(index_M) == 0 and len(values_M) == 0
-    assert per_sequence(torch.tensor([math.nan]), micro).tolist() == [[0.0] * 4]
 
 
 def test_positions_of_padding_restart_before_they_exceed_the_models():
     # 3 tokens and 297 of padding: documents of 128, 128 and 41; an empty row of 300: 128, 128 and 44
     assert PAD_DOCUMENT == 128
-    batch = make_batch([1], [2])
+    batch = numbered([1], [2])
     for rows, lengths in [([[0]], [3, 128, 128, 41]), ([], [128, 128, 44])]:
         micro = build_micro_batch(batch, rows, row_length=300)
         assert micro.positions_BT.tolist() == [[t for length in lengths for t in range(length)]]
@@ -187,65 +219,51 @@ def test_positions_of_padding_restart_before_they_exceed_the_models():
 
 def test_build_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="row 0 has 7 tokens, but row_length=6"):
-        build_micro_batch(make_batch([2, 2], [1, 2]), [[0, 1]], row_length=6)
-    with pytest.raises(ValueError, match="sequence 0 has a prompt of 0 tokens"):
-        build_micro_batch(make_batch([0], [1]), [[0]], row_length=6)
+        build_micro_batch(numbered([2, 2], [1, 2]), [[0, 1]], row_length=6)
+    with pytest.raises(ValueError, match="the first token of sequence 1 counts in the loss.*a prompt needs at least 1"):
+        build_micro_batch(numbered([1, 0], [1, 1]), [[0], [1]], row_length=6)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("num_ranks, max_tokens", [(1, 1000), (2, 40), (3, 25)])
 def test_values_go_in_and_out_in_batch_order(packing, num_ranks, max_tokens):
     generator = random.Random(max_tokens)
-    completion_lengths = [generator.randint(1, 15) for _ in range(20)]
-    batch = make_batch([generator.randint(1, 10) for _ in range(20)], completion_lengths)
+    batch = numbered([generator.randint(1, 10) for _ in range(20)], [generator.randint(1, 15) for _ in range(20)])
     batch = dataclasses.replace(batch, temperatures_S=torch.linspace(0.5, 1.5, 20))
     lengths = batch.lengths_S.tolist()
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, packing)
-    values_C = torch.arange(1, sum(completion_lengths) + 1, dtype=torch.float32)
-    completion_ids_C = torch.cat(
-        [ids[p:] for ids, p in zip(batch.ids_N.split(lengths), batch.prompt_lengths_S.tolist(), strict=True)]
-    )
-    back_C, ids_C = torch.zeros_like(values_C), torch.zeros_like(completion_ids_C)
+    back_N, ids_N = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens, dtype=torch.int64)
     for rows in itertools.chain.from_iterable(plan):
         micro = build_micro_batch(batch, rows, row_length(plan, lengths, 8))
-        values_BT = scatter_completions(values_C, batch, micro)
-        assert (values_BT > 0).equal(micro.completion_mask_BT)
-        index_M, values_M = gather_completions(values_BT, batch, micro)
-        assert (back_C[index_M] == 0).all()
-        back_C[index_M] = values_M
-        ids_C[index_M] = gather_completions(micro.targets_BT, batch, micro)[1]
+        index_M, values_M = take_out(micro.generator_logprobs_BT, micro)
+        assert (back_N[index_M] == 0).all()
+        back_N[index_M] = values_M
+        ids_N[index_M] = take_out(micro.targets_BT, micro)[1]
         # each position knows its sequence's temperature, padding has 1
-        assert micro.temperatures_BT.equal(per_sequence(batch.temperatures_S, micro).where(micro.sequence_BT >= 0, 1))
-    assert back_C.equal(values_C) and ids_C.equal(completion_ids_C)
+        known_BT = batch.temperatures_S[micro.sequence_BT.clamp(min=0)].where(micro.sequence_BT >= 0, 1)
+        assert micro.temperatures_BT.equal(known_BT)
+    firsts_S = batch.lengths_S.cumsum(0) - batch.lengths_S  # what nothing predicts
+    assert back_N.equal(batch.generator_logprobs_N.index_fill(0, firsts_S, 0))
+    assert ids_N.equal(batch.ids_N.index_fill(0, firsts_S, 0))
 
 
 def test_mini_batches_are_whole_groups_in_order():
     # sequence s has prompt s+1 tokens and completion s+1 tokens; 3 groups of 2 in 2 parts: 1 group, then 2
-    batch = make_batch([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])
+    batch = numbered([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])
     batch = dataclasses.replace(
-        batch, advantages_S=torch.arange(6.0), ref_logprobs_C=torch.arange(21.0), temperatures_S=torch.arange(6.0) + 1
+        batch, advantages_N=torch.arange(42.0), temperatures_S=torch.arange(6.0) + 1, truncated_S=torch.arange(6) > 3
     )
     first, second = split_groups(batch, group_size=2, num_parts=2)
-    assert first.advantages_S.tolist() == [0, 1] and second.advantages_S.tolist() == [2, 3, 4, 5]
-    assert first.temperatures_S.tolist() == [1, 2]
-    assert first.ref_logprobs_C.tolist() == [0, 1, 2] and second.ref_logprobs_C.tolist() == list(range(3, 21))
-    assert first.prompt_lengths_S.tolist() == [1, 2] and second.completion_lengths_S.tolist() == [3, 4, 5, 6]
+    assert first.lengths_S.tolist() == [2, 4] and second.lengths_S.tolist() == [6, 8, 10, 12]
+    assert first.temperatures_S.tolist() == [1, 2] and second.truncated_S.tolist() == [False, False, True, True]
+    assert first.advantages_N.tolist() == list(range(6)) and second.advantages_N.tolist() == list(range(6, 42))
     assert torch.cat([first.ids_N, second.ids_N]).equal(batch.ids_N)
-    assert first.old_logprobs_C is None
+    assert first.old_logprobs_N is None
+    # a sequence keeps its index in the step, in the micro-batch too
+    assert second.sequence_S.tolist() == [2, 3, 4, 5] and second.row_N.max() == 3
+    micro = build_micro_batch(second, [[1]], row_length=10)
+    assert micro.sequence_BT.tolist() == [[3] * 8 + [-1] * 2] and micro.num_sequences == 6
+    assert micro.num_loss_tokens_BT.tolist() == [[4] * 8 + [1] * 2]
     assert len(split_groups(batch, group_size=2, num_parts=5)) == 3  # no part is empty
     with pytest.raises(ValueError, match="6 sequences are not whole groups of 4"):
         split_groups(batch, group_size=4, num_parts=1)
-
-
-def test_what_counts():
-    # completions of 2, 1 and 3 tokens; the second sequence has no reward, the third a sampling log-prob that is -inf
-    batch = dataclasses.replace(
-        make_batch([1, 1, 1], [2, 1, 3]),
-        advantages_S=torch.tensor([1.0, torch.nan, 0.0]),
-        generator_logprobs_C=torch.tensor([-1.0, -2.0, -3.0, -4.0, -torch.inf, -6.0]),
-    )
-    assert batch.counted_C.tolist() == [True, True, False, True, False, True]
-    assert batch.counted_lengths_S.tolist() == [2, 0, 2]
-    bare = make_batch([1, 1, 1], [2, 1, 3])
-    bare = dataclasses.replace(bare, generator_logprobs_C=None)
-    assert bare.counted_C.all() and bare.counted_lengths_S.tolist() == [2, 1, 3]

@@ -202,7 +202,7 @@ def test_every_message_is_one_of_the_code():
 def test_own_loss_and_reward_are_the_files_that_run_end_to_end():
     section = README.partition("## Write your own loss or reward\n")[2].partition("\n## ")[0]
     loss, reward = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert loss == (ROOT / "tests/e2e/my_loss.py").read_text()
+    assert loss == (ROOT / "configs/examples/my_loss.py").read_text()
     assert reward == (ROOT / "tests/e2e/my_reward.py").read_text()
     assert max(len(loss.splitlines()), len(reward.splitlines())) <= 25
 

@@ -1,16 +1,19 @@
-"""Trainer, reference and vLLM on the same completions, before and after weight syncs; and the canary.
+"""Trainer, reference and vLLM on the same completions, before and after weight syncs; and the sync check.
 
 Arguments: FOLDER NUM_TRAINERS TRAINER_TENSOR_PARALLEL NUM_GENERATORS GENERATOR_TENSOR_PARALLEL.
 Ranks: trainers, one reference, generators. Prints the largest differences of each round.
 """
 
 import dataclasses
+import functools
 import sys
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo.roles.comm import add_advantages, add_ref_logprobs, gather_completions, send_batch, share
+from grpo.algorithm.losses import configured_loss
+from grpo.roles.comm import add_ref_logprobs, broadcast, gather_completions, send_batch
 from grpo.config import (
     AlgorithmConfig,
     DataConfig,
@@ -20,16 +23,17 @@ from grpo.config import (
     RolesConfig,
     TrainerConfig,
 )
-from grpo.roles.generator import Generator, temperature_of
+from grpo.roles.generator import Generator
 from grpo.models.build import hf_tensors
-from grpo.data.packing import make_batch
+from grpo.data.packing import make_batch, sample_of
 from grpo.config.recipes import complete
 from grpo.roles.reference import Reference
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.trainer import Trainer
 from grpo.types import Prompt, TrainBatch
-from grpo.roles.weight_sync import sync_weights
-from train_grpo import policy_loss
+from grpo.roles.metrics import StepMetrics
+from grpo.roles.weight_sync import check_sync, sync_weights
+from train_grpo import grpo_objective
 
 TOLERANCE = 1e-4  # nats, in float32
 # The last one fills a block of vLLM's prefix cache (128 tokens on CPU), which must not outlive the weights.
@@ -56,31 +60,31 @@ def main() -> None:
         if roles.trains:
             # the reference stays what it was, however far the policy went
             generator_error = difference(batch, trainer, roles)
-            reference_error = (batch.ref_logprobs_C - start_logprobs(start, batch)).abs().max().item()
+            reference_error = largest(batch.ref_logprobs_N - start_logprobs(start, batch), batch)
             assert generator_error < TOLERANCE, f"version {version}: trainer and generator differ by {generator_error}"
             assert reference_error < TOLERANCE, f"version {version}: the reference is off by {reference_error}"
             if version == 0:
-                torch.testing.assert_close(batch.ref_logprobs_C, batch.generator_logprobs_C, atol=TOLERANCE, rtol=0)
-            off = dataclasses.replace(batch, generator_logprobs_C=batch.generator_logprobs_C + 0.5)
-            assert_canary_stops(trainer, config, off, "differ by 5.00e-01 on average (tolerance 1e-03")
+                assert largest(batch.ref_logprobs_N - batch.generator_logprobs_N, batch) < TOLERANCE
+            off = dataclasses.replace(batch, generator_logprobs_N=batch.generator_logprobs_N + 0.5)
+            assert_sync_check_stops(trainer, config, off, "differ by 5.00e-01 on average (tolerance 1e-03")
 
-            # a large update of every tensor, past a canary that is content
+            # a large update of every tensor, past a sync check that is content
             before = snapshot(trainer)
-            trainer.step(batch, policy_loss(config, batch), config.logprob_tolerance)
+            step(trainer, config, batch)
             unchanged = [
                 name for name, tensor in snapshot(trainer).items() if (tensor - before[name]).abs().max() < 0.01
             ]
-            assert not unchanged, f"the update left {unchanged} as they were, so nobody could tell if they are stale"
+            assert not unchanged, f"the update left {unchanged} as they were, so stale ones would not show"
 
         stale = sample(config, generator, version, roles)  # the generators hold the old weights still
         if roles.trains:
             stale_error = difference(stale, trainer, roles)
             assert stale_error > 1000 * TOLERANCE, f"stale weights differ by {stale_error} only: this test cannot fail"
-            assert_canary_stops(trainer, config, stale, "the generator does not hold the policy's weights")
+            assert_sync_check_stops(trainer, config, stale, "the generator does not hold the policy's weights")
         if roles.is_driver:
             errors = f"generator {generator_error:.1e}, reference {reference_error:.1e}, unsynced {stale_error:.1e}"
             print(f"version {version}: {errors}", flush=True)
-        sync_weights(trainer.model if trainer else None, generator, version + 1, torch.float32, roles)
+        sync_weights(trainer, generator, version + 1, roles)
     close_roles(roles, generator.close if generator else None)
 
 
@@ -117,44 +121,68 @@ def sample(config: GRPOConfig, generator: Generator | None, version: int, roles:
     """Completions as a batch on trainer and reference ranks, with some advantages. Every rank calls it."""
     prompts = [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
     completions = generator.generate(prompts, config.group_size) if roles.generates else None
-    completions = share(gather_completions(completions, roles), roles)
-    assert {c.version for c in completions} == {version}, f"expected version {version}"
-    batch, advantages_S = None, None
+    completions = gather_completions(completions, roles)
+    batch = None
     if roles.is_driver:
-        ids = [prompt.ids for prompt in prompts for _ in range(config.group_size)]
-        temperatures = [temperature_of(TEMPERATURES, i) for _ in prompts for i in range(config.group_size)]
-        batch = make_batch(ids, [c.ids for c in completions], [c.logprobs for c in completions], temperatures)
+        assert {c.version for c in completions} == {version}, f"expected version {version}"
+        taken = [c.temperature for c in completions]
+        assert taken == [TEMPERATURES[i % len(TEMPERATURES)] for _ in prompts for i in range(GROUP_SIZE)], taken
+        repeated = [prompt for prompt in prompts for _ in range(config.group_size)]
+        batch = make_batch([sample_of(prompt, c) for prompt, c in zip(repeated, completions, strict=True)])
         advantages_S = torch.linspace(-1, 1, batch.num_sequences)
-    return add_advantages(send_batch(batch, roles), advantages_S, roles)
+        batch = dataclasses.replace(batch, advantages_N=advantages_S[batch.row_N])
+    return send_batch(batch, roles)
 
 
 def difference(batch: TrainBatch, trainer: Trainer, roles: Roles) -> float:
     """Largest difference between trainer and generator. Collective over the trainer ranks."""
-    return (trainer.logprobs(batch) - batch.generator_logprobs_C).abs().max().item()
+    return largest(trainer.logprobs(batch) - batch.generator_logprobs_N, batch)
+
+
+def largest(difference_N: torch.Tensor, batch: TrainBatch) -> float:
+    """Of the completions' tokens."""
+    return difference_N[batch.loss_mask_N].abs().max().item()
+
+
+def step(trainer: Trainer, config: GRPOConfig, batch: TrainBatch) -> None:
+    """One update with its sync check, as in the loop. Collective over the trainer ranks."""
+    trainer.zero_gradient()
+    metrics, algorithm = StepMetrics(batch.num_sequences), config.algorithm
+    objective = functools.partial(
+        grpo_objective,
+        algorithm=algorithm,
+        loss_function=configured_loss(algorithm),
+        kl_coef=algorithm.kl_coef,
+        denominator=float(batch.num_sequences),
+        first=True,
+    )
+    trainer.forward_backward(batch, objective, metrics)
+    check_sync(metrics, config.largest_mismatch)
+    trainer.optimizer_step()
 
 
 @torch.no_grad()
 def start_logprobs(start: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
-    """Log-probs [C] by transformers with the weights of the start."""
+    """Log-probs [N] by transformers with the weights of the start."""
     logprobs = []
-    sequences, prompts = batch.ids_N.split(batch.lengths_S.tolist()), batch.prompt_lengths_S.tolist()
-    for ids, prompt, temperature in zip(sequences, prompts, batch.temperatures_S.tolist(), strict=True):
-        log_p_TV = (start(ids[None]).logits[0, prompt - 1 : -1] / temperature).log_softmax(-1)
-        logprobs.append(log_p_TV.gather(1, ids[prompt:, None])[:, 0])
+    sequences = batch.ids_N.split(batch.lengths_S.tolist())
+    for ids, temperature in zip(sequences, batch.temperatures_S.tolist(), strict=True):
+        log_p_TV = (start(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        logprobs.append(F.pad(log_p_TV.gather(1, ids[1:, None])[:, 0], (1, 0)))
     return torch.cat(logprobs)
 
 
-def assert_canary_stops(trainer: Trainer, config: GRPOConfig, batch: TrainBatch, message: str) -> None:
+def assert_sync_check_stops(trainer: Trainer, config: GRPOConfig, batch: TrainBatch, message: str) -> None:
     """A step on this batch raises, says `message`, and changes no weight. Collective over the trainer ranks."""
     before = snapshot(trainer)
     try:
-        trainer.step(batch, policy_loss(config, batch), config.logprob_tolerance)
+        step(trainer, config, batch)
     except RuntimeError as error:
         assert message in str(error), error
     else:
-        raise AssertionError("the canary let a wrong generator pass")
+        raise AssertionError("the sync check let a wrong generator pass")
     after = snapshot(trainer)
-    assert all(torch.equal(before[name], after[name]) for name in before), "the canary stopped after an update"
+    assert all(torch.equal(before[name], after[name]) for name in before), "the sync check stopped after an update"
 
 
 def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:

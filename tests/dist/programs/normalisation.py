@@ -2,10 +2,11 @@
 
 Arguments: FOLDER BASELINE_FOLDER. Started on one rank, it first writes the gradients of the undivided step (one
 micro-batch, unpacked, completions in order) for each loss, and a later launch on two ranks reads them. All steps go
-through `Trainer.step` with the loss of train_grpo.py; prints the largest difference of each loss.
+through `Trainer.forward_backward` with the objective of train_grpo.py; prints the largest difference of each loss.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
@@ -26,13 +27,15 @@ from grpo.config import (
     TrainerConfig,
 )
 from grpo.models.forward import micro_batches
-from grpo.algorithm.losses import step_denominator
+from grpo.algorithm.aggregation import loss_denominator
+from grpo.algorithm.losses import configured_loss
 from grpo.models.build import hf_tensors
 from grpo.data.packing import make_batch
 from grpo.config.recipes import complete
 from grpo.roles.process_groups import close_roles, setup_trainers
-from grpo.roles.trainer import LossFunction, Trainer
-from grpo.types import TrainBatch
+from grpo.roles.metrics import StepMetrics
+from grpo.roles.trainer import Objective, Trainer
+from grpo.types import Sample, TrainBatch
 
 PROMPT_LENGTHS = [4, 9, 6, 11, 5, 8, 7, 10, 3, 12, 6, 9]
 COMPLETION_LENGTHS = [12, 3, 25, 7, 18, 1, 30, 9, 22, 16, 20, 14]
@@ -43,9 +46,11 @@ SHUFFLED = [5, 2, 11, 7, 0, 9, 3, 6, 10, 1, 8, 4]
 ALGORITHMS = {name: AlgorithmConfig(loss=name) for name in PAPER_DEFAULTS} | {
     "gspo, wide, token_mean": AlgorithmConfig(loss="gspo", aggregation="token_mean", clip_low=0.9, clip_high=9.0),
     "cispo, fixed_horizon": AlgorithmConfig(loss="cispo", aggregation="fixed_horizon"),
-    "grpo, mask_sequences": AlgorithmConfig(importance_correction="mask_sequences", dual_clip=1.5, kl_estimator="k3_k2_gradient"),
-    "a user's": AlgorithmConfig(loss="tests/e2e/my_loss.py:gentle", aggregation="token_mean"),
-    "reinforce, weighted": AlgorithmConfig(loss="reinforce", max_importance_weight=2.0, kl_estimator="k2"),
+    "grpo, mask_sequences": AlgorithmConfig(importance_correction="mask_sequences", loss_options={"dual_clip": 1.5}, kl_estimator="k3_k2_gradient"),
+    "a user's": AlgorithmConfig(loss="configs/examples/my_loss.py:gentle", aggregation="token_mean"),
+    "reinforce, weighted": AlgorithmConfig(
+        loss="reinforce", loss_options={"max_importance_weight": 2.0}, kl_estimator="k2"
+    ),
 }
 EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.05, "old_logprobs": "generator"}
 NOT_FINITE = 7  # of this sequence's sampling log-probs, the second
@@ -74,8 +79,11 @@ def main() -> None:
         batch = make_step(order)
         found = len(list(micro_batches(batch, trainer.model, trainer.config)))
         assert found == count, f"{num_ranks} ranks, packing={packing}, {tokens} tokens: {found} micro-batches"
-        loss = train_grpo.policy_loss(config, batch)
-        trainer.step(batch, mean_of_means(loss, config, batch, num_ranks * count) if wrong else loss)
+        objective = objective_of(config, batch)
+        if wrong:
+            objective = mean_of_means(objective, config, batch, num_ranks * count)
+        trainer.zero_gradient()
+        trainer.forward_backward(batch, objective, StepMetrics(batch.num_sequences))
         return full_gradients(trainer)
 
     for name, algorithm in ALGORITHMS.items():
@@ -101,13 +109,36 @@ def main() -> None:
             )
     # a step without any reward: nothing moves, not even by the optimizer's momentum, and the metrics do not say 0
     batch = make_step(IN_ORDER)
-    batch = dataclasses.replace(batch, advantages_S=torch.full_like(batch.advantages_S, torch.nan))
+    batch = dataclasses.replace(batch, loss_mask_N=torch.zeros_like(batch.loss_mask_N))
     num_steps = [state["step"].item() for state in trainer.optimizer.optimizers[0].state.values()]
-    update = trainer.step(batch, train_grpo.policy_loss(config, batch))
-    assert update.num_counted == 0 and update.loss == 0 and update.grad_norm == 0 and update.logprob_diff_S.isnan().all()
-    assert update.metrics and all(math.isnan(value) for value in update.metrics.values()), update.metrics
+    trainer.zero_gradient()
+    metrics = StepMetrics(batch.num_sequences)
+    trainer.forward_backward(batch, objective_of(config, batch), metrics)
+    assert trainer.optimizer_step()["grad_norm"] == 0 and metrics.num_loss_tokens == 0
+    measured = metrics.means()
+    assert measured.pop("loss") == 0 and set(metrics.sequence_means()) == {None}
+    assert measured and all(math.isnan(value) for value in measured.values()), measured
     assert num_steps == [state["step"].item() for state in trainer.optimizer.optimizers[0].state.values()]
     close_roles(roles)
+
+
+def objective_of(config: GRPOConfig, batch: TrainBatch) -> Objective:
+    """The objective of a step's first update, as `train_grpo.update` puts it together."""
+    algorithm = config.algorithm
+    return functools.partial(
+        train_grpo.grpo_objective,
+        algorithm=algorithm,
+        loss_function=configured_loss(algorithm),
+        kl_coef=algorithm.kl_coef,
+        denominator=denominator_of(config, batch.num_loss_tokens_S),
+        first=True,
+    )
+
+
+def denominator_of(config: GRPOConfig, num_loss_tokens_S: torch.Tensor) -> float:
+    return loss_denominator(
+        num_loss_tokens_S, config.algorithm.aggregation, config.generator.max_completion_tokens
+    )
 
 
 def make_step(order: list[int]) -> TrainBatch:
@@ -115,31 +146,31 @@ def make_step(order: list[int]) -> TrainBatch:
     generator = torch.Generator().manual_seed(5)
     rows = []
     for index, (prompt, completion) in enumerate(zip(PROMPT_LENGTHS, COMPLETION_LENGTHS, strict=True)):
-        ids = torch.randint(3, 32, (prompt + completion,), generator=generator).tolist()
+        ids_T = torch.randint(3, 32, (prompt + completion,), generator=generator)
         # of a random model's size, so that some ratios are clipped and some are not
         generator_logprobs, ref_logprobs = torch.randn(2, completion, generator=generator) - 3.0
         advantage = torch.randn((), generator=generator).item()
-        advantage = float("nan") if index == NO_REWARD else advantage
         if index == NOT_FINITE:
             generator_logprobs[1] = -torch.inf
-        rows.append((ids[:prompt], ids[prompt:], generator_logprobs.tolist(), ref_logprobs, advantage))
-    prompts, completions, generator_logprobs, ref_logprobs, advantages = zip(*(rows[i] for i in order), strict=True)
-    batch = make_batch(prompts, completions, generator_logprobs)
-    return dataclasses.replace(batch, ref_logprobs_C=torch.cat(ref_logprobs), advantages_S=torch.tensor(advantages))
+        no_prompt = torch.zeros(prompt)
+        mask_T = torch.cat([no_prompt.bool(), generator_logprobs.isfinite()])
+        sample = Sample(ids_T, mask_T & (index != NO_REWARD), torch.cat([no_prompt, generator_logprobs]))
+        rows.append((sample, torch.cat([no_prompt, ref_logprobs]), advantage))
+    samples, ref_logprobs, advantages = zip(*(rows[i] for i in order), strict=True)
+    batch = make_batch(samples)
+    return dataclasses.replace(
+        batch, ref_logprobs_N=torch.cat(ref_logprobs), advantages_N=torch.tensor(advantages)[batch.row_N]
+    )
 
 
-def mean_of_means(loss_function: LossFunction, config: GRPOConfig, batch: TrainBatch, shares: int) -> LossFunction:
-    """The mistake that must not happen: each micro-batch's own mean, all `shares` of them weighing the same."""
-
-    def denominator(chosen_S: torch.Tensor) -> float:
-        lengths_S = batch.counted_lengths_S.where(chosen_S, 0)
-        return step_denominator(lengths_S, config.algorithm.aggregation, config.generator.max_completion_tokens)
+def mean_of_means(objective: Objective, config: GRPOConfig, batch: TrainBatch, num_parts: int) -> Objective:
+    """The mistake that must not happen: each micro-batch's own mean, all `num_parts` of them weighing the same."""
 
     def wrong(micro, logprobs_BT, entropy_BT):
-        loss, mask_BT, metrics = loss_function(micro, logprobs_BT, entropy_BT)
-        here_S = torch.isin(torch.arange(batch.num_sequences), micro.sequence_BT)
-        everywhere_S = torch.ones(batch.num_sequences, dtype=torch.bool)
-        return loss * denominator(everywhere_S) / denominator(here_S) / shares, mask_BT, metrics
+        loss, metrics = objective(micro, logprobs_BT, entropy_BT)
+        here_S = torch.isin(batch.sequence_S, micro.sequence_BT)
+        here = denominator_of(config, batch.num_loss_tokens_S.where(here_S, 0))
+        return loss * denominator_of(config, batch.num_loss_tokens_S) / here / num_parts, metrics
 
     return wrong
 

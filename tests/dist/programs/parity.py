@@ -9,14 +9,15 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import ModelConfig, SFTConfig, TrainerConfig
 from grpo.models.forward import micro_batches
 from grpo.models.build import ShardedModel, build_model, hf_tensors
-from grpo.data.packing import gather_completions, make_batch
+from grpo.data.packing import make_batch, take_out
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
-from grpo.types import TrainBatch
+from grpo.types import Sample, TrainBatch
 
 PROMPT_LENGTHS, COMPLETION_LENGTHS = [3, 9, 1, 20, 5, 7, 11], [5, 12, 1, 30, 9, 2, 17]
 FIRST_ID = 3  # the pad token is left out: transformers gives its embedding no gradient
@@ -60,11 +61,11 @@ def check_case(case: str, roles: Roles) -> None:
     assert weights.keys() == parameters.keys(), f"{case}: {weights.keys() ^ parameters.keys()}"
     assert all(torch.equal(weights[name], parameters[name]) for name in parameters), f"{case}: weights in and out"
 
-    batch, weights_2C = random_batch(model.hf_config.vocab_size)
-    expected_2C = original_values(original, batch)
-    (expected_2C * weights_2C).sum().backward()
-    got_2C = sharded_values(model, trainer, batch, weights_2C)
-    value_error = (got_2C - expected_2C.detach()).abs().max().item()
+    batch, weights_2N = random_batch(model.hf_config.vocab_size)
+    expected_2N = original_values(original, batch)
+    (expected_2N * weights_2N).sum().backward()
+    got_2N = sharded_values(model, trainer, batch, weights_2N)
+    value_error = (got_2N - expected_2N.detach()).abs().max().item()
 
     with torch.no_grad():  # so that gradients come out under HF names as weights do
         for parameter in model.module.parameters():
@@ -81,44 +82,47 @@ def check_case(case: str, roles: Roles) -> None:
 
 
 def random_batch(vocab_size: int) -> tuple[TrainBatch, torch.Tensor]:
-    """Sequences, and a random weight [2, C] for each token's log-prob and entropy: a loss with every gradient in it."""
+    """Sequences, and a random weight [2, N] for each token's log-prob and entropy, 0 in prompts: a loss with every gradient in it."""
     generator = torch.Generator().manual_seed(3)
 
-    def ids(count: int) -> list[int]:
-        return torch.randint(FIRST_ID, vocab_size, (count,), generator=generator).tolist()
-
-    prompts, completions = [ids(n) for n in PROMPT_LENGTHS], [ids(n) for n in COMPLETION_LENGTHS]
-    batch = make_batch(prompts, completions, temperatures=TEMPERATURES)
-    return batch, torch.randn(2, batch.num_completion_tokens, generator=generator)
+    # completions are drawn after all prompts
+    lengths = [*PROMPT_LENGTHS, *COMPLETION_LENGTHS]
+    ids = [torch.randint(FIRST_ID, vocab_size, (n,), generator=generator) for n in lengths]
+    samples = [
+        Sample(torch.cat([prompt, completion]), torch.arange(len(prompt) + len(completion)) >= len(prompt), None, t)
+        for prompt, completion, t in zip(ids[: len(ids) // 2], ids[len(ids) // 2 :], TEMPERATURES, strict=True)
+    ]
+    batch = make_batch(samples)
+    return batch, torch.randn(2, batch.num_tokens, generator=generator) * batch.loss_mask_N
 
 
 def original_values(original: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
-    """Transformers' log-probs and entropy of the completions, one sequence at a time: [2, C] with gradients."""
+    """Transformers' log-probs and entropy of all tokens, one sequence at a time: [2, N] with gradients, 0 for firsts."""
     values = []
     sequences = batch.ids_N.split(batch.lengths_S.tolist())
-    for ids, prompt, temperature in zip(sequences, PROMPT_LENGTHS, TEMPERATURES, strict=True):
-        logits_TV = original(ids[None]).logits[0, prompt - 1 : -1] / temperature
+    for ids, temperature in zip(sequences, TEMPERATURES, strict=True):
+        logits_TV = original(ids[None]).logits[0, :-1] / temperature
         log_p_TV = logits_TV.log_softmax(-1)
-        logprobs_T = log_p_TV.gather(1, ids[prompt:, None])[:, 0]
-        values.append(torch.stack([logprobs_T, -(log_p_TV.exp() * log_p_TV).sum(-1)]))
+        logprobs_T = log_p_TV.gather(1, ids[1:, None])[:, 0]
+        values.append(F.pad(torch.stack([logprobs_T, -(log_p_TV.exp() * log_p_TV).sum(-1)]), (1, 0)))
     return torch.cat(values, dim=1)
 
 
 def sharded_values(
-    model: ShardedModel, trainer: TrainerConfig, batch: TrainBatch, weights_2C: torch.Tensor
+    model: ShardedModel, trainer: TrainerConfig, batch: TrainBatch, weights_2N: torch.Tensor
 ) -> torch.Tensor:
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
-    got_2C = torch.zeros_like(weights_2C)
+    got_2N = torch.zeros_like(weights_2N)
     for micro in micro_batches(batch, model, trainer):
         values = model.logprobs(micro)
-        index_M = gather_completions(values[0], batch, micro)[0]
-        values_2M = torch.stack([gather_completions(values_BT, batch, micro)[1] for values_BT in values])
+        index_M = micro.token_BT[micro.token_BT >= 0]
+        values_2M = torch.stack([take_out(values_BT, micro)[1] for values_BT in values])
         # an empty selection still belongs to the graph, which keeps a rank without sequences in the collectives
-        (values_2M * weights_2C[:, index_M]).sum().backward()
+        (values_2M * weights_2N[:, index_M]).sum().backward()
         if model.tensor_parallel_rank == 0:
-            got_2C[:, index_M] = values_2M.detach()
-    dist.all_reduce(got_2C)
-    return got_2C
+            got_2N[:, index_M] = values_2M.detach()
+    dist.all_reduce(got_2N)
+    return got_2N
 
 
 if __name__ == "__main__":

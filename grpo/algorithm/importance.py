@@ -1,0 +1,109 @@
+"""Trainer against generator: how far apart their log-probs of the same tokens are, and the correction for it.
+
+They differ because the generator computes in other kernels or in lower precision, or holds older weights.
+"""
+
+import torch
+
+from grpo.algorithm.inputs import LossInputs, Metrics, clamped, masked_log_ratio, sequence_means
+from grpo.config import AlgorithmConfig
+
+
+def mismatch(policy_logprobs_BT: torch.Tensor, inputs: LossInputs) -> Metrics:
+    """How far the policy's log-probs of the sampled tokens are from the generator's, as metrics; detached.
+
+    With d = policy - generator: `mismatch/mean` and `mismatch/max` are |d| in nats; `mismatch/kl` exp(d) - 1 - d, the
+    k3 estimate of KL(generator || policy) on the generator's own samples (see `kl`); `mismatch/weight` exp(d) and
+    `mismatch/weight_squared`, of whose means `with_effective_sample_size` makes one number. The last three clamp d to
+    +-20.
+    """
+    mask_BT = inputs.loss_mask_BT
+    difference_BT = masked_log_ratio(policy_logprobs_BT.detach(), inputs.generator_logprobs_BT, mask_BT)
+    clamped_BT = clamped(difference_BT)
+    weight_BT = clamped_BT.exp().where(mask_BT, 0)
+    return {
+        "mismatch/mean": difference_BT.abs(),
+        "mismatch/max": difference_BT.abs(),
+        "mismatch/kl": clamped_BT.expm1() - clamped_BT,
+        "mismatch/weight": weight_BT,
+        "mismatch/weight_squared": weight_BT.square(),
+    }
+
+
+def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
+    """A step's means with `mismatch/ess` in place of the two weights that `mismatch` measured for it."""
+    means = dict(means)
+    if "mismatch/weight" in means:
+        weights = means.pop("mismatch/weight"), means.pop("mismatch/weight_squared")
+        means["mismatch/ess"] = effective_sample_size(*weights)
+    return means
+
+
+def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
+    """Share of the tokens that are worth as much as unweighted ones: mean(w)^2 / mean(w^2), in (0, 1] (Kish 1965).
+
+    1 for a step in which every weight is 0.
+    """
+    if mean_squared_weight == 0:
+        return 1.0
+    return min(mean_weight**2 / mean_squared_weight, 1.0)  # rounding can push equal weights above 1
+
+
+def correct_importance(
+    loss_BT: torch.Tensor,
+    metrics: Metrics,
+    policy_logprobs_BT: torch.Tensor,
+    inputs: LossInputs,
+    config: AlgorithmConfig,
+) -> tuple[torch.Tensor, Metrics]:
+    """The per-token loss weighted by `importance_weights`, and the metrics with what that changed.
+
+    `policy_logprobs_BT` is the policy at the start of the step. New: `mismatch/corrected_frac`, tokens whose weight was
+    cut off or masked; `loss/active_frac` leaves out those whose weight is 0.
+    """
+    weights_BT, corrected_BT = importance_weights(policy_logprobs_BT, inputs, config)
+    metrics = metrics | {"mismatch/corrected_frac": corrected_BT}
+    if "loss/active_frac" in metrics:
+        metrics["loss/active_frac"] = metrics["loss/active_frac"] * (weights_BT != 0)
+    return weights_BT * loss_BT, metrics
+
+
+def importance_weights(
+    policy_logprobs_BT: torch.Tensor, inputs: LossInputs, config: AlgorithmConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to multiply the per-token loss with, because the generator is not quite the policy it should have been.
+
+    With w = policy / generator of a token, clamped to exp(+-20), and low and high from the config:
+    `none`: 1. `truncate`: min(w, high), truncated importance sampling (TIS; Yao et al. 2025, "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training"). `mask_tokens`: w where it lies in [low, high], else 0
+    (IcePop; Ling Team 2025, arXiv:2510.18855). `mask_sequences`: 1 for a sequence whose geometric mean of w lies in
+    [low, high], 0 for all tokens of another one.
+    A token of weight 0 stays in the loss's denominator, which is counted before any forward: masking makes a step
+    smaller, it does not give the remaining tokens more weight.
+
+    Returns:
+        weights [B, T], detached, 1 outside the mask; and bool [B, T], the loss tokens that were cut off or masked.
+
+    Raises:
+        ValueError: `config.importance_correction` is unknown.
+    """
+    kind, mask_BT = config.importance_correction, inputs.loss_mask_BT
+    low, high = config.importance_correction_low, config.importance_correction_high
+    difference_BT = masked_log_ratio(policy_logprobs_BT.detach(), inputs.generator_logprobs_BT, mask_BT)
+    if kind == "none":
+        return torch.ones_like(difference_BT), torch.zeros_like(mask_BT)
+    if kind not in ("truncate", "mask_tokens", "mask_sequences"):
+        raise ValueError(
+            f"importance_correction={kind!r} is unknown; use 'none', 'truncate', 'mask_tokens' or 'mask_sequences'"
+        )
+    if kind == "mask_sequences":
+        difference_BT = sequence_means(difference_BT, inputs)
+    ratio_BT = clamped(difference_BT).exp()
+    if kind == "truncate":
+        corrected_BT = (ratio_BT > high) & mask_BT
+        weights_BT = ratio_BT.clamp(max=high)
+    else:
+        corrected_BT = ((ratio_BT < low) | (ratio_BT > high)) & mask_BT
+        kept_BT = ratio_BT if kind == "mask_tokens" else torch.ones_like(ratio_BT)
+        weights_BT = kept_BT.masked_fill(corrected_BT, 0)
+    return weights_BT.where(mask_BT, 1), corrected_BT

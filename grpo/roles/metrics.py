@@ -1,0 +1,99 @@
+"""What a step's updates measured, as numbers that do not depend on how the step was split.
+
+A metric is the mean over all loss tokens of the step, or their maximum where its name ends in `max`: over
+micro-batches, ranks and updates alike.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from grpo.types import MicroBatch
+
+# Kept for each sequence too, for the tables of completions.
+PER_SEQUENCE = "mismatch/mean"
+
+
+class StepMetrics:
+    """Sums and maxima over loss tokens: `add` per micro-batch, `reduce` per update, `means` at the end of the step."""
+
+    def __init__(self, num_sequences: int) -> None:
+        """`num_sequences`: of the step."""
+        self.num_sequences = num_sequences
+        self._sums: dict[str, torch.Tensor] = {}  # of the update at hand, on the device; so are the next four
+        self._maxima: dict[str, torch.Tensor] = {}
+        self._loss: torch.Tensor | float = 0.0
+        self._num_tokens: torch.Tensor | float = 0.0
+        self._sequence_S2: torch.Tensor | None = None
+        self._totals: dict[str, tuple[float, float]] = {}  # sum and number of tokens, over all ranks; so are the rest
+        self._highest: dict[str, float] = {}
+        self._recorded: dict[str, list[float]] = {}
+        self.num_loss_tokens = 0.0
+        self._sequence_totals_S2 = torch.zeros(num_sequences, 2, dtype=torch.float64)
+
+    def add(self, micro: MicroBatch, loss: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
+        """Take in one micro-batch: its part of the loss, and a value per position [B, T] of each metric.
+
+        Nothing here waits for the device.
+
+        Raises:
+            ValueError: the names are not those of the update's other micro-batches.
+        """
+        names = self._sums.keys() | self._maxima.keys()
+        if names and names != metrics.keys():
+            raise ValueError(f"the loss logged {sorted(names)} and then {sorted(metrics)}; log the same each time")
+        mask_BT = micro.loss_mask_BT
+        for name, values_BT in metrics.items():
+            values_BT = values_BT.double().where(mask_BT, 0)
+            if name.endswith("max"):
+                self._maxima[name] = torch.maximum(self._maxima.get(name, values_BT.new_zeros(())), values_BT.max())
+            else:
+                self._sums[name] = self._sums.get(name, 0) + values_BT.sum()
+        self._loss = self._loss + loss.double()
+        self._num_tokens = self._num_tokens + mask_BT.sum().double()
+        if PER_SEQUENCE in metrics:
+            if self._sequence_S2 is None:  # the last one is for padding
+                self._sequence_S2 = loss.new_zeros(self.num_sequences + 1, 2, dtype=torch.float64)
+            values_BT = metrics[PER_SEQUENCE].double().where(mask_BT, 0)
+            per_token_N2 = torch.stack([values_BT, mask_BT.double()], -1).flatten(0, 1)
+            sequence_N = micro.sequence_BT.flatten()
+            self._sequence_S2.index_add_(0, sequence_N.where(sequence_N >= 0, self.num_sequences), per_token_N2)
+
+    def reduce(self, group: ProcessGroup | None) -> None:
+        """End an update: sums and maxima over the data-parallel ranks (None: there is one). Collective over them."""
+        sums = torch.stack([self._loss, self._num_tokens, *self._sums.values()])
+        maxima = torch.stack([*self._maxima.values()]) if self._maxima else sums.new_zeros(0)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+            if self._sequence_S2 is not None:
+                dist.all_reduce(self._sequence_S2, group=group)
+        loss, num_tokens, *rest = torch.cat([sums, maxima]).tolist()  # one transfer from the device
+        for name, total in zip(self._sums, rest, strict=False):
+            so_far, tokens_so_far = self._totals.get(name, (0.0, 0.0))
+            self._totals[name] = so_far + total, tokens_so_far + num_tokens
+        for name, highest in zip(self._maxima, rest[len(self._sums) :], strict=True):
+            self._highest[name] = max(self._highest.get(name, -math.inf), highest if num_tokens else -math.inf)
+        if self._sequence_S2 is not None:
+            self._sequence_totals_S2 += self._sequence_S2[:-1].cpu()
+        self.record(loss=loss)
+        self.num_loss_tokens += num_tokens
+        self._sums, self._maxima, self._loss, self._num_tokens, self._sequence_S2 = {}, {}, 0.0, 0.0, None
+
+    def record(self, **values: float) -> None:
+        """Numbers that are no token's, such as the gradient's norm; a step has the plain mean of those recorded."""
+        for name, value in values.items():
+            self._recorded.setdefault(name, []).append(value)
+
+    def means(self) -> dict[str, float]:
+        """Everything by name; NaN for the metrics of tokens if no token counted."""
+        means = {name: total / num if num else math.nan for name, (total, num) in self._totals.items()}
+        maxima = {name: math.nan if value == -math.inf else value for name, value in self._highest.items()}
+        return means | maxima | {name: sum(values) / len(values) for name, values in self._recorded.items()}
+
+    def sequence_means(self) -> list[float | None]:
+        """The mean of PER_SEQUENCE over each sequence's loss tokens; None where none counted or nothing is known."""
+        means = (self._sequence_totals_S2[:, 0] / self._sequence_totals_S2[:, 1]).tolist()
+        return [None if math.isnan(mean) else mean for mean in means]

@@ -1,0 +1,97 @@
+"""Completions -> rollouts with rewards, and held-out numbers: what training and stand-alone evaluation share."""
+
+from typing import TYPE_CHECKING
+
+from grpo.config import GRPOConfig
+from grpo.models import build as models
+from grpo.rewards.pool import RewardPool
+from grpo.roles.comm import gather_completions
+from grpo.roles.generator import Generator
+from grpo.roles.process_groups import Roles
+from grpo.run.eval_metrics import evaluation_metrics
+from grpo.run.log import RunLog, failure_lines
+from grpo.types import Completion, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def evaluate(driver, generator: Generator | None, prompts: list[Prompt], step: int, roles: Roles) -> None:
+    """Complete the held-out prompts, score and log; training does not notice. Every rank calls it.
+
+    `driver` has a method `log_evaluation(prompts, greedy, samples, step)` that runs on rank 0.
+    """
+    greedy, samples = generator.evaluate(prompts) if roles.generates else (None, None)
+    greedy, samples = gather_completions(greedy, roles), gather_completions(samples, roles)
+    driver.log_evaluation(prompts, greedy, samples, step)
+
+
+class Scorer:
+    """Decodes completions and has worker processes score them."""
+
+    def __init__(self, config: GRPOConfig, folder: str, tokenizer: "PreTrainedTokenizerBase"):
+        """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded."""
+        self.config, self.tokenizer = config, tokenizer
+        self.stop_token_ids = models.stop_token_ids(folder, tokenizer)
+        # The function whose value of at least 1 means that a completion passed
+        self.pass_function = next(iter(config.reward.functions))
+        self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
+
+    def rollouts(self, prompts: list[Prompt], completions: list[Completion], version: int) -> list[Rollout]:
+        """Join prompts and their completions, group after group, decode, and check which weights sampled them.
+
+        Raises:
+            RuntimeError: a completion was sampled with weights of another version.
+        """
+        versions = {c.version for c in completions} - {version}
+        if versions:
+            raise RuntimeError(
+                f"completions of version {version} were sampled with weights of versions {sorted(versions)}: a weight "
+                "sync was skipped or repeated"
+            )
+        group_size = len(completions) // len(prompts)
+        return [Rollout(prompts[i // group_size], c, self._text(c)) for i, c in enumerate(completions)]
+
+    def submit(self, rollouts: list[Rollout], group_size: int) -> None:
+        """Begin to score; returns at once."""
+        self.pool.submit(rollouts, group_size)
+
+    def collect(self, where: str = "") -> list[Rollout]:
+        """Wait for the rewards of what was submitted; warns of functions that failed."""
+        rollouts = self.pool.collect()
+        for line in failure_lines(rollouts):
+            print(f"warning: {where}{line}", flush=True)
+        return rollouts
+
+    def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:
+        """The prompts as the model saw them, special tokens included."""
+        return [self.tokenizer.decode(r.prompt.ids, skip_special_tokens=False) for r in rollouts]
+
+    def log_evaluation(
+        self,
+        run_log: RunLog,
+        prompts: list[Prompt],
+        greedy: list[Completion],
+        samples: list[Completion],
+        step: int,
+    ) -> None:
+        """Score the held-out completions of the weights after `step` steps, and write metrics and completions."""
+        scored: dict[str, list[Rollout]] = {"greedy": [], "sample": []}
+        for kind, completions in (("greedy", greedy), ("sample", samples)):
+            if not completions:  # no samples were asked for
+                continue
+            self.submit(self.rollouts(prompts, completions, step), len(completions) // len(prompts))
+            scored[kind] = self.collect("evaluation: ")
+            run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
+        num_samples = self.config.evaluation.num_samples
+        metrics = evaluation_metrics(scored["greedy"], scored["sample"], num_samples, self.pass_function)
+        run_log.log_evaluation(step, metrics)
+
+    def close(self) -> None:
+        """End the reward processes."""
+        self.pool.close()
+
+    def _text(self, completion: Completion) -> str:
+        ids = completion.ids_T.tolist()
+        ends = ids and ids[-1] in self.stop_token_ids
+        return self.tokenizer.decode(ids[:-1] if ends else ids, skip_special_tokens=False)

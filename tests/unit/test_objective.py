@@ -1,0 +1,146 @@
+"""The advantages and the objective as train_grpo.py puts them together, and what several updates do to them."""
+
+import dataclasses
+import math
+import pathlib
+
+import pytest
+import torch
+
+from grpo.algorithm.losses import configured_loss
+from grpo.config import AlgorithmConfig, GRPOConfig
+from grpo.config.recipes import complete
+from grpo.data.packing import build_micro_batch, make_batch
+from grpo.roles.metrics import StepMetrics
+from grpo.types import Sample, TrainBatch
+from train_grpo import add_advantages, grpo_objective
+
+# one prompt token and two completion tokens; the generator gave the second a probability 10 times too small
+LOGPROBS = [-1.0, -2.0]
+GENERATOR = [-1.0, -2.0 - math.log(10)]
+
+
+def samples(number: int, **facts) -> list[Sample]:
+    """The same sequence several times."""
+    mask_T = torch.tensor([False, True, True])
+    return [Sample(torch.tensor([5, 6, 7]), mask_T, torch.tensor([0.0, *GENERATOR]), **facts)] * number
+
+
+def step(algorithm: AlgorithmConfig, logprobs=LOGPROBS, first=True, **fields) -> tuple[float, dict, list[float]]:
+    """Loss, metrics of the two tokens, and the gradient by their log-probs; advantages are 1."""
+    batch = dataclasses.replace(make_batch(samples(1)), advantages_N=torch.ones(3), **fields)
+    micro = build_micro_batch(batch, [[0]], row_length=4)
+    logprobs_BT = torch.tensor([[*logprobs, 0.0, 0.0]], requires_grad=True)
+    algorithm = complete(GRPOConfig(algorithm=algorithm)).algorithm
+    loss, metrics = grpo_objective(
+        micro,
+        logprobs_BT,
+        torch.zeros(1, 4),
+        algorithm=algorithm,
+        loss_function=configured_loss(algorithm),
+        kl_coef=algorithm.kl_coef,
+        denominator=1.0,
+        first=first,
+    )
+    loss.backward()
+    return loss.item(), {name: x[0, :2].tolist() for name, x in metrics.items()}, logprobs_BT.grad[0, :2].tolist()
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights", "active"),
+    [
+        ("none", [1, 1], [1, 1]),
+        ("truncate", [1, 2], [1, 1]),  # policy over generator is 10, cut off at 2
+        ("mask_tokens", [1, 0], [1, 0]),
+        ("mask_sequences", [0, 0], [0, 0]),  # geometric mean of 1 and 10: 3.16, above 2
+    ],
+)
+def test_corrections_weigh_the_gradient(correction, weights, active):
+    # ratio 1, advantage 1, mean of two tokens: each has the gradient -weight / 2
+    loss, metrics, gradient = step(AlgorithmConfig(importance_correction=correction))
+    assert gradient == pytest.approx([-weight / 2 for weight in weights])
+    assert loss == pytest.approx(-sum(weights) / 2)
+    assert metrics["loss/active_frac"] == active
+    assert metrics["mismatch/corrected_frac"] == [weight != 1 for weight in weights]
+    assert metrics["mismatch/mean"] == pytest.approx([0, math.log(10)])
+
+
+def test_the_kl_and_the_entropy_join_the_loss():
+    # log ratio to the reference: log 2 and 0, k2: log(2)^2 / 2 and 0, its gradient log(2) and 0; each token weighs 1/2
+    log2 = math.log(2)
+    reference = torch.tensor([0.0, -1.0 - log2, -2.0])
+    kl = {"kl_coef": 0.1, "kl_estimator": "k2", "importance_correction": "none"}
+    loss, metrics, gradient = step(AlgorithmConfig(**kl), ref_logprobs_N=reference)
+    assert metrics["kl"] == pytest.approx([log2**2 / 2, 0], abs=1e-6)
+    assert loss == pytest.approx(-1 + 0.1 * log2**2 / 4)
+    assert gradient == pytest.approx([(-1 + 0.1 * log2) / 2, -1 / 2])
+    # in the reward, it is measured here and nothing more
+    loss, metrics, _ = step(AlgorithmConfig(**kl, kl_in="reward"), ref_logprobs_N=reference)
+    assert loss == -1 and metrics["kl"] == pytest.approx([log2**2 / 2, 0], abs=1e-6)
+
+
+def test_a_loss_of_ones_own_may_log_active_frac_as_numbers(tmp_path: pathlib.Path):
+    (tmp_path / "loss.py").write_text(
+        "def f(inputs, config):\n"
+        "    loss = -inputs.logprobs_BT.where(inputs.loss_mask_BT, 0)\n"
+        "    return loss, {'active_frac': loss.detach() * 0 + 0.5}\n"
+    )
+    _, metrics, _ = step(AlgorithmConfig(loss=f"{tmp_path}/loss.py:f", importance_correction="mask_tokens"))
+    assert metrics["loss/active_frac"] == [0.5, 0]
+
+
+def test_a_later_update_does_not_take_training_for_a_mismatch():
+    """With the generator's old log-probs, the policy of the step's start is known in the first update only."""
+    generator = AlgorithmConfig(old_logprobs="generator")
+    _, first, _ = step(generator)
+    _, later, _ = step(generator, first=False)
+    measured = ("mean", "max", "kl", "weight", "weight_squared")
+    assert first.keys() - later.keys() == {f"mismatch/{name}" for name in measured}
+    # with a recomputed start it is known in every update
+    old = torch.tensor([0.0, *GENERATOR])
+    _, metrics, _ = step(AlgorithmConfig(), logprobs=[-3.0, -3.0], first=False, old_logprobs_N=old)
+    assert metrics["mismatch/mean"] == [0, 0]  # start and generator agree, however far it moved
+    assert metrics["loss/ratio_mean"][0] == pytest.approx(math.exp(-2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages
+# ---------------------------------------------------------------------------------------------------------------------
+
+REWARDS = torch.tensor([1.0, 0.0, 3.0, 5.0]), torch.tensor([True, True, True, False])
+
+
+def advantages(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+    """Two groups of two; the last completion has no reward."""
+    metrics = StepMetrics(4)
+    config = complete(GRPOConfig(algorithm=algorithm, group_size=2))
+    return add_advantages(config, batch, *REWARDS, metrics), metrics.means()
+
+
+def test_every_token_has_its_sequences_advantage_and_the_mask_says_who_counts():
+    batch, metrics = advantages(AlgorithmConfig(advantages="group_mean"), make_batch(samples(4)))
+    assert batch.advantages_N.view(4, 3).tolist() == [[0.5] * 3, [-0.5] * 3, [0] * 3, [0] * 3]
+    counts = [False, True, True]
+    assert batch.loss_mask_N.view(4, 3).tolist() == [counts, counts, counts, [False] * 3]
+    assert metrics == {}
+
+
+def test_truncated_completions_compare_but_do_not_count_if_so_configured():
+    batch = make_batch([*samples(1, truncated=True), *samples(3)])
+    masked, _ = advantages(AlgorithmConfig(advantages="group_mean", mask_truncated=True), batch)
+    assert masked.num_loss_tokens_S.tolist() == [0, 2, 2, 0]
+    assert masked.advantages_N[3].item() == -0.5  # compared with the truncated one
+    kept, _ = advantages(AlgorithmConfig(advantages="group_mean"), batch)
+    assert kept.num_loss_tokens_S.tolist() == [2, 2, 2, 0]
+
+
+def test_the_kl_may_be_taken_from_the_reward():
+    # generator over reference of the two tokens: 2 and 2 in the first sequence, 1 elsewhere: 0.5 * 2 log 2 less
+    log2 = math.log(2)
+    ref_N = make_batch(samples(4)).generator_logprobs_N.clone()
+    ref_N[1:3] -= log2
+    batch = dataclasses.replace(make_batch(samples(4)), ref_logprobs_N=ref_N)
+    algorithm = AlgorithmConfig(advantages="none", kl_in="reward", kl_coef=0.5, kl_estimator="k1")
+    batch, metrics = advantages(algorithm, batch)
+    assert batch.advantages_N.view(4, 3)[:, 0].tolist() == pytest.approx([1 - log2, 0, 3, 0])
+    assert metrics == {"reward/kl_penalty": pytest.approx(log2 / 3)}  # the mean over those that have a reward
