@@ -14,9 +14,11 @@ import torch
 
 from grpo.config import SFTConfig
 from grpo.config.recipes import as_recipe, check_world_size, load
-from grpo.data import streams as data
 from grpo.data import toy
+from grpo.data.chat import load_tokenizer
 from grpo.data.packing import MicroBatch, make_batch
+from grpo.data.rows import check_columns, load_rows
+from grpo.data.streams import ChatStream
 from grpo.models import build as models
 from grpo.roles.comm import on_driver, send_batch, share
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
@@ -78,15 +80,16 @@ class Driver:
     def __init__(self, config: SFTConfig):
         self.config = config
         with refuse_bad_input():
-            rows = data.load_rows(config.data.path, config.data.name, config.data.split)
-            data.check_columns(rows, [config.data.prompt_column, config.completion_column], config.data.path)
+            rows = load_rows(config.data.path, config.data.name, config.data.split)
+            check_columns(rows, [config.data.prompt_column, config.completion_column], config.data.path)
             checkpoint.find_run(config.run_dir, overwrite=config.overwrite)
             self.folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
             models.check_folder(self.folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
-            self.stream = data.ChatStream(
+            self.stream = ChatStream(
+                rows,
                 config.data,
                 config.completion_column,
-                data.load_tokenizer(self.folder),
+                load_tokenizer(self.folder),
                 config.max_sequence_tokens,
                 config.seed,
             )

@@ -18,8 +18,9 @@ import sys
 
 from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.recipes import load, validate
-from grpo.data import streams as data
 from grpo.data import toy
+from grpo.data.chat import load_tokenizer
+from grpo.data.streams import load_eval_prompts
 from grpo.models import build as models
 from grpo.rewards import builtin as rewards
 from grpo.rewards.pool import RewardPool
@@ -95,8 +96,8 @@ class Judge:
             rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
             folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
             models.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
-            self.tokenizer = data.load_tokenizer(folder)
-            prompts = data.load_eval_prompts(config.data, config.evaluation, self.tokenizer)
+            self.tokenizer = load_tokenizer(folder)
+            prompts = load_eval_prompts(config.data, config.evaluation, self.tokenizer)
             self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
         self.stop_token_ids = models.stop_token_ids(folder, self.tokenizer)
         self.start = folder, self.stop_token_ids, prompts

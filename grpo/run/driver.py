@@ -19,9 +19,11 @@ from grpo.algorithm.advantages import group_advantages, zero_variance
 from grpo.algorithm.losses import kl, try_loss
 from grpo.config import GRPOConfig
 from grpo.config.recipes import as_recipe, describe_layout
-from grpo.data import streams as data
 from grpo.data import toy
+from grpo.data.chat import load_tokenizer
 from grpo.data.packing import make_batch
+from grpo.data.rows import check_columns, load_rows
+from grpo.data.streams import PromptStream, load_eval_prompts
 from grpo.models import build as models
 from grpo.rewards import builtin as rewards
 from grpo.rewards.pool import RewardPool, refuse_useless
@@ -60,15 +62,15 @@ class Driver:
             columns = [config.data.prompt_column, *config.data.columns]
             rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
             try_loss(config.algorithm)
-            rows = data.load_rows(config.data.path, config.data.name, config.data.split)
-            data.check_columns(rows, columns, config.data.path)
+            rows = load_rows(config.data.path, config.data.name, config.data.split)
+            check_columns(rows, columns, config.data.path)
             resume_from = checkpoint.find_run(config.run_dir, resume=config.resume, overwrite=config.overwrite)
             folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
             models.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
-            self.tokenizer = data.load_tokenizer(folder)
-            self.stream = data.PromptStream(config.data, self.tokenizer, config.seed, config.sampling)
+            self.tokenizer = load_tokenizer(folder)
+            self.stream = PromptStream(rows, config.data, self.tokenizer, config.seed, config.sampling)
             wants_eval = config.evaluation.interval > 0
-            eval_prompts = data.load_eval_prompts(config.data, config.evaluation, self.tokenizer) if wants_eval else []
+            eval_prompts = load_eval_prompts(config.data, config.evaluation, self.tokenizer) if wants_eval else []
             step = 0
             if resume_from is not None:
                 state = checkpoint.read_driver_state(resume_from)
@@ -219,7 +221,7 @@ class Driver:
             metrics["sampling/informative_frac"] = self.num_useful / self.num_prompts
             metrics["sampling/full_frac"] = min(1.0, self.num_useful / self.config.prompts_per_step)
         if self.config.sampling.filters:
-            metrics["sampling/filtered"] = self.stream.num_resting
+            metrics["sampling/filtered"] = self.stream.num_filtered
         num_tokens = sum(len(r.prompt.ids) + len(r.completion.ids) for r in self.sampled)
         metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
         if torch.cuda.is_available():
