@@ -31,7 +31,8 @@ from grpo.algorithm.losses import (
 from grpo.config import GRPOConfig
 from grpo.config.recipes import check_world_size, load
 from grpo.data.packing import MicroBatch, per_sequence, scatter_completions, split_groups
-from grpo.models import build as models
+from grpo.models.export import export_hf
+from grpo.models.hf_folder import fetch_folder
 from grpo.roles.comm import add_advantages, add_ref_logprobs, gather_completions, on_driver, send_batch, share
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
@@ -67,11 +68,11 @@ def train(config: GRPOConfig, roles: Roles) -> None:
     start: Start = share(driver.start if roles.is_driver else None, roles)
 
     # The engine first, because it looks how much memory is free.
-    folder = models.fetch_folder(start.folder, roles.control)
+    folder = fetch_folder(start.folder, roles.control)
     generator = Generator(config, folder, start.stop_token_ids, roles) if roles.generates else None
     trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles) if roles.trains else None
     if config.needs_reference:
-        folder = models.fetch_folder(start.reference_folder, roles.control)
+        folder = fetch_folder(start.reference_folder, roles.control)
     reference = Reference(config, folder, roles) if roles.references else None
 
     dtype = getattr(torch, config.model.dtype)
@@ -123,7 +124,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
                 checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
 
     if config.checkpoint.export and roles.trains:
-        models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", dtype)
+        export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", dtype)
     on_driver(roles, Driver.finish, driver)
     close_roles(roles, generator.close if roles.generates else None)
 

@@ -19,7 +19,8 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.packing import MicroBatch, make_batch
 from grpo.data.rows import check_columns, load_rows
 from grpo.data.streams import ChatStream
-from grpo.models import build as models
+from grpo.models import hf_folder
+from grpo.models.export import export_hf
 from grpo.roles.comm import on_driver, send_batch, share
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import LossFunction, Trainer
@@ -43,7 +44,7 @@ def main() -> None:
 def train(config: SFTConfig, roles: Roles) -> None:
     """Run `config.num_steps` supervised steps. Every rank calls it."""
     driver = on_driver(roles, Driver, config)
-    folder = models.fetch_folder(share(driver.folder if roles.is_driver else None, roles), roles.control)
+    folder = hf_folder.fetch_folder(share(driver.folder if roles.is_driver else None, roles), roles.control)
     trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
 
     ledger, recent_losses = Ledger(), collections.deque(maxlen=10)
@@ -58,7 +59,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
             break
 
     if config.checkpoint.export:
-        models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", getattr(torch, config.model.dtype))
+        export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", getattr(torch, config.model.dtype))
     on_driver(roles, Driver.finish, driver)
     close_roles(roles)
 
@@ -83,8 +84,10 @@ class Driver:
             rows = load_rows(config.data.path, config.data.name, config.data.split)
             check_columns(rows, [config.data.prompt_column, config.completion_column], config.data.path)
             checkpoint.find_run(config.run_dir, overwrite=config.overwrite)
-            self.folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
-            models.check_folder(self.folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
+            self.folder = hf_folder.resolve_folder(
+                toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed)
+            )
+            hf_folder.check_folder(self.folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
             self.stream = ChatStream(
                 rows,
                 config.data,

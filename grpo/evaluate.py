@@ -21,7 +21,7 @@ from grpo.config.recipes import load, validate
 from grpo.data import toy
 from grpo.data.chat import load_tokenizer
 from grpo.data.streams import load_eval_prompts
-from grpo.models import build as models
+from grpo.models import hf_folder
 from grpo.rewards import builtin as rewards
 from grpo.rewards.pool import RewardPool
 from grpo.roles.comm import gather_completions, on_driver, share
@@ -50,7 +50,7 @@ def main() -> None:
     set_place(role=roles.name)
     judge = on_driver(roles, Judge, config)
     folder, stop_token_ids, prompts = share(judge.start if roles.is_driver else None, roles)
-    generator = Generator(config, models.fetch_folder(folder, roles.control), stop_token_ids, roles)
+    generator = Generator(config, hf_folder.fetch_folder(folder, roles.control), stop_token_ids, roles)
     greedy, samples = generator.evaluate(prompts)
     greedy, samples = gather_completions(greedy, roles), gather_completions(samples, roles)
     on_driver(roles, Judge.report, judge, prompts, greedy, samples)
@@ -94,12 +94,12 @@ class Judge:
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
             rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
-            folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
-            models.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
+            folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
+            hf_folder.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
             self.tokenizer = load_tokenizer(folder)
             prompts = load_eval_prompts(config.data, config.evaluation, self.tokenizer)
             self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
-        self.stop_token_ids = models.stop_token_ids(folder, self.tokenizer)
+        self.stop_token_ids = hf_folder.stop_token_ids(folder, self.tokenizer)
         self.start = folder, self.stop_token_ids, prompts
 
     def report(self, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion]) -> None:

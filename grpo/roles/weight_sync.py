@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from grpo.models.build import ShardedModel, hf_tensors
+from grpo.models.build import ShardedModel
+from grpo.models.export import hf_tensors
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
 

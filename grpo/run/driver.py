@@ -24,7 +24,7 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.packing import make_batch
 from grpo.data.rows import check_columns, load_rows
 from grpo.data.streams import PromptStream, load_eval_prompts
-from grpo.models import build as models
+from grpo.models import hf_folder
 from grpo.rewards import builtin as rewards
 from grpo.rewards.pool import RewardPool, refuse_useless
 from grpo.roles.generator import temperature_of
@@ -65,8 +65,8 @@ class Driver:
             rows = load_rows(config.data.path, config.data.name, config.data.split)
             check_columns(rows, columns, config.data.path)
             resume_from = checkpoint.find_run(config.run_dir, resume=config.resume, overwrite=config.overwrite)
-            folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
-            models.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
+            folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
+            hf_folder.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
             self.tokenizer = load_tokenizer(folder)
             self.stream = PromptStream(rows, config.data, self.tokenizer, config.seed, config.sampling)
             wants_eval = config.evaluation.interval > 0
@@ -80,7 +80,7 @@ class Driver:
         # only now that nothing is refused any more may an earlier run be deleted
         checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite and not config.resume)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=step)
-        self.stop_token_ids = models.stop_token_ids(folder, self.tokenizer)
+        self.stop_token_ids = hf_folder.stop_token_ids(folder, self.tokenizer)
         # The function whose value of at least 1 means that a completion passed
         self.pass_function = next(iter(config.reward.functions))
         self.first_step = step
