@@ -42,7 +42,7 @@ from grpo.roles.weight_sync import sync_weights
 from grpo.run import checkpoint
 from grpo.run.driver import Driver, Start
 from grpo.run.failures import refuse_bad_input, run_rank, set_place
-from grpo.run.log import Ledger
+from grpo.run.step_timer import StepTimer
 from grpo.types import Plan, Prompt, TrainBatch
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parent / "configs" / "qwen3_1_7b_gsm8k.py")
@@ -83,7 +83,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
     if start.eval_prompts and start.step == 0:
         evaluate(driver, generator, start.eval_prompts, 0, roles)
 
-    ledger = Ledger()
+    ledger = StepTimer()
     for step in range(start.step, config.num_steps):
         # Only the driver decides: which prompts, whether to check, to sync, to save, to evaluate.
         plan: Plan = share(on_driver(roles, Driver.next_plan, driver, step), roles)

@@ -26,7 +26,8 @@ from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import LossFunction, Trainer
 from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input, run_rank, set_place
-from grpo.run.log import Ledger, RunLog
+from grpo.run.log import RunLog
+from grpo.run.step_timer import StepTimer
 from grpo.types import TrainBatch
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parent / "configs" / "toy_sft.py")
@@ -47,7 +48,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
     folder = hf_folder.fetch_folder(share(driver.folder if roles.is_driver else None, roles), roles.control)
     trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
 
-    ledger, recent_losses = Ledger(), collections.deque(maxlen=10)
+    ledger, recent_losses = StepTimer(), collections.deque(maxlen=10)
     for step in range(config.num_steps):
         batch = send_batch(on_driver(roles, Driver.next_batch, driver), roles)  # driver -> trainers
         with ledger.phase("train"):
@@ -105,7 +106,7 @@ class Driver:
         prompts, answers = zip(*self.stream.draw(self.config.sequences_per_step), strict=True)
         return make_batch(prompts, answers)
 
-    def log(self, step: int, batch: TrainBatch, stats: dict[str, float], ledger: Ledger) -> None:
+    def log(self, step: int, batch: TrainBatch, stats: dict[str, float], ledger: StepTimer) -> None:
         """The step's one log call."""
         metrics = stats | ledger.close_step()
         metrics["tokens_per_second"] = batch.num_tokens / metrics["time/step"]

@@ -29,9 +29,11 @@ from grpo.rewards import builtin as rewards
 from grpo.rewards.pool import RewardPool, refuse_useless
 from grpo.roles.generator import temperature_of
 from grpo.run import checkpoint
-from grpo.run.eval_metrics import evaluation_metrics, pass_rates
 from grpo.run.failures import refuse_bad_input
-from grpo.run.log import Ledger, RunLog, failure_lines, rollout_metrics
+from grpo.run.log import RunLog
+from grpo.run.rollout_metrics import evaluation_metrics, pass_rates, rollout_metrics
+from grpo.run.samples import failure_lines
+from grpo.run.step_timer import StepTimer
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
 
 if TYPE_CHECKING:
@@ -122,7 +124,7 @@ class Driver:
         self.num_prompts = self.num_useful = self.num_rounds = 0
         self.metrics: dict[str, float] = {}
 
-    def take(self, prompts: list[Prompt], completions: list[Completion], ledger: Ledger) -> list[Prompt]:
+    def take(self, prompts: list[Prompt], completions: list[Completion], ledger: StepTimer) -> list[Prompt]:
         """Take in one round of sampling; returns the prompts of another round, none once the step is full.
 
         The rewards are being computed from here on. Only dynamic sampling waits for them: it puts groups whose rewards
@@ -176,7 +178,7 @@ class Driver:
             [temperature_of(temperatures, i % group_size) for i in range(len(completions))],
         )
 
-    def score(self, ledger: Ledger) -> None:
+    def score(self, ledger: StepTimer) -> None:
         """Wait for the rewards of the step's rollouts, which workers computed meanwhile."""
         if not self.config.sampling.dynamic:
             with ledger.phase("reward"):
@@ -213,7 +215,7 @@ class Driver:
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
-    def log(self, step: int, stats: dict[str, float], logprob_diff_S: torch.Tensor, ledger: Ledger) -> None:
+    def log(self, step: int, stats: dict[str, float], logprob_diff_S: torch.Tensor, ledger: StepTimer) -> None:
         """The step's one log call."""
         metrics = rollout_metrics(self.sampled, self.config.group_size) | self.metrics | stats | ledger.close_step()
         if self.config.sampling.dynamic:
