@@ -34,7 +34,7 @@ class RowOrder:
         self.epoch = 0
         self.position = 0  # rows of this epoch that were taken or left out
         self.num_drawn = 0
-        self.num_too_long = 0  # counted in the first epoch only: each row once
+        self.num_too_long = 0  # rows, counted in the first epoch only: each once
         self._order: list[int] | None = None
 
     def next(
@@ -116,7 +116,7 @@ def all_too_long(path: str, limit: str, max_tokens: int, lengths: Iterable[int])
     )
 
 
-class PromptStream:
+class PromptStream(RowOrder):
     """The run's prompts, one after the other without end; resumes exactly.
 
     With pass rates recorded, rows that were too hard or too easy when last sampled are filtered: left out of the next
@@ -132,19 +132,13 @@ class PromptStream:
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (it is frozen)
     ):
         """rows: those of `load_rows`, which have the columns that `config` names (`check_columns`)."""
+        limit = config.max_prompt_tokens, "data.max_prompt_tokens"
+        super().__init__(len(rows), config.path, seed, config.shuffle, *limit)
         self.rows, self.config, self.tokenizer, self.sampling = rows, config, tokenizer, sampling
-        self.order = RowOrder(
-            len(rows), config.path, seed, config.shuffle, config.max_prompt_tokens, "data.max_prompt_tokens"
-        )
         # Both are row: epoch in which it was last drawn; the filter's memory, empty without a filter.
         self._unrecorded: dict[int, int] = {}
         self._too_hard_or_easy: dict[int, int] = {}
         self._warned = False
-
-    @property
-    def num_too_long(self) -> int:
-        """Rows left out so far because their prompt is too long, each counted once."""
-        return self.order.num_too_long
 
     @property
     def num_filtered(self) -> int:
@@ -159,10 +153,10 @@ class PromptStream:
         """
         prompts = []
         for _ in range(count):
-            index = self.order.num_drawn
-            row, ids = self.order.next(self._encode, self._is_filtered) or self._draw_from_filtered()
+            index = self.num_drawn
+            row, ids = self.next(self._encode, self._is_filtered) or self._draw_from_filtered()
             if self.sampling.filters:
-                self._unrecorded[row] = self.order.epoch
+                self._unrecorded[row] = self.epoch
             prompts.append(Prompt(index, ids, _prompt_columns(self.rows[row], self.config), row=row))
         return prompts
 
@@ -175,7 +169,7 @@ class PromptStream:
             return
         for row, pass_rate in pass_rates.items():
             # The stream may be in a later epoch by now. A row recorded twice counts as sampled in this one.
-            epoch = self._unrecorded.pop(row, self.order.epoch)
+            epoch = self._unrecorded.pop(row, self.epoch)
             if self.sampling.min_pass_rate <= pass_rate <= self.sampling.max_pass_rate:
                 self._too_hard_or_easy.pop(row, None)
             else:
@@ -183,21 +177,21 @@ class PromptStream:
 
     def _is_filtered(self, row: int) -> bool:
         epoch = self._too_hard_or_easy.get(row)
-        return epoch is not None and 0 < self.order.epoch - epoch <= self.sampling.filter_epochs
+        return epoch is not None and 0 < self.epoch - epoch <= self.sampling.filter_epochs
 
     def _draw_from_filtered(self) -> tuple[int, list[int]]:
         """In an epoch in which all rows are filtered: forget the filter's memory, because a run needs prompts."""
         if not self._warned:
             self._warned = True
             print(
-                f"warning: in epoch {self.order.epoch + 1} of {self.config.path} all {self.num_filtered} rows that fit "
+                f"warning: in epoch {self.epoch + 1} of {self.config.path} all {self.num_filtered} rows that fit "
                 f"are filtered, having passed less often than sampling.min_pass_rate={self.sampling.min_pass_rate:g} "
                 f"or more often than sampling.max_pass_rate={self.sampling.max_pass_rate:g}: they are drawn all the "
                 "same, now and without further notice later on; widen these bounds or bring other prompts",
                 flush=True,
             )
         self._too_hard_or_easy.clear()
-        return self.order.next(self._encode, self._is_filtered)
+        return self.next(self._encode, self._is_filtered)
 
     def _encode(self, row: int) -> tuple[list[int], int]:
         text = text_in(self.rows[row], self.config.prompt_column, row + 1, self.config.path)
@@ -206,14 +200,14 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, see RowOrder.state_dict, and with a filter its memory; fit for JSON."""
-        state = self.order.state_dict()
+        state = super().state_dict()
         if self.sampling.filters:
             state |= {name: {str(row): epoch for row, epoch in memory.items()} for name, memory in self._memory.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
-        self.order.load_state_dict(state)
+        """Continue where `state` was taken; see RowOrder.load_state_dict."""
+        super().load_state_dict(state)
         for name, memory in self._memory.items():
             memory.clear()
             if self.sampling.filters:
@@ -228,7 +222,7 @@ def _prompt_columns(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
     return {column: row[column] for column in dict.fromkeys([config.prompt_column, *config.columns])}
 
 
-class ChatStream:
+class ChatStream(RowOrder):
     """Prompt and completion pairs for SFT, one after the other without end; resumes exactly.
 
     `config.max_prompt_tokens` does not apply: the limit is on prompt plus completion.
@@ -244,13 +238,8 @@ class ChatStream:
         seed: int,
     ):
         """rows: those of `load_rows`, which have the prompt's and the completion's column (`check_columns`)."""
+        super().__init__(len(rows), config.path, seed, config.shuffle, max_sequence_tokens, "max_sequence_tokens")
         self.rows, self.config, self.completion_column, self.tokenizer = rows, config, completion_column, tokenizer
-        self.order = RowOrder(len(rows), config.path, seed, config.shuffle, max_sequence_tokens, "max_sequence_tokens")
-
-    @property
-    def num_too_long(self) -> int:
-        """Rows left out so far because prompt plus completion is too long, each counted once."""
-        return self.order.num_too_long
 
     def draw(self, count: int) -> list[tuple[list[int], list[int]]]:
         """The next `count` pairs of prompt ids and completion ids (EOS included), across epochs where needed.
@@ -258,7 +247,7 @@ class ChatStream:
         Raises:
             ValueError: no pair fits into max_sequence_tokens, or one is not text.
         """
-        return [self.order.next(self._encode)[1] for _ in range(count)]
+        return [self.next(self._encode)[1] for _ in range(count)]
 
     def _encode(self, row: int) -> tuple[tuple[list[int], list[int]], int]:
         columns = self.rows[row]
@@ -267,14 +256,6 @@ class ChatStream:
         prompt_ids = encode_prompt(self.tokenizer, self.config, prompt)
         completion_ids = encode_completion(self.tokenizer, completion)
         return (prompt_ids, completion_ids), len(prompt_ids) + len(completion_ids)
-
-    def state_dict(self) -> dict[str, int | str]:
-        """The place in the stream; see RowOrder.state_dict."""
-        return self.order.state_dict()
-
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
-        self.order.load_state_dict(state)
 
 
 def load_eval_prompts(
