@@ -34,8 +34,9 @@ from grpo.algorithm.losses import configured_loss
 from grpo.config import GRPOConfig
 from grpo.config.recipes import check_world_size, load
 from grpo.data.packing import split_groups
-from grpo.models import build as models
-from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch, send_rewards
+from grpo.models.export import export_hf
+from grpo.models.hf_folder import fetch_folder
+from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch, send_rewards, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
@@ -45,8 +46,8 @@ from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run import checkpoint
 from grpo.run.driver import Driver, Sampled
 from grpo.run.failures import refuse_bad_input, run_rank, set_place
-from grpo.run.log import Ledger
 from grpo.run.scorer import evaluate
+from grpo.run.step_timer import StepTimer
 from grpo.types import MicroBatch, Plan, TrainBatch
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parent / "configs" / "qwen3_1_7b_gsm8k.py")
@@ -68,21 +69,25 @@ def main() -> None:
 
 def train(config: GRPOConfig, roles: Roles) -> None:
     """Run `config.num_steps` GRPO steps. Every rank calls it."""
-    timer = Ledger()
+    timer = StepTimer(roles.is_driver)
     driver = Driver(config, roles, timer)
-    start = driver.start()
-
-    # vLLM first: it sizes its KV cache from the free memory
-    folder = models.fetch_folder(start.folder, roles.control)
-    generator = Generator(config, folder, start.stop_token_ids, roles) if roles.generates else None
-    trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles) if roles.trains else None
-    if config.needs_reference:
-        reference_folder = models.fetch_folder(start.reference_folder, roles.control)
-    reference = Reference(config, reference_folder, roles) if roles.references else None
+    with timer.startup("checking data, tokenizer and model, starting the reward processes"):
+        start = driver.start()
+        folder = fetch_folder(start.folder, roles.control)
+    with timer.startup("starting vLLM, loading the policy" + " and the reference" * config.needs_reference):
+        # vLLM first: it sizes its KV cache from the free memory
+        generator = Generator(config, folder, start.stop_token_ids, roles) if roles.generates else None
+        trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles) if roles.trains else None
+        if config.needs_reference:
+            reference_folder = fetch_folder(start.reference_folder, roles.control)
+        reference = Reference(config, reference_folder, roles) if roles.references else None
+    with timer.startup("waiting for the other ranks"):
+        wait_for_all(roles)
     if start.checkpoint is not None:
-        if roles.trains:
-            checkpoint.load_checkpoint(start.checkpoint, trainer)
-        sync_weights(trainer, generator, start.step, roles)
+        with timer.startup("loading the checkpoint"):
+            if roles.trains:
+                checkpoint.load_checkpoint(start.checkpoint, trainer)
+            sync_weights(trainer, generator, start.step, roles)
     if start.eval_prompts and start.step == 0:
         evaluate(driver, generator, start.eval_prompts, 0, roles)
 
@@ -99,7 +104,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
             sampled = driver.score(sampled)  # waits for what is not scored yet
             rewards_S, has_reward_S = send_rewards(driver.rewards(sampled), roles)  # driver -> trainers
 
-        with timer.phase("train"):
+        with timer.phase("train"), timer.compilation_in_startup():
             metrics = StepMetrics(len(rewards_S))
             if roles.trains:
                 batch = add_advantages(config, batch, rewards_S, has_reward_S, metrics)
@@ -120,7 +125,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
                 checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
 
     if config.checkpoint.export and roles.trains:
-        models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+        export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
     driver.finish()
     close_roles(roles, generator.close if roles.generates else None)
 

@@ -15,17 +15,21 @@ import torch
 
 from grpo.config import SFTConfig
 from grpo.config.recipes import as_recipe, check_world_size, load
-from grpo.data import streams as data
 from grpo.data import toy
+from grpo.data.chat import load_tokenizer
 from grpo.data.packing import make_batch
-from grpo.models import build as models
+from grpo.data.rows import check_columns, load_rows
+from grpo.data.streams import ChatStream
+from grpo.models import hf_folder
+from grpo.models.export import export_hf
 from grpo.roles.comm import from_driver, on_driver, send_batch
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
 from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input, run_rank, set_place
-from grpo.run.log import Ledger, RunLog
+from grpo.run.log import RunLog
+from grpo.run.step_timer import StepTimer
 from grpo.types import MicroBatch, Sample, TrainBatch
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parent / "configs" / "toy_sft.py")
@@ -42,16 +46,18 @@ def main() -> None:
 
 def train(config: SFTConfig, roles: Roles) -> None:
     """Run `config.num_steps` supervised steps. Every rank calls it."""
-    timer = Ledger()
+    timer = StepTimer(roles.is_driver)
     driver = Driver(config, roles, timer)
-    folder = models.fetch_folder(driver.start(), roles.control)
-    trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
+    with timer.startup("checking data, tokenizer and model"):
+        folder = hf_folder.fetch_folder(driver.start(), roles.control)
+    with timer.startup("loading the model"):
+        trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
 
     recent_losses = collections.deque(maxlen=10)
     for step in range(config.num_steps):
         batch = send_batch(driver.next_batch(), roles)  # driver -> trainers
         metrics = StepMetrics(batch.num_sequences)
-        with timer.phase("train"):
+        with timer.phase("train"), timer.compilation_in_startup():
             denominator = float(batch.loss_mask_N.sum())  # the whole step's, whatever the micro-batch
             trainer.forward_backward(batch, partial(answer_objective, denominator=denominator), metrics)
             metrics.record(**trainer.optimizer_step())
@@ -62,7 +68,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
             break
 
     if config.checkpoint.export:
-        models.export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+        export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
     driver.finish()
     close_roles(roles)
 
@@ -77,7 +83,7 @@ def answer_objective(
 class Driver:
     """Examples and the log, on rank 0; every rank calls its methods."""
 
-    def __init__(self, config: SFTConfig, roles: Roles, timer: Ledger):
+    def __init__(self, config: SFTConfig, roles: Roles, timer: StepTimer):
         self.config, self.roles, self.timer = config, roles, timer
 
     @from_driver
@@ -85,14 +91,14 @@ class Driver:
         """Refuse bad input before the model is loaded, open the run folder; returns the model's folder or hub name."""
         config = self.config
         with refuse_bad_input():
-            rows = data.load_rows(config.data.path, config.data.name, config.data.split)
-            data.check_columns(rows, [config.data.prompt_column, config.completion_column], config.data.path)
+            rows = load_rows(config.data.path, config.data.name, config.data.split)
+            check_columns(rows, [config.data.prompt_column, config.completion_column], config.data.path)
             checkpoint.find_run(config.run_dir, overwrite=config.overwrite)
-            folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
-            models.check_folder(folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
-            tokenizer = data.load_tokenizer(folder)
-            self.stream = data.ChatStream(
-                config.data, config.completion_column, tokenizer, config.max_sequence_tokens, config.seed
+            folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
+            hf_folder.check_folder(folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
+            tokenizer = load_tokenizer(folder)
+            self.stream = ChatStream(
+                rows, config.data, config.completion_column, tokenizer, config.max_sequence_tokens, config.seed
             )
         checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps)

@@ -18,9 +18,10 @@ import sys
 
 from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.recipes import load, validate
-from grpo.data import streams as data
 from grpo.data import toy
-from grpo.models import build as models
+from grpo.data.chat import load_tokenizer
+from grpo.data.streams import load_eval_prompts
+from grpo.models import hf_folder
 from grpo.rewards import builtin as rewards
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.generator import Generator
@@ -48,7 +49,7 @@ def main() -> None:
     set_place(role=roles.name)
     driver = Driver(config, roles)
     folder, stop_token_ids, prompts = driver.start()
-    generator = Generator(config, models.fetch_folder(folder, roles.control), stop_token_ids, roles)
+    generator = Generator(config, hf_folder.fetch_folder(folder, roles.control), stop_token_ids, roles)
     evaluate(driver, generator, prompts, 0, roles)
     close_roles(roles, generator.close)
 
@@ -95,10 +96,10 @@ class Driver:
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
             rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
-            folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
-            models.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
-            tokenizer = data.load_tokenizer(folder)
-            prompts = data.load_eval_prompts(config.data, config.evaluation, tokenizer)
+            folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
+            hf_folder.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
+            tokenizer = load_tokenizer(folder)
+            prompts = load_eval_prompts(config.data, config.evaluation, tokenizer)
             self.scorer = Scorer(config, folder, tokenizer)
         return folder, self.scorer.stop_token_ids, prompts
 

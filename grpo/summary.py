@@ -1,20 +1,29 @@
 """What a finished run achieved, on one screen: `python -m grpo.summary RUN_DIR`.
 
 Reads `metrics.jsonl` and shows held-out accuracy (without evaluations, the mean reward) before and after, its curve,
-the minutes taken, and where to look next.
+the minutes taken, and where the run's files are.
 """
 
 import json
+import math
 import pathlib
+import statistics
 import sys
 
-from grpo.run.log import compact_number, terminal_curve
+import numpy as np
+
+from grpo.run.formats import compact_number
+
+USAGE = "usage: python -m grpo.summary RUN_DIR"
 
 
 def main(arguments: list[str]) -> None:
     """Print the summary of the run folder named by the one argument. Raises SystemExit if there is no such run."""
-    if len(arguments) != 1:
-        raise SystemExit("usage: python -m grpo.summary RUN_DIR")
+    if arguments in (["--help"], ["-h"]):
+        print(f"{USAGE}\n\n{__doc__}")
+        return
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise SystemExit(USAGE)
     run_dir = pathlib.Path(arguments[0])
     if not (run_dir / "metrics.jsonl").is_file():
         raise SystemExit(f"{run_dir}/metrics.jsonl does not exist; train first, or name another run folder")
@@ -38,15 +47,51 @@ def summarize(records: list[dict], run_dir: pathlib.Path) -> str:
         lines += [f"{label}: {first}, {last}", "", terminal_curve([record[name] for record in curve])]
     places = {"TensorBoard": "tensorboard", "completions to read": "samples.txt", "trained model": "model"}
     lines += ["", *(f"{what}: {run_dir / where}" for what, where in places.items() if (run_dir / where).exists())]
-    lines += [
-        "",
-        f"Watch the curves:   .venv/bin/python -m tensorboard.main --logdir {run_dir.parent}",
-        f"Pass@k:             .venv/bin/python -m grpo.evaluate {run_dir}/model {run_dir}/config.py "
-        "--evaluation.num-samples 8",
-        "Change something:   the recipe configs/toy_arithmetic.py, --algorithm.loss dapo, or train_grpo.py itself",
-        "A real model:       torchrun --nproc_per_node=8 train_grpo.py configs/qwen3_1_7b_gsm8k.py",
-    ]
     return "\n".join(lines)
+
+
+def terminal_curve(
+    values: list[float], width: int = 60, height: int = 8, low: float | None = None, high: float | None = None
+) -> str:
+    """A line chart of `height` text lines, `width` columns wide, with y labels at the left.
+
+    Few values are joined by straight lines, many are averaged per column. NaN values are left out. `low` and `high` fix
+    the range of the y axis (values beyond are drawn at its edge); by default it is that of the values.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "(no values)"
+    columns = _resample(finite, width)
+    low = min(columns) if low is None else low
+    high = max(columns) if high is None else high
+    unit = (high - low) / (height - 1)
+    if high <= low:  # a constant lies in the middle, on a line that has its value as label
+        unit = 1 / height
+        low -= unit * (height // 2)
+    rows = [min(max(round((value - low) / unit), 0), height - 1) for value in columns]  # 0 is the lowest line
+    canvas = [[" "] * len(rows) for _ in range(height)]
+    for x, row in enumerate(rows):
+        previous = rows[max(x - 1, 0)]
+        if row == previous:
+            canvas[row][x] = "─"
+            continue
+        # Enter at the previous height, leave at the new one.
+        canvas[previous][x], canvas[row][x] = ("╯", "╭") if row > previous else ("╮", "╰")
+        for between in range(min(row, previous) + 1, max(row, previous)):
+            canvas[between][x] = "│"
+    # Rounded, because a sum like -0.3 + 3 * 0.1 is not quite 0.
+    labels = [compact_number(round((low + row * unit) / unit, 6) * unit) for row in range(height)]
+    label_width = max(map(len, labels))
+    lines = [f"{label:>{label_width}} ┤{''.join(row)}".rstrip() for label, row in zip(labels, canvas, strict=True)]
+    return "\n".join(reversed(lines))
+
+
+def _resample(values: list[float], width: int) -> list[float]:
+    """`width` values: means of neighbours if there are more, points on the straight lines between them if fewer."""
+    if len(values) > width:
+        edges = [column * len(values) // width for column in range(width + 1)]
+        return [statistics.fmean(values[start:end]) for start, end in zip(edges[:-1], edges[1:], strict=True)]
+    return np.interp(np.linspace(0, len(values) - 1, width), range(len(values)), values).tolist()
 
 
 if __name__ == "__main__":

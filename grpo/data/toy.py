@@ -7,7 +7,7 @@ its loss.
 
 What is built is an ordinary Hugging Face folder; nothing that reads it can tell it from a real checkpoint.
 
-Layer 1: imports transformers and tokenizers, inside functions, since they take seconds.
+It imports transformers and tokenizers inside functions, since they take seconds.
 """
 
 import random
@@ -136,7 +136,7 @@ def make_model(
     """Write a Hugging Face folder with a random float32 model and `tokenizer`; returns the folder.
 
     The weights follow from `seed` alone, and the global random state is left as it was. The vocabulary has as many
-    entries as the tokenizer. The defaults make 0.8 M parameters beside the vocabulary's.
+    entries as the tokenizer. The defaults make 0.8 M parameters besides the vocabulary's.
 
     Args:
         rope_scaling: llama only: what a Llama-3.1 config.json holds under that name, for example

@@ -19,8 +19,8 @@ from torchtitan.models.common import Linear
 class LogprobHead(Linear):
     """LM head that returns per-token log-probs and entropy (nats) instead of logits.
 
-    Takes hidden_BTD, targets_BT (int64) and the bits of each one's sampling temperature (a float32 seen as int32, which
-    mixed precision leaves alone); returns (logprobs_BT, entropy_BT), float32.
+    Takes hidden_BTD, targets_BT (int64) and each one's sampling temperature (float32, which must arrive unrounded:
+    torchtitan's FSDP leaves a module's inputs alone); returns (logprobs_BT, entropy_BT), float32.
     With tensor parallelism the weight holds this rank's rows of the vocabulary and the hidden states are replicated.
     """
 
@@ -40,7 +40,7 @@ class LogprobHead(Linear):
         self.vocab_size = config.out_features
 
     def forward(
-        self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor, temperature_bits_BT: torch.Tensor
+        self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor, temperatures_BT: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_BTD = hidden_BTD.to_local() if isinstance(hidden_BTD, DTensor) else hidden_BTD
         weight_VD, group, first_row = self.weight, None, 0
@@ -49,9 +49,8 @@ class LogprobHead(Linear):
             weight_VD = weight_VD.to_local()
             # DTensor's chunks: ceil(V / ranks) rows each, the last ranks may hold fewer
             first_row = group.rank() * -(-self.vocab_size // group.size())
-        temperatures_N = temperature_bits_BT.flatten().view(torch.float32)
         logprobs_N, entropy_N = ChunkedLogprobs.apply(
-            hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), temperatures_N, self, group, first_row
+            hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), temperatures_BT.flatten(), self, group, first_row
         )
         # copies, because FSDP hooks the outputs and warns of views
         return logprobs_N.view_as(targets_BT).clone(), entropy_N.view_as(targets_BT).clone()

@@ -64,6 +64,11 @@ def _driver_method(method: Method, to_all: bool) -> Method:
     return run
 
 
+def wait_for_all(roles: Roles) -> None:
+    """Return when every rank is here. Collective over `roles.control`."""
+    dist.barrier(group=roles.control)
+
+
 def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Completion] | None:
     """Bring every replica's completions to the driver, in replica order.
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from grpo.models.build import hf_tensors
-from grpo.roles.comm import broadcast
+from grpo.models.export import hf_tensors
+from grpo.roles.comm import broadcast, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
@@ -32,7 +32,7 @@ def sync_weights(trainer: Trainer | None, generator: Generator | None, version: 
         send_weights(hf_tensors(trainer.model, trainer.dtype), roles.weights)
     elif roles.generates:
         generator.load_weights(receive_weights(generator.dtype, roles), version)
-    dist.barrier(group=roles.control)  # done everywhere, so that the time of a sync is its own
+    wait_for_all(roles)  # done everywhere, so that the time of a sync is its own
 
 
 def check_sync(metrics: StepMetrics, tolerance: float) -> None:

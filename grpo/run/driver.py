@@ -18,20 +18,23 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig
 from grpo.config.recipes import as_recipe, describe_layout
-from grpo.data import streams as data
 from grpo.data import toy
+from grpo.data.chat import load_tokenizer
 from grpo.data.packing import make_batch, sample_of
-from grpo.models import build as models
+from grpo.data.rows import check_columns, load_rows
+from grpo.data.streams import PromptStream, load_eval_prompts
+from grpo.models import hf_folder
 from grpo.rewards import builtin as rewards
 from grpo.rewards.pool import refuse_useless
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run import checkpoint
-from grpo.run.eval_metrics import pass_rates
 from grpo.run.failures import refuse_bad_input
-from grpo.run.log import Ledger, RunLog, rollout_metrics
+from grpo.run.log import RunLog
+from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.scorer import Scorer
+from grpo.run.step_timer import StepTimer
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
 
 # Dynamic sampling draws as many prompts as the share of informative groups so far calls for, but expects no less.
@@ -71,7 +74,7 @@ class Sampled:
 class Driver:
     """Prompts, rewards, decisions and the log."""
 
-    def __init__(self, config: GRPOConfig, roles: Roles, timer: Ledger):
+    def __init__(self, config: GRPOConfig, roles: Roles, timer: StepTimer):
         self.config, self.roles, self.timer = config, roles, timer
 
     @from_driver
@@ -82,15 +85,15 @@ class Driver:
             columns = [config.data.prompt_column, *config.data.columns]
             rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
             try_loss(config.algorithm)
-            rows = data.load_rows(config.data.path, config.data.name, config.data.split)
-            data.check_columns(rows, columns, config.data.path)
+            rows = load_rows(config.data.path, config.data.name, config.data.split)
+            check_columns(rows, columns, config.data.path)
             resume_from = checkpoint.find_run(config.run_dir, resume=config.resume, overwrite=config.overwrite)
-            folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
-            models.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
-            tokenizer = data.load_tokenizer(folder)
-            self.stream = data.PromptStream(config.data, tokenizer, config.seed, config.sampling)
+            folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
+            hf_folder.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
+            tokenizer = load_tokenizer(folder)
+            self.stream = PromptStream(rows, config.data, tokenizer, config.seed, config.sampling)
             evaluates = config.evaluation.interval > 0
-            eval_prompts = data.load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
+            eval_prompts = load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
             self.first_step = 0
             if resume_from is not None:
                 state = checkpoint.read_driver_state(resume_from)
@@ -233,7 +236,7 @@ class Driver:
             metrics["sampling/informative_frac"] = num_informative / sampled.num_prompts
             metrics["sampling/full_frac"] = min(1.0, num_informative / config.prompts_per_step)
         if config.sampling.filters:
-            metrics["sampling/filtered"] = self.stream.num_resting
+            metrics["sampling/filtered"] = self.stream.num_filtered
         num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
         metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
         if torch.cuda.is_available():
@@ -258,12 +261,6 @@ class Driver:
         self.scorer.close()
         self.run_log.close()
         print(f"done; everything is in {self.config.run_dir}", flush=True)
-
-
-def reward_tensors(rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float32 [S]: the rewards, 0 where there is none; bool [S]: which there are)."""
-    rewards_S = torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts])
-    return rewards_S, torch.tensor([r.reward is not None for r in rollouts])
 
 
 def sequence_advantages(batch: TrainBatch) -> list[float | None]:

@@ -1,7 +1,7 @@
-"""How a rank ends: one clear message from the rank that failed first, silence from those it took along.
+"""How a rank ends: the rank that failed first prints one clear message, the others print nothing.
 
-When a rank dies, all others fail too, in whatever collective they waited. Those followers hold their tongue for a
-while, in which torchrun ends them; only a rank that is still there afterwards says where it waited.
+When a rank dies, all others fail too, in the collective they were waiting in. Before they print their own error they
+wait a while, in which torchrun ends them; only a rank that is still running afterwards says where it waited.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ _place = {"rank": os.environ.get("RANK", "0"), "role": "rank", "phase": "start"}
 
 
 class BadInput(Exception):
-    """What the user gave cannot work; the message says what and the way out, and no traceback is shown."""
+    """The user's input cannot work. The message says why and what to do; rank 0 prints it without a traceback."""
 
 
 def set_place(*, role: str | None = None, phase: str | None = None) -> None:
-    """Remember what this rank is and does, for its last message."""
+    """Remember this rank's role and current phase, for the message it prints if it fails."""
     _place.update({key: value for key, value in (("role", role), ("phase", phase)) if value})
 
 
 @contextlib.contextmanager
 def refuse_bad_input() -> Iterator[None]:
-    """Turn a ValueError or a missing file in the block, which checks input, into `BadInput`."""
+    """Turn a ValueError, a missing file or one that already exists into `BadInput`, in a block that checks input."""
     try:
         yield
     except (ValueError, FileNotFoundError, FileExistsError) as error:
@@ -37,9 +37,9 @@ def refuse_bad_input() -> Iterator[None]:
 
 
 def run_rank(main: Callable[[], None]) -> None:
-    """Call `main`; if it fails, say so once and end the process with a non-zero exit code.
+    """Call `main`; if it fails, print one message and end the process with a non-zero exit code.
 
-    It then ends without destructors: process groups whose peers are gone would complain or hang.
+    The process then skips destructors, because process groups whose peers are gone would print errors or hang.
     """
     # taken now, because roles rewrite RANK to the role's own
     rank = _place["rank"] = os.environ.get("RANK", "0")
@@ -63,5 +63,5 @@ def run_rank(main: Callable[[], None]) -> None:
     sys.stderr.flush()
     if code:
         if rank != "0" and quiet:
-            time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun kills all at the first exit; let the driver speak first
+            time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun kills all at the first exit; let the driver print first
         os._exit(code)

@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING
 
 from grpo.config import GRPOConfig
-from grpo.models import build as models
+from grpo.models import hf_folder
 from grpo.rewards.pool import RewardPool
 from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
-from grpo.run.eval_metrics import evaluation_metrics
-from grpo.run.log import RunLog, failure_lines
+from grpo.run.log import RunLog
+from grpo.run.rollout_metrics import evaluation_metrics
+from grpo.run.samples import failure_lines
 from grpo.types import Completion, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Scorer:
     def __init__(self, config: GRPOConfig, folder: str, tokenizer: "PreTrainedTokenizerBase"):
         """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded."""
         self.config, self.tokenizer = config, tokenizer
-        self.stop_token_ids = models.stop_token_ids(folder, tokenizer)
+        self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer)
         # The function whose value of at least 1 means that a completion passed
         self.pass_function = next(iter(config.reward.functions))
         self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)

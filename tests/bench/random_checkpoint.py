@@ -18,7 +18,7 @@ import tyro
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from grpo.config import DataConfig
-from grpo.data.streams import encode_prompt
+from grpo.data.chat import encode_prompt
 from grpo.data.toy import trained_tokenizer
 
 COMMON = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28, "tie_word_embeddings": True}

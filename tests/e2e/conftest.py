@@ -33,7 +33,7 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
 
     2 trainer ranks that also hold the reference, 1 generator. Everything on that has a state or an order to resume:
     warm-up and a cosine, two updates per batch, weights up to two steps old, dynamic sampling, and so few rows that
-    epochs end and prompts rest. `--resume` with nothing to resume from starts fresh.
+    epochs end and prompts are filtered. `--resume` with nothing to resume from starts fresh.
     """
     run_dir = tmp_path_factory.mktemp("run") / "a"
     rows = [json.dumps(row) for row in toy.task_rows("addition", "train")[:12]]

@@ -9,7 +9,9 @@ import torch.distributed.checkpoint as dcp
 import transformers
 
 from grpo.config import ModelConfig
-from grpo.models.build import Qwen3StateDictAdapter, read_hf_config, titan_config
+from grpo.models.architecture import titan_config
+from grpo.models.build import Qwen3StateDictAdapter
+from grpo.models.hf_folder import read_hf_config
 from tests.e2e.runs import TINY, read_metrics
 from tests.torchrun import torchrun
 

@@ -51,7 +51,9 @@ def failing_checks(loss: str, capsys: pytest.CaptureFixture) -> set[str]:
     return failing
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, str(pathlib.Path(__file__).parents[2] / "configs/examples/my_loss.py:gentle")])
+@pytest.mark.parametrize(
+    "loss", [*LOSSES, str(pathlib.Path(__file__).parents[2] / "configs/examples/my_loss.py:gentle")]
+)
 def test_right_losses_pass(loss: str, capsys: pytest.CaptureFixture):
     assert not failing_checks(loss, capsys)
 

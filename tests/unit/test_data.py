@@ -10,15 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig, EvaluationConfig, SamplingConfig
-from grpo.data.streams import (
-    ChatStream,
-    PromptStream,
-    check_columns,
-    check_tokenizer,
-    encode_prompt,
-    load_eval_prompts,
-    load_rows,
-)
+from grpo.data.chat import check_tokenizer, encode_prompt
+from grpo.data.rows import check_columns, load_rows
+from grpo.data.streams import ChatStream, PromptStream, load_eval_prompts
 from grpo.rewards.answers import extract_answer, parse_number
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
@@ -121,7 +115,6 @@ def test_a_hub_data_set_without_a_name(monkeypatch):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_toy_tasks_have_what_the_streams_need(split):
-    pytest.importorskip("grpo.data.toy", reason="grpo/data/toy.py is not there yet")
     check_columns(load_rows("toy:addition", "main", split), ["question", "answer", "completion"], "toy:addition")
 
 
@@ -153,15 +146,9 @@ def test_encode_prompt_writes_system_user_and_opening(tokenizer):
 
 @pytest.mark.parametrize(
     ("kwargs", "end"),
-    [
-        ({"enable_thinking": "false"}, " <nothink>"),
-        ({"enable_thinking": False}, " <nothink>"),
-        ({"enable_thinking": "true"}, ""),
-        ({"enable_thinking": "no"}, ""),  # stays text
-        ({"level": "2"}, " yes yes"),
-    ],
+    [({"enable_thinking": False}, " <nothink>"), ({"enable_thinking": True}, ""), ({"level": 2}, " yes yes")],
 )
-def test_template_arguments_from_the_command_line_get_their_values(tokenizer, kwargs, end):
+def test_the_template_gets_its_arguments(tokenizer, kwargs, end):
     ids = encode_prompt(tokenizer, config_of("", chat_template_kwargs=kwargs), "add n1")
     assert ids == ids_of("<user> add n1 <assistant>" + end)
 
@@ -178,8 +165,17 @@ def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer):
 # ---- prompt stream
 
 
+def prompts_of(config: DataConfig, tokenizer, seed=0, **options) -> PromptStream:
+    return PromptStream(load_rows(config.path, config.name, config.split), config, tokenizer, seed, **options)
+
+
+def chats_of(config: DataConfig, tokenizer, max_sequence_tokens=20, seed=0) -> ChatStream:
+    rows = load_rows(config.path, config.name, config.split)
+    return ChatStream(rows, config, "completion", tokenizer, max_sequence_tokens, seed)
+
+
 def test_prompts_have_ids_columns_and_a_running_index(tokenizer, ten_rows):
-    prompts = PromptStream(config_of(ten_rows, shuffle=False), tokenizer, seed=0).draw(12)
+    prompts = prompts_of(config_of(ten_rows, shuffle=False), tokenizer, seed=0).draw(12)
     assert [prompt.index for prompt in prompts] == list(range(12))
     assert prompts[3].ids == ids_of("<user> add n3 <assistant>")
     assert prompts[3].columns == {"question": "add n3", "answer": "3"}
@@ -189,7 +185,7 @@ def test_prompts_have_ids_columns_and_a_running_index(tokenizer, ten_rows):
 
 def test_each_epoch_is_a_new_permutation_from_the_seed(tokenizer, ten_rows):
     def answers(seed):
-        return [p.columns["answer"] for p in PromptStream(config_of(ten_rows), tokenizer, seed).draw(20)]
+        return [p.columns["answer"] for p in prompts_of(config_of(ten_rows), tokenizer, seed).draw(20)]
 
     state = random.getstate()
     first = answers(seed=1)
@@ -202,11 +198,11 @@ def test_each_epoch_is_a_new_permutation_from_the_seed(tokenizer, ten_rows):
 
 @pytest.mark.parametrize("num_drawn", [0, 7, 10, 13])
 def test_a_resumed_stream_continues_the_same_way(tokenizer, ten_rows, num_drawn):
-    stream = PromptStream(config_of(ten_rows), tokenizer, seed=3)
+    stream = prompts_of(config_of(ten_rows), tokenizer, seed=3)
     stream.draw(num_drawn)
     state = json.loads(json.dumps(stream.state_dict()))
     expected = stream.draw(9)  # from 7: across the end of the first epoch
-    resumed = PromptStream(config_of(ten_rows), tokenizer, seed=3)
+    resumed = prompts_of(config_of(ten_rows), tokenizer, seed=3)
     resumed.draw(2)  # whatever it did before does not matter
     resumed.load_state_dict(state)
     assert resumed.draw(9) == expected
@@ -215,26 +211,26 @@ def test_a_resumed_stream_continues_the_same_way(tokenizer, ten_rows, num_drawn)
 
 
 def test_one_draw_equals_many(tokenizer, ten_rows):
-    one, many = (PromptStream(config_of(ten_rows), tokenizer, seed=0) for _ in range(2))
+    one, many = (prompts_of(config_of(ten_rows), tokenizer, seed=0) for _ in range(2))
     assert one.draw(25) == [prompt for _ in range(5) for prompt in many.draw(5)]
 
 
 def test_a_state_of_another_data_set_seed_or_order_is_refused(tokenizer, ten_rows, tmp_path):
-    state = PromptStream(config_of(ten_rows), tokenizer, seed=0).state_dict()
+    state = prompts_of(config_of(ten_rows), tokenizer, seed=0).state_dict()
     short = tmp_path / "short.jsonl"
     short.write_text("".join(pathlib.Path(ten_rows).read_text().splitlines(keepends=True)[:4]))
     with pytest.raises(
         ValueError, match="saved place in the data has num_rows=10, this run has 4; resume with the data"
     ):
-        PromptStream(config_of(str(short)), tokenizer, seed=0).load_state_dict(state)
+        prompts_of(config_of(str(short)), tokenizer, seed=0).load_state_dict(state)
     with pytest.raises(ValueError, match="has path='.*rows.jsonl', this run has '.*copy.jsonl'"):
         copy = tmp_path / "copy.jsonl"
         copy.write_text(pathlib.Path(ten_rows).read_text())
-        PromptStream(config_of(str(copy)), tokenizer, seed=0).load_state_dict(state)
+        prompts_of(config_of(str(copy)), tokenizer, seed=0).load_state_dict(state)
     with pytest.raises(ValueError, match="has seed=0, this run has 1"):
-        PromptStream(config_of(ten_rows), tokenizer, seed=1).load_state_dict(state)
+        prompts_of(config_of(ten_rows), tokenizer, seed=1).load_state_dict(state)
     with pytest.raises(ValueError, match="has shuffle=1, this run has 0"):
-        PromptStream(config_of(ten_rows, shuffle=False), tokenizer, seed=0).load_state_dict(state)
+        prompts_of(config_of(ten_rows, shuffle=False), tokenizer, seed=0).load_state_dict(state)
 
 
 def long_rows(tmp_path, lengths: list[int]) -> str:
@@ -245,7 +241,7 @@ def long_rows(tmp_path, lengths: list[int]) -> str:
 
 def test_prompts_that_are_too_long_are_left_out_counted_once_and_reported_once(tokenizer, tmp_path, capsys):
     config = config_of(long_rows(tmp_path, [4, 9, 5, 8, 6]), max_prompt_tokens=6, shuffle=False)
-    stream = PromptStream(config, tokenizer, seed=0)
+    stream = prompts_of(config, tokenizer, seed=0)
     assert stream.num_too_long == 0
     prompts = stream.draw(8)
     assert [p.columns["answer"] for p in prompts] == ["4", "5", "6", "4", "5", "6", "4", "5"]
@@ -254,7 +250,7 @@ def test_prompts_that_are_too_long_are_left_out_counted_once_and_reported_once(t
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     assert "row 2 of" in lines[0] and "has 9 tokens, more than data.max_prompt_tokens=6" in lines[0]
-    resumed = PromptStream(config, tokenizer, seed=0)
+    resumed = prompts_of(config, tokenizer, seed=0)
     resumed.load_state_dict(stream.state_dict())
     assert resumed.draw(4) == stream.draw(4)
     assert resumed.num_too_long == 2
@@ -264,7 +260,7 @@ def test_prompts_that_are_too_long_are_left_out_counted_once_and_reported_once(t
 @pytest.mark.parametrize("seed", range(5))
 def test_one_row_that_fits_is_enough(tokenizer, tmp_path, seed):
     config = config_of(long_rows(tmp_path, [9, 9, 4, 9, 9]), max_prompt_tokens=6)
-    prompts = PromptStream(config, tokenizer, seed).draw(6)
+    prompts = prompts_of(config, tokenizer, seed).draw(6)
     assert [p.columns["answer"] for p in prompts] == ["4"] * 6
 
 
@@ -272,29 +268,20 @@ def test_no_row_that_fits_is_an_error_with_the_numbers(tokenizer, tmp_path):
     config = config_of(long_rows(tmp_path, [9, 8, 12]), max_prompt_tokens=6)
     message = "all 3 rows of .*long.jsonl are longer than data.max_prompt_tokens=6 tokens, the shortest has 8; raise"
     with pytest.raises(ValueError, match=message):
-        PromptStream(config, tokenizer, seed=0).draw(1)
+        prompts_of(config, tokenizer, seed=0).draw(1)
     with pytest.raises(ValueError, match=message):
         load_eval_prompts(config, EvaluationConfig(num_prompts=2), tokenizer)
 
 
-def test_a_missing_column_is_refused_before_the_first_draw(tokenizer, ten_rows):
-    with pytest.raises(
-        ValueError, match="column 'prompt' is missing .* columns there: question, answer, completion, extra"
-    ):
-        PromptStream(config_of(ten_rows, prompt_column="prompt"), tokenizer, seed=0)
-    with pytest.raises(ValueError, match="column 'solution' is missing"):
-        PromptStream(config_of(ten_rows, columns=("answer", "solution")), tokenizer, seed=0)
-
-
 def test_a_prompt_that_is_not_text_is_refused(tokenizer, ten_rows):
     with pytest.raises(ValueError, match="row 1 of .*: column 'extra' holds int, not text"):
-        PromptStream(config_of(ten_rows, prompt_column="extra", shuffle=False), tokenizer, seed=0).draw(1)
+        prompts_of(config_of(ten_rows, prompt_column="extra", shuffle=False), tokenizer, seed=0).draw(1)
 
 
 def test_prompts_from_a_hub_data_set(tokenizer, monkeypatch):
     rows = datasets.Dataset.from_list([{"question": f"add n{i}", "answer": str(i)} for i in range(3)])
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: rows)
-    prompts = PromptStream(config_of("a/b", shuffle=False), tokenizer, seed=0).draw(3)
+    prompts = prompts_of(config_of("a/b", shuffle=False), tokenizer, seed=0).draw(3)
     assert prompts[2].ids == ids_of("<user> add n2 <assistant>")
     assert prompts[2].columns == {"question": "add n2", "answer": "2"}
 
@@ -304,7 +291,7 @@ def test_prompts_from_a_hub_data_set(tokenizer, monkeypatch):
 
 def filtered_stream(tokenizer, path, filter_epochs=1, bounds=(0.1, 0.9), **changes):
     sampling = SamplingConfig(min_pass_rate=bounds[0], max_pass_rate=bounds[1], filter_epochs=filter_epochs)
-    return PromptStream(config_of(path, **{"shuffle": False} | changes), tokenizer, seed=0, sampling=sampling)
+    return prompts_of(config_of(path, **{"shuffle": False} | changes), tokenizer, seed=0, sampling=sampling)
 
 
 def rows_of(prompts) -> list[int]:
@@ -317,26 +304,26 @@ def four_rows(tmp_path) -> str:
 
 
 @pytest.mark.parametrize("filter_epochs", [0, 1, 2])
-def test_rows_too_hard_or_too_easy_rest_for_so_many_epochs_and_are_tried_again(tokenizer, four_rows, filter_epochs):
+def test_rows_too_hard_or_too_easy_are_left_out_for_so_many_epochs_and_tried_again(tokenizer, four_rows, filter_epochs):
     stream = filtered_stream(tokenizer, four_rows, filter_epochs)
     assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
-    stream.record({0: 0.0, 1: 0.1, 2: 0.9, 3: 1.0})  # the bounds themselves do not rest
-    assert stream.num_resting == 0  # they were drawn in this epoch
+    stream.record({0: 0.0, 1: 0.1, 2: 0.9, 3: 1.0})  # the bounds themselves stay in
+    assert stream.num_filtered == 0  # they were drawn in this epoch
     prompts = stream.draw(1)
-    assert stream.num_resting == (2 if filter_epochs else 0)
+    assert stream.num_filtered == (2 if filter_epochs else 0)
     prompts += stream.draw(2 * filter_epochs + 4 * (3 - filter_epochs) - 1)
     assert rows_of(prompts) == [1, 2] * filter_epochs + [0, 1, 2, 3] * (3 - filter_epochs)
     assert [prompt.index for prompt in prompts] == list(range(4, 4 + len(prompts)))  # only drawn prompts count
-    assert stream.num_resting == 0
+    assert stream.num_filtered == 0
 
 
-def test_by_default_nothing_rests_and_nothing_is_stored(tokenizer, four_rows):
-    stream = PromptStream(config_of(four_rows, shuffle=False), tokenizer, seed=0)
+def test_by_default_nothing_is_filtered_and_nothing_stored(tokenizer, four_rows):
+    stream = prompts_of(config_of(four_rows, shuffle=False), tokenizer, seed=0)
     before = stream.state_dict()
     stream.draw(4)
     stream.record({0: 0.0, 1: 0.5, 2: 1.0})
     assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
-    assert stream.num_resting == 0
+    assert stream.num_filtered == 0
     assert stream.state_dict().keys() == before.keys()
 
 
@@ -351,7 +338,7 @@ def test_one_bound_alone_filters(tokenizer, four_rows):
     assert rows_of(stream.draw(3)) == [1, 2, 3]
 
 
-def test_a_rest_begins_after_the_epoch_in_which_the_row_was_sampled(tokenizer, four_rows):
+def test_filtering_begins_after_the_epoch_in_which_the_row_was_sampled(tokenizer, four_rows):
     stream = filtered_stream(tokenizer, four_rows)
     assert rows_of(stream.draw(5)) == [0, 1, 2, 3, 0]  # one step over the end of the epoch
     stream.record({0: 0.0, 3: 0.0})  # 0 was last sampled in the second epoch, 3 in the first
@@ -366,7 +353,7 @@ def test_the_last_pass_rate_counts(tokenizer, four_rows):
     assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
 
 
-def test_an_epoch_in_which_all_would_rest_takes_them_back_and_says_so_once(tokenizer, tmp_path, capsys):
+def test_an_epoch_in_which_all_are_filtered_takes_them_back_and_says_so_once(tokenizer, tmp_path, capsys):
     path = long_rows(tmp_path, [4, 9, 5, 6])  # row 1 is too long and does not count
     stream = filtered_stream(tokenizer, path, filter_epochs=1000, max_prompt_tokens=6)
     assert rows_of(stream.draw(3)) == [0, 2, 3]
@@ -375,9 +362,9 @@ def test_an_epoch_in_which_all_would_rest_takes_them_back_and_says_so_once(token
     prompts = stream.draw(4)
     assert rows_of(prompts) == [0, 2, 3, 0]
     assert [prompt.index for prompt in prompts] == [3, 4, 5, 6]
-    assert stream.num_resting == 0
+    assert stream.num_filtered == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"warning: in epoch 2 of {path} all 3 rows that fit would rest")
+    assert line.startswith(f"warning: in epoch 2 of {path} all 3 rows that fit are filtered")
     assert "sampling.min_pass_rate=0.1 " in line and "sampling.max_pass_rate=0.9:" in line
     stream.record({0: 0.0, 2: 0.0, 3: 0.0})
     assert rows_of(stream.draw(3)) == [0, 2, 3]  # not one in the rest of the fourth epoch and in the fifth
@@ -396,7 +383,7 @@ def test_a_resumed_filter_draws_the_same_prompts(tokenizer, ten_rows, num_steps,
         """Rows below 5 are always too hard, row 5 every other time, and steps of 3 cross the ends of epochs."""
         prompts = stream.draw(3)
         stream.record({p.row: 0.0 if p.row < 5 or (p.row == 5 and p.index % 2) else 0.5 for p in prompts})
-        return prompts, stream.num_resting
+        return prompts, stream.num_filtered
 
     stream = filtered_stream(tokenizer, ten_rows, filter_epochs=2, shuffle=True)
     for _ in range(num_steps):
@@ -408,23 +395,23 @@ def test_a_resumed_filter_draws_the_same_prompts(tokenizer, ten_rows, num_steps,
     resumed.load_state_dict(state)
     assert [step(resumed) for _ in range(20)] == expected
     assert resumed.state_dict() == stream.state_dict()
-    assert max(num_resting for _, num_resting in expected) >= 5  # the filter did something
+    assert max(num_filtered for _, num_filtered in expected) >= 5  # the filter did something
 
 
 def test_a_state_between_draw_and_record_keeps_the_epoch_of_the_draw(tokenizer, four_rows):
     stream, resumed = filtered_stream(tokenizer, four_rows), filtered_stream(tokenizer, four_rows)
     stream.draw(5)
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    resumed.record({3: 0.0})  # sampled in the first epoch, so it rests in the second, which has begun
+    resumed.record({3: 0.0})  # sampled in the first epoch, so it is left out of the second, which has begun
     assert rows_of(resumed.draw(5)) == [1, 2, 0, 1, 2]
 
 
 def test_states_load_with_and_without_a_filter(tokenizer, four_rows):
-    plain = PromptStream(config_of(four_rows, shuffle=False), tokenizer, seed=0)
+    plain = prompts_of(config_of(four_rows, shuffle=False), tokenizer, seed=0)
     plain.draw(5)
     filtered = filtered_stream(tokenizer, four_rows)
     filtered.load_state_dict(plain.state_dict())  # as written before there was a filter
-    assert filtered.num_resting == 0
+    assert filtered.num_filtered == 0
     assert rows_of(filtered.draw(4)) == [1, 2, 3, 0]
     filtered.record({0: 0.0, 1: 0.0, 2: 0.0})
     plain.load_state_dict(filtered.state_dict())
@@ -435,7 +422,7 @@ def test_states_load_with_and_without_a_filter(tokenizer, four_rows):
 
 
 def test_chats_are_prompt_and_completion_with_eos(tokenizer, ten_rows):
-    stream = ChatStream(config_of(ten_rows, shuffle=False), "completion", tokenizer, max_sequence_tokens=20, seed=0)
+    stream = chats_of(config_of(ten_rows, shuffle=False), tokenizer, max_sequence_tokens=20, seed=0)
     assert stream.draw(2) == [
         (ids_of("<user> add n0 <assistant>"), ids_of("yes n0 <eos>")),
         (ids_of("<user> add n1 <assistant>"), ids_of("yes n1 <eos>")),
@@ -443,27 +430,26 @@ def test_chats_are_prompt_and_completion_with_eos(tokenizer, ten_rows):
 
 
 def test_a_resumed_chat_stream_continues_the_same_way(tokenizer, ten_rows):
-    stream, resumed = (ChatStream(config_of(ten_rows), "completion", tokenizer, 20, seed=5) for _ in range(2))
+    stream, resumed = (chats_of(config_of(ten_rows), tokenizer, 20, seed=5) for _ in range(2))
     stream.draw(7)
     resumed.load_state_dict(stream.state_dict())
     assert resumed.draw(9) == stream.draw(9)
     with pytest.raises(ValueError, match="has seed=5, this run has 6"):
-        ChatStream(config_of(ten_rows), "completion", tokenizer, 20, seed=6).load_state_dict(stream.state_dict())
+        chats_of(config_of(ten_rows), tokenizer, 20, seed=6).load_state_dict(stream.state_dict())
 
 
 def test_the_limit_of_chats_is_on_prompt_plus_completion(tokenizer, ten_rows):
     # Each is 4 + 3 tokens; max_prompt_tokens does not count here.
     config = config_of(ten_rows, max_prompt_tokens=1)
-    assert len(ChatStream(config, "completion", tokenizer, max_sequence_tokens=7, seed=0).draw(3)) == 3
+    assert len(chats_of(config, tokenizer, max_sequence_tokens=7, seed=0).draw(3)) == 3
     with pytest.raises(ValueError, match="all 10 rows of .* max_sequence_tokens=6 tokens, the shortest has 7"):
-        ChatStream(config, "completion", tokenizer, max_sequence_tokens=6, seed=0).draw(1)
+        chats_of(config, tokenizer, max_sequence_tokens=6, seed=0).draw(1)
 
 
-def test_chats_need_a_text_column(tokenizer, ten_rows):
-    with pytest.raises(ValueError, match="column 'reply' is missing"):
-        ChatStream(config_of(ten_rows), "reply", tokenizer, 20, seed=0)
+def test_chats_need_text(tokenizer, ten_rows):
+    config = config_of(ten_rows)
     with pytest.raises(ValueError, match="column 'extra' holds int, not text"):
-        ChatStream(config_of(ten_rows), "extra", tokenizer, 20, seed=0).draw(1)
+        ChatStream(load_rows(ten_rows, "", ""), config, "extra", tokenizer, 20, seed=0).draw(1)
 
 
 # ---- evaluation
@@ -505,7 +491,7 @@ def test_the_training_data_s_name_is_not_used_for_another_data_set(tokenizer, mo
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not there")
 def test_gsm8k_rows_stream_and_have_numbers_for_answers(tokenizer):
-    stream = PromptStream(config_of(str(GSM8K), max_prompt_tokens=10_000), tokenizer, seed=0)
+    stream = prompts_of(config_of(str(GSM8K), max_prompt_tokens=10_000), tokenizer, seed=0)
     prompts = stream.draw(50)
     assert len(stream.rows) == 7473
     assert len({p.columns["question"] for p in prompts}) == 50

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from grpo.run.eval_metrics import evaluation_metrics, pass_at_k, pass_rates, passed
+from grpo.run.rollout_metrics import evaluation_metrics, pass_at_k, pass_rates, passed
 from grpo.types import Completion, Prompt, Rollout
 
 

@@ -1,26 +1,29 @@
 """The run's books: times, averages, files and curves, with numbers a person can check."""
 
+import functools
 import html
 import json
 import math
 import re
+import threading
 
 import pytest
+import torch
+from functorch.compile import make_boxed_func
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
+from torch._dynamo.backends.common import aot_autograd
 
 from grpo import summary
 from grpo.config import MetricsConfig
-from grpo.run import log as metrics
-from grpo.run.log import (
-    Ledger,
-    RunLog,
-    compact_duration,
-    compact_number,
-    failure_lines,
-    rollout_metrics,
-    terminal_curve,
-)
+from grpo.run import log as run_log
+from grpo.run import step_timer
+from grpo.run.formats import compact_duration, compact_number
+from grpo.run.log import RunLog
+from grpo.run.rollout_metrics import function_names, rollout_metrics
+from grpo.run.samples import failure_lines, spread_by_reward
+from grpo.run.step_timer import StepTimer
+from grpo.summary import terminal_curve
 from grpo.types import Completion, Prompt, Rollout
 
 
@@ -37,7 +40,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(metrics.time, "perf_counter", clock)
+    monkeypatch.setattr(step_timer.time, "perf_counter", clock)
     return clock
 
 
@@ -59,59 +62,131 @@ def read_scalars(run_dir, tag):
     return [(event.step, pytest.approx(event.value)) for event in accumulator.Scalars(tag)]
 
 
-# --- the ledger
+# --- the step timer
 
 
-def test_ledger_splits_a_step_into_phases_and_the_rest(clock):
-    ledger = Ledger()
+def test_timer_splits_a_step_into_phases_and_the_rest(clock):
+    timer = StepTimer()
     clock.now += 1.0
-    with ledger.phase("generate"):
+    with timer.phase("generate"):
         clock.now += 5.0
-    with ledger.phase("train"):
+    with timer.phase("train"):
         clock.now += 2.0
-    with ledger.phase("train"):
+    with timer.phase("train"):
         clock.now += 0.5
     clock.now += 0.25
-    assert ledger.close_step() == {"time/generate": 5.0, "time/train": 2.5, "time/other": 1.25, "time/step": 8.75}
+    assert timer.close_step() == {"time/generate": 5.0, "time/train": 2.5, "time/other": 1.25, "time/step": 8.75}
 
 
-def test_ledger_starts_the_next_step_where_the_last_one_ended(clock):
-    ledger = Ledger()
-    with ledger.phase("generate"):
+def test_timer_starts_the_next_step_where_the_last_one_ended(clock):
+    timer = StepTimer()
+    with timer.phase("generate"):
         clock.now += 5.0
-    ledger.close_step()
+    timer.close_step()
     clock.now += 3.0
-    assert ledger.close_step() == {"time/other": 3.0, "time/step": 3.0}
+    assert timer.close_step() == {"time/other": 3.0, "time/step": 3.0}
 
 
-def test_ledger_inner_phase_pauses_the_outer_one(clock):
-    ledger = Ledger()
-    with ledger.phase("reference"):
+def test_timer_inner_phase_pauses_the_outer_one(clock):
+    timer = StepTimer()
+    with timer.phase("reference"):
         clock.now += 1.0
-        with ledger.phase("reward"):
+        with timer.phase("reward"):
             clock.now += 4.0
         clock.now += 2.0
-    assert ledger.close_step() == {"time/reference": 3.0, "time/reward": 4.0, "time/other": 0.0, "time/step": 7.0}
+    assert timer.close_step() == {"time/reference": 3.0, "time/reward": 4.0, "time/other": 0.0, "time/step": 7.0}
 
 
-def test_ledger_counts_a_phase_that_raised(clock):
-    ledger = Ledger()
-    with pytest.raises(RuntimeError), ledger.phase("generate"):
+def test_timer_counts_a_phase_that_raised(clock):
+    timer = StepTimer()
+    with pytest.raises(RuntimeError), timer.phase("generate"):
         clock.now += 1.0
         raise RuntimeError
-    assert ledger.close_step()["time/generate"] == 1.0
+    assert timer.close_step()["time/generate"] == 1.0
 
 
-def test_ledger_refuses_to_close_a_step_inside_a_phase():
-    ledger = Ledger()
-    with ledger.phase("sync"), pytest.raises(ValueError, match="inside phase sync"):
-        ledger.close_step()
+def test_timer_refuses_to_close_a_step_inside_a_phase():
+    timer = StepTimer()
+    with timer.phase("sync"), pytest.raises(ValueError, match="inside phase sync"):
+        timer.close_step()
 
 
 @pytest.mark.parametrize("name", ["other", "step"])
-def test_ledger_refuses_names_it_computes(name):
-    with pytest.raises(ValueError, match=f"time/{name}"), Ledger().phase(name):
+def test_timer_refuses_names_it_computes(name):
+    with pytest.raises(ValueError, match=f"time/{name}"), StepTimer().phase(name):
         pass
+
+
+def test_timer_leaves_start_up_out_of_the_step(clock):
+    timer = StepTimer()
+    with timer.phase("startup"):
+        clock.now += 60.0
+    clock.now += 1.0
+    with timer.phase("train"):
+        clock.now += 2.0
+        with timer.startup("compiling"):
+            clock.now += 30.0
+        clock.now += 3.0
+    assert timer.close_step() == {"time/startup": 90.0, "time/train": 5.0, "time/other": 1.0, "time/step": 6.0}
+    with timer.phase("train"):
+        clock.now += 5.0
+    assert timer.close_step() == {"time/train": 5.0, "time/other": 0.0, "time/step": 5.0}
+
+
+def test_the_driver_says_what_start_up_waits_for(clock, capsys):
+    for is_driver in (True, False):
+        timer = StepTimer(is_driver)
+        clock.now += 3.0
+        with timer.startup("loading the policy"):
+            assert capsys.readouterr().out == ("starting    3 s  loading the policy\n" if is_driver else "")
+
+
+def test_timer_counts_compilation_as_start_up(clock, monkeypatch):
+    """The compiler moves the clock: 10 s for the forward graph, 100 s for the backward one, which autograd asks for."""
+    phases = []
+    monkeypatch.setattr(step_timer, "set_place", lambda phase: phases.append(phase))
+
+    def compiler(graph, inputs, seconds):
+        clock.now += seconds
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=functools.partial(compiler, seconds=10.0), bw_compiler=functools.partial(compiler, seconds=100.0)
+    )
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: x.sin().sum(), backend=backend)  # the backward when it is first called
+
+    def step(timer):
+        with timer.phase("train"):
+            loss = function(torch.ones(3, requires_grad=True))
+            clock.now += 1.0
+            backward = threading.Thread(target=loss.backward)  # as autograd's, for which the caller waits
+            backward.start()
+            backward.join()
+            clock.now += 1.0
+        return timer.close_step()
+
+    timer = StepTimer()
+    with timer.compilation_in_startup():
+        assert step(timer) == {"time/train": 2.0, "time/startup": 110.0, "time/other": 0.0, "time/step": 2.0}
+        assert phases == ["train", "startup", "train", "startup", "train", "other"]
+        assert step(timer) == {"time/train": 2.0, "time/other": 0.0, "time/step": 2.0}
+    torch._dynamo.reset()
+    assert step(timer) == {"time/train": 112.0, "time/other": 0.0, "time/step": 112.0}
+
+
+def test_timer_goes_on_after_a_compilation_that_failed(clock):
+    def compiler(graph, inputs):
+        clock.now += 10.0
+        raise RuntimeError("no such operation")
+
+    torch._dynamo.reset()
+    timer = StepTimer()
+    with timer.compilation_in_startup(), timer.phase("train"):
+        with pytest.raises(Exception, match="no such operation"):
+            torch.compile(torch.sin, backend=compiler)(torch.ones(3))
+        clock.now += 1.0
+    assert timer.close_step() == {"time/train": 1.0, "time/startup": 10.0, "time/other": 0.0, "time/step": 1.0}
 
 
 # --- metrics of rollouts
@@ -165,7 +240,7 @@ def test_rollout_metrics_refuse_broken_groups(count):
 
 
 def test_reward_functions_of_one_name_keep_their_full_names():
-    names = metrics.function_names(["a.py:score", "b.py:score", "c.py:mean", "c.py:failed_count", "c.py:other"])
+    names = function_names(["a.py:score", "b.py:score", "c.py:mean", "c.py:failed_count", "c.py:other"])
     assert names == {
         "a.py:score": "a.py:score",
         "b.py:score": "b.py:score",
@@ -201,7 +276,7 @@ def test_failed_reward_functions_are_told_with_reasons_and_a_completion():
 
 
 def test_json_lines_hold_every_metric_and_null_for_what_is_not_finite(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics.time, "time", lambda: 1234.5)
+    monkeypatch.setattr(run_log.time, "time", lambda: 1234.5)
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
     log.log(1, {"loss": 0.25, "reward/mean": math.nan, "kl": math.inf, "completion/length_max": 7})
     log.log_evaluation(1, {"accuracy": 0.5, "eval/reward_mean": 0.75})
@@ -274,7 +349,7 @@ def test_console_line(tmp_path, capsys):
 def test_console_line_with_every_column_fits(tmp_path, capsys):
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=1000)
     numbers = [0.512345, -0.0123456, 0.00123456, 1.23456, 1023.4, 0.312345, 0.000123456, 12345.6, 123.456]
-    names = [name for name, _, _ in metrics.CONSOLE_COLUMNS]
+    names = [name for name, _, _ in run_log.CONSOLE_COLUMNS]
     log.log(100, dict(zip(names, numbers, strict=True)))
     log.close()
     line = capsys.readouterr().out.rstrip("\n")
@@ -300,10 +375,10 @@ def test_compact_duration(seconds, text):
 
 def test_samples_run_from_best_to_worst():
     rewards = [0.3, None, 0.9, 0.1, 0.5]
-    assert metrics.spread_by_reward(rewards, 3) == [2, 0, 1]
-    assert metrics.spread_by_reward(rewards, 1) == [2]
-    assert metrics.spread_by_reward(rewards, 9) == [2, 4, 0, 3, 1]
-    assert metrics.spread_by_reward(rewards, 0) == []
+    assert spread_by_reward(rewards, 3) == [2, 0, 1]
+    assert spread_by_reward(rewards, 1) == [2]
+    assert spread_by_reward(rewards, 9) == [2, 4, 0, 3, 1]
+    assert spread_by_reward(rewards, 0) == []
 
 
 TRUNCATED = make_rollout(
@@ -413,7 +488,7 @@ def test_samples_are_readable_text(tmp_path):
     lines = (tmp_path / "samples.txt").read_text().splitlines()
     assert lines[0].startswith("===== step 5 ==") and len(lines[0]) == 120
     assert lines[1:] == [
-        "--- reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | log-prob difference 0.00125 | "
+        "--- reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | mismatch 0.00125 | "
         "2 tokens, finish reason length",
         "thinking_reward failed: took longer than 10 s",
         f"prompt: {'a' * 300} [.. 201 characters ..] {'b' * 300}",
@@ -434,7 +509,7 @@ def test_tensorboard_shows_samples_as_a_table(tmp_path):
     assert event.step == 5
     page = markdown_to_safe_html(event.tensor_proto.string_val[0])
     header, *rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", page, re.DOTALL)]
-    assert header == ["prompt", "completion", "rewards", "advantage", "log-prob difference", "finish reason"]
+    assert header == ["prompt", "completion", "rewards", "advantage", "mismatch", "finish reason"]
     assert [[html.unescape(cell.replace("<br>", "\n")) for cell in row] for row in rows] == [
         [
             "[x](y) &lt;\n\\|~1~",
@@ -506,7 +581,7 @@ def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
     assert lines[1] == "accuracy on held-out prompts (greedy): 0.25 after step 0, 0.75 after step 2"
     assert lines[3].startswith(" 0.75 ┤") and lines[10].startswith(" 0.25 ┤")
     assert f"TensorBoard: {tmp_path}/tensorboard" in lines
-    assert not any(line.startswith("trained model") for line in lines)
+    assert lines[-1].startswith("TensorBoard")  # no samples, no model
 
 
 def test_summary_without_evaluations_shows_the_reward(tmp_path):
@@ -518,3 +593,11 @@ def test_summary_without_evaluations_shows_the_reward(tmp_path):
 def test_summary_of_no_run_says_so(tmp_path):
     with pytest.raises(SystemExit, match="metrics.jsonl does not exist"):
         summary.main([str(tmp_path)])
+
+
+def test_summary_tells_its_usage(capsys):
+    for arguments in ([], ["--steps"], ["a", "b"]):
+        with pytest.raises(SystemExit, match="usage: python -m grpo.summary RUN_DIR"):
+            summary.main(arguments)
+    summary.main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m grpo.summary RUN_DIR\n")

@@ -1,4 +1,4 @@
-"""Toy tasks, tokenizers and models: what the rest of the tests stand on."""
+"""Toy tasks, tokenizers and models: what the rest of the tests build on."""
 
 import json
 import random

@@ -24,7 +24,7 @@ from grpo.config import (
     TrainerConfig,
 )
 from grpo.roles.generator import Generator
-from grpo.models.build import hf_tensors
+from grpo.models.export import hf_tensors
 from grpo.data.packing import make_batch, sample_of
 from grpo.config.recipes import complete
 from grpo.roles.reference import Reference

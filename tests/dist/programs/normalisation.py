@@ -29,7 +29,7 @@ from grpo.config import (
 from grpo.models.forward import micro_batches
 from grpo.algorithm.aggregation import loss_denominator
 from grpo.algorithm.losses import configured_loss
-from grpo.models.build import hf_tensors
+from grpo.models.export import hf_tensors
 from grpo.data.packing import make_batch
 from grpo.config.recipes import complete
 from grpo.roles.process_groups import close_roles, setup_trainers

@@ -1,4 +1,5 @@
-"""Sharded models against transformers: log-probs, entropy, their gradients, and weights in and out.
+"""Sharded models against transformers: log-probs, entropy, their gradients, and weights in and out. In bfloat16, whether
+the sampling temperatures reach the LM head unrounded.
 
 Arguments: one case or more, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,PACKING(0 or 1); all run
 one after the other in the world that torchrun started. Prints the largest differences of each case.
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import ModelConfig, SFTConfig, TrainerConfig
 from grpo.models.forward import micro_batches
-from grpo.models.build import ShardedModel, build_model, hf_tensors
+from grpo.models.build import ShardedModel, build_model
+from grpo.models.export import hf_tensors
 from grpo.data.packing import make_batch, take_out
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import Sample, TrainBatch
@@ -46,15 +48,7 @@ def check_case(case: str, roles: Roles) -> None:
         logprob_chunk_tokens=24,  # several chunks, the last one smaller
         compile=False,
     )
-    model = build_model(
-        ModelConfig(dtype="float32"),
-        trainer,
-        folder,
-        world_size=dist.get_world_size(),
-        device=roles.device,
-        tensor_parallel=trainer.tensor_parallel,
-        data_replicas=trainer.data_replicas,
-    )
+    model = build(folder, "float32", trainer, roles)
     original = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parameters = dict(original.named_parameters())
     weights = dict(hf_tensors(model, torch.float32))
@@ -79,6 +73,37 @@ def check_case(case: str, roles: Roles) -> None:
         print(f"{case}: values {value_error:.1e}, gradients {errors[worst]:.1e} ({worst})", flush=True)
     assert value_error < VALUE_TOLERANCE, f"{case}: values {value_error}"
     assert errors[worst] < GRADIENT_TOLERANCE, f"{case}: gradient of {worst} {errors[worst]}"
+    check_temperatures(build(folder, "bfloat16", trainer, roles), trainer, batch, case)
+
+
+def build(folder: str, dtype: str, trainer: TrainerConfig, roles: Roles) -> ShardedModel:
+    """The folder's model over all ranks, computing in `dtype`. Collective over all ranks."""
+    return build_model(
+        ModelConfig(dtype=dtype),
+        trainer,
+        folder,
+        world_size=dist.get_world_size(),
+        device=roles.device,
+        tensor_parallel=trainer.tensor_parallel,
+        data_replicas=trainer.data_replicas,
+    )
+
+
+def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: TrainBatch, case: str) -> None:
+    """FSDP may round a module's inputs to its compute dtype; the temperatures must come through as float32."""
+    head, seen = model.module.lm_head, set()
+    statistics = head.statistics
+
+    def spy(hidden, weight, targets, temperatures, first_row):
+        assert (hidden.dtype, temperatures.dtype) == (torch.bfloat16, torch.float32), case
+        seen.update(temperatures.tolist())
+        return statistics(hidden, weight, targets, temperatures, first_row)
+
+    head.statistics = spy
+    for micro in micro_batches(batch, model, trainer):
+        model.logprobs(micro)
+    wanted = {*torch.tensor([*TEMPERATURES, 1.0]).tolist()}  # 1 is padding's
+    assert seen and seen <= wanted, f"{case}: temperatures {sorted(seen)}, expected some of {sorted(wanted)}"
 
 
 def random_batch(vocab_size: int) -> tuple[TrainBatch, torch.Tensor]:

@@ -1,0 +1,183 @@
+"""The torchtitan model of a Hugging Face config, for any dense size.
+
+Its LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets and the entropy instead of logits. Left
+out: mixture of experts.
+"""
+
+import grpo.models.titan_on_cpu  # noqa: F401
+
+# isort: split
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.llama3 import Llama3Model
+from torchtitan.models.llama3.model import Llama3TransformerBlock
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.protocols.module import Module
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from grpo.models.logprob_head import LogprobHead
+
+# Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
+# the first GPU: DTensor's random states take the GPU's index from the rank within the role.
+_NO_INIT = {"weight": skip_param_init}
+
+
+class _LogprobDecoder(Decoder):
+    """A torchtitan decoder whose forward ends in `LogprobHead`, which returns (logprobs_BT, entropy_BT)."""
+
+    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT):
+        h_BTD = self.tok_embeddings(ids_BT)
+        for layer in self.layers.values():
+            h_BTD = layer(h_BTD, attention_masks, positions_BT)
+        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT)
+
+
+class Qwen3Policy(_LogprobDecoder, Qwen3Model):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        pass
+
+
+class Llama3Policy(_LogprobDecoder, Llama3Model):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Llama3Model.Config):
+        pass
+
+
+class HFRoPE(CosSinRoPE):
+    """Rotary embedding in Hugging Face's layout, with frequencies computed by transformers.
+
+    Torchtitan's own Llama form rotates interleaved pairs and permutes wq and wk between the two layouts, which silently
+    scrambles shards under FSDP x TP. Here weights are laid out as in the checkpoint.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        inv_freq: tuple[float, ...] = ()
+        """Radians per position, one for each pair of dimensions."""
+        attention_factor: float = 1.0
+        """Multiplies cos and sin (YaRN)."""
+
+    def _precompute_cache(self) -> torch.Tensor:
+        inv_freq = torch.tensor(self.config.inv_freq, dtype=torch.float32)
+        angles = torch.outer(torch.arange(self.config.max_seq_len, dtype=torch.float32), inv_freq)
+        angles = torch.cat([angles, angles], dim=-1)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.attention_factor
+
+
+class LlamaAdapter(Llama3StateDictAdapter):
+    """HF names for Llama, without the permutation that `HFRoPE` makes unnecessary."""
+
+    def _permute(self, w, n_heads_arg, dim1=None, dim2=None):
+        return w
+
+    def _reverse_permute(self, w, n_heads_arg, dim1=None, dim2=None):
+        return w
+
+    def _validate_hf_rope_config(self, *unused) -> None:
+        """Nothing to compare: the frequencies come from the HF config."""
+
+
+class DocumentAttention(VarlenAttention):
+    """Packed attention for any device: documents as rows of one padded scaled dot-product attention.
+
+    Exact, and quick where documents are short or of similar length; not for long rows on GPUs.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def __init__(self, config):
+        Module.__init__(self)  # the parent's constructor asks for GPU kernels
+
+    # torchtitan declares shardings for these argument names
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, enable_gqa=False, **unused):
+        bounds = attention_masks.cu_seq_q.to(q_BLNH.device)
+        starts_S, lengths_S = bounds[:-1], bounds.diff()
+        offsets_T = torch.arange(int(lengths_S.max()), device=bounds.device)
+        real_ST = offsets_T < lengths_S[:, None]
+        # padding repeats the last token of all; it comes after its document, where causal attention never looks
+        index_ST = (starts_S[:, None] + offsets_T).clamp(max=int(bounds[-1]) - 1)
+        q, k, v = (x.flatten(0, 1)[index_ST].transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        return out.transpose(1, 2)[real_ST].view(q_BLNH.shape)
+
+
+def _rope_frequencies(hf: transformers.PretrainedConfig) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies [head_dim / 2], factor on cos and sin) as transformers' own models compute them."""
+    if hf.rope_parameters.get("rope_type", "default") != "default":
+        return ROPE_INIT_FUNCTIONS[hf.rope_parameters["rope_type"]](hf, device="cpu")
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return hf.rope_parameters["rope_theta"] ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim), 1.0
+
+
+def titan_config(
+    hf: transformers.PretrainedConfig, attention: str, chunk_tokens: int, compiled: bool = False
+) -> Decoder.Config:
+    """The torchtitan model config of a Hugging Face one, for any dense size. `attention` is flex or documents."""
+    qwen = hf.model_type == "qwen3"
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    inv_freq, attention_factor = _rope_frequencies(hf)
+    rope_config = HFRoPE.Config(
+        dim=head_dim,
+        max_seq_len=hf.max_position_embeddings,
+        inv_freq=tuple(inv_freq.tolist()),
+        attention_factor=attention_factor,
+    )
+
+    def norm(size: int) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+
+    def block() -> Qwen3TransformerBlock.Config | Llama3TransformerBlock.Config:
+        block_type = Qwen3TransformerBlock if qwen else Llama3TransformerBlock
+        return block_type.Config(
+            attention_norm=norm(hf.hidden_size),
+            ffn_norm=norm(hf.hidden_size),
+            attention=make_gqa_config(
+                dim=hf.hidden_size,
+                n_heads=hf.num_attention_heads,
+                n_kv_heads=hf.num_key_value_heads,
+                head_dim=head_dim,
+                wqkv_param_init=_NO_INIT,
+                wo_param_init=_NO_INIT,
+                inner_attention=(FlexAttention if attention == "flex" else DocumentAttention).Config(),
+                rope=rope_config,
+                qk_norm=norm(head_dim) if qwen else None,
+            ),
+            feed_forward=make_ffn_config(
+                dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
+            ),
+        )
+
+    tied = bool(hf.tie_word_embeddings)
+    return (Qwen3Policy if qwen else Llama3Policy).Config(
+        dim=hf.hidden_size,
+        vocab_size=hf.vocab_size,
+        norm=norm(hf.hidden_size),
+        layers=[block() for _ in range(hf.num_hidden_layers)],
+        enable_weight_tying=tied,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=hf.vocab_size,
+            embedding_dim=hf.hidden_size,
+            param_init=_NO_INIT,
+        ),
+        lm_head=LogprobHead.Config(
+            in_features=hf.hidden_size,
+            out_features=hf.vocab_size,
+            param_init=_NO_INIT,
+            chunk_tokens=chunk_tokens,
+            compile=compiled,
+        ),
+    )

@@ -1,0 +1,162 @@
+"""Numbers computed from scored completions: those of a step, held-out accuracy and pass@k, pass rates of prompts.
+
+A completion passed if the first reward function gave it at least 1.
+
+Pure functions. Left out: benchmark suites, judges, confidence intervals.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable
+
+import torch
+
+from grpo.algorithm.advantages import zero_variance
+from grpo.types import Rollout
+
+
+def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
+    """What the completions of one step earned and how long they were.
+
+    Rollouts lie group by group. Statistics of rewards are over the completions that have one and NaN if none has;
+    `reward/std` is the population's, lengths are in tokens. `reward/NAME` is the unweighted mean of a reward function.
+    `reward/none_count` counts all completions without a reward, `reward/failed_count` those with a failed function.
+
+    Raises:
+        ValueError: there are no rollouts, or they are not whole groups.
+    """
+    _check_groups(rollouts, group_size, least=1)
+    rewards, lengths = _rewards(rollouts), _lengths(rollouts)
+    rewards_S, has_reward_S = reward_tensors(rollouts)
+    functions = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
+    metrics = {
+        "reward/mean": _mean(rewards),
+        "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
+        "reward/none_count": len(rollouts) - len(rewards),
+        "reward/failed_count": sum(bool(r.failures) for r in rollouts),
+        "completion/length_mean": _mean(lengths),
+        "completion/length_max": max(lengths),
+        "completion/truncated_frac": _mean(r.completion.truncated for r in rollouts),
+        "prompt/length_mean": _mean(len(r.prompt.ids) for r in rollouts),
+        "groups/zero_variance_frac": _mean(zero_variance(rewards_S, has_reward_S, group_size).tolist()),
+    }
+    for function, name in function_names(functions).items():
+        values = [r.rewards.get(function) for r in rollouts]
+        metrics[f"reward/{name}"] = _mean(value for value in values if value is not None)
+    return metrics
+
+
+def function_names(functions: list[str]) -> dict[str, str]:
+    """Metric name of each reward function: `path/file.py:function` becomes `function`, unless that is ambiguous."""
+    short = {function: function.rsplit(":", 1)[-1] for function in functions}
+    taken = [*short.values(), "mean", "std", "none_count", "failed_count", "kl_penalty"]
+    return {function: name if taken.count(name) == 1 else function for function, name in short.items()}
+
+
+def passed(rollout: Rollout, function: str) -> bool | None:
+    """Whether reward function `function` gave at least 1; None if it gave no value."""
+    value = rollout.rewards.get(function)
+    return None if value is None else value >= 1
+
+
+def pass_rates(rollouts: list[Rollout], group_size: int, function: str) -> dict[int, float]:
+    """Row of the data set -> share of its completions that passed, for `PromptStream.record`.
+
+    Completions for which `function` gave no value are left out; a row without any other, or that is in no data set, is
+    absent. A row whose prompt was drawn twice counts once, with both groups' completions.
+
+    Raises:
+        ValueError: the rollouts are not whole groups.
+    """
+    _check_groups(rollouts, group_size)
+    verdicts: dict[int, list[bool]] = {}
+    for rollout in rollouts:
+        verdict = passed(rollout, function)
+        if verdict is not None and rollout.prompt.row >= 0:
+            verdicts.setdefault(rollout.prompt.row, []).append(verdict)
+    return {row: statistics.fmean(of_row) for row, of_row in verdicts.items()}
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Probability that at least one of k samples passes, estimated without bias from n samples of which c passed.
+
+    1 - C(n - c, k) / C(n, k): Chen et al. 2021, arXiv:2107.03374, eq. 1. Computed in integers, so exact for any n.
+
+    Raises:
+        ValueError: k is not between 1 and n, or c not between 0 and n.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} cannot be estimated from {num_samples} samples; take k from 1 to {num_samples}")
+    if not 0 <= num_passed <= num_samples:
+        raise ValueError(f"{num_passed} of {num_samples} samples cannot have passed; count them among the samples")
+    num_subsets = math.comb(num_samples, k)
+    return (num_subsets - math.comb(num_samples - num_passed, k)) / num_subsets
+
+
+def evaluation_metrics(
+    greedy: list[Rollout], samples: list[Rollout], num_samples: int, function: str
+) -> dict[str, float]:
+    """Accuracy, reward, lengths (in tokens) of the greedy completions and, if there are samples, pass@k and theirs.
+
+    greedy: one completion per prompt. samples: `num_samples` per prompt, group after group, or none at all. One for
+    which `function` gave no value, greedy or sample, has not passed. `eval/pass_at_K`, K = 1, 2, 4, ... up to
+    `num_samples` and that itself, is the mean of the prompts' estimates. Means of rewards are over the completions that
+    have one, NaN if none has; `eval/none_count` counts the greedy ones that have none.
+
+    Raises:
+        ValueError: there are no greedy completions, or the samples are not `num_samples` for each of them.
+    """
+    if not greedy:
+        raise ValueError("0 greedy completions; pass one for each held-out prompt")
+    metrics = {
+        "eval/accuracy": _mean(passed(r, function) is True for r in greedy),
+        "eval/reward_mean": _mean(_rewards(greedy)),
+        "eval/completion_length_mean": _mean(_lengths(greedy)),
+        "eval/truncated_frac": _mean(r.completion.truncated for r in greedy),
+        "eval/none_count": sum(r.reward is None for r in greedy),
+    }
+    if not samples:
+        return metrics
+    _check_groups(samples, num_samples)
+    if len(samples) != len(greedy) * num_samples:
+        raise ValueError(
+            f"{len(samples)} samples of {len(greedy)} prompts, expected {num_samples} of each; pass all of them"
+        )
+    num_passed = [
+        sum(passed(r, function) is True for r in samples[first : first + num_samples])
+        for first in range(0, len(samples), num_samples)
+    ]
+    for k in sorted({*(2**i for i in range(num_samples.bit_length())), num_samples}):
+        metrics[f"eval/pass_at_{k}"] = statistics.fmean(pass_at_k(num_samples, c, k) for c in num_passed)
+    return metrics | {
+        "eval/sample_reward_mean": _mean(_rewards(samples)),
+        "eval/sample_length_mean": _mean(_lengths(samples)),
+    }
+
+
+def reward_tensors(rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float32 [S]: the rewards, 0 where there is none; bool [S]: which there are)."""
+    rewards_S = torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts])
+    return rewards_S, torch.tensor([r.reward is not None for r in rollouts])
+
+
+def _check_groups(rollouts: list[Rollout], group_size: int, least: int = 0) -> None:
+    if group_size < 1 or len(rollouts) < least or len(rollouts) % group_size:
+        raise ValueError(
+            f"{len(rollouts)} rollouts are not whole groups of {group_size}; pass all those of each prompt"
+        )
+
+
+def _mean(values: Iterable[float]) -> float:
+    """NaN if there are none."""
+    values = list(values)
+    return statistics.fmean(values) if values else math.nan
+
+
+def _rewards(rollouts: list[Rollout]) -> list[float]:
+    """Of those that have one."""
+    return [r.reward for r in rollouts if r.reward is not None]
+
+
+def _lengths(rollouts: list[Rollout]) -> list[int]:
+    return [r.completion.num_tokens for r in rollouts]

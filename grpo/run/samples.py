@@ -1,0 +1,126 @@
+"""Completions to read: records for the .jsonl files, readable text, a table, and why reward functions failed."""
+
+import collections
+import math
+from typing import Any
+
+from grpo.run.formats import number_or_none
+from grpo.types import Rollout
+
+# In samples, prompts and their columns (an answer, test cases, ...) are cut to this many characters.
+SAMPLE_CHARACTERS = 600
+# What is told about a failed reward function is one line, so it quotes less.
+QUOTED_CHARACTERS = 200
+# Characters that mean something in a Markdown table or in HTML, as entities: `<think>`, `a|b` and `*` stay as they are.
+ENTITIES = {ord(character): f"&#{ord(character)};" for character in "&<>|\\`*_~[]"}
+TABLE_HEADER = ("prompt", "completion", "rewards", "advantage", "mismatch", "finish reason")
+
+
+def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict[str, Any]]:
+    """What the .jsonl files tell about each completion, except step and kind; None where there is no finite number.
+
+    Raises:
+        ValueError: there are not as many prompts as rollouts.
+    """
+    if len(prompts) != len(rollouts):
+        raise ValueError(f"{len(prompts)} prompt texts for {len(rollouts)} rollouts; pass one for each rollout")
+    return [
+        {
+            "row": rollout.prompt.row,
+            "prompt": prompt,
+            "completion": rollout.text,
+            "rewards": {name: finite_or_none(value) for name, value in rollout.rewards.items()},
+            "reward": finite_or_none(rollout.reward),
+            "advantage": finite_or_none(rollout.advantage),
+            "mismatch": finite_or_none(rollout.mismatch),
+            "finish_reason": _finish_reason(rollout),
+            "num_tokens": rollout.completion.num_tokens,
+            "failures": rollout.failures,
+        }
+        for rollout, prompt in zip(rollouts, prompts, strict=True)
+    ]
+
+
+def spread_by_reward(rewards: list[float | None], count: int) -> list[int]:
+    """At most `count` positions at even distances in the ranking by reward, best first, worst (or None) last."""
+    ranked = sorted(range(len(rewards)), key=lambda i: -math.inf if rewards[i] is None else rewards[i], reverse=True)
+    if count >= len(ranked):
+        return ranked
+    if count == 1:
+        return ranked[:1]
+    return [ranked[round(i * (len(ranked) - 1) / (count - 1))] for i in range(count)]
+
+
+def describe_rollout(rollout: Rollout, prompt: str) -> str:
+    """A rollout as readable text: a line of numbers, failures, the prompt, its other columns, the completion."""
+    numbers = [
+        *_reward_texts(rollout),
+        f"advantage {number_or_none(rollout.advantage)}",
+        f"mismatch {number_or_none(rollout.mismatch)}",
+        f"{rollout.completion.num_tokens} tokens, finish reason {_finish_reason(rollout)}",
+    ]
+    # The first column is the text that the prompt was made from.
+    columns = [f"{name}: {_shorten(str(value))}" for name, value in list(rollout.prompt.columns.items())[1:]]
+    lines = [f"--- {' | '.join(numbers)}", *_failure_texts(rollout), f"prompt: {_shorten(prompt)}", *columns]
+    return "\n".join([*lines, f"completion: {rollout.text}"])
+
+
+def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
+    """Rollouts as a Markdown table, one line each; texts keep their tags, bars, stars and line breaks."""
+    lines = [f"| {' | '.join(TABLE_HEADER)} |", f"|{' --- |' * len(TABLE_HEADER)}"]
+    for rollout, prompt in zip(rollouts, prompts, strict=True):
+        cells = [
+            _shorten(prompt),
+            rollout.text,
+            "\n".join([*_reward_texts(rollout), *_failure_texts(rollout)]),
+            number_or_none(rollout.advantage),
+            number_or_none(rollout.mismatch),
+            _finish_reason(rollout),
+        ]
+        lines.append(f"| {' | '.join('<br>'.join(cell.translate(ENTITIES).splitlines()) for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:
+    """A line for each reward function that failed: how often, its `limit` most frequent reasons, where first."""
+    lines = []
+    for function in dict.fromkeys(name for r in rollouts for name in r.failures):
+        failed = [r for r in rollouts if function in r.failures]
+        reasons = collections.Counter(_one_line(r.failures[function]) for r in failed).most_common()
+        shown = [f"{reason} ({count})" for reason, count in reasons[:limit]]
+        if len(reasons) > limit:
+            shown.append(f"other reasons ({sum(count for _, count in reasons[limit:])})")
+        lines.append(
+            f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {', '.join(shown)}; "
+            f"first completion: {_shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
+        )
+    return lines
+
+
+def finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _finish_reason(rollout: Rollout) -> str:
+    return "length" if rollout.completion.truncated else "stop"
+
+
+def _reward_texts(rollout: Rollout) -> list[str]:
+    rewards = [f"{name} {number_or_none(value)}" for name, value in rollout.rewards.items()]
+    return [f"reward {number_or_none(rollout.reward)}", *rewards]
+
+
+def _failure_texts(rollout: Rollout) -> list[str]:
+    return [f"{name} failed: {_one_line(reason)}" for name, reason in rollout.failures.items()]
+
+
+def _one_line(text: str) -> str:
+    return _shorten(" ".join(text.split()), QUOTED_CHARACTERS)
+
+
+def _shorten(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
+    """Both ends of a text that is too long: a prompt's question comes last."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[-half:]}"

@@ -1,0 +1,105 @@
+"""Where the wall time of a step goes, phase by phase. Left out: time on the GPU, spans inside a phase."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from grpo.run.failures import set_place
+
+
+class StepTimer:
+    """Seconds of each phase of one step. A phase inside another pauses it, so no second counts twice.
+
+    Phase `startup` is not the step's: loading models, and compiling inside the first steps.
+    """
+
+    def __init__(self, is_driver: bool = False) -> None:
+        """is_driver: `startup` prints what it does."""
+        self.is_driver = is_driver
+        self.seconds: dict[str, float] = {}
+        self.open_phases: list[str] = []
+        self.start = self.step_start = self.last_change = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the wall seconds of the `with` block to phase `name` (startup, generate, reward, reference, train, ...).
+
+        Raises:
+            ValueError: the name is one that `close_step` computes.
+        """
+        if name in ("other", "step"):
+            raise ValueError(f"time/{name} is computed by close_step; give the phase another name")
+        self._book()
+        self.open_phases.append(name)
+        set_place(phase=name)
+        try:
+            yield
+        finally:
+            self._book()
+            self.open_phases.pop()
+        # not reached if the block raised: what failed, failed in this phase
+        set_place(phase=self.open_phases[-1] if self.open_phases else "other")
+
+    @contextlib.contextmanager
+    def startup(self, what: str) -> Iterator[None]:
+        """Phase `startup`; the driver prints `what` the user waits for, and the seconds since the timer was made."""
+        if self.is_driver:
+            seconds = time.perf_counter() - self.start
+            Console(highlight=False, markup=False).print(
+                f"starting {seconds:4.0f} s  {what}", style="dim", soft_wrap=True
+            )
+        with self.phase("startup"):
+            yield
+
+    @contextlib.contextmanager
+    def compilation_in_startup(self) -> Iterator[None]:
+        """While the `with` block runs, what torch.compile takes pauses the open phase and counts as `startup`.
+
+        It compiles at the first call of a function and again for new shapes, also in autograd's threads, for which the
+        caller waits. Torch reports the first of nested or parallel compilations as the start, the last as the end.
+        """
+        from torch._dynamo.callback import callback_handler  # takes seconds to load
+
+        open_phase = contextlib.ExitStack()
+
+        def start(_) -> None:
+            open_phase.enter_context(self.phase("startup"))
+
+        def end(_) -> None:
+            open_phase.close()
+
+        callback_handler.register_start_callback(start)
+        callback_handler.register_end_callback(end)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # torch._dynamo.reset() may have removed them
+                callback_handler.remove_start_callback(start)
+                callback_handler.remove_end_callback(end)
+
+    def close_step(self) -> dict[str, float]:
+        """Seconds since the last call: `time/PHASE` of each phase that ran, `time/other`, `time/step`.
+
+        `time/step` is the sum of all others except `time/startup`. The next step starts here.
+
+        Raises:
+            ValueError: a phase is still open.
+        """
+        if self.open_phases:
+            raise ValueError(f"the step closes inside phase {self.open_phases[-1]}; end the phase first")
+        now = time.perf_counter()
+        times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        times["time/other"] = now - self.step_start - sum(self.seconds.values())
+        times["time/step"] = now - self.step_start - times.get("time/startup", 0.0)
+        self.seconds, self.step_start = {}, now
+        return times
+
+    def _book(self) -> None:
+        """Give the time since the last change to the phase that is open, if any."""
+        now = time.perf_counter()
+        if self.open_phases:
+            name = self.open_phases[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last_change
+        self.last_change = now
