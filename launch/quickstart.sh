@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a model that GRPO made better, in minutes, on four CPU cores or on GPUs, without a download of weights or
-# data: a tiny model learns to add numbers from examples (SFT), then from rewards alone (GRPO).
+# From nothing to a model that GRPO made better, in minutes, on four CPU cores or on GPUs, without a download of weights
+# or data: a tiny model learns to add numbers from examples (SFT), then from rewards alone (GRPO).
 #
 #   bash launch/quickstart.sh
 #
@@ -44,4 +44,13 @@ stage "GRPO" "${torchrun[@]}" --nproc_per_node="$num_processes" train_grpo.py co
     "${layout[@]}"
 printf '\n'
 python -m grpo.summary runs/toy_arithmetic
+cat <<'NEXT'
+
+What next, after `source .venv/bin/activate`:
+  watch the curves   tensorboard --logdir runs
+  pass@k             python -m grpo.evaluate runs/toy_arithmetic/model runs/toy_arithmetic/config.py \
+                         --evaluation.num-samples 8
+  change something   the recipe configs/toy_arithmetic.py, the loss with --algorithm.loss dapo, or train_grpo.py itself
+  a real model       torchrun --nproc_per_node=8 train_grpo.py configs/qwen3_1_7b_gsm8k.py
+NEXT
 printf '\nquickstart took %d s\n' "$SECONDS"

