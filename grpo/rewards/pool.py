@@ -21,7 +21,8 @@ from typing import Any
 
 from grpo.config import RewardConfig
 from grpo.rewards.builtin import RewardError
-from grpo.rewards.worker import MAX_FAILED_STARTS, shorten
+from grpo.rewards.worker import MAX_FAILED_STARTS, SHOWN_CHARACTERS
+from grpo.text import shorten
 from grpo.types import Rollout
 
 # For one process to import the user's reward files.
@@ -222,5 +223,6 @@ def _shown(rollout: Rollout) -> str:
 
 
 def _shorten(value: Any) -> Any:
+    """The value itself if its text is short enough."""
     text = value if isinstance(value, str) else repr(value)
-    return value if shorten(text) == text else shorten(text)
+    return value if len(text) <= SHOWN_CHARACTERS else shorten(text, SHOWN_CHARACTERS)

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from grpo.rewards import builtin as rewards
+from grpo.text import one_line, shorten
 
 # Characters of an error message, repr or completion that are shown.
 SHOWN_CHARACTERS = 500
@@ -465,12 +466,12 @@ def make_call(function: rewards.RewardFunction, payload: bytes) -> tuple[list[fl
 def check_values(values: Any, number: int) -> list[float | None] | str:
     """The values as floats, or what is wrong with them."""
     if not isinstance(values, list | tuple):
-        return f"returned {one_line(values)} ({type(values).__name__}), not a list with {number} values"
+        return f"returned {shown(repr(values))} ({type(values).__name__}), not a list with {number} values"
     if len(values) != number:
         return f"returned {len(values)} values for {number} completions"
     for value in values:
         if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            return f"returned {one_line(value)} ({type(value).__name__}), not a finite number or None"
+            return f"returned {shown(repr(value))} ({type(value).__name__}), not a finite number or None"
     return [None if value is None else float(value) for value in values]
 
 
@@ -479,7 +480,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "MemoryError"
     try:
-        message = one_line(str(error), quote=False)
+        message = shown(str(error))
     except Exception:  # a user's exception may have a __str__ that fails
         message = ""
     frames, trace = [], error.__traceback__
@@ -493,18 +494,9 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
 
 
-def one_line(value: Any, quote: bool = True) -> str:
-    """A value's repr (or a string itself) shortened, printable and without line breaks."""
-    text = shorten(repr(value) if quote else value)
-    return " ".join(text.encode("utf-8", "replace").decode().split())
-
-
-def shorten(text: str) -> str:
-    """Beginning and end of a text that is longer than SHOWN_CHARACTERS."""
-    if len(text) <= SHOWN_CHARACTERS:
-        return text
-    half = SHOWN_CHARACTERS // 2
-    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[-half:]}"
+def shown(text: str) -> str:
+    """As a message shows it."""
+    return one_line(shorten(text, SHOWN_CHARACTERS))
 
 
 if __name__ == "__main__":

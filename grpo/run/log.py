@@ -23,6 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 from grpo.algorithm.advantages import zero_variance_groups
 from grpo.config import MetricsConfig
 from grpo.run.failures import set_place
+from grpo.text import one_line, shorten
 from grpo.types import Rollout
 
 # Metric, its label on the console line, its unit there. The rest is in metrics.jsonl and TensorBoard.
@@ -269,13 +270,15 @@ def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:
     lines = []
     for function in dict.fromkeys(name for r in rollouts for name in r.failures):
         failed = [r for r in rollouts if function in r.failures]
-        reasons = collections.Counter(_one_line(r.failures[function]) for r in failed).most_common()
+        reasons = collections.Counter(
+            shorten(one_line(r.failures[function]), QUOTED_CHARACTERS) for r in failed
+        ).most_common()
         shown = [f"{reason} ({count})" for reason, count in reasons[:limit]]
         if len(reasons) > limit:
             shown.append(f"other reasons ({sum(count for _, count in reasons[limit:])})")
         lines.append(
             f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {', '.join(shown)}; "
-            f"first completion: {_shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
+            f"first completion: {shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
         )
     return lines
 
@@ -324,8 +327,15 @@ def describe_rollout(rollout: Rollout, prompt: str) -> str:
         f"{len(rollout.completion.ids)} tokens, finish reason {_finish_reason(rollout)}",
     ]
     # The first column is the text that the prompt was made from.
-    columns = [f"{name}: {_shorten(str(value))}" for name, value in list(rollout.prompt.columns.items())[1:]]
-    lines = [f"--- {' | '.join(numbers)}", *_failure_texts(rollout), f"prompt: {_shorten(prompt)}", *columns]
+    columns = [
+        f"{name}: {shorten(str(value), SAMPLE_CHARACTERS)}" for name, value in list(rollout.prompt.columns.items())[1:]
+    ]
+    lines = [
+        f"--- {' | '.join(numbers)}",
+        *_failure_texts(rollout),
+        f"prompt: {shorten(prompt, SAMPLE_CHARACTERS)}",
+        *columns,
+    ]
     return "\n".join([*lines, f"completion: {rollout.text}"])
 
 
@@ -334,7 +344,7 @@ def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
     lines = [f"| {' | '.join(TABLE_HEADER)} |", f"|{' --- |' * len(TABLE_HEADER)}"]
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         cells = [
-            _shorten(prompt),
+            shorten(prompt, SAMPLE_CHARACTERS),
             rollout.text,
             "\n".join([*_reward_texts(rollout), *_failure_texts(rollout)]),
             compact_number(rollout.advantage),
@@ -437,16 +447,6 @@ def _reward_texts(rollout: Rollout) -> list[str]:
 
 
 def _failure_texts(rollout: Rollout) -> list[str]:
-    return [f"{name} failed: {_one_line(reason)}" for name, reason in rollout.failures.items()]
-
-
-def _one_line(text: str) -> str:
-    return _shorten(" ".join(text.split()), QUOTED_CHARACTERS)
-
-
-def _shorten(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
-    """Both ends of a text that is too long: a prompt's question comes last."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[-half:]}"
+    return [
+        f"{name} failed: {shorten(one_line(reason), QUOTED_CHARACTERS)}" for name, reason in rollout.failures.items()
+    ]
