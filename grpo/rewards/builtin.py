@@ -52,10 +52,6 @@ RewardFunction = Callable[..., list[float | None]]
 EXTRA_COLUMNS = ("num_tokens", "truncated")
 
 
-class RewardError(RuntimeError):
-    """No completion of a step got a value from a reward function."""
-
-
 def group_level(function: RewardFunction) -> RewardFunction:
     """Mark a reward function that compares the completions of one prompt, and so is called with all of them."""
     function.group_level = True

@@ -24,7 +24,7 @@ from grpo.data import toy
 from grpo.data.packing import make_batch
 from grpo.models import build as models
 from grpo.rewards import builtin as rewards
-from grpo.rewards.pool import RewardPool, refuse_useless
+from grpo.rewards.pool import RewardPool, check_all_failed
 from grpo.roles.generator import temperature_of
 from grpo.run import checkpoint
 from grpo.run.eval_metrics import evaluation_metrics, pass_rates
@@ -155,7 +155,7 @@ class Driver:
                 + ("these" if self.num_useful else "groups of equal rewards"),
                 flush=True,
             )
-        refuse_useless(self.sampled)
+        check_all_failed(self.sampled)
         self.rollouts = (self.rollouts or self.spare)[: config.completions_per_step]
         return []
 
@@ -179,7 +179,7 @@ class Driver:
         if not self.config.sampling.dynamic:
             with ledger.phase("reward"):
                 self.rollouts = self.sampled = self._collect()
-                refuse_useless(self.sampled)
+                check_all_failed(self.sampled)
 
     def _collect(self) -> list[Rollout]:
         rollouts = self.pool.collect()
