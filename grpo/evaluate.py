@@ -21,7 +21,7 @@ from grpo.config.recipes import load, validate
 from grpo.data import streams as data
 from grpo.data import toy
 from grpo.models import build as models
-from grpo.rewards import builtin as rewards
+from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import RewardPool
 from grpo.roles.comm import gather_completions, on_driver, share
 from grpo.roles.generator import Generator
@@ -92,7 +92,7 @@ class Judge:
         self.config = config
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
-            rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
+            load_functions(config.reward, columns, config.generator.max_completion_tokens)
             folder = models.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
             models.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
             self.tokenizer = data.load_tokenizer(folder)

@@ -4,7 +4,6 @@ Floor 1: the standard library, config, text and rewards. Left out: deadlines and
 and protection against code that means harm: a worker is a process of the same user with the same files and network.
 """
 
-import importlib
 import json
 import math
 import numbers
@@ -16,7 +15,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from grpo.rewards import builtin as rewards
+from grpo.rewards.builtin import RewardFunction
+from grpo.rewards.loading import is_group_level, load_functions
 from grpo.text import one_line, shorten
 
 # Characters of an error message, repr or completion that are shown.
@@ -57,11 +57,8 @@ def work(setup: dict[str, Any], connection: socket.socket) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
     try:
-        config = setup["config"]
-        functions = rewards.load_functions(config, None, setup["max_completion_tokens"])
-        if config.answer_format == "boxed" or "math_verify" in config.functions:
-            importlib.import_module("math_verify")  # the functions would, within the deadline of their first call
-        reply(loaded=[name for name, (function, _) in functions.items() if rewards.is_group_level(function)])
+        functions = load_functions(setup["config"], None, setup["max_completion_tokens"])
+        reply(loaded=[name for name, (function, _) in functions.items() if is_group_level(function)])
     except BaseException as error:  # a user's file may raise anything, and the driver must hear what
         reply(load_failure=describe(error), kind="ValueError" if isinstance(error, ValueError) else "RuntimeError")
         return
@@ -72,7 +69,7 @@ def work(setup: dict[str, Any], connection: socket.socket) -> None:
                 reply(call=call, outcome=outcome, retire=retire)
 
 
-def make_call(function: rewards.RewardFunction, payload: bytes) -> tuple[list[float | None] | str, bool]:
+def make_call(function: RewardFunction, payload: bytes) -> tuple[list[float | None] | str, bool]:
     """The values of one call or what went wrong, and whether this process is better replaced afterwards."""
     # A verifier may raise anything, SystemExit and KeyboardInterrupt too, and all of it belongs to this one call.
     try:

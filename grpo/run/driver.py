@@ -23,7 +23,7 @@ from grpo.data import streams as data
 from grpo.data import toy
 from grpo.data.packing import make_batch
 from grpo.models import build as models
-from grpo.rewards import builtin as rewards
+from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import RewardPool, check_all_failed
 from grpo.roles.generator import temperature_of
 from grpo.run import checkpoint
@@ -58,7 +58,7 @@ class Driver:
         self.config = config
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
-            rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
+            load_functions(config.reward, columns, config.generator.max_completion_tokens)
             try_loss(config.algorithm)
             rows = data.load_rows(config.data.path, config.data.name, config.data.split)
             data.check_columns(rows, columns, config.data.path)

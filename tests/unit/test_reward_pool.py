@@ -500,7 +500,7 @@ def test_math_reward_compares_latex_in_a_worker(open_pool):
 def test_code_runs_in_its_sandbox_under_a_worker(open_pool):
     """What the sandbox ends costs nothing but the reward; the worker lives on."""
     pool = open_pool(
-        {"code_reward": 1.0}, memory_gib=4.0, code_timeout_seconds=1.5, timeout_seconds=10.0, num_workers=2
+        {"code_reward": 1.0}, memory_gib=4.0, options={"code_reward": {"timeout_seconds": 1.5}}, timeout_seconds=10.0
     )
     programs = [
         "def f(x): return x + 1",
