@@ -58,7 +58,7 @@ def math_reward(
     Returns `partial_credit` (0 to 1) for an answer in the right form that is wrong, None where the reference is empty
     or None.
     """
-    extract_answer("", answer_format)
+    extract_answer("", answer_format)  # refuses an unknown format
     if answer_format == "boxed":
         importlib.import_module("math_verify")  # at the start, not within the deadline of the first comparison
     rewards = []
@@ -120,7 +120,7 @@ def exact_match(
 
     A reference with #### counts from the last one on; None where it is empty.
     """
-    extract_answer("", answer_format)
+    extract_answer("", answer_format)  # refuses an unknown format
     rewards = []
     for text, reference in zip(completions, answer, strict=True):
         reference = _reference_answer(reference)
