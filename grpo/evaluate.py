@@ -22,7 +22,7 @@ from grpo.data import toy
 from grpo.data.chat import load_tokenizer
 from grpo.data.streams import load_eval_prompts
 from grpo.models import hf_folder
-from grpo.rewards import builtin as rewards
+from grpo.rewards.loading import load_functions
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
@@ -95,7 +95,7 @@ class Driver:
         config = self.config
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
-            rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
+            load_functions(config.reward, columns, config.generator.max_completion_tokens)
             folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
             tokenizer = load_tokenizer(folder)

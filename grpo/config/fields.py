@@ -81,6 +81,8 @@ class RewardConfig:
 
     functions: Table[float] = field(default_factory=lambda: {"math_reward": 1.0, "thinking_reward": 0.2})
     """Weights by name: a built-in (see `grpo/rewards/builtin.py`) or your own `path/file.py:function`."""
+    options: Table[Options] = field(default_factory=dict)
+    """Keyword arguments of a reward function, by its name: `--reward.options overlong_penalty '{"tokens": 256}'`."""
     num_workers: int = 4
     """Processes that run the reward functions."""
     timeout_seconds: float = 10.0
@@ -88,25 +90,7 @@ class RewardConfig:
     memory_gib: float = 4.0
     """Address space of one such process."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
-    """Where math_reward looks for the answer: last <answer>..</answer>, last \\boxed{}, or after the last ####."""
-    tolerance: float = 1e-6
-    """Largest relative (below 1: absolute) difference at which math_reward takes two numbers as equal."""
-    partial_credit: float = 0.0
-    """What math_reward gives for a well-formed but wrong answer (0 to 1)."""
-    pattern: str = ""
-    """regex_match: regular expression searched for in the completion."""
-    target_tokens: int = 0
-    """length_penalty: tokens that are free of charge."""
-    overlong_tokens: int = 0
-    """overlong_penalty: tokens before max_completion_tokens over which it falls to -1; 0 takes a quarter of them."""
-    repetition_ngram: int = 4
-    """repetition_penalty: words per n-gram."""
-    language: str = "latin"
-    """language_reward: script that the completion's letters should be in."""
-    code_timeout_seconds: float = 5.0
-    """code_reward: wall-clock and CPU seconds for one completion's tests."""
-    code_memory_gib: float = 1.0
-    """code_reward: address space of one process."""
+    """Where functions find the answer: in the last <answer>..</answer>, the last \\boxed{}, or after the last ####."""
 
 
 @dataclass(frozen=True, kw_only=True)

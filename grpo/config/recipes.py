@@ -340,11 +340,6 @@ def _validate_sampling(config: GRPOConfig) -> None:
         raise ValueError(
             f"reward.timeout_seconds={reward.timeout_seconds} and reward.memory_gib={reward.memory_gib} must be above 0"
         )
-    if reward.code_memory_gib > reward.memory_gib and "code_reward" in reward.functions:
-        raise ValueError(
-            f"reward.code_memory_gib={reward.code_memory_gib} must not exceed reward.memory_gib={reward.memory_gib}, "
-            "which the process that starts the code has itself"
-        )
     if config.evaluation.num_samples < 0 or not config.evaluation.temperature > 0:
         raise ValueError(
             f"evaluation.num_samples={config.evaluation.num_samples} must be at least 0 and "

@@ -1,7 +1,7 @@
-"""Reading answers: where a completion's final answer stands, which number it is, and when two answers are the same.
+"""Reading answers: where a completion's final answer is, which number it is, and when two answers are the same.
 
-Layer 0: the standard library, and math-verify only once a LaTeX answer is compared. Left out: what an answer is worth,
-which is the reward functions' (rewards.py).
+The standard library, and math-verify only once a LaTeX answer is compared. Left out: what an answer is worth
+(builtin.py).
 """
 
 import math
@@ -93,8 +93,8 @@ def _words(text: str) -> list[str]:
 
 def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bool:
     """Whether both are one number and differ by at most `tolerance`, relative to the reference or absolute if that is
-    below 1; or the texts agree but for case, blanks, Markdown and a final period; or, with `latex`, math-verify takes
-    them as equal expressions (which needs the process's main thread).
+    below 1; or the texts agree except for case, blanks, Markdown and a final period; or, with `latex`, math-verify
+    takes them as equal expressions (which needs the process's main thread).
     """
     given_number, reference_number = parse_number(given), parse_number(reference)
     if given_number is not None and reference_number is not None:

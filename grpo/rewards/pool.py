@@ -1,11 +1,10 @@
 """Rewards from the driver's side: calls go out to worker processes, values come back, weighted sums are taken.
 
-What runs over there, and what happens to a verifier that loops, crashes or allocates without end, is reward_worker's.
-Here stands what a failure means: that completion has no reward, and says why; a function that fails for every
+What happens to a verifier that loops, crashes or allocates without end is the supervisor's business (supervisor.py).
+This module says what a failure means: that completion has no reward, and says why; a function that fails for every
 completion of a step ends the run.
 
-Layer 1. Left out: threads. The supervisor process watches the deadlines, so between `submit` and `collect` the driver
-does what it likes.
+Left out: threads. The supervisor process watches the deadlines, so between `submit` and `collect` the driver is free.
 """
 
 import contextlib
@@ -20,14 +19,19 @@ import time
 from typing import Any
 
 from grpo.config import RewardConfig
-from grpo.rewards.builtin import RewardError
-from grpo.rewards.worker import MAX_FAILED_STARTS, shorten
+from grpo.rewards.supervisor import MAX_FAILED_STARTS
+from grpo.rewards.worker import SHOWN_CHARACTERS
+from grpo.text import shorten
 from grpo.types import Rollout
 
 # For one process to import the user's reward files.
 LOAD_SECONDS = 60.0
 # Beyond all deadlines that the supervisor keeps itself: longer means that the supervisor is stuck.
 SLACK_SECONDS = 60.0
+
+
+class RewardError(RuntimeError):
+    """No completion of a step got a value from a reward function."""
 
 
 class RewardPool:
@@ -52,7 +56,7 @@ class RewardPool:
         self._reader = self._socket.makefile("rb")
         with theirs:
             self.supervisor = subprocess.Popen(
-                [sys.executable, "-m", "grpo.rewards.worker", str(theirs.fileno())],
+                [sys.executable, "-m", "grpo.rewards.supervisor", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # killed with the driver's group, it could not end what the workers started
@@ -135,7 +139,7 @@ class RewardPool:
     def close(self) -> None:
         """End all processes and wait until they are gone; a second call does nothing."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # heard even if a forked process holds a copy of this end
+            self._socket.shutdown(socket.SHUT_RDWR)  # noticed even if a forked process holds a copy of this end
         self._reader.close()
         self._socket.close()
         try:
@@ -195,7 +199,7 @@ class RewardPool:
         )
 
 
-def refuse_useless(rollouts: list[Rollout]) -> None:
+def check_all_failed(rollouts: list[Rollout]) -> None:
     """Stop a step in which one function failed for every completion: then the function is wrong, not the completions.
 
     Raises:
@@ -222,5 +226,6 @@ def _shown(rollout: Rollout) -> str:
 
 
 def _shorten(value: Any) -> Any:
+    """The value itself if its text is short enough."""
     text = value if isinstance(value, str) else repr(value)
-    return value if shorten(text) == text else shorten(text)
+    return value if len(text) <= SHOWN_CHARACTERS else shorten(text, SHOWN_CHARACTERS)

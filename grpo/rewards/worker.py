@@ -1,401 +1,28 @@
-"""What runs in the reward processes: a supervisor, and the workers it forks, which call the reward functions.
+"""What happens in one reward process, which the supervisor forks: limits, loading, then one call after another.
 
-    python -m grpo.rewards.worker FD    (reward_pool.RewardPool starts it; FD is its end of a socketpair)
-
-A verifier that loops for ever, crashes, allocates without end or kills itself must cost one completion its reward and
-nothing else, so each call runs in a process that can be killed, with a deadline that someone else watches. That someone
-is the supervisor: it answers one message per batch, and enforces deadlines while the driver does other things.
-
-Why an own program: multiprocessing's spawn would import the training script, with torch and vLLM, again in each worker,
-and a fork of the driver would copy a process with CUDA, NCCL and gloo threads. This one imports little, starts in a
-tenth of a second and has a single thread, so that it may fork.
-
-The supervisor runs no user code and never blocks on a worker: sockets are non-blocking, death is seen by SIGCHLD and
-not only by a closed socket (a verifier's child may keep that open), and a worker answers in JSON, never in pickles.
-
-Layer 1: the standard library, config and rewards. Left out: weights, sums and what failures mean (reward_pool), and
-protection against code that means harm: a worker is a process of the same user with the same files and network.
+Floor 1: the standard library, config, text and rewards. Left out: deadlines and what follows a death (supervisor.py),
+and protection against code that means harm: a worker is a process of the same user with the same files and network.
 """
 
-import collections
-import contextlib
-import ctypes
-import importlib
 import json
 import math
 import numbers
 import os
 import pickle
 import resource
-import selectors
 import signal
 import socket
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from grpo.rewards import builtin as rewards
+from grpo.rewards.builtin import RewardFunction
+from grpo.rewards.loading import is_group_level, load_functions
+from grpo.text import one_line, shorten
 
 # Characters of an error message, repr or completion that are shown.
 SHOWN_CHARACTERS = 500
-# Calls handed to a worker at once, so that a cheap call does not wait for a message each time.
-CHUNK_CALLS = 8
-# Processes in a row that died with no call to blame (loading or idle) before the supervisor, with none left, gives up.
-MAX_FAILED_STARTS = 5
-# Between a worker's closed socket and its death, which usually tells more; it is killed if it lives on.
-LAST_GASP_SECONDS = 1.0
-# For killed processes to be gone when the supervisor ends, and before a process is replaced that died with no call to
-# blame, doubled each time.
-END_SECONDS, RETRY_SECONDS = 5.0, 0.1
-# An outcome is a line of JSON; a longer one comes from something that writes into the socket.
-LINE_BYTES = 2**24
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def main() -> None:
-    """The supervisor: set up, load, then a batch at a time until the driver closes its end of the socket."""
-    # Ctrl-C is the driver's business. SIGTERM is also what the kernel sends when the driver's main thread, which
-    # started this process, is gone; SIGKILL would not let it end what the workers started.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what dead workers leave behind becomes a child of this process
-    supervisor = Supervisor(socket.socket(fileno=int(sys.argv[1])), prctl)
-    try:
-        supervisor.run()
-    finally:
-        supervisor.close()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Supervisor
-
-
-class GiveUp(Exception):
-    """No worker can be had; `kind` is ValueError if the functions refused to load with one, else RuntimeError."""
-
-    def __init__(self, text: str, kind: str = "RuntimeError"):
-        super().__init__(text)
-        self.kind = kind
-
-
-class Worker:
-    """A worker as the supervisor sees it. The first of `calls` is the one it runs now."""
-
-    def __init__(self, pid: int, connection: socket.socket, deadline: float):
-        self.pid, self.connection, self.deadline = pid, connection, deadline
-        self.loading, self.closed = True, False
-        self.calls: collections.deque[int] = collections.deque()
-        self.inbox, self.outbox = bytearray(), bytearray()
-
-    @property
-    def idle(self) -> bool:
-        return not (self.loading or self.closed or self.calls)
-
-
-class Supervisor:
-    """Hands calls to workers, kills those that take too long, and replaces all that end.
-
-    From the driver, pickled: the setup, a dict; then batches `(payloads, calls)`, a call being `(function name, index
-    of its payload, seconds)` and a payload pickled `(completions, columns)`, which is only passed on. To the driver:
-    `("ready", names of group-level functions)`, `("outcomes", list)` with a list of values or a failure text for each
-    call, or `("failed", kind of exception, text)`, after which it ends.
-    """
-
-    def __init__(self, driver: socket.socket, prctl: Callable[..., int]):
-        self.driver, self.reader, self.prctl = driver, driver.makefile("rb"), prctl
-        self.workers: dict[int, Worker] = {}
-        self.ended: set[int] = set()  # killed or dead, not yet waited for
-        self.ready, self.num_failed_starts, self.start_after = False, 0, 0.0
-        self.payloads: list[bytes] = []
-        self.calls: list[tuple[str, int, float]] = []
-        self.outcomes: list[list[float | None] | str | None] = []
-        self.num_open = 0
-        self.queue: collections.deque[int] = collections.deque()
-
-    def run(self) -> None:
-        """Until the driver is gone, or no worker can be had."""
-        self.wake_reader, self.wake_writer = socket.socketpair()
-        self.wake_reader.setblocking(False)
-        self.wake_writer.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # only a signal with a handler writes into the wakeup socket
-        signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
-        self.selector = selectors.PollSelector()  # unlike epoll, it shares nothing with a forked worker
-        self.selector.register(self.driver, selectors.EVENT_READ)
-        self.selector.register(self.wake_reader, selectors.EVENT_READ)
-        try:
-            self.setup: dict[str, Any] = pickle.load(self.reader)
-            os.chdir(self.setup["cwd"])
-            sys.path[:] = self.setup["path"]
-            while True:
-                self._turn()
-        except GiveUp as error:
-            with contextlib.suppress(OSError):
-                self._tell("failed", error.kind, str(error))
-        except (EOFError, ConnectionError):
-            pass  # the driver closed its end or died
-
-    def close(self) -> None:
-        """Kill everything and wait until it is gone."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for worker in self.workers.values():
-            kill(worker.pid)
-        self.workers = {}
-        give_up_at = time.monotonic() + END_SECONDS
-        while time.monotonic() < give_up_at:
-            for pid in children():
-                kill(pid)
-            try:
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            except ChildProcessError:
-                return
-            time.sleep(0.005)
-
-    def _turn(self) -> None:
-        while len(self.workers) < self.setup["num_workers"] and time.monotonic() >= self.start_after:
-            self._start_worker()
-        for worker in list(self.workers.values()):
-            if worker.idle and self.queue:
-                self._hand_out(worker)
-        for key, events in self.selector.select(self._seconds_to_next_deadline()):
-            worker = key.data
-            if worker is not None and worker is self.workers.get(worker.pid):
-                if events & selectors.EVENT_WRITE:
-                    self._flush(worker)
-                if events & selectors.EVENT_READ:
-                    self._read(worker)
-            elif key.fileobj is self.wake_reader:
-                with contextlib.suppress(BlockingIOError):
-                    self.wake_reader.recv(4096)
-                self._reap()
-            elif key.fileobj is self.driver:
-                self._take_batch()
-        now = time.monotonic()
-        for worker in [worker for worker in self.workers.values() if worker.deadline <= now]:
-            self._end(worker, self._overdue(worker))
-
-    def _seconds_to_next_deadline(self) -> float | None:
-        at = min((worker.deadline for worker in self.workers.values()), default=math.inf)
-        if len(self.workers) < self.setup["num_workers"]:
-            at = min(at, self.start_after)
-        return None if at == math.inf else max(0.0, at - time.monotonic())
-
-    def _overdue(self, worker: Worker) -> str:
-        if worker.closed:
-            return "the process closed its connection to the supervisor"
-        if worker.loading:
-            return f"loading took longer than {self.setup['load_seconds']:g} s"
-        return f"took longer than {self.calls[worker.calls[0]][2]:g} s"
-
-    # ---- the driver ---------------------------------------------------------------------------------------------
-
-    def _take_batch(self) -> None:
-        self.payloads, self.calls = pickle.load(self.reader)
-        self.outcomes = [None] * len(self.calls)
-        self.num_open = len(self.calls)
-        self.queue = collections.deque(range(len(self.calls)))
-
-    def _tell(self, *message) -> None:
-        # Blocks while the driver does not read; then all calls are done, and nothing else is urgent.
-        self.driver.sendall(pickle.dumps(message))
-
-    def _finish(self, call: int, outcome: list[float | None] | str) -> None:
-        self.num_failed_starts = 0
-        self.outcomes[call] = outcome
-        self.num_open -= 1
-        if not self.num_open:
-            self._tell("outcomes", self.outcomes)
-            self.payloads = []
-
-    # ---- workers ------------------------------------------------------------------------------------------------
-
-    def _start_worker(self) -> None:
-        here, there = socket.socketpair()
-        supervisor = os.getpid()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            here.close()
-            there.close()
-            self._failed_start(f"cannot start a process: {error}")
-            return
-        if pid == 0:
-            # Whatever happens, this process never returns into the supervisor's code.
-            try:
-                signal.set_wakeup_fd(-1)
-                for other in (here, self.driver, self.reader, self.wake_reader, self.wake_writer):
-                    other.close()
-                for worker in self.workers.values():
-                    worker.connection.close()
-                confine(self.setup["config"].memory_gib, self.prctl, supervisor)
-                work(self.setup, there)
-            finally:
-                os._exit(1)
-        with contextlib.suppress(OSError):  # both do it, so that it is done before either goes on
-            os.setpgid(pid, pid)
-        there.close()
-        here.setblocking(False)
-        worker = self.workers[pid] = Worker(pid, here, time.monotonic() + self.setup["load_seconds"])
-        self.selector.register(here, selectors.EVENT_READ, worker)
-
-    def _failed_start(self, reason: str, kind: str = "RuntimeError") -> None:
-        """A process could not start or load, or died with no call to blame: bad at first, later tried again."""
-        if not self.ready:
-            raise GiveUp(f"the reward functions cannot be loaded: {reason}", kind)
-        print(f"warning: a reward process ended without a call to blame: {reason}", file=sys.stderr, flush=True)
-        self.num_failed_starts += 1
-        self.start_after = time.monotonic() + RETRY_SECONDS * 2 ** min(self.num_failed_starts, 8)
-        if self.num_failed_starts >= MAX_FAILED_STARTS and all(worker.loading for worker in self.workers.values()):
-            raise GiveUp(f"no reward process is left after {self.num_failed_starts} attempts to replace one: {reason}")
-
-    def _hand_out(self, worker: Worker) -> None:
-        # smaller chunks towards the end, so that no worker sits on a pile while the others have nothing left
-        number = max(1, min(CHUNK_CALLS, len(self.queue) // (4 * self.setup["num_workers"])))
-        worker.calls.extend(self.queue.popleft() for _ in range(number))
-        chunk = [(call, self.calls[call][0], self.payloads[self.calls[call][1]]) for call in worker.calls]
-        worker.outbox += pickle.dumps(chunk)
-        self._begin_call(worker)
-        self._flush(worker)
-
-    def _begin_call(self, worker: Worker) -> None:
-        seconds = self.calls[worker.calls[0]][2] if worker.calls else math.inf
-        worker.deadline = time.monotonic() + seconds
-
-    def _flush(self, worker: Worker) -> None:
-        try:
-            sent = worker.connection.send(worker.outbox)
-            del worker.outbox[:sent]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._closed(worker)
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
-        if events != self.selector.get_key(worker.connection).events:
-            self.selector.modify(worker.connection, events, worker)
-
-    def _read(self, worker: Worker) -> None:
-        """Take in what the worker has sent; it may be gone from `workers` afterwards."""
-        while worker is self.workers.get(worker.pid) and not worker.closed:
-            try:
-                data = worker.connection.recv(65536)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._closed(worker)
-                return
-            *lines, rest = (worker.inbox + data).split(b"\n")
-            worker.inbox = rest
-            understood = all(self._understand(worker, bytes(line)) for line in lines)
-            if worker is self.workers.get(worker.pid) and not (understood and len(rest) <= LINE_BYTES):
-                self._end(worker, "the process wrote into its connection to the supervisor")
-
-    def _understand(self, worker: Worker, line: bytes) -> bool:
-        if worker is not self.workers.get(worker.pid):
-            return True  # an earlier line ended it
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            return False
-        if not isinstance(message, dict):
-            return False
-        if worker.loading and "loaded" in message:
-            worker.loading, worker.deadline = False, math.inf
-            loaded = sum(not worker.loading for worker in self.workers.values())
-            if not self.ready and loaded == self.setup["num_workers"]:
-                self.ready = True
-                self._tell("ready", message["loaded"])
-        elif worker.loading and "load_failure" in message:
-            self._end(worker, message["load_failure"], message.get("kind", "RuntimeError"))
-        elif worker.calls and message.get("call") == worker.calls[0] and isinstance(message.get("outcome"), list | str):
-            self._finish(worker.calls.popleft(), message["outcome"])
-            self._begin_call(worker)
-            if message.get("retire"):
-                self._end(worker, None)
-        else:
-            return False
-        return True
-
-    def _closed(self, worker: Worker) -> None:
-        worker.closed = True
-        worker.deadline = min(worker.deadline, time.monotonic() + LAST_GASP_SECONDS)
-        self.selector.unregister(worker.connection)
-
-    def _end(self, worker: Worker, reason: str | None, kind: str = "RuntimeError") -> None:
-        kill(worker.pid)
-        self._remove(worker, reason, kind)
-
-    def _remove(self, worker: Worker, reason: str | None, kind: str = "RuntimeError") -> None:
-        """Forget a worker that is killed or dead: `reason` is what its running call hears, None blames nobody."""
-        del self.workers[worker.pid]
-        self.ended.add(worker.pid)
-        if not worker.closed:
-            self.selector.unregister(worker.connection)
-        worker.connection.close()
-        if worker.calls and reason is not None:
-            self._finish(worker.calls.popleft(), reason)
-        elif reason is not None:
-            self._failed_start(reason, kind)
-        self.queue.extendleft(reversed(worker.calls))
-
-    def _reap(self) -> None:
-        """Wait for all dead children: workers, and what dead workers left behind."""
-        while True:
-            try:
-                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # look, do not take it yet
-            except ChildProcessError:
-                return
-            if dead is None:
-                return
-            worker = self.workers.get(dead.si_pid)
-            if worker is not None:
-                self._read(worker)  # its last words say which call it was in
-                kill(dead.si_pid)  # the rest of its group; until it is waited for, the number is nobody else's
-            _, status = os.waitpid(dead.si_pid, 0)
-            if worker is not None and worker is self.workers.get(worker.pid):
-                code = os.waitstatus_to_exitcode(status)
-                how = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
-                self._remove(worker, f"the process {how}")
-            if dead.si_pid in self.ended:
-                self.ended.discard(dead.si_pid)
-                self._kill_strays()
-
-    def _kill_strays(self) -> None:
-        """End what left its worker's process group and lost its parent: it has become a child of this process.
-
-        Whose it was cannot be told any more, so nothing may rely on what a verifier has detached.
-        """
-        for pid in children():
-            if pid not in self.workers:
-                self.ended.add(pid)  # when it is waited for, its own children are ours
-                kill(pid)
-
-
-def kill(pid: int) -> None:
-    """SIGKILL for a child that nobody has waited for yet, and for the process group that it founded, if any."""
-    for send in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            send(pid, signal.SIGKILL)
-
-
-def children() -> Iterator[int]:
-    """Process ids of this process's children, dead ones that nobody waited for included."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # pid (command) state parent ...; the command may hold blanks and brackets
-                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                    yield int(name)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Worker
+PR_SET_PDEATHSIG = 1
 
 
 def confine(memory_gib: float, prctl: Callable[..., int], supervisor: int) -> None:
@@ -424,28 +51,25 @@ def work(setup: dict[str, Any], connection: socket.socket) -> None:
     time limit is a SIGALRM, which Python handles there."""
     pid = os.getpid()
 
-    def tell(**message) -> None:
+    def reply(**message) -> None:
         if os.getpid() != pid:
             os._exit(0)  # a forked child that came back from the verifier: one voice per worker
         connection.sendall(json.dumps(message).encode() + b"\n")
 
     try:
-        config = setup["config"]
-        functions = rewards.load_functions(config, None, setup["max_completion_tokens"])
-        if config.answer_format == "boxed" or "math_verify" in config.functions:
-            importlib.import_module("math_verify")  # the functions would, within the deadline of their first call
-        tell(loaded=[name for name, (function, _) in functions.items() if rewards.is_group_level(function)])
+        functions = load_functions(setup["config"], None, setup["max_completion_tokens"])
+        reply(loaded=[name for name, (function, _) in functions.items() if is_group_level(function)])
     except BaseException as error:  # a user's file may raise anything, and the driver must hear what
-        tell(load_failure=describe(error), kind="ValueError" if isinstance(error, ValueError) else "RuntimeError")
+        reply(load_failure=describe(error), kind="ValueError" if isinstance(error, ValueError) else "RuntimeError")
         return
     with connection.makefile("rb") as reader:
         while True:
             for call, name, payload in pickle.load(reader):
                 outcome, retire = make_call(functions[name][0], payload)
-                tell(call=call, outcome=outcome, retire=retire)
+                reply(call=call, outcome=outcome, retire=retire)
 
 
-def make_call(function: rewards.RewardFunction, payload: bytes) -> tuple[list[float | None] | str, bool]:
+def make_call(function: RewardFunction, payload: bytes) -> tuple[list[float | None] | str, bool]:
     """The values of one call or what went wrong, and whether this process is better replaced afterwards."""
     # A verifier may raise anything, SystemExit and KeyboardInterrupt too, and all of it belongs to this one call.
     try:
@@ -465,12 +89,12 @@ def make_call(function: rewards.RewardFunction, payload: bytes) -> tuple[list[fl
 def check_values(values: Any, number: int) -> list[float | None] | str:
     """The values as floats, or what is wrong with them."""
     if not isinstance(values, list | tuple):
-        return f"returned {one_line(values)} ({type(values).__name__}), not a list with {number} values"
+        return f"returned {shown(repr(values))} ({type(values).__name__}), not a list with {number} values"
     if len(values) != number:
         return f"returned {len(values)} values for {number} completions"
     for value in values:
         if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            return f"returned {one_line(value)} ({type(value).__name__}), not a finite number or None"
+            return f"returned {shown(repr(value))} ({type(value).__name__}), not a finite number or None"
     return [None if value is None else float(value) for value in values]
 
 
@@ -479,7 +103,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "MemoryError"
     try:
-        message = one_line(str(error), quote=False)
+        message = shown(str(error))
     except Exception:  # a user's exception may have a __str__ that fails
         message = ""
     frames, trace = [], error.__traceback__
@@ -493,19 +117,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
 
 
-def one_line(value: Any, quote: bool = True) -> str:
-    """A value's repr (or a string itself) shortened, printable and without line breaks."""
-    text = shorten(repr(value) if quote else value)
-    return " ".join(text.encode("utf-8", "replace").decode().split())
-
-
-def shorten(text: str) -> str:
-    """Beginning and end of a text that is longer than SHOWN_CHARACTERS."""
-    if len(text) <= SHOWN_CHARACTERS:
-        return text
-    half = SHOWN_CHARACTERS // 2
-    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[-half:]}"
-
-
-if __name__ == "__main__":
-    main()
+def shown(text: str) -> str:
+    """As a message shows it."""
+    return one_line(shorten(text, SHOWN_CHARACTERS))

@@ -24,8 +24,8 @@ from grpo.data.packing import make_batch, sample_of
 from grpo.data.rows import check_columns, load_rows
 from grpo.data.streams import PromptStream, load_eval_prompts
 from grpo.models import hf_folder
-from grpo.rewards import builtin as rewards
-from grpo.rewards.pool import refuse_useless
+from grpo.rewards.loading import load_functions
+from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
@@ -83,7 +83,7 @@ class Driver:
         config = self.config
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
-            rewards.load_functions(config.reward, columns, config.generator.max_completion_tokens)
+            load_functions(config.reward, columns, config.generator.max_completion_tokens)
             try_loss(config.algorithm)
             rows = load_rows(config.data.path, config.data.name, config.data.split)
             check_columns(rows, columns, config.data.path)
@@ -187,7 +187,7 @@ class Driver:
                 + ("these" if num_informative else "groups of equal rewards"),
                 flush=True,
             )
-        refuse_useless(sampled.everything)
+        check_all_failed(sampled.everything)
         return []
 
     @on_driver
@@ -203,7 +203,7 @@ class Driver:
         if self.config.sampling.dynamic:
             return sampled
         rollouts = self._collect()
-        refuse_useless(rollouts)
+        check_all_failed(rollouts)
         return replace(sampled, everything=rollouts, informative=rollouts)
 
     @on_driver

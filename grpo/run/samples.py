@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from grpo.run.formats import number_or_none
+from grpo.text import one_line, shorten
 from grpo.types import Rollout
 
 # In samples, prompts and their columns (an answer, test cases, ...) are cut to this many characters.
@@ -60,8 +61,15 @@ def describe_rollout(rollout: Rollout, prompt: str) -> str:
         f"{rollout.completion.num_tokens} tokens, finish reason {_finish_reason(rollout)}",
     ]
     # The first column is the text that the prompt was made from.
-    columns = [f"{name}: {_shorten(str(value))}" for name, value in list(rollout.prompt.columns.items())[1:]]
-    lines = [f"--- {' | '.join(numbers)}", *_failure_texts(rollout), f"prompt: {_shorten(prompt)}", *columns]
+    columns = [
+        f"{name}: {shorten(str(value), SAMPLE_CHARACTERS)}" for name, value in list(rollout.prompt.columns.items())[1:]
+    ]
+    lines = [
+        f"--- {' | '.join(numbers)}",
+        *_failure_texts(rollout),
+        f"prompt: {shorten(prompt, SAMPLE_CHARACTERS)}",
+        *columns,
+    ]
     return "\n".join([*lines, f"completion: {rollout.text}"])
 
 
@@ -70,7 +78,7 @@ def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
     lines = [f"| {' | '.join(TABLE_HEADER)} |", f"|{' --- |' * len(TABLE_HEADER)}"]
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         cells = [
-            _shorten(prompt),
+            shorten(prompt, SAMPLE_CHARACTERS),
             rollout.text,
             "\n".join([*_reward_texts(rollout), *_failure_texts(rollout)]),
             number_or_none(rollout.advantage),
@@ -92,7 +100,7 @@ def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:
             shown.append(f"other reasons ({sum(count for _, count in reasons[limit:])})")
         lines.append(
             f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {', '.join(shown)}; "
-            f"first completion: {_shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
+            f"first completion: {shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
         )
     return lines
 
@@ -115,12 +123,4 @@ def _failure_texts(rollout: Rollout) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    return _shorten(" ".join(text.split()), QUOTED_CHARACTERS)
-
-
-def _shorten(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
-    """Both ends of a text that is too long: a prompt's question comes last."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[-half:]}"
+    return shorten(one_line(text), QUOTED_CHARACTERS)

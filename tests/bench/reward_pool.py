@@ -12,7 +12,7 @@ import tempfile
 import time
 
 from grpo.config import RewardConfig
-from grpo.rewards.builtin import load_functions
+from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
 

@@ -165,6 +165,19 @@ def test_rewards_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path
     assert "unknown reward function 'math'" in refused("math")
     assert f"{tmp_path}/no.py does not exist" in refused(f"{tmp_path}/no.py:f")
     assert "functions there: digit_share, always_raises, one_too_few" in refused(f"{REWARDS}:f")
+    assert "regex_match needs pattern; give it with --reward.options regex_match" in refused("regex_match")
+
+
+def test_reward_options_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path):
+    def refused(function: str, options: str) -> str:
+        table = ("--reward.functions", "overlong_penalty", 1.0, "--reward.options", function, options)
+        return refusal("--model.path", model, "--run-dir", tmp_path / "run", *table)
+
+    assert "tokens is 13, but completions end at generator.max_completion_tokens = 12" in refused(
+        "overlong_penalty", '{"tokens": 13}'
+    )
+    assert "no option 'token' (did you mean tokens?)" in refused("overlong_penalty", '{"token": 5}')
+    assert "'overlong', which is not in reward.functions (overlong_penalty)" in refused("overlong", '{"tokens": 5}')
 
 
 def test_losses_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path):

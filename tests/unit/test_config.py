@@ -153,9 +153,6 @@ BAD = {
         roles=RolesConfig(colocated=True), generator=GeneratorConfig(sleep=True), sync_interval=2
     ),
     "reward.timeout_seconds=0 and": GRPOConfig(reward=RewardConfig(timeout_seconds=0)),
-    "reward.code_memory_gib=8 must not exceed reward.memory_gib=4.0": GRPOConfig(
-        reward=RewardConfig(functions={"code_reward": 1.0}, code_memory_gib=8)
-    ),
     "evaluation.temperature=0 above 0": GRPOConfig(evaluation=EvaluationConfig(temperature=0)),
     "checkpoint.interval=3 must be a multiple of sync_interval=2": GRPOConfig(
         sync_interval=2, checkpoint=CheckpointConfig(interval=3)

@@ -1,6 +1,7 @@
 """The README says what the code does: its metrics, sections, paths, recipes, commands, messages, example are real."""
 
 import dataclasses
+import inspect
 import pathlib
 import re
 import shlex
@@ -221,5 +222,10 @@ def test_losses_and_their_defaults_are_listed():
             assert [float(x) for x in clip.split(" / ")] == [defaults["clip_low"], defaults["clip_high"]], loss
 
 
-def test_every_built_in_reward_is_listed():
-    assert {row[0].strip("`") for row in table("Reward function")} == set(BUILT_INS)
+def test_every_built_in_reward_is_listed_with_its_options():
+    facts = {"max_completion_tokens", "call_timeout_seconds", "worker_memory_gib"}  # filled in by the run
+    for row in (rows := table("Reward function")):
+        parameters = inspect.signature(BUILT_INS[row[0].strip("`")]).parameters.values()
+        options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - facts
+        assert set(re.findall(r"`(\w+)`", row[2])) == options, row[0]
+    assert len(rows) == len(BUILT_INS)

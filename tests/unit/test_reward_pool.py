@@ -18,8 +18,7 @@ import pytest
 from grpo.config import RewardConfig
 from grpo.rewards import pool as reward_pool
 from grpo.rewards import worker as reward_worker
-from grpo.rewards.builtin import RewardError
-from grpo.rewards.pool import RewardPool, refuse_useless
+from grpo.rewards.pool import RewardError, RewardPool, check_all_failed
 from grpo.types import Completion, Prompt, Rollout
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -501,7 +500,7 @@ def test_math_reward_compares_latex_in_a_worker(open_pool):
 def test_code_runs_in_its_sandbox_under_a_worker(open_pool):
     """What the sandbox ends costs nothing but the reward; the worker lives on."""
     pool = open_pool(
-        {"code_reward": 1.0}, memory_gib=4.0, code_timeout_seconds=1.5, timeout_seconds=10.0, num_workers=2
+        {"code_reward": 1.0}, memory_gib=4.0, options={"code_reward": {"timeout_seconds": 1.5}}, timeout_seconds=10.0
     )
     programs = [
         "def f(x): return x + 1",
@@ -552,22 +551,22 @@ def test_the_functions_find_the_drivers_folder_and_modules(tmp_path, monkeypatch
 def test_a_function_that_fails_for_every_completion_is_an_error(open_pool):
     pool = open_pool({"inverse": 1.0, "length": 1.0})
     with pytest.raises(RewardError) as caught:
-        refuse_useless(pool.score([rollout("0", answer="z" * 2000), rollout("0" * 600, answer="5")], group_size=1))
+        check_all_failed(pool.score([rollout("0", answer="z" * 2000), rollout("0" * 600, answer="5")], group_size=1))
     message = str(caught.value)
     assert "mine.py:inverse failed for all 2 completions: ZeroDivisionError: division by zero (/" in message
     assert f"  completion: '0'\n  answer: '{'z' * 250} [.. 1500 characters ..] {'z' * 250}'" in message
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
     # the pool goes on, and one good completion is enough
     scored = pool.score([rollout("0", answer="5"), rollout("2", answer="5")], group_size=1)
-    refuse_useless(scored)
-    refuse_useless([])
+    check_all_failed(scored)
+    check_all_failed([])
     assert [r.reward for r in scored] == [None, 1.5]
 
 
 def test_a_function_that_times_out_for_every_completion_is_an_error(open_pool):
     pool = open_pool({"act": 1.0}, timeout_seconds=0.2)
     with pytest.raises(RewardError, match=r"act failed for the only completion: took longer than 0.2 s\n"):
-        refuse_useless(pool.score([rollout("loop")], group_size=1))
+        check_all_failed(pool.score([rollout("loop")], group_size=1))
 
 
 @pytest.mark.parametrize(
@@ -660,7 +659,7 @@ def test_ctrl_c_is_the_drivers_business(open_pool):
 DRIVER = """
 import os, sys, time
 from grpo.config import RewardConfig
-from grpo.rewards.pool import RewardPool, refuse_useless
+from grpo.rewards.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
 
 pool = RewardPool(RewardConfig(functions={sys.argv[1]: 1.0}, num_workers=2, timeout_seconds=1000), 100)
@@ -702,7 +701,7 @@ def test_nothing_outlives_the_driver(how, send, socket, tmp_path):
 
 def test_the_processes_start_without_torch():
     program = (
-        "import sys, grpo.rewards.worker; print([m for m in ('torch', 'numpy', 'grpo.types') if m in sys.modules])"
+        "import sys, grpo.rewards.supervisor; print([m for m in ('torch', 'numpy', 'grpo.types') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from grpo.config import RewardConfig
-from grpo.rewards import builtin as rewards
+from grpo.rewards import programs
 from grpo.rewards.answers import extract_answer, parse_number, same_answer
 from grpo.rewards.builtin import (
     BUILT_INS,
@@ -19,10 +19,8 @@ from grpo.rewards.builtin import (
     format_reward,
     group_length_reward,
     group_level,
-    is_group_level,
     language_reward,
     length_penalty,
-    load_functions,
     math_reward,
     math_verify,
     overlong_penalty,
@@ -30,6 +28,7 @@ from grpo.rewards.builtin import (
     repetition_penalty,
     thinking_reward,
 )
+from grpo.rewards.loading import is_group_level, load_functions
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
@@ -431,7 +430,7 @@ def test_success_cannot_be_had_by_leaving_early(code):
 
 
 def test_success_is_a_marker_that_is_drawn_anew(monkeypatch):
-    monkeypatch.setattr(rewards.secrets, "token_hex", lambda length: "the-marker")
+    monkeypatch.setattr(programs.secrets, "token_hex", lambda length: "the-marker")
     known = program("print('the-marker'); import os, sys; sys.stdout.flush(); os._exit(0)")
     assert code_reward([known], tests=["assert False"]) == [1.0]
     monkeypatch.undo()
@@ -497,7 +496,7 @@ def test_overlong_penalty():
     lengths = [0, 300, 350, 400, 401]
     reward = functools.partial(overlong_penalty, max_completion_tokens=400)
     assert reward([""] * 5, num_tokens=lengths) == [0.0, 0.0, -0.5, -1.0, -1.0]
-    assert reward([""] * 5, num_tokens=lengths, overlong_tokens=200) == [0.0, -0.5, -0.75, -1.0, -1.0]
+    assert reward([""] * 5, num_tokens=lengths, tokens=200) == [0.0, -0.5, -0.75, -1.0, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -539,23 +538,18 @@ def test_language_reward(text, language, reward):
 
 def test_importing_rewards_does_not_import_torch():
     names = "('torch', 'numpy', 'sympy', 'math_verify')"
-    code = f"import sys, grpo.rewards.builtin; print([m for m in {names} if m in sys.modules])"
+    code = f"import sys, grpo.rewards.loading; print([m for m in {names} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=60
     )
     assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
 
 
-def test_every_built_in_is_listed_in_the_docstring():
-    assert [name for name in BUILT_INS if f" {name} " not in rewards.__doc__] == []
-
-
 def test_load_functions_binds_the_options_of_math_reward():
     config = RewardConfig(
         functions={"math_reward": 2.0, "thinking_reward": 0.5},
         answer_format="hashes",
-        tolerance=0.1,
-        partial_credit=0.3,
+        options={"math_reward": {"tolerance": 0.1, "partial_credit": 0.3}},
     )
     functions = load_functions(config, columns=["question", "answer"])
     assert list(functions) == ["math_reward", "thinking_reward"]
@@ -590,14 +584,16 @@ def test_load_functions_gives_every_built_in_its_options():
     config = RewardConfig(
         functions=dict.fromkeys(BUILT_INS, 1.0),
         answer_format="hashes",
-        partial_credit=0.3,
-        tolerance=0.1,
-        pattern="[0-9]{3}",
-        target_tokens=100,
-        overlong_tokens=50,
-        repetition_ngram=1,
-        language="greek",
-        code_timeout_seconds=1.0,
+        options={
+            "math_reward": {"partial_credit": 0.3, "tolerance": 0.1},
+            "group_length_reward": {"tolerance": 0.1},
+            "regex_match": {"pattern": "[0-9]{3}"},
+            "length_penalty": {"target_tokens": 100},
+            "overlong_penalty": {"tokens": 50},
+            "repetition_penalty": {"ngram": 1},
+            "language_reward": {"language": "greek"},
+            "code_reward": {"timeout_seconds": 1.0},
+        },
     )
     functions = load_functions(config, columns=["answer", "tests"], max_completion_tokens=200)
     text = "αβ γ γ\n```\nx = 7\n```\n#### 105"  # words: αβ γ γ ``` x = 7 ``` #### 105
@@ -623,54 +619,130 @@ def test_load_functions_gives_every_built_in_its_options():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "columns", "max_completion_tokens", "message"),
+    ("name", "column", "message"),
     [
-        ("math_verify", {}, ["solution"], 0, r"math_verify cannot .* 'answer'; .* columns it needs in data.columns"),
-        ("code_reward", {}, ["answer"], 0, r"code_reward cannot .* 'tests'; .* columns it needs in data.columns"),
-        ("thinking_reward", {}, ["truncated"], 0, r"data.columns has truncated, .* rename the data set's column"),
-        ("language_reward", {}, ["language"], 0, r"column language is named like an option of language_reward; rename"),
-        ("regex_match", {}, None, 0, r"regex_match needs reward.pattern, which is empty; set"),
-        ("regex_match", {"pattern": "(["}, None, 0, r"reward.pattern '\(\[' is no regular expression: .*; escape"),
-        ("length_penalty", {}, None, 200, r"reward.target_tokens between 0 and .* = 200, got 0; set it"),
-        ("length_penalty", {"target_tokens": 200}, None, 200, r"between 0 and .* = 200, got 200; set it"),
-        ("length_penalty", {"target_tokens": 5}, None, 0, r"needs generator.max_completion_tokens, got 0; pass it"),
-        ("overlong_penalty", {}, None, 0, r"needs generator.max_completion_tokens, got 0; pass it"),
-        (
-            "overlong_penalty",
-            {"overlong_tokens": 201},
-            None,
-            200,
-            r"overlong_tokens is 201, .* = 200; set at most that",
-        ),
-        ("overlong_penalty", {"overlong_tokens": -1}, None, 200, r"overlong_tokens is -1, .* = 200; set at most that"),
-        ("repetition_penalty", {"repetition_ngram": 0}, None, 0, r"repetition_ngram is 0; set 1 word or more"),
-        (
-            "language_reward",
-            {"language": "klingon"},
-            None,
-            0,
-            r"reward.language 'klingon' is no script .* such as latin",
-        ),
-        ("language_reward", {"language": ""}, None, 0, r"reward.language '' is no script"),
-        ("code_reward", {"code_timeout_seconds": 10.0}, None, 0, r"is 10.0, .*\.timeout_seconds = 10.0; set the first"),
-        ("code_reward", {"code_memory_gib": 0.0}, None, 0, r"code_memory_gib is 0.0; set GiB above 0"),
+        ("math_verify", "solution", r"math_verify cannot .* 'answer'; .* columns it needs in data.columns"),
+        ("code_reward", "answer", r"code_reward cannot .* 'tests'; .* columns it needs in data.columns"),
+        ("thinking_reward", "truncated", r"data.columns has truncated, .* rename the data set's column"),
+        ("language_reward", "language", r"column language is named like an option of language_reward; rename"),
     ],
 )
-def test_load_functions_refuses_options(name, options, columns, max_completion_tokens, message):
-    config = RewardConfig(functions={name: 1.0}, **options)
+def test_load_functions_refuses_columns(name, column, message):
     with pytest.raises(ValueError, match=message):
-        load_functions(config, columns, max_completion_tokens)
+        load_functions(RewardConfig(functions={name: 1.0}), [column])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("regex_match", {}, r"regex_match needs pattern; give it with .* regex_match '{\"pattern\": \.\.\.}'$"),
+        ("regex_match", {"pattern": ""}, r"reward.options of regex_match: pattern is empty; set"),
+        ("regex_match", {"pattern": "(["}, r"pattern '\(\[' is no regular expression: .*; escape"),
+        ("length_penalty", {}, r"length_penalty needs target_tokens; give it with --reward.options length_penalty"),
+        ("length_penalty", {"target_tokens": 0}, r"is 0, .* between 0 and .* = 200; set it"),
+        ("length_penalty", {"target_tokens": 200}, r"is 200, .* between 0 and .* = 200; set it"),
+        ("overlong_penalty", {"tokens": 201}, r"tokens is 201, .* = 200; set at most that"),
+        ("overlong_penalty", {"tokens": -1}, r"tokens is -1, .* = 200; set at most that"),
+        ("overlong_penalty", {"max_completion_tokens": 0}, r"tokens is 0, .*max_completion_tokens = 0"),
+        ("repetition_penalty", {"ngram": 0}, r"repetition_penalty: ngram is 0; set 1 word or more"),
+        ("language_reward", {"language": "klingon"}, r"language 'klingon' is no script .* such as latin"),
+        ("language_reward", {"language": ""}, r"language '' is no script"),
+        ("code_reward", {"timeout_seconds": 10.0}, r"is 10.0, .*\.timeout_seconds = 10.0; set the first"),
+        ("code_reward", {"timeout_seconds": 0}, r"is 0, .*\.timeout_seconds = 10.0; set the first above 0"),
+        ("code_reward", {"memory_gib": 0.0}, r"memory_gib is 0.0, .* above 0"),
+        ("code_reward", {"memory_gib": 8}, r"memory_gib is 8, .* not exceed reward.memory_gib = 4.0, which"),
+        ("math_reward", {"answer_format": "xml"}, r"of math_reward: answer_format='xml' is unknown; use"),
+        ("exact_match", {"answer_format": "xml"}, r"of exact_match: answer_format='xml' is unknown; use"),
+        ("math_reward", {"tolerence": 1}, r"math_reward has no option 'tolerence' \(did you mean tolerance\?\)"),
+        ("overlong_penalty", {"cut": 1}, r"no option 'cut'; its options .* are: tokens, max_completion_tokens$"),
+        ("format_reward", {"tag": "a"}, r"no option 'tag'; its options \(the arguments .* are: none$"),
+        ("math_reward", {"tolerance": "1"}, r"options of math_reward: tolerance is '1' \(str\), not float"),
+        ("repetition_penalty", {"ngram": True}, r"ngram is True \(bool\), not int"),
+        ("math_reward", [1], r"reward.options of math_reward is \[1\]; write a table such as"),
+    ],
+)
+def test_load_functions_refuses_options(name, options, message):
+    config = RewardConfig(functions={name: 1.0}, options={name: options})
+    with pytest.raises(ValueError, match=message):
+        load_functions(config, max_completion_tokens=200)
+
+
+@pytest.mark.parametrize("name", ["length_penalty", "overlong_penalty"])
+def test_length_rewards_need_the_longest_completion(name):
+    options = {"length_penalty": {"target_tokens": 5}, "overlong_penalty": {}}
+    config = RewardConfig(functions={name: 1.0}, options={name: options[name]})
+    with pytest.raises(ValueError, match=f"{name} needs max_completion_tokens; give it"):
+        load_functions(config)
+
+
+def test_options_belong_to_functions_that_are_used():
+    config = RewardConfig(functions={"math_reward": 1.0}, options={"maths_reward": {}})
+    with pytest.raises(ValueError, match=r"'maths_reward', .* \(math_reward\) \(did you mean math_reward\?\); add it"):
+        load_functions(config)
+
+
+OWN_OPTIONS = """
+def scaled(completions, answer, *, scale: float = 1.0, answer_format, max_completion_tokens=7, **columns):
+    return [f"{answer_format} {max_completion_tokens}", scale * int(answer[0])]
+def level_or_zero(completions, *, level, **columns):
+    raise ValueError("is not called at the start")
+"""
+
+
+def test_a_function_of_the_users_has_options_and_facts_of_the_run_like_a_built_in_one(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_OPTIONS)
+    name, level = f"{tmp_path}/mine.py:scaled", f"{tmp_path}/mine.py:level_or_zero"
+
+    def load(columns=("answer",), **options):
+        config = RewardConfig(functions={name: 1.0}, options={name: options}, answer_format="boxed")
+        return load_functions(config, columns, 100)[name][0]
+
+    assert load()(["a"], answer=["3"], question=["?"]) == ["boxed 100", 3.0]
+    assert load(scale=2)(["a"], answer=["3"]) == ["boxed 100", 6.0]
+    assert load(scale=0.5, answer_format="hashes", max_completion_tokens=5)(["a"], answer=["3"]) == ["hashes 5", 1.5]
+    with pytest.raises(
+        ValueError, match=r"scaled has no option 'scales' \(did you mean scale\?\); .* are: scale, answer"
+    ):
+        load(scales=2)
+    with pytest.raises(ValueError, match=r"mine.py:scaled: scale is '2' \(str\), not float"):
+        load(scale="2")
+    with pytest.raises(ValueError, match=r"column scale is named like an option of /.*mine.py:scaled; rename it"):
+        load(columns=("answer", "scale"), scale=2)
+    load(columns=("answer", "scale"))
+    # what has no default may be an option or a column
+    config = RewardConfig(functions={level: 1.0})
+    with pytest.raises(ValueError, match=r"mine.py:level_or_zero needs level; give it with .* in data.columns"):
+        load_functions(config, ["answer"])
+    load_functions(config, ["answer", "level"])
+    load_functions(config)
+    config = RewardConfig(functions={level: 1.0}, options={level: {"level": 3}})
+    load_functions(config, ["answer"])
+    with pytest.raises(ValueError, match=r"column level is named like an option"):
+        load_functions(config, ["answer", "level"])
+
+
+@pytest.mark.parametrize("functions", [{"math_verify": 1.0}, {"math_reward": 1.0}, {"group_length_reward": 1.0}])
+def test_the_library_that_compares_latex_is_loaded_at_the_start(functions):
+    program = (
+        "import sys; from grpo.config import RewardConfig; from grpo.rewards.loading import load_functions; "
+        f"load_functions(RewardConfig(functions={functions}, answer_format='boxed')); "
+        "print('math_verify' in sys.modules)"
+    )
+    root = pathlib.Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
 
 
 def test_overlong_tokens_may_be_all_of_them():
-    config = RewardConfig(functions={"overlong_penalty": 1.0}, overlong_tokens=200)
+    config = RewardConfig(functions={"overlong_penalty": 1.0}, options={"overlong_penalty": {"tokens": 200}})
     ((function, _),) = load_functions(config, ["answer"], 200).values()
     assert function([""], num_tokens=[50]) == [-0.25]
 
 
 @pytest.mark.parametrize("language", ["latin", "Cyrillic", "greek", "cjk", "hiragana", "hangul", "arabic", "thai"])
 def test_scripts_that_are_known(language):
-    load_functions(RewardConfig(functions={"language_reward": 1.0}, language=language))
+    options = {"language_reward": {"language": language}}
+    load_functions(RewardConfig(functions={"language_reward": 1.0}, options=options))
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_it_dies_with_its_caller(any_measures):
         [
             sys.executable,
             "-c",
-            "from grpo import sandbox\n"
+            "from grpo.rewards import sandbox\n"
             f"sandbox._measures = lambda: {measures!r}\n"
             f"code = {'import os, sys; ' + sleeper(marker)!r}\n"
             "sandbox.run_python(code, timeout_seconds=120, memory_gib=1)",

@@ -1,0 +1,147 @@
+"""From `config.reward` to functions that can be called: built-in ones and a user's own, with their options.
+
+A function's options are its keyword-only arguments, those behind a `*`. They are checked here once, at the start of a
+run: against its signature, and, for a built-in function, by calling it with no completion at all.
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from grpo.config import RewardConfig
+from grpo.config.user_files import load_function
+from grpo.rewards.builtin import BUILT_INS, RewardFunction
+
+# Columns of every call besides the data set's: completion tokens with EOS, and whether the completion was cut off.
+EXTRA_COLUMNS = ("num_tokens", "truncated")
+# What a JSON value must be where an option says its type.
+TYPES = {bool: bool, int: int, float: (int, float), str: str}
+
+
+def is_group_level(function: RewardFunction) -> bool:
+    """Whether it is marked `@group_level`, also through functools.partial."""
+    marked = getattr(function, "group_level", False)
+    return marked or (isinstance(function, functools.partial) and is_group_level(function.func))
+
+
+def load_functions(
+    config: RewardConfig, columns: Iterable[str] | None = None, max_completion_tokens: int | None = None
+) -> dict[str, tuple[RewardFunction, float]]:
+    """Name (as in `config.functions`) -> function with its options bound, and weight.
+
+    columns: names of the data set's columns each function will be called with, besides EXTRA_COLUMNS; given, they are
+    checked against its signature, so that a missing column shows here and not at the first step.
+    max_completion_tokens: of the generator; None is unknown, and a function that needs it is refused.
+
+    Raises:
+        ValueError: unknown name, missing file or function, a signature that does not take the columns, a data column
+            named like an extra one or like an option, options of a function that is not used, an option that a
+            function does not have, or a value of one that makes no sense.
+        Whatever the user's file raises when it runs.
+    """
+    if columns is not None:
+        columns = list(columns)
+        taken = [name for name in columns if name in EXTRA_COLUMNS]
+        if taken:
+            raise ValueError(
+                f"data.columns has {', '.join(taken)}, but reward functions get a column of that name anyway (tokens "
+                "and truncation of each completion); rename the data set's column"
+            )
+        columns += EXTRA_COLUMNS
+    for name in config.options:
+        if name not in config.functions:
+            raise ValueError(
+                f"reward.options has options of {name!r}, which is not in reward.functions "
+                f"({', '.join(config.functions)}){_near_miss(name, config.functions)}; add it there or drop its "
+                "options (--reward.options with nothing behind it drops all of a recipe's)"
+            )
+    facts = {
+        "answer_format": config.answer_format,
+        "max_completion_tokens": max_completion_tokens,
+        "call_timeout_seconds": config.timeout_seconds,
+        "worker_memory_gib": config.memory_gib,
+    }
+    facts = {name: value for name, value in facts.items() if value is not None}
+    functions = {}
+    for name, weight in config.functions.items():
+        if name in BUILT_INS:
+            function = BUILT_INS[name]
+        elif ":" in name:
+            function = load_function(name, "reward")
+        else:
+            raise ValueError(
+                f"unknown reward function {name!r}{_near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
+                "your own is written path/file.py:function"
+            )
+        function = _bind_options(name, function, config.options.get(name, {}), facts, columns)
+        if columns is not None:
+            _check_columns(name, function, columns)
+        if name in BUILT_INS:
+            _check_values(name, function)
+        functions[name] = (function, weight)
+    return functions
+
+
+def _bind_options(
+    name: str, function: RewardFunction, options: Mapping[str, Any], facts: Mapping[str, Any], columns: list[str] | None
+) -> RewardFunction:
+    """The function with its options, and of the facts of the run those that it asks for and its options leave open."""
+    if not isinstance(options, Mapping):
+        raise ValueError(f"reward.options of {name} is {options!r}; write a table such as '{{\"tolerance\": 0.01}}'")
+    known = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for option, value in options.items():
+        if option not in known:
+            near = _near_miss(option, [o for o in known if o not in facts])
+            raise ValueError(
+                f"reward function {name} has no option {option!r}{near}; its options (the arguments behind a *) are: "
+                f"{', '.join(known) or 'none'}"
+            )
+        kind = known[option].annotation
+        checked = isinstance(kind, type) and kind in TYPES
+        if checked and not (isinstance(value, TYPES[kind]) and isinstance(value, bool) == (kind is bool)):
+            raise ValueError(
+                f"reward.options of {name}: {option} is {value!r} ({type(value).__name__}), not {kind.__name__}"
+            )
+    bound = {fact: value for fact, value in facts.items() if fact in known} | dict(options)
+    # A call's arguments replace those that are bound: a column `language` would pass for the option.
+    options_of = known if name in BUILT_INS else bound
+    taken = [column for column in columns or () if column in options_of]
+    if taken:
+        raise ValueError(
+            f"column {', '.join(taken)} is named like an option of {name}; rename it or leave it out of data.columns"
+        )
+    required = [option for option, p in known.items() if p.default is p.empty and option not in bound]
+    missing = [option for option in required if option not in (columns or ())]
+    if missing and (columns is not None or name in BUILT_INS):  # what a user's function needs may also be a column
+        raise ValueError(
+            f"reward function {name} needs {missing[0]}; give it with --reward.options {name} "
+            f"'{{\"{missing[0]}\": ...}}'" + ("" if name in BUILT_INS else ", or, if it is a column, in data.columns")
+        )
+    return functools.partial(function, **bound)
+
+
+def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> None:
+    try:
+        inspect.signature(function).bind([], **dict.fromkeys(columns, []))
+    except TypeError as error:
+        raise ValueError(
+            f"reward function {name} cannot be called with completions and the columns "
+            f"{', '.join(columns) or '(none)'}: {error}; "
+            f"end its arguments with **columns and list the columns it needs in data.columns"
+        ) from error
+
+
+def _check_values(name: str, function: RewardFunction) -> None:
+    """Let a built-in function check the values of its options, which it does first; without completions that is all."""
+    arguments = inspect.signature(function).parameters.values()
+    try:
+        function(**{p.name: [] for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD})
+    except ValueError as error:
+        raise ValueError(f"reward.options of {name}: {error}") from error
+
+
+def _near_miss(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
