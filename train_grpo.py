@@ -29,7 +29,8 @@ from grpo.algorithm.losses import (
     step_denominator,
 )
 from grpo.config import GRPOConfig
-from grpo.config.recipes import check_world_size, load
+from grpo.config.layout import check_world_size
+from grpo.config.recipes import load
 from grpo.data.packing import MicroBatch, per_sequence, scatter_completions, split_groups
 from grpo.models import build as models
 from grpo.roles.comm import add_advantages, add_ref_logprobs, gather_completions, on_driver, send_batch, share

@@ -13,7 +13,8 @@ import pathlib
 import torch
 
 from grpo.config import SFTConfig
-from grpo.config.recipes import as_recipe, check_world_size, load
+from grpo.config.layout import check_world_size
+from grpo.config.recipes import as_recipe, load
 from grpo.data import streams as data
 from grpo.data import toy
 from grpo.data.packing import MicroBatch, make_batch

@@ -17,7 +17,8 @@ import socket
 import sys
 
 from grpo.config import GRPOConfig, RolesConfig
-from grpo.config.recipes import load, validate
+from grpo.config.checks import validate
+from grpo.config.recipes import load
 from grpo.data import streams as data
 from grpo.data import toy
 from grpo.models import build as models

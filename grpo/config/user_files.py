@@ -1,10 +1,11 @@
-"""The user's own functions, named `path/file.py:function` in a config.
+"""The user's own Python files: functions named `path/file.py:function` in a config, and recipes.
 
-Layer 0: the standard library only. What the function must take and return is checked where it is used.
+Layer 0: the standard library only. What a function must take and return is checked where it is used.
 """
 
 import importlib.util
 import inspect
+import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -24,7 +25,12 @@ def load_function(spec: str, what: str) -> Callable:
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name:
         raise ValueError(f"{what} {spec!r} names no function in a file; write path/file.py:function")
-    module = _load_file(file, what)
+    if not pathlib.Path(file).is_file():
+        raise ValueError(
+            f"{what} file {os.path.abspath(file)} does not exist; give a path that holds from the folder the run "
+            "starts in"
+        )
+    module = sys.modules.get(_module_name(file)) or run_file(file)
     function = getattr(module, name, None)
     if not callable(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
@@ -32,21 +38,19 @@ def load_function(spec: str, what: str) -> Callable:
     return function
 
 
-def _load_file(file: str, what: str) -> ModuleType:
-    path = pathlib.Path(file)
-    if not path.is_file():
-        raise ValueError(
-            f"{what} file {path.absolute()} does not exist; give a path that holds from the folder the run starts in"
-        )
-    module_name = f"user_file {path.resolve()}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
+def run_file(file: str) -> ModuleType:
+    """Run a Python file as a module, which replaces that of an earlier run; raises whatever the file raises."""
+    name = _module_name(file)
+    spec = importlib.util.spec_from_file_location(name, os.path.abspath(file))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up there
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[module_name]  # half a module must not be found by the next call
+        del sys.modules[name]  # half a module must not be found by the next call
         raise
     return module
+
+
+def _module_name(file: str) -> str:
+    return f"user_file {os.path.realpath(file)}"

@@ -18,7 +18,8 @@ import torch
 from grpo.algorithm.advantages import group_advantages, zero_variance
 from grpo.algorithm.losses import kl, try_loss
 from grpo.config import GRPOConfig
-from grpo.config.recipes import as_recipe, describe_layout
+from grpo.config.layout import describe_layout
+from grpo.config.recipes import as_recipe
 from grpo.data import streams as data
 from grpo.data import toy
 from grpo.data.packing import make_batch

@@ -8,7 +8,8 @@ import shlex
 import pytest
 
 from grpo.config import OWN_LOSS_DEFAULTS, PAPER_DEFAULTS, GRPOConfig, SFTConfig
-from grpo.config.recipes import check_world_size, describe_layout, load, load_recipe
+from grpo.config.layout import check_world_size, describe_layout
+from grpo.config.recipes import load, load_recipe
 from grpo.rewards.builtin import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
