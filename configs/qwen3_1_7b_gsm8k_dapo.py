@@ -4,8 +4,8 @@
 
 Everything of the paper is on: the mean over tokens and the wider clip from above, which the loss brings along; dynamic
 sampling; and the penalty for completions that come near the longest one. With four mini-batches the policy moves within
-a step, so that there is something to clip. Layout and memory are those of qwen3_1_7b_gsm8k.py. The recipe's parts have
-been run, the whole of it has not.
+a step, so that there is something to clip. Layout and memory are those of qwen3_1_7b_gsm8k.py. Its parts run in the
+tests; the recipe as a whole has not been run.
 """
 
 from grpo.config import change

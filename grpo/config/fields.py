@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 # A dict from names. Not written dict, of which tyro makes one flag per name of the recipe's, so that a command line
 # could not give other names; this way it is `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's.
 Table = MutableMapping[str, Value]
-# What a table may hold where its names are somebody else's: booleans stay booleans (`false` on the command line).
+# What a table may hold whose names belong to a library: booleans stay booleans (`false` on the command line).
 Scalar = bool | int | float | str
 # Keyword arguments of one function; one JSON object on the command line.
 Options = dict[str, Any]
@@ -152,7 +152,7 @@ class TrainerConfig:
     """How the policy is sharded, batched and optimized (torchtitan)."""
 
     tensor_parallel: Annotated[int, AtLeast(1)] = 1
-    """Ranks over which each layer is split (TP); trainer ranks / this are data parallel (FSDP2)."""
+    """Ranks that share each layer (TP); the num_trainers / tensor_parallel groups of them are data parallel (FSDP2)."""
     data_replicas: Annotated[int, AtLeast(1)] = 1
     """FSDP groups that each hold a full copy of the parameters (HSDP); 1 is plain FSDP."""
     micro_batch_tokens: Annotated[int, AtLeast(1)] = 16384
@@ -314,7 +314,7 @@ class MetricsConfig:
     tensorboard: bool = True
     """Write TensorBoard event files to `RUN_DIR/tensorboard`."""
     samples_interval: Interval = 10
-    """Steps between samples of completions with their rewards, written to read; 0 writes none."""
+    """Steps between readable samples of completions with their rewards; 0 writes none."""
     num_samples: Annotated[int, AtLeast(0)] = 4
     """Completions written each time."""
 

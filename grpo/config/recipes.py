@@ -119,10 +119,11 @@ def _place_and_cause(error: Exception, path: str) -> str:
         return f"line {error.lineno}: {type(error).__name__}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     cause = explain_type_error(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
-    return f"line {lines[-1]}: {error if type(error) is ValueError else cause}"
+    place = f"line {lines[-1]}: " if lines else ""  # none if the file could not even be read
+    return f"{place}{error if type(error) is ValueError else cause}"
 
 
-def change(base: Config | str, changes: dict[str, Any]) -> Config:
+def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
     """A config with other values: `config = change("qwen3_1_7b_gsm8k.py", {"algorithm.loss": "dapo"})`.
 
     Args:
@@ -132,7 +133,7 @@ def change(base: Config | str, changes: dict[str, Any]) -> Config:
     Raises:
         ValueError: there is no such field, or the recipe cannot be used.
     """
-    if isinstance(base, str):
+    if not dataclasses.is_dataclass(base):
         caller = sys._getframe(1).f_globals.get("__file__", "")  # "" at an interactive prompt
         base = load_recipe(os.path.join(os.path.dirname(caller), base), GRPOConfig, SFTConfig)
     for path, value in changes.items():
