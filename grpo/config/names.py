@@ -3,6 +3,7 @@
 Layer 0: the standard library only.
 """
 
+import ast
 import dataclasses
 import difflib
 import re
@@ -59,14 +60,24 @@ def no_such_field(path: str, config: GRPOConfig | SFTConfig) -> str:
     return f"there is no field {path}" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
-def explain_type_error(error: TypeError) -> str:
-    """The same for Python's own message about an unexpected keyword of a config class; other messages as they are."""
+def explain_type_error(error: TypeError, recipe: str) -> str:
+    """The same for Python's own message about an unexpected keyword of a config class; other messages as they are.
+
+    Of old names, all that `recipe` (its text) has are listed, because a config saved by an old run has many.
+    """
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     for config in (GRPOConfig(), SFTConfig()) if found else ():
-        sections = {type(value).__name__: f"{name}." for name, value in vars(config).items()}
-        prefix = {type(config).__name__: "", **sections}.get(found[1])
-        if prefix is not None:
-            return no_such_field(prefix + found[2], config)
+        prefixes = {type(value).__name__: f"{name}." for name, value in vars(config).items()}
+        prefixes[type(config).__name__] = ""
+        if found[1] in prefixes:
+            path = prefixes[found[1]] + found[2]
+            calls = [node for node in ast.walk(ast.parse(recipe)) if isinstance(node, ast.Call)]
+            names = [
+                (ast.unparse(call.func).rpartition(".")[2], keyword.arg) for call in calls for keyword in call.keywords
+            ]
+            given = [f"{prefixes[name]}{keyword}" for name, keyword in names if name in prefixes]
+            old = [p for p in given if p in RENAMED] if path in RENAMED else []
+            return "; ".join(no_such_field(p, config) for p in dict.fromkeys([path, *old]))
     return f"TypeError: {error}"
 
 

@@ -118,9 +118,11 @@ def _place_and_cause(error: Exception, path: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"line {error.lineno}: {type(error).__name__}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    cause = explain_type_error(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
-    place = f"line {lines[-1]}: " if lines else ""  # none if the file could not even be read
-    return f"{place}{error if type(error) is ValueError else cause}"
+    if isinstance(error, TypeError):
+        cause = explain_type_error(error, pathlib.Path(path).read_text())
+    else:
+        cause = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    return f"line {lines[-1]}: {cause}" if lines else cause  # no line if the file could not even be read
 
 
 def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
@@ -157,6 +159,8 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
     """
 
     def lines(value: Any, indent: str) -> str:
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{name!r}: {lines(entry, indent)}' for name, entry in value.items())}}}"
         if not dataclasses.is_dataclass(value):
             return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)
         entries = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))

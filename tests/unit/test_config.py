@@ -448,12 +448,16 @@ def test_a_renamed_field_is_answered_with_its_new_name(old, flag, in_recipe):
 def test_a_renamed_field_in_a_config_that_a_run_saved(tmp_path):
     path = tmp_path / "config.py"
     path.write_text(
-        "from grpo.config import (\n    AlgorithmConfig,\n    GRPOConfig,\n)\n\n"
+        "from grpo.config import (\n    AlgorithmConfig,\n    GRPOConfig,\n    SamplingConfig,\n)\n\n"
         'config = GRPOConfig(\n    algorithm=AlgorithmConfig(\n        loss="dapo",\n'
-        '        correction="none",\n    ),\n)\n'
+        '        correction="none",\n    ),\n    sampling=SamplingConfig(\n        rest_epochs=1,\n    ),\n)\n'
     )
-    with pytest.raises(ValueError, match=f"^{path}, line 7: algorithm.correction is now algorithm.importance_correc"):
+    with pytest.raises(ValueError) as error:
         load(GRPOConfig, DEFAULT, [str(path)])
+    assert str(error.value) == (
+        f"{path}, line 8: algorithm.correction is now algorithm.importance_correction; "
+        "sampling.rest_epochs is now sampling.filter_epochs"
+    )
 
 
 def test_renamed_fields_lead_to_fields():
@@ -510,6 +514,7 @@ SURPRISING = GRPOConfig(
     data=DataConfig(system_prompt='Say "hi"\nand \\boxed{}', columns=(), chat_template_kwargs={"a b": "'"}),
     reward=RewardConfig(functions={"dir/file.py:f": 1e-30, "math_reward": 2}),
     trainer=TrainerConfig(max_grad_norm=math.inf),
+    algorithm=AlgorithmConfig(loss_options={"max_importance_weight": math.inf, "deep": {"a": [None, True]}}),
 )
 
 
