@@ -32,7 +32,8 @@ from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import configured_loss
 from grpo.config import GRPOConfig
-from grpo.config.recipes import check_world_size, load
+from grpo.config.layout import check_world_size
+from grpo.config.recipes import load
 from grpo.data.packing import split_groups
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder

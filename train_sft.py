@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from grpo.config import SFTConfig
-from grpo.config.recipes import as_recipe, check_world_size, load
+from grpo.config.layout import check_world_size
+from grpo.config.recipes import as_recipe, load
 from grpo.data import toy
 from grpo.data.chat import load_tokenizer
 from grpo.data.packing import make_batch

@@ -13,29 +13,13 @@ Thinking is off in the chat template, because the system prompt asks for <think>
 both tags in its completion, where thinking_reward can see them.
 """
 
-from grpo.config import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    GeneratorConfig,
-    GRPOConfig,
-    ModelConfig,
-    RolesConfig,
-    TrainerConfig,
-)
+from grpo import config as c
 
-config = GRPOConfig(
-    model=ModelConfig(path="Qwen/Qwen3-1.7B"),
-    roles=RolesConfig(num_trainers=4, num_references=0, num_generators=4),
-    data=DataConfig(path="openai/gsm8k", chat_template_kwargs={"enable_thinking": False}, max_prompt_tokens=512),
-    generator=GeneratorConfig(max_completion_tokens=1024),
-    trainer=TrainerConfig(micro_batch_tokens=16384, learning_rate=1e-6),
-    algorithm=AlgorithmConfig(kl_coef=0.0),
-    evaluation=EvaluationConfig(interval=20, name="main", split="test"),
-    checkpoint=CheckpointConfig(interval=50),
+config = c.GRPOConfig(
+    model=c.ModelConfig(path="Qwen/Qwen3-1.7B"),
+    data=c.DataConfig(chat_template_kwargs={"enable_thinking": False}),
+    evaluation=c.EvaluationConfig(interval=20, name="main"),
+    checkpoint=c.CheckpointConfig(interval=50),
     run_dir="runs/qwen3_1_7b_gsm8k",
-    num_steps=200,
     prompts_per_step=64,
-    group_size=8,
 )

@@ -6,34 +6,20 @@ Layout: 4 trainer ranks (FSDP), which also hold the frozen reference, + 4 genera
 
 Memory per trainer: float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 8.2e9 x 16 / 4 ranks =
 31 GiB; the reference in bfloat16 2 x 8.2e9 / 4 = 4 GiB; the logits of 2048 tokens 1.2 GiB per float32 copy. The
-activations of a micro-batch of 8192 tokens, with selective checkpointing, were reckoned at about 15 GiB; nobody has
-measured that here. If it does not fit, use --trainer.activation-checkpointing full. Per generator: 15 GiB of bfloat16
-weights, the rest of the 85 % is KV cache.
+activations of a micro-batch of 8192 tokens, with selective checkpointing, are estimated at about 15 GiB and not
+measured. If it does not fit, use --trainer.activation-checkpointing full. Per generator: 15 GiB of bfloat16 weights,
+the rest of the 85 % is KV cache.
 """
 
-from grpo.config import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    GeneratorConfig,
-    GRPOConfig,
-    ModelConfig,
-    RolesConfig,
-    TrainerConfig,
-)
+from grpo.config import change
 
-config = GRPOConfig(
-    model=ModelConfig(path="Qwen/Qwen3-8B"),
-    roles=RolesConfig(num_trainers=4, num_references=0, num_generators=4),
-    data=DataConfig(path="openai/gsm8k", chat_template_kwargs={"enable_thinking": False}, max_prompt_tokens=512),
-    generator=GeneratorConfig(max_completion_tokens=1024),
-    trainer=TrainerConfig(micro_batch_tokens=8192, logprob_chunk_tokens=2048, learning_rate=1e-6),
-    algorithm=AlgorithmConfig(kl_coef=0.001),
-    evaluation=EvaluationConfig(interval=20, name="main", split="test"),
-    checkpoint=CheckpointConfig(interval=50),
-    run_dir="runs/qwen3_8b_gsm8k",
-    num_steps=200,
-    prompts_per_step=64,
-    group_size=8,
+config = change(
+    "qwen3_1_7b_gsm8k.py",
+    {
+        "model.path": "Qwen/Qwen3-8B",
+        "trainer.micro_batch_tokens": 8192,
+        "trainer.logprob_chunk_tokens": 2048,
+        "algorithm.kl_coef": 0.001,
+        "run_dir": "runs/qwen3_8b_gsm8k",
+    },
 )

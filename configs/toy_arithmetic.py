@@ -5,25 +5,15 @@
 Starts from the model that `train_sft.py configs/toy_sft.py` leaves; `bash launch/quickstart.sh` runs both.
 """
 
-from grpo.config import (
-    AlgorithmConfig,
-    DataConfig,
-    EvaluationConfig,
-    GeneratorConfig,
-    GRPOConfig,
-    ModelConfig,
-    RewardConfig,
-    RolesConfig,
-    TrainerConfig,
-)
+from grpo import config as c
 
-config = GRPOConfig(
-    model=ModelConfig(path="runs/toy_sft/model", dtype="float32"),
-    roles=RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=10),
-    data=DataConfig(path="toy:addition", system_prompt="", max_prompt_tokens=16),
-    reward=RewardConfig(functions={"math_reward": 1.0, "thinking_reward": 0.1}),
-    generator=GeneratorConfig(max_completion_tokens=32),
-    trainer=TrainerConfig(
+config = c.GRPOConfig(
+    model=c.ModelConfig(path="runs/toy_sft/model", dtype="float32"),
+    roles=c.RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=10),
+    data=c.DataConfig(path="toy:addition", system_prompt="", max_prompt_tokens=16),
+    reward=c.RewardConfig(functions={"math_reward": 1.0, "thinking_reward": 0.1}),
+    generator=c.GeneratorConfig(max_completion_tokens=32),
+    trainer=c.TrainerConfig(
         micro_batch_tokens=4096,
         activation_checkpointing="none",
         compile=False,
@@ -31,12 +21,9 @@ config = GRPOConfig(
         warmup_steps=5,
         schedule="linear",
         min_lr_ratio=0.2,
-        logprob_chunk_tokens=4096,
     ),
-    algorithm=AlgorithmConfig(kl_coef=0.001),
-    evaluation=EvaluationConfig(interval=10, num_prompts=256),
+    algorithm=c.AlgorithmConfig(kl_coef=0.001),
+    evaluation=c.EvaluationConfig(interval=10),
     run_dir="runs/toy_arithmetic",
     num_steps=170,
-    prompts_per_step=32,
-    group_size=8,
 )

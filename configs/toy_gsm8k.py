@@ -8,29 +8,21 @@ chat template, rewards, all four ranks, checkpoint and export work. Without --da
 Layout: 2 trainer + 1 reference + 1 generator rank over gloo. Memory: about 1 GiB per process, most of it libraries.
 """
 
-from grpo.config import (
-    AlgorithmConfig,
-    DataConfig,
-    GeneratorConfig,
-    GRPOConfig,
-    ModelConfig,
-    RolesConfig,
-    TrainerConfig,
-)
+from grpo import config as c
 
-config = GRPOConfig(
-    model=ModelConfig(path="toy:gsm8k", dtype="float32"),
-    roles=RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=10),
-    data=DataConfig(path="openai/gsm8k", max_prompt_tokens=384),
-    generator=GeneratorConfig(max_completion_tokens=48),
-    trainer=TrainerConfig(
+config = c.GRPOConfig(
+    model=c.ModelConfig(path="toy:gsm8k", dtype="float32"),
+    roles=c.RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=10),
+    data=c.DataConfig(max_prompt_tokens=384),
+    generator=c.GeneratorConfig(max_completion_tokens=48),
+    trainer=c.TrainerConfig(
         micro_batch_tokens=2048,
         activation_checkpointing="none",
         compile=False,
         learning_rate=1e-4,
         logprob_chunk_tokens=1024,
     ),
-    algorithm=AlgorithmConfig(kl_coef=0.01),
+    algorithm=c.AlgorithmConfig(kl_coef=0.01),
     run_dir="runs/toy_gsm8k",
     num_steps=10,
     prompts_per_step=4,

@@ -3,18 +3,17 @@
 torchrun --nproc_per_node=2 train_sft.py configs/toy_sft.py
 """
 
-from grpo.config import DataConfig, ModelConfig, SFTConfig, TrainerConfig
+from grpo import config as c
 
-config = SFTConfig(
-    model=ModelConfig(path="toy:addition", dtype="float32"),
-    data=DataConfig(path="toy:addition", system_prompt=""),
-    trainer=TrainerConfig(
+config = c.SFTConfig(
+    model=c.ModelConfig(path="toy:addition", dtype="float32"),
+    data=c.DataConfig(path="toy:addition", system_prompt=""),
+    trainer=c.TrainerConfig(
         micro_batch_tokens=8192, activation_checkpointing="none", compile=False, learning_rate=1e-3, adam_beta2=0.999
     ),
     num_trainers=2,
     run_dir="runs/toy_sft",
     num_steps=400,
     stop_at_loss=0.09,
-    sequences_per_step=128,
     max_sequence_tokens=64,
 )

@@ -19,7 +19,7 @@ import torch
 from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.losses import check_loss_output, configured_loss
 from grpo.config import AlgorithmConfig, GRPOConfig
-from grpo.config.recipes import complete
+from grpo.config.fields import complete
 from grpo.data.packing import build_micro_batch, make_batch, take_out
 from grpo.types import MicroBatch, Sample, TrainBatch
 

@@ -17,7 +17,8 @@ import socket
 import sys
 
 from grpo.config import GRPOConfig, RolesConfig
-from grpo.config.recipes import load, validate
+from grpo.config.checks import validate
+from grpo.config.recipes import load
 from grpo.data import toy
 from grpo.data.chat import load_tokenizer
 from grpo.data.streams import load_eval_prompts

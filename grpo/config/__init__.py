@@ -1,5 +1,7 @@
 """What a user sets. A recipe imports from here: `from grpo import config as c`, then `config = c.GRPOConfig(...)`."""
 
+# ruff: noqa: F401
+
 from grpo.config.fields import (
     OWN_LOSS_DEFAULTS,
     PAPER_DEFAULTS,
@@ -22,28 +24,6 @@ from grpo.config.fields import (
     Table,
     TrainerConfig,
     check_loss_name,
+    complete,
 )
-
-__all__ = [
-    "OWN_LOSS_DEFAULTS",
-    "PAPER_DEFAULTS",
-    "Advantages",
-    "Aggregation",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "EvaluationConfig",
-    "GRPOConfig",
-    "GeneratorConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "Options",
-    "RewardConfig",
-    "RolesConfig",
-    "SFTConfig",
-    "SamplingConfig",
-    "Scalar",
-    "Table",
-    "TrainerConfig",
-    "check_loss_name",
-]
+from grpo.config.recipes import change

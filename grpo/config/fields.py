@@ -1,22 +1,27 @@
-"""The configuration a user fills in: dataclasses with one sentence per field, and derived values as properties.
+"""The configuration a user fills in: every field with its type, bounds, default and one sentence; derived values below.
 
-Layer 0: imports nothing but the standard library. A recipe is a Python file that binds `config`; recipes.py reads it,
-lets the command line override any field and checks the result.
+Layer 0: the standard library only. A recipe is a Python file that binds `config`; recipes.py reads it and lets the
+command line override any field; bounds.py holds the fields against types and bounds, checks.py against each other.
 """
 
 import math
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeVar
+
+from grpo.config.bounds import Above, AtLeast, AtMost, Below
 
 Value = TypeVar("Value")
 # A dict from names. Not written dict, of which tyro makes one flag per name of the recipe's, so that a command line
 # could not give other names; this way it is `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's.
 Table = MutableMapping[str, Value]
-# What a table may hold where its names are somebody else's: booleans stay booleans (`false` on the command line).
+# What a table may hold whose names belong to a library: booleans stay booleans (`false` on the command line).
 Scalar = bool | int | float | str
 # Keyword arguments of one function; one JSON object on the command line.
 Options = dict[str, Any]
+# Every so many steps, never at 0.
+Interval = Annotated[int, AtLeast(0, "0 turns it off")]
+Temperature = Annotated[float, Above(0, "greedy samples cannot be compared"), Below(math.inf)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,23 +35,25 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights and optimizer are always float32."""
     attention: Literal["auto", "flex", "documents"] = "auto"
-    """Packed attention: flex (GPU), documents (SDPA per document, any device); auto picks by device."""
+    """How the sequences of a packed row are kept apart.
+    flex: one flex_attention over the row, GPU only; documents: scaled_dot_product_attention for each sequence;
+    auto: flex on a GPU, else documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolesConfig:
     """How many ranks do what. The ranks of one torchrun are, in order: trainers, references, generators."""
 
-    num_trainers: int = 4
+    num_trainers: Annotated[int, AtLeast(1)] = 4
     """Trainer ranks; with `colocated` every rank is trainer, reference and generator at once."""
-    num_references: int = 0
-    """Reference ranks; 0 puts the reference, if `algorithm.kl_coef` is above 0, on the trainer ranks."""
-    num_generators: int = 4
+    num_references: Annotated[int, AtLeast(0)] = 0
+    """Ranks that only hold the reference; at 0 the trainer ranks hold it, if `algorithm.kl_coef` needs one."""
+    num_generators: Annotated[int, AtLeast(0)] = 4
     """Generator ranks, split into replicas of `generator.tensor_parallel`; ignored when `colocated`."""
     colocated: bool = False
-    """Every rank holds every role (one GPU is enough); `num_references` and `num_generators` do not apply."""
-    timeout_minutes: float = 60.0
-    """A rank that waits longer than this for another one fails; must exceed the longest step."""
+    """Every rank has every role, so one GPU is enough; `num_references` and `num_generators` are ignored."""
+    timeout_minutes: Annotated[float, Above(0, "it must exceed the longest step")] = 60.0
+    """A rank that waits for another one longer than this fails; it must exceed the longest step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +69,17 @@ class DataConfig:
     prompt_column: str = "question"
     """Column that holds the user's message."""
     columns: tuple[str, ...] = ("answer",)
-    """Columns handed to the reward functions beside the completions; each must exist."""
+    """Columns that the reward functions get with the completions; each must exist."""
     system_prompt: str = (
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
-    """System message put before every prompt; empty leaves it out."""
+    """System message before every prompt; empty for none."""
     chat_template_kwargs: Table[Scalar] = field(default_factory=dict)
     """Extra keyword arguments for the tokenizer's chat template, e.g. enable_thinking false."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
     """Prompts longer than this many tokens are left out, counted and reported once."""
     shuffle: bool = True
-    """Draw prompts in a new random order (from `seed`) each epoch, else in file order."""
+    """Draw the prompts of each epoch in a new random order, which follows from `seed`; off takes the file's order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,83 +90,83 @@ class RewardConfig:
     """Weights by name: a built-in (see `grpo/rewards/builtin.py`) or your own `path/file.py:function`."""
     options: Table[Options] = field(default_factory=dict)
     """Keyword arguments of a reward function, by its name: `--reward.options overlong_penalty '{"tokens": 256}'`."""
-    num_workers: int = 4
+    num_workers: Annotated[int, AtLeast(1)] = 4
     """Processes that run the reward functions."""
-    timeout_seconds: float = 10.0
+    timeout_seconds: Annotated[float, Above(0)] = 10.0
     """Per completion: a call that takes longer is ended, reward None; for a whole group, times its size."""
-    memory_gib: float = 4.0
+    memory_gib: Annotated[float, Above(0)] = 4.0
     """Address space of one such process."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
-    """Where functions find the answer: in the last <answer>..</answer>, the last \\boxed{}, or after the last ####."""
+    """Where functions find the answer. answer_tag: in the last <answer>..</answer>; boxed: in the last \\boxed{};
+    hashes: after the last ####."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
     """vLLM engines and sampling."""
 
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, AtLeast(1)] = 1
     """Ranks per vLLM engine replica."""
-    max_completion_tokens: int = 1024
-    """Longest completion in tokens; one that reaches it is `truncated`."""
-    temperature: tuple[float, ...] = (1.0,)
-    """Sampling temperature, also applied to the trainer's and reference's log-probs; of several, each group's
-    completions take one after the other."""
+    max_completion_tokens: Annotated[int, AtLeast(1)] = 1024
+    """Longest completion in tokens; one that is cut off there counts as truncated."""
+    temperature: tuple[Temperature, ...] = (1.0,)
+    """Sampling temperature, also of the trainer's log-probs; several take turns over the completions of a group."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion, which keeps them; beside the model's own stop tokens."""
-    top_p: float = 1.0
-    """Nucleus sampling; below 1 the trained distribution is no longer the sampled one (a warning says so once)."""
-    top_k: int = 0
-    """Sample among the k likeliest tokens, 0 for all; the same warning applies."""
-    min_p: float = 0.0
-    """Drop tokens below this share of the likeliest one's probability; the same warning applies."""
-    max_num_seqs: int = 256
-    """Most sequences one engine decodes at once."""
-    gpu_memory_utilization: float = 0.85
-    """Share of the GPU's memory vLLM may use for weights and KV cache (colocated: leave room for the trainer)."""
-    kv_cache_gib: float = 0.0
-    """Size of the KV cache in GiB; 0 lets vLLM fill `gpu_memory_utilization` (on CPU: 1/16 GiB)."""
+    """Strings that end a completion, in addition to the model's own stop tokens; the completion keeps them."""
+    top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
+    """Nucleus sampling; below 1 the sampled distribution is not the one that is trained, and a warning says so."""
+    top_k: Annotated[int, AtLeast(0)] = 0
+    """Sample among the k likeliest tokens, 0 for all; with the same warning."""
+    min_p: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    """Drop tokens below this share of the likeliest token's probability; with the same warning."""
+    max_num_seqs: Annotated[int, AtLeast(1)] = 256
+    """Most sequences that one engine decodes at once."""
+    gpu_memory_utilization: Annotated[float, Above(0), AtMost(1)] = 0.85
+    """Share of the GPU's memory that vLLM may use for weights and KV cache; colocated, leave room for the trainer."""
+    kv_cache_gib: Annotated[float, AtLeast(0)] = 0.0
+    """Size of the KV cache in GiB; 0 lets vLLM fill `gpu_memory_utilization`, and takes 1/16 GiB on a CPU."""
     enforce_eager: bool = False
-    """Skip CUDA graphs and compilation: faster start, slower decoding (always so on CPU)."""
+    """Skip CUDA graphs and compilation: faster start, slower decoding; on a CPU always on."""
     sleep: bool = False
-    """Colocated only: give the engine's memory back while training."""
+    """Colocated only: the engine gives its memory back while the trainer works."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """How the policy is sharded, batched and optimized (torchtitan)."""
 
-    tensor_parallel: int = 1
-    """Ranks that share each layer (TP); the rest of the trainer ranks is data parallel (FSDP2)."""
-    data_replicas: int = 1
-    """HSDP: FSDP groups that each hold a full copy of the parameters; 1 is plain FSDP."""
-    micro_batch_tokens: int = 16384
-    """Most tokens in one forward and backward; a step takes as many micro-batches as its tokens need."""
+    tensor_parallel: Annotated[int, AtLeast(1)] = 1
+    """Ranks that share each layer (TP); the num_trainers / tensor_parallel groups of them are data parallel (FSDP2)."""
+    data_replicas: Annotated[int, AtLeast(1)] = 1
+    """FSDP groups that each hold a full copy of the parameters (HSDP); 1 is plain FSDP."""
+    micro_batch_tokens: Annotated[int, AtLeast(1)] = 16384
+    """Most tokens in one forward and backward; an update takes as many micro-batches as its tokens need."""
     packing: bool = True
-    """Pack several sequences into one row; off pads one sequence per row."""
+    """Lay several sequences end to end in one row; off gives each its own padded row."""
     activation_checkpointing: Literal["none", "selective", "full"] = "selective"
-    """What the backward recomputes instead of keeping: nothing, cheap operations, or every block."""
+    """What the backward recomputes to save memory. none: nothing; selective: cheap operations; full: every block."""
     compile: bool = True
-    """torch.compile each transformer block and the log-prob chunks (GPU only)."""
-    logprob_chunk_tokens: int = 4096
-    """Tokens whose logits exist at one time in the chunked LM head."""
-    learning_rate: float = 1e-6
+    """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
+    logprob_chunk_tokens: Annotated[int, AtLeast(1)] = 4096
+    """Tokens whose logits are in memory at one time, in the chunked LM head."""
+    learning_rate: Annotated[float, AtLeast(0)] = 1e-6
     """Peak learning rate of AdamW."""
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
     """AdamW's first-moment decay."""
-    adam_beta2: float = 0.95
+    adam_beta2: Annotated[float, AtLeast(0), Below(1)] = 0.95
     """AdamW's second-moment decay."""
-    adam_eps: float = 1e-8
+    adam_eps: Annotated[float, AtLeast(0)] = 1e-8
     """AdamW's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, AtLeast(0)] = 0.0
     """AdamW's decoupled weight decay."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Steps of linear warm-up from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up, down to `min_lr_ratio` at the last step."""
-    min_lr_ratio: float = 0.0
-    """Learning rate at the end of a linear or cosine schedule, as a share of the peak."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Learning rate after warm-up. constant: the peak; linear, cosine: falls in that shape to `min_lr_ratio`."""
+    min_lr_ratio: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    """Learning rate at the last step of a linear or cosine schedule, as a share of the peak."""
+    max_grad_norm: Annotated[float, Above(0)] = 1.0
+    """Largest global norm of the gradients, which are scaled down to it."""
 
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
@@ -173,40 +180,51 @@ class AlgorithmConfig:
     loss: str = "grpo"
     """grpo, dr_grpo, dapo, gspo, cispo, sapo, reinforce, or your own `path/file.py:function`."""
     advantages: Advantages | None = None
-    """A reward compared with its group: over its std, plain, over the batch's std, leaving itself out; or as it is."""
+    """How a reward r becomes an advantage. group_std: (r - mean) / std of its group; group_mean: r - mean;
+    batch_std: (r - mean) / std of all rewards of the step; rloo: r - mean of the others in its group;
+    none: r as it is."""
     aggregation: Aggregation | None = None
-    """Mean over all tokens of the step, over sequences of their token means, or tokens over max length."""
-    clip_low: float | None = None
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: float | None = None
-    """The ratio is clipped above 1 + clip_high."""
+    """How the losses of tokens become one number. token_mean: their mean over the whole update;
+    sequence_mean: mean over sequences of the mean over a sequence's tokens;
+    fixed_horizon: mean over sequences of the sum over a sequence's tokens / generator.max_completion_tokens."""
+    clip_low: Annotated[float, AtLeast(0), AtMost(1)] | None = None
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: Annotated[float, AtLeast(0)] | None = None
+    """The ratio is clipped from above at 1 + clip_high."""
     loss_options: Options = field(default_factory=dict)
-    """Keyword arguments of the loss, one JSON object, such as '{"dual_clip": 3}'."""
-    kl_coef: float = 0.0
+    """Keyword arguments of the loss, one JSON object.
+    grpo, dr_grpo, dapo, gspo: '{"dual_clip": 3}'; reinforce: '{"max_importance_weight": 2}';
+    sapo: '{"temperature_positive": 1, "temperature_negative": 1.05}'; your own function: what it takes."""
+    kl_coef: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL to the reference; 0 needs no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
-    """Per-token estimate of that KL; k3_k2_gradient has the value of k3 and the gradient of k2."""
+    """Estimate of that KL per token, where d = log policy - log reference.
+    k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d; k3_k2_gradient: the value of k3 with the gradient of k2."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL to the loss, or subtract each completion's sum of it from its reward."""
+    """Where the KL goes. loss: a token's is added to its loss; reward: a completion's sum is taken off its reward."""
     entropy_coef: float = 0.0
-    """Weight of the policy's entropy, which is subtracted from the loss."""
+    """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
     mask_truncated: bool = False
-    """Completions that ran out of tokens leave the loss (DAPO's overlong filtering); their rewards still compare."""
-    num_mini_batches: int = 1
-    """Optimizer updates per pass over a step's groups: the mini-batches it is split into."""
-    num_epochs: int = 1
-    """Passes over a step's groups."""
+    """Exclude truncated completions from the loss (DAPO's overlong filtering); the group still compares with them."""
+    num_mini_batches: Annotated[int, AtLeast(1)] = 1
+    """Mini-batches into which a step's groups are split, each one optimizer update."""
+    num_epochs: Annotated[int, AtLeast(1)] = 1
+    """Passes over a step's groups, so a step has `num_mini_batches` x `num_epochs` updates."""
     old_logprobs: Literal["policy", "generator"] = "policy"
-    """The ratio's denominator: the policy at the start of the step, or the log-probs seen at sampling time."""
+    """Denominator of the ratio. policy: the trainer's log-probs at the start of the step; generator: those sampled."""
     importance_correction: Literal["none", "truncate", "mask_tokens", "mask_sequences"] | None = None
-    """Against a generator that is not quite the policy; None is truncate if `old_logprobs` is policy, else none."""
-    importance_correction_low: float = 0.5
-    """mask_*: smallest weight (policy over generator; of a sequence its geometric mean) that still counts."""
-    importance_correction_high: float = 2.0
-    """truncate: largest weight a token gets; mask_*: largest weight that still counts."""
+    """Makes up for a generator that differs from the policy, by weights w = policy / generator.
+    none: no correction; truncate: a token's loss x min(w, high);
+    mask_tokens: x w, or x 0 where w is not within low and high;
+    mask_sequences: x 0 for all of a sequence whose geometric mean of w is not within low and high.
+    None takes truncate if `old_logprobs` is policy, else none."""
+    importance_correction_low: Annotated[float, AtLeast(0)] = 0.5
+    """mask_tokens, mask_sequences: smallest w that is not masked."""
+    importance_correction_high: Annotated[float, Above(0)] = 2.0
+    """truncate: largest w a token gets; mask_tokens, mask_sequences: largest w that is not masked."""
 
 
-# What a loss needs beside its formula to be the algorithm of its paper
+# What a loss needs besides its formula to be the algorithm of its paper
 PAPER_DEFAULTS = {
     "grpo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
     "dr_grpo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2},
@@ -234,19 +252,19 @@ class SamplingConfig:
     """Which prompts and groups a step is made of."""
 
     dynamic: bool = False
-    """Drop groups whose rewards are all equal and sample others until the step is full (DAPO)."""
-    max_rounds: int = 4
-    """dynamic: most rounds of sampling per step; then the step goes on with the groups it has."""
-    min_pass_rate: float = 0.0
-    """A prompt that passed less often than this when last sampled rests for `filter_epochs`; 0 never."""
-    max_pass_rate: float = 1.0
-    """The same for a prompt that passed more often; 1 never."""
-    filter_epochs: int = 1
-    """Epochs for which such a prompt is left out before it is tried again."""
+    """Drop groups whose rewards are all equal and sample other prompts until the step is full (DAPO)."""
+    max_rounds: Annotated[int, AtLeast(1)] = 4
+    """Most rounds of sampling in a step with `dynamic`; then the step goes on with the groups it has."""
+    min_pass_rate: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    """A prompt whose share of passing completions was below this is skipped for `filter_epochs`; 0 skips none."""
+    max_pass_rate: Annotated[float, AtLeast(0), AtMost(1)] = 1.0
+    """The same for a prompt whose share was above this; 1 skips none."""
+    filter_epochs: Annotated[int, AtLeast(1)] = 1
+    """Epochs for which such a prompt is skipped before it is sampled again."""
 
     @property
     def filters(self) -> bool:
-        """Whether any prompt may rest."""
+        """Whether any prompt may be skipped."""
         return self.min_pass_rate > 0 or self.max_pass_rate < 1
 
 
@@ -254,19 +272,19 @@ class SamplingConfig:
 class EvaluationConfig:
     """Held-out prompts, greedy and sampled: before the first step, every `interval` steps and at the end."""
 
-    interval: int = 0
+    interval: Interval = 0
     """Steps between evaluations; 0 never evaluates."""
     path: str = ""
     """Held-out data set (hub name, .jsonl or toy task); empty takes `data.path` (and `data.name`)."""
     name: str = ""
-    """Configuration name of that hub data set."""
+    """Configuration name of that data set on the hub."""
     split: str = "test"
     """Split of the held-out hub data set or toy task."""
-    num_prompts: int = 256
+    num_prompts: Annotated[int, AtLeast(1)] = 256
     """Held-out prompts per evaluation, always the same ones."""
-    num_samples: int = 0
+    num_samples: Annotated[int, AtLeast(0)] = 0
     """Samples per prompt for pass@k, k = 1, 2, 4, ... up to it; 0 takes only the greedy completion."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature of these samples."""
 
 
@@ -274,10 +292,10 @@ class EvaluationConfig:
 class CheckpointConfig:
     """Saving, resuming and the exported model."""
 
-    interval: int = 0
+    interval: Interval = 0
     """Steps between checkpoints; 0 saves only at the end."""
-    keep: int = 2
-    """Newest checkpoints kept."""
+    keep: Annotated[int, AtLeast(1)] = 2
+    """How many of the newest checkpoints are kept."""
     export: bool = True
     """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
 
@@ -288,10 +306,10 @@ class MetricsConfig:
 
     tensorboard: bool = True
     """Write TensorBoard event files to `RUN_DIR/tensorboard`."""
-    samples_interval: int = 10
+    samples_interval: Interval = 10
     """Steps between readable samples of completions with their rewards; 0 writes none."""
-    num_samples: int = 4
-    """Completions per such sample."""
+    num_samples: Annotated[int, AtLeast(0)] = 4
+    """Completions written each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,20 +333,20 @@ class GRPOConfig:
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
-    num_steps: int = 200
-    """Steps in total: one batch of completions each, by default with one optimizer update."""
-    prompts_per_step: int = 32
+    num_steps: Annotated[int, AtLeast(1)] = 200
+    """Steps in total; each samples one batch of completions and by default makes one optimizer update of it."""
+    prompts_per_step: Annotated[int, AtLeast(1)] = 32
     """Prompts drawn for each step."""
-    group_size: int = 8
+    group_size: Annotated[int, AtLeast(1)] = 8
     """Completions per prompt."""
     seed: int = 0
-    """Data order and sampling follow from this."""
-    sync_interval: int = 1
-    """Steps between weight syncs; at N the generators sample with weights that are up to N - 1 steps old."""
-    sync_check_interval: int = 20
-    """Steps between canaries that compare trainer and generator log-probs (also after the first sync); 0 is never."""
-    sync_check_tolerance: float = 0.0
-    """Largest mean absolute log-prob difference the canary accepts; 0 takes 1e-3 in float32, 0.1 in bfloat16."""
+    """The order of the data and the sampling follow from it."""
+    sync_interval: Annotated[int, AtLeast(1)] = 1
+    """Steps between weight syncs; at N the generators' weights are up to N - 1 steps old."""
+    sync_check_interval: Interval = 20
+    """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
+    sync_check_tolerance: Annotated[float, AtLeast(0)] = 0.0
+    """Largest mean absolute log-prob difference that a sync check accepts; 0 takes 1e-3 in float32, 0.1 in bfloat16."""
 
     @property
     def completions_per_step(self) -> int:
@@ -368,7 +386,7 @@ class GRPOConfig:
 
     @property
     def largest_mismatch(self) -> float:
-        """Mean absolute log-prob difference between trainer and generator above which the sync check stops the run."""
+        """Mean absolute log-prob difference between trainer and generator above which a sync check stops the run."""
         return self.sync_check_tolerance or (1e-3 if self.model.dtype == "float32" else 0.1)
 
     @property
@@ -393,22 +411,37 @@ class SFTConfig:
     """Folder of the run."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
-    num_trainers: int = 1
+    num_trainers: Annotated[int, AtLeast(1)] = 1
     """Trainer ranks (all of torchrun's)."""
-    num_steps: int = 100
+    num_steps: Annotated[int, AtLeast(1)] = 100
     """Optimizer steps in total."""
     completion_column: str = "completion"
-    """Column that holds what the model shall answer to `data.prompt_column`."""
-    stop_at_loss: float = 0.0
+    """Column that holds the answer to learn for `data.prompt_column`."""
+    stop_at_loss: Annotated[float, AtLeast(0)] = 0.0
     """End early, with export, once the mean loss of the last 10 steps is below this; 0 runs all steps."""
-    sequences_per_step: int = 128
+    sequences_per_step: Annotated[int, AtLeast(1)] = 128
     """Prompt and answer pairs per step."""
-    max_sequence_tokens: int = 2048
-    """Longer examples are left out, counted and reported once."""
+    max_sequence_tokens: Annotated[int, AtLeast(1)] = 2048
+    """Longest example in tokens; longer ones are left out, counted and reported once."""
     seed: int = 0
-    """Data order and, for a toy model, its first weights follow from this."""
+    """The order of the data and, for a toy model, its first weights follow from it."""
 
     @property
     def num_ranks(self) -> int:
         """Processes torchrun must start."""
         return self.num_trainers
+
+
+Config = TypeVar("Config", GRPOConfig, SFTConfig)
+
+
+def complete(config: Config) -> Config:
+    """Fill in what the loss's paper decides, wherever the user left it open (None)."""
+    if isinstance(config, SFTConfig):
+        return config
+    algorithm = config.algorithm
+    check_loss_name(algorithm.loss)
+    defaults = dict(PAPER_DEFAULTS.get(algorithm.loss, OWN_LOSS_DEFAULTS))
+    defaults["importance_correction"] = "truncate" if algorithm.old_logprobs == "policy" else "none"
+    open_fields = {name: value for name, value in defaults.items() if getattr(algorithm, name) is None}
+    return replace(config, algorithm=replace(algorithm, **open_fields))

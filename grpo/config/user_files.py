@@ -1,14 +1,20 @@
-"""The user's own functions, named `path/file.py:function` in a config.
+"""The user's own Python files: functions named `path/file.py:function` in a config, and recipes.
 
-Layer 0: the standard library only. What the function must take and return is checked where it is used.
+Layer 0: the standard library only. What a function must take and return is checked where it is used.
 """
 
+import difflib
 import importlib.util
 import inspect
+import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
+from typing import Any
+
+# What a JSON value must be where an option says its type.
+OPTION_TYPES = {bool: bool, int: int, float: (int, float), str: str}
 
 
 def load_function(spec: str, what: str) -> Callable:
@@ -24,7 +30,12 @@ def load_function(spec: str, what: str) -> Callable:
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name:
         raise ValueError(f"{what} {spec!r} names no function in a file; write path/file.py:function")
-    module = _load_file(file, what)
+    if not pathlib.Path(file).is_file():
+        raise ValueError(
+            f"{what} file {os.path.abspath(file)} does not exist; give a path that holds from the folder the run "
+            "starts in"
+        )
+    module = sys.modules.get(_module_name(file)) or run_file(file)
     function = getattr(module, name, None)
     if not callable(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
@@ -32,38 +43,58 @@ def load_function(spec: str, what: str) -> Callable:
     return function
 
 
-def check_options(function: Callable, options: Mapping[str, object], what: str, where: str) -> None:
-    """Refuse options that are not keyword-only arguments of `function`.
+def check_options(function: Callable, options: Mapping[str, Any], what: str, where: str, facts: Iterable = ()) -> None:
+    """Hold a function's options against its signature: they are its keyword-only arguments, those behind a `*`.
 
     Args:
         what: the function as messages name it, e.g. "loss grpo".
-        where: the config field that the options come from.
+        where: where the options come from, e.g. "algorithm.loss_options".
+        facts: names of keyword-only arguments that the run fills in, which are not suggested.
 
     Raises:
-        ValueError: it names the unknown option and those that there are.
+        ValueError: an unknown option, with the known ones and the near miss, or a value of another type than its
+            annotation, where that is bool, int, float or str.
     """
-    parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    for name in options:
-        if name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ValueError(f"{where}: {what} has no option {name!r}; its options: {', '.join(known) or 'none'}")
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{where} is {options!r}; write a table such as '{{\"tolerance\": 0.01}}'")
+    known = keyword_only(function)
+    for option, value in options.items():
+        if option not in known:
+            near = near_miss(option, [o for o in known if o not in facts])
+            raise ValueError(
+                f"{what} has no option {option!r}{near}; its options (the arguments behind a *) are: "
+                f"{', '.join(known) or 'none'}"
+            )
+        kind = known[option].annotation
+        checked = isinstance(kind, type) and kind in OPTION_TYPES
+        if checked and not (isinstance(value, OPTION_TYPES[kind]) and isinstance(value, bool) == (kind is bool)):
+            raise ValueError(f"{where}: {option} is {value!r} ({type(value).__name__}), not {kind.__name__}")
 
 
-def _load_file(file: str, what: str) -> ModuleType:
-    path = pathlib.Path(file)
-    if not path.is_file():
-        raise ValueError(
-            f"{what} file {path.absolute()} does not exist; give a path that holds from the folder the run starts in"
-        )
-    module_name = f"user_file {path.resolve()}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
+def keyword_only(function: Callable) -> dict[str, inspect.Parameter]:
+    """The arguments behind a `*`."""
+    return {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+
+def near_miss(name: str, names: Iterable[str]) -> str:
+    """` (did you mean tokens?)`, or nothing."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def run_file(file: str) -> ModuleType:
+    """Run a Python file as a module, which replaces that of an earlier run; raises whatever the file raises."""
+    name = _module_name(file)
+    spec = importlib.util.spec_from_file_location(name, os.path.abspath(file))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up there
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[module_name]  # half a module must not be found by the next call
+        del sys.modules[name]  # half a module must not be found by the next call
         raise
     return module
+
+
+def _module_name(file: str) -> str:
+    return f"user_file {os.path.realpath(file)}"

@@ -4,20 +4,17 @@ A function's options are its keyword-only arguments, those behind a `*`. They ar
 run: against its signature, and, for a built-in function, by calling it with no completion at all.
 """
 
-import difflib
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from grpo.config import RewardConfig
-from grpo.config.user_files import load_function
+from grpo.config.user_files import check_options, keyword_only, load_function, near_miss
 from grpo.rewards.builtin import BUILT_INS, RewardFunction
 
 # Columns of every call besides the data set's: completion tokens with EOS, and whether the completion was cut off.
 EXTRA_COLUMNS = ("num_tokens", "truncated")
-# What a JSON value must be where an option says its type.
-TYPES = {bool: bool, int: int, float: (int, float), str: str}
 
 
 def is_group_level(function: RewardFunction) -> bool:
@@ -54,7 +51,7 @@ def load_functions(
         if name not in config.functions:
             raise ValueError(
                 f"reward.options has options of {name!r}, which is not in reward.functions "
-                f"({', '.join(config.functions)}){_near_miss(name, config.functions)}; add it there or drop its "
+                f"({', '.join(config.functions)}){near_miss(name, config.functions)}; add it there or drop its "
                 "options (--reward.options with nothing behind it drops all of a recipe's)"
             )
     facts = {
@@ -72,7 +69,7 @@ def load_functions(
             function = load_function(name, "reward")
         else:
             raise ValueError(
-                f"unknown reward function {name!r}{_near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
+                f"unknown reward function {name!r}{near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
                 "your own is written path/file.py:function"
             )
         function = _bind_options(name, function, config.options.get(name, {}), facts, columns)
@@ -88,22 +85,8 @@ def _bind_options(
     name: str, function: RewardFunction, options: Mapping[str, Any], facts: Mapping[str, Any], columns: list[str] | None
 ) -> RewardFunction:
     """The function with its options, and of the facts of the run those that it asks for and its options leave open."""
-    if not isinstance(options, Mapping):
-        raise ValueError(f"reward.options of {name} is {options!r}; write a table such as '{{\"tolerance\": 0.01}}'")
-    known = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    for option, value in options.items():
-        if option not in known:
-            near = _near_miss(option, [o for o in known if o not in facts])
-            raise ValueError(
-                f"reward function {name} has no option {option!r}{near}; its options (the arguments behind a *) are: "
-                f"{', '.join(known) or 'none'}"
-            )
-        kind = known[option].annotation
-        checked = isinstance(kind, type) and kind in TYPES
-        if checked and not (isinstance(value, TYPES[kind]) and isinstance(value, bool) == (kind is bool)):
-            raise ValueError(
-                f"reward.options of {name}: {option} is {value!r} ({type(value).__name__}), not {kind.__name__}"
-            )
+    check_options(function, options, f"reward function {name}", f"reward.options of {name}", facts)
+    known = keyword_only(function)
     bound = {fact: value for fact, value in facts.items() if fact in known} | dict(options)
     # A call's arguments replace those that are bound: a column `language` would pass for the option.
     options_of = known if name in BUILT_INS else bound
@@ -140,8 +123,3 @@ def _check_values(name: str, function: RewardFunction) -> None:
         function(**{p.name: [] for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD})
     except ValueError as error:
         raise ValueError(f"reward.options of {name}: {error}") from error
-
-
-def _near_miss(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -17,7 +17,8 @@ from grpo.algorithm.advantages import zero_variance
 from grpo.algorithm.importance import with_effective_sample_size
 from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig
-from grpo.config.recipes import as_recipe, describe_layout
+from grpo.config.layout import describe_layout
+from grpo.config.recipes import as_recipe
 from grpo.data import toy
 from grpo.data.chat import load_tokenizer
 from grpo.data.packing import make_batch, sample_of

@@ -78,7 +78,7 @@ def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
     lines = [f"| {' | '.join(TABLE_HEADER)} |", f"|{' --- |' * len(TABLE_HEADER)}"]
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         cells = [
-            shorten(prompt, SAMPLE_CHARACTERS),
+            _quoted(prompt),
             rollout.text,
             "\n".join([*_reward_texts(rollout), *_failure_texts(rollout)]),
             number_or_none(rollout.advantage),
@@ -124,3 +124,7 @@ def _failure_texts(rollout: Rollout) -> list[str]:
 
 def _one_line(text: str) -> str:
     return shorten(one_line(text), QUOTED_CHARACTERS)
+
+
+def _quoted(text: str) -> str:
+    return shorten(text, SAMPLE_CHARACTERS)

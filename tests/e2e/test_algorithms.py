@@ -30,9 +30,9 @@ def test_own_loss_and_rewards_and_an_evaluation_that_training_does_not_notice(
     """The README's loss and rewards; the same run with and without evaluations trains the same to the last digit."""
     rewards = (
         "--reward.functions",
-        f"{HERE}/my_reward.py:right_digits",
+        "configs/examples/my_reward.py:right_digits",
         1,
-        f"{HERE}/my_reward.py:shorter_than_most",
+        "configs/examples/my_reward.py:shorter_than_most",
         1,
     )
     flags = ("--algorithm.loss", "configs/examples/my_loss.py:gentle", *rewards, "--num-steps", 3)
@@ -47,7 +47,7 @@ def test_own_loss_and_rewards_and_an_evaluation_that_training_does_not_notice(
         tmp_path / "without/model/model.safetensors"
     ).read_bytes()
     for m in steps:
-        assert 0.5 < m["weight_mean"] < 1 and "sure_share" in m  # the loss's own metrics
+        assert 0.5 < m["loss/weight_mean"] < 1 and "loss/sure_frac" in m  # the loss's own metrics
         assert m["reward/right_digits"] < 1 and m["grad_norm"] > 1e-3
         # of 4 completions, 3, 2, 1 and 0 others are longer, over 3: a mean of 1/2, less where lengths are equal
         assert 0 < m["reward/shorter_than_most"] <= 0.5
@@ -75,14 +75,14 @@ def test_several_updates_on_samples_of_older_weights(model: pathlib.Path, tmp_pa
     )
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     for m in metrics:
-        assert abs(m["ratio_mean"] - 1) > 1e-5 and m["ratio_max"] > 1.05  # later updates leave the old policy
-        assert 0 < m["clip_share"] < 1
+        assert abs(m["loss/ratio_mean"] - 1) > 1e-5 and m["loss/ratio_max"] > 1.05  # later updates leave the old policy
+        assert 0 < m["loss/clip_frac"] < 1
     # the reference is the policy of the start: the first samples differ in nothing, later ones do
     assert abs(metrics[0]["reward/kl_penalty"]) < 1e-5 < abs(metrics[2]["reward/kl_penalty"])
     for fresh, stale in ((metrics[0], metrics[1]), (metrics[2], metrics[3])):
         # after a sync generator and policy are the same; the step after it samples with weights one step old
-        assert fresh["mismatch/max"] < 1e-4 and fresh["ess"] > 0.999 and fresh["corrected_share"] == 0
-        assert stale["mismatch/mean"] > 0.01 and stale["ess"] < 0.99 and stale["mismatch/kl"] > 1e-4
+        assert fresh["mismatch/max"] < 1e-4 and fresh["mismatch/ess"] > 0.999 and fresh["mismatch/corrected_frac"] == 0
+        assert stale["mismatch/mean"] > 0.01 and stale["mismatch/ess"] < 0.99 and stale["mismatch/kl"] > 1e-4
     differences = [line["mismatch"] for line in read_completions(tmp_path / "run")]
     assert len(differences) == 4 * 16 and max(differences[:16]) < 1e-4 < 0.01 < max(differences[16:32])
 
@@ -92,8 +92,8 @@ def test_old_logprobs_of_the_generator_are_those_of_the_policy(model: pathlib.Pa
     flags = ("--algorithm.num-mini-batches", 2, "--algorithm.importance_correction", "none", "--num-steps", 1)
     (policy,) = run(tmp_path, model, *flags, name="policy")
     (generator,) = run(tmp_path, model, *flags, "--algorithm.old-logprobs", "generator", name="generator")
-    assert policy["ratio_max"] > 1.01
-    for name in ("loss", "ratio_mean", "ratio_max", "grad_norm"):
+    assert policy["loss/ratio_max"] > 1.01
+    for name in ("loss", "loss/ratio_mean", "loss/ratio_max", "grad_norm"):
         assert generator[name] == pytest.approx(policy[name], rel=1e-3, abs=1e-5), name
 
 
@@ -121,7 +121,7 @@ def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathli
     for line in lines:  # a completion that ran out of tokens has a reward, but no advantage
         assert line["reward"] is not None and (line["advantage"] is None) == (line["finish_reason"] == "length")
     assert {line["finish_reason"] for line in lines} == {"length", "stop"}
-    assert all(m["corrected_share"] == 0 and m["loss"] != 0 for m in metrics)  # float32: nothing to correct
+    assert all(m["mismatch/corrected_frac"] == 0 and m["loss"] != 0 for m in metrics)  # float32: nothing to correct
     stopped = [line for line in lines if "7" in line["completion"]]
     assert len(stopped) > 6
     for line in stopped:

@@ -15,29 +15,22 @@ from grpo.config import (
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
-    EvaluationConfig,
     GeneratorConfig,
     GRPOConfig,
-    MetricsConfig,
     ModelConfig,
     RewardConfig,
     RolesConfig,
     SamplingConfig,
     SFTConfig,
     TrainerConfig,
+    change,
 )
 from grpo.config import fields as config_module
-from grpo.config.recipes import (
-    as_recipe,
-    cautions,
-    check_world_size,
-    complete,
-    describe_layout,
-    load,
-    load_recipe,
-    suggest_layout,
-    validate,
-)
+from grpo.config.checks import cautions, validate
+from grpo.config.fields import complete
+from grpo.config.layout import check_world_size, describe_layout, suggest_layout
+from grpo.config.names import RENAMED, field_paths, no_such_field
+from grpo.config.recipes import as_recipe, load, load_recipe
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
@@ -53,26 +46,7 @@ def read(path: pathlib.Path) -> GRPOConfig | SFTConfig:
 # ---------------------------------------------------------------------------------------------------------------------
 
 BAD = {
-    "num_steps=0 must be at least 1": GRPOConfig(num_steps=0),
-    "prompts_per_step=0 must be at least 1": GRPOConfig(prompts_per_step=0),
-    "group_size=0 must be at least 1": GRPOConfig(group_size=0),
-    "roles.num_trainers=0 must be at least 1": GRPOConfig(roles=RolesConfig(num_trainers=0)),
-    "roles.num_references=-1 must be at least 0": GRPOConfig(roles=RolesConfig(num_references=-1)),
-    "roles.timeout_minutes=0.0 must be above 0": GRPOConfig(roles=RolesConfig(timeout_minutes=0.0)),
-    "data.max_prompt_tokens=0 must be": GRPOConfig(data=DataConfig(max_prompt_tokens=0)),
-    "generator.tensor_parallel=0 must be": GRPOConfig(generator=GeneratorConfig(tensor_parallel=0)),
-    "generator.max_completion_tokens=0 must be": GRPOConfig(generator=GeneratorConfig(max_completion_tokens=0)),
-    "generator.max_num_seqs=0 must be": GRPOConfig(generator=GeneratorConfig(max_num_seqs=0)),
-    "trainer.tensor_parallel=0 must be": GRPOConfig(trainer=TrainerConfig(tensor_parallel=0)),
-    "trainer.data_replicas=0 must be": GRPOConfig(trainer=TrainerConfig(data_replicas=0)),
-    "trainer.logprob_chunk_tokens=0 must be": GRPOConfig(trainer=TrainerConfig(logprob_chunk_tokens=0)),
-    "evaluation.num_prompts=0 must be": GRPOConfig(evaluation=EvaluationConfig(num_prompts=0)),
-    "checkpoint.keep=0 must be": GRPOConfig(checkpoint=CheckpointConfig(keep=0)),
-    "checkpoint.interval=-1 counts steps": GRPOConfig(checkpoint=CheckpointConfig(interval=-1)),
-    "metrics.samples_interval=-2 counts steps": GRPOConfig(metrics=MetricsConfig(samples_interval=-2)),
-    "evaluation.interval=-3 counts steps": GRPOConfig(evaluation=EvaluationConfig(interval=-3)),
-    "sync_check_interval=-4 counts steps": GRPOConfig(sync_check_interval=-4),
-    "roles.num_generators=0 leaves nobody to sample; use at least 2": GRPOConfig(
+    "roles.num_generators=0 leaves no rank to sample; use at least 2": GRPOConfig(
         roles=RolesConfig(num_generators=0), generator=GeneratorConfig(tensor_parallel=2)
     ),
     "7 generator ranks do not split into replicas of generator.tensor_parallel=2; use 6 generator ranks": GRPOConfig(
@@ -95,25 +69,7 @@ BAD = {
     ),
     "prompts_per_step=3 x group_size=2 = 6 completions do not divide over 4 data-parallel trainer ranks; "
     "the next number that does is 8": GRPOConfig(prompts_per_step=3, group_size=2),
-    "generator.temperature=(1.0, 0.0) must be a tuple of numbers above 0": GRPOConfig(
-        generator=GeneratorConfig(temperature=(1.0, 0.0))
-    ),
-    "generator.temperature=0.7 must be a tuple": GRPOConfig(generator=GeneratorConfig(temperature=0.7)),
-    "generator.top_p=0.0 must lie in (0, 1]": GRPOConfig(generator=GeneratorConfig(top_p=0.0)),
-    "generator.min_p=1.0 in [0, 1)": GRPOConfig(generator=GeneratorConfig(min_p=1.0)),
-    "generator.top_k=-1 must not be negative": GRPOConfig(generator=GeneratorConfig(top_k=-1)),
-    "generator.gpu_memory_utilization=1.5 must lie in (0, 1]": GRPOConfig(
-        generator=GeneratorConfig(gpu_memory_utilization=1.5)
-    ),
-    "generator.kv_cache_gib=-1.0 must not be negative": GRPOConfig(generator=GeneratorConfig(kv_cache_gib=-1.0)),
-    "algorithm.clip_low=1.1 must lie in [0, 1]": GRPOConfig(algorithm=AlgorithmConfig(clip_low=1.1)),
-    "algorithm.clip_high=-0.1 must not be negative": GRPOConfig(algorithm=AlgorithmConfig(clip_high=-0.1)),
     "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo": GRPOConfig(algorithm=AlgorithmConfig(loss="ppo")),
-    "algorithm.dual_clip=0.5 must be above 1": GRPOConfig(algorithm=AlgorithmConfig(dual_clip=0.5)),
-    "algorithm.importance_correction_high=0 must be above 0": GRPOConfig(
-        algorithm=AlgorithmConfig(importance_correction_high=0)
-    ),
-    "algorithm.num_mini_batches=0 must be at least 1": GRPOConfig(algorithm=AlgorithmConfig(num_mini_batches=0)),
     "algorithm.num_mini_batches=33 mini-batches of whole groups need as many prompts; raise prompts_per_step=32": (
         GRPOConfig(algorithm=AlgorithmConfig(num_mini_batches=33))
     ),
@@ -129,10 +85,6 @@ BAD = {
     "algorithm.importance_correction_low=1.5 and importance_correction_high=2.0 must have 1 between them": GRPOConfig(
         algorithm=AlgorithmConfig(importance_correction="mask_tokens", importance_correction_low=1.5)
     ),
-    "algorithm.dual_clip does nothing in sapo": GRPOConfig(algorithm=AlgorithmConfig(loss="sapo", dual_clip=3)),
-    "algorithm.max_importance_weight does nothing in grpo": GRPOConfig(
-        algorithm=AlgorithmConfig(max_importance_weight=2)
-    ),
     "algorithm.kl_in=reward does nothing with algorithm.kl_coef=0": GRPOConfig(
         algorithm=AlgorithmConfig(kl_in="reward")
     ),
@@ -141,6 +93,15 @@ BAD = {
     ),
     "3 temperatures for group_size=2 completions": GRPOConfig(
         group_size=2, generator=GeneratorConfig(temperature=(0.5, 1.0, 1.5))
+    ),
+    "0 temperatures for group_size=8 completions": GRPOConfig(generator=GeneratorConfig(temperature=())),
+    "algorithm.old_logprobs=generator has the generator in the ratio already": GRPOConfig(
+        algorithm=AlgorithmConfig(
+            loss="reinforce",
+            loss_options={"max_importance_weight": 2},
+            old_logprobs="generator",
+            importance_correction="truncate",
+        )
     ),
     "generator.stop has an empty string": GRPOConfig(generator=GeneratorConfig(stop=("a", ""))),
     "sampling.min_pass_rate=0.9 and max_pass_rate=0.1": GRPOConfig(
@@ -152,12 +113,9 @@ BAD = {
     "generator.sleep drops the engine's weights after each step, so sync_interval=2 must be 1": GRPOConfig(
         roles=RolesConfig(colocated=True), generator=GeneratorConfig(sleep=True), sync_interval=2
     ),
-    "reward.timeout_seconds=0 and": GRPOConfig(reward=RewardConfig(timeout_seconds=0)),
-    "evaluation.temperature=0 above 0": GRPOConfig(evaluation=EvaluationConfig(temperature=0)),
     "checkpoint.interval=3 must be a multiple of sync_interval=2": GRPOConfig(
         sync_interval=2, checkpoint=CheckpointConfig(interval=3)
     ),
-    "algorithm.kl_coef=-0.5 must not be negative": GRPOConfig(algorithm=AlgorithmConfig(kl_coef=-0.5)),
     "reward.functions is empty": GRPOConfig(reward=RewardConfig(functions={})),
     "4 trainer ranks do not split into trainer.tensor_parallel=3 x trainer.data_replicas=1; "
     "use a multiple of 3 trainer ranks, for example 3": GRPOConfig(trainer=TrainerConfig(tensor_parallel=3)),
@@ -167,12 +125,7 @@ BAD = {
     ),
     "a sequence of up to 1536 tokens does not fit into trainer.micro_batch_tokens=1535; "
     "raise it to at least 1536": GRPOConfig(trainer=TrainerConfig(micro_batch_tokens=1535)),
-    "trainer.learning_rate=-1.0 must be at least 0": GRPOConfig(trainer=TrainerConfig(learning_rate=-1.0)),
-    "trainer.max_grad_norm=0.0 above 0": GRPOConfig(trainer=TrainerConfig(max_grad_norm=0.0)),
-    # SFT shares the checks of trainer, checkpoint and metrics; its own:
-    "num_trainers=0 must be at least 1": SFTConfig(num_trainers=0),
-    "sequences_per_step=0 must be at least 1": SFTConfig(sequences_per_step=0),
-    "max_sequence_tokens=0 must be at least 1": SFTConfig(max_sequence_tokens=0),
+    # SFT
     "a sequence of up to 2048 tokens does not fit into trainer.micro_batch_tokens=1000": SFTConfig(
         trainer=TrainerConfig(micro_batch_tokens=1000)
     ),
@@ -180,6 +133,85 @@ BAD = {
         num_trainers=3, trainer=TrainerConfig(tensor_parallel=2)
     ),
 }
+
+
+# A value that a field does not take, whatever the others are: its path, the value and the message behind `path=value `
+AT_LEAST_1 = "must be a whole number, at least 1"
+AT_LEAST_0 = "must be a number, at least 0"
+ABOVE_0 = "must be a number, above 0"
+SHARE = "must be a number, at least 0 and at most 1"
+STEPS = "must be a whole number, at least 0; 0 turns it off"
+TEMPERATURE = "a number, above 0 and below inf; greedy samples cannot be compared"
+OUT_OF_BOUNDS = [
+    *[(path, 0, AT_LEAST_1) for path in ("num_steps", "prompts_per_step", "group_size", "sync_interval")],
+    *[(f"roles.{name}", -1, "must be a whole number, at least 0") for name in ("num_references", "num_generators")],
+    ("roles.num_trainers", 0, AT_LEAST_1),
+    ("roles.timeout_minutes", 0.0, f"{ABOVE_0}; it must exceed the longest step"),
+    ("data.max_prompt_tokens", 0, AT_LEAST_1),
+    ("reward.num_workers", 0, AT_LEAST_1),
+    ("reward.timeout_seconds", 0, ABOVE_0),
+    ("reward.memory_gib", 0, ABOVE_0),
+    *[(f"generator.{name}", 0, AT_LEAST_1) for name in ("tensor_parallel", "max_completion_tokens", "max_num_seqs")],
+    ("generator.temperature", (1.0, 0.0), f"must be a tuple, each entry {TEMPERATURE}"),
+    ("generator.temperature", (math.inf,), f"must be a tuple, each entry {TEMPERATURE}"),
+    ("generator.top_p", 0.0, "must be a number, above 0 and at most 1"),
+    ("generator.min_p", 1.0, "must be a number, at least 0 and below 1"),
+    ("generator.top_k", -1, "must be a whole number, at least 0"),
+    ("generator.gpu_memory_utilization", 1.5, "must be a number, above 0 and at most 1"),
+    ("generator.kv_cache_gib", -1.0, AT_LEAST_0),
+    *[(f"trainer.{name}", 0, AT_LEAST_1) for name in ("tensor_parallel", "data_replicas", "logprob_chunk_tokens")],
+    ("trainer.learning_rate", -1.0, AT_LEAST_0),
+    ("trainer.learning_rate", math.nan, AT_LEAST_0),
+    ("trainer.adam_beta2", 1.0, "must be a number, at least 0 and below 1"),
+    ("trainer.max_grad_norm", 0.0, ABOVE_0),
+    ("algorithm.clip_low", 1.1, f"must be None or {SHARE.removeprefix('must be ')}"),
+    ("algorithm.clip_high", -0.1, "must be None or a number, at least 0"),
+    ("algorithm.kl_coef", -0.5, AT_LEAST_0),
+    ("algorithm.num_mini_batches", 0, AT_LEAST_1),
+    ("algorithm.importance_correction_high", 0, ABOVE_0),
+    ("sampling.max_pass_rate", 1.5, SHARE),
+    ("evaluation.interval", -3, STEPS),
+    ("evaluation.num_prompts", 0, AT_LEAST_1),
+    ("evaluation.temperature", 0, f"must be {TEMPERATURE}"),
+    ("checkpoint.interval", -1, STEPS),
+    ("checkpoint.keep", 0, AT_LEAST_1),
+    ("metrics.samples_interval", -2, STEPS),
+    ("sync_check_interval", -4, STEPS),
+]
+OF_ANOTHER_TYPE = [
+    ("num_steps", 1000.0, AT_LEAST_1),
+    ("num_steps", True, AT_LEAST_1),  # True is an int to Python
+    ("resume", 1, "must be True or False"),
+    ("run_dir", pathlib.PurePosixPath("runs/a"), "must be text; write 'runs/a'"),
+    ("trainer.learning_rate", "1e-4", f"{AT_LEAST_0}; write 0.0001"),
+    ("trainer.schedule", "line", "must be one of constant, linear, cosine"),
+    ("algorithm.advantages", "gruop_std", "must be None or one of group_std, group_mean, batch_std, rloo, none"),
+    ("algorithm.loss_options", '{"dual_clip": 3', "must be a dict of options, on the command line one JSON object"),
+    ("data.columns", "answer", "must be a tuple, each entry text; write ('answer',)"),
+    ("data.chat_template_kwargs", {"a": [1]}, "must be a dict from names, each value True, False, a number or text"),
+    ("reward.functions", {"math_reward": "1"}, "must be a dict from names, each value a number"),
+    ("generator.stop", ["</answer>"], "must be a tuple, each entry text; write ('</answer>',)"),
+    ("generator.temperature", 0.7, f"must be a tuple, each entry {TEMPERATURE}; write (0.7,)"),
+    ("algorithm", None, "must be an object of class AlgorithmConfig"),
+]
+
+
+@pytest.mark.parametrize("path, value, message", OUT_OF_BOUNDS + OF_ANOTHER_TYPE)
+def test_a_field_refuses_what_it_does_not_take(path, value, message):
+    with pytest.raises(ValueError) as error:
+        validate(change(GRPOConfig(), {path: value}))
+    assert str(error.value).startswith(f"{path}={value!r} {message}")
+
+
+@pytest.mark.parametrize("path", ["num_trainers", "num_steps", "sequences_per_step", "max_sequence_tokens"])
+def test_fields_of_sft_have_bounds_too(path):
+    with pytest.raises(ValueError, match=f"^{path}=0 {AT_LEAST_1}$"):
+        validate(change(SFTConfig(), {path: 0}))
+
+
+def test_a_field_takes_its_bounds_and_whole_numbers_for_numbers():
+    at_bounds = {"generator.top_p": 1, "generator.min_p": 0, "algorithm.clip_low": 0, "checkpoint.interval": 0}
+    validate(change(GRPOConfig(), {**at_bounds, "trainer.learning_rate": 0, "trainer.max_grad_norm": math.inf}))
 
 
 @pytest.mark.parametrize("message", BAD)
@@ -214,7 +246,7 @@ def test_truncated_sampling_gets_one_warning(options):
     "algorithm, part",
     [
         ({"loss": "gspo", "clip_high": 0.2}, "algorithm.clip_high=0.2 hardly ever clips a sequence's ratio"),
-        ({"loss": "reinforce", "max_importance_weight": 2.0}, "every weight is 1"),
+        ({"loss": "reinforce", "loss_options": {"max_importance_weight": 2.0}}, "every weight is 1"),
     ],
 )
 def test_algorithms_that_may_surprise(algorithm, part):
@@ -322,8 +354,8 @@ def test_reference_is_sharded_as_far_as_its_ranks_allow(roles, trainer_parallel,
 
 
 @pytest.mark.parametrize("dtype, given, expected", [("float32", 0, 1e-3), ("bfloat16", 0, 0.1), ("bfloat16", 0.3, 0.3)])
-def test_canary_tolerance(dtype, given, expected):
-    assert GRPOConfig(model=ModelConfig(dtype=dtype), sync_check_tolerance=given).logprob_tolerance == expected
+def test_sync_check_tolerance(dtype, given, expected):
+    assert GRPOConfig(model=ModelConfig(dtype=dtype), sync_check_tolerance=given).largest_mismatch == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,7 +394,9 @@ def test_sft_overrides():
 
 
 def test_overrides_are_checked():
-    with pytest.raises(ValueError, match=r"generator.temperature=\(0.0,\) must be a tuple of numbers above 0"):
+    with pytest.raises(
+        ValueError, match=r"generator.temperature=\(0.0,\) must be a tuple, each entry a number, above 0"
+    ):
         load(GRPOConfig, DEFAULT, ["--generator.temperature", "0"])
 
 
@@ -382,6 +416,62 @@ def test_unknown_field_is_refused_once(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         load(GRPOConfig, DEFAULT, ["--trainer.learning-rat", "1"])
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "old, flag, in_recipe",
+    [
+        ("algorithm.correction", "--algorithm.importance-correction", "algorithm.importance_correction"),
+        (
+            "algorithm.dual_clip",
+            """--algorithm.loss-options '{"dual_clip": ...}'""",
+            'algorithm.loss_options={"dual_clip": ...}',
+        ),
+        (
+            "reward.overlong_tokens",
+            """--reward.options overlong_penalty '{"tokens": ...}'""",
+            'reward.options={"overlong_penalty": {"tokens": ...}}',
+        ),
+    ],
+)
+def test_a_renamed_field_is_answered_with_its_new_name(old, flag, in_recipe):
+    given = "--" + old.replace("_", "-")
+    for arguments in ([given, "1"], [f"{given}=1"], ["--seed", "1", given, "1"]):
+        with pytest.raises(ValueError, match=f"^{re.escape(given)} is now {re.escape(flag)}$"):
+            load(GRPOConfig, DEFAULT, arguments)
+    assert no_such_field(old, GRPOConfig()) == f"{old} is now {in_recipe}"
+
+
+def test_a_renamed_field_in_a_config_that_a_run_saved(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from grpo.config import (\n    AlgorithmConfig,\n    GRPOConfig,\n    SamplingConfig,\n)\n\n"
+        'config = GRPOConfig(\n    algorithm=AlgorithmConfig(\n        loss="dapo",\n'
+        '        correction="none",\n    ),\n    sampling=SamplingConfig(\n        rest_epochs=1,\n    ),\n)\n'
+    )
+    with pytest.raises(ValueError) as error:
+        load(GRPOConfig, DEFAULT, [str(path)])
+    assert str(error.value) == (
+        f"{path}, line 8: algorithm.correction is now algorithm.importance_correction; "
+        "sampling.rest_epochs is now sampling.filter_epochs"
+    )
+
+
+def test_renamed_fields_lead_to_fields():
+    fields = [*field_paths(GRPOConfig())]
+    for old, new in RENAMED.items():
+        path = new.split()[0]
+        assert path in fields or path == "reward.options", f"{old} -> {new}"
+
+
+def test_options_are_json_on_the_command_line():
+    config = load(GRPOConfig, DEFAULT, ["--algorithm.loss-options", '{"dual_clip": 3, "deep": {"a": [null, true]}}'])
+    assert config.algorithm.loss_options == {"dual_clip": 3, "deep": {"a": [None, True]}}
+    for word in ('{"dual_clip": 3', "[3]", "3", "dual_clip"):
+        with pytest.raises(
+            ValueError, match="^algorithm.loss_options=.* must be a dict of options, .* one JSON object"
+        ):
+            load(GRPOConfig, DEFAULT, ["--algorithm.loss-options", word])
 
 
 def test_missing_recipe_lists_its_neighbours():
@@ -421,6 +511,7 @@ SURPRISING = GRPOConfig(
     data=DataConfig(system_prompt='Say "hi"\nand \\boxed{}', columns=(), chat_template_kwargs={"a b": "'"}),
     reward=RewardConfig(functions={"dir/file.py:f": 1e-30, "math_reward": 2}),
     trainer=TrainerConfig(max_grad_norm=math.inf),
+    algorithm=AlgorithmConfig(loss_options={"max_importance_weight": math.inf, "deep": {"a": [None, True]}}),
 )
 
 
@@ -468,8 +559,74 @@ def test_old_logprobs_cost_a_forward_only_where_they_must(algorithm, expected):
 
 def test_recipe_text_is_one_field_per_line():
     text = as_recipe(GRPOConfig())
-    assert text.startswith("from grpo.config import (\n    AlgorithmConfig,\n")
+    assert text.startswith(
+        "from grpo import config as c\n\nconfig = c.GRPOConfig(\n    model=c.ModelConfig(\n        path="
+    )
     assert "\n    num_steps=200,\n" in text and "\n        learning_rate=1e-06,\n" in text
+
+
+def test_recipe_text_neither_continues_nor_deletes_the_run_it_describes():
+    assert as_recipe(GRPOConfig(overwrite=True, resume=True)) == as_recipe(GRPOConfig())
+    assert as_recipe(SFTConfig(overwrite=True)) == as_recipe(SFTConfig())
+    assert "\n    resume=False,\n    overwrite=False,\n" in as_recipe(GRPOConfig(overwrite=True, resume=True))
+
+
+def write(path: pathlib.Path, text: str) -> str:
+    path.write_text(f"from grpo import config as c\n{text}\n")
+    return str(path)
+
+
+def test_a_recipe_starts_from_another_one(tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    write(tmp_path / "base.py", "config = c.GRPOConfig(group_size=4, algorithm=c.AlgorithmConfig(kl_coef=0.1))")
+    (tmp_path / "sub").mkdir()
+    one = write(tmp_path / "sub/one.py", 'config = c.change("../base.py", {"algorithm.loss": "dapo", "num_steps": 3})')
+    expected = GRPOConfig(group_size=4, num_steps=3, algorithm=AlgorithmConfig(kl_coef=0.1, loss="dapo"))
+    assert load_recipe(one, GRPOConfig) == expected
+    two = write(tmp_path / "two.py", 'config = c.change("sub/one.py", {"algorithm": c.AlgorithmConfig()})')
+    assert load_recipe(two, GRPOConfig) == GRPOConfig(group_size=4, num_steps=3)
+
+
+def test_change_leaves_the_base_alone():
+    base = GRPOConfig()
+    assert change(base, {"trainer.learning_rate": 1}).trainer.learning_rate == 1 and base == GRPOConfig()
+    assert change(base, {}) is base
+
+
+# What a recipe's lines do, from line 2 on, and the message after `path, `
+BROKEN = {
+    "config = 1 / 0": "line 2: ZeroDivisionError: division by zero",
+    "\n\nconfig = c.GRPOConfig(": "line 4: SyntaxError: '(' was never closed",
+    "import no_such_module": "line 2: ModuleNotFoundError: No module named 'no_such_module'",
+    "def f():\n    raise ValueError('my own')\nf()": "line 3: my own",
+    "config = c.GRPOConfig(\n    learning_rate=1\n)": "line 2: there is no field learning_rate; did you mean "
+    "trainer.learning_rate?",
+    "config = c.AlgorithmConfig(los='dapo')": "line 2: there is no field algorithm.los; did you mean algorithm.loss?",
+    "config = c.SFTConfig(stop_at=1)": "line 2: there is no field stop_at; did you mean stop_at_loss?",
+    "config = c.GRPOConfig(xyzzy=1)": "line 2: there is no field xyzzy",
+    "config = c.AlgorithmConfig('dapo')": "line 2: TypeError: AlgorithmConfig.__init__() takes 1 positional argument",
+    "config = c.change(c.GRPOConfig(), {'trainer.lr': 1})": "line 2: there is no field trainer.lr",
+    "config = c.change(c.GRPOConfig(), {'trainer.kl_coef': 1})": "line 2: there is no field trainer.kl_coef; did you "
+    "mean algorithm.kl_coef?",
+    "config = c.change(c.GRPOConfig(), {'algorithm.correction': 1})": "line 2: algorithm.correction is now "
+    "algorithm.importance_correction",
+    "\nconfig = c.change('absent.py', {})": "line 3: recipe {folder}/absent.py does not exist",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_recipe_that_raises_is_one_line_with_the_place(text, tmp_path):
+    path = write(tmp_path / "mine.py", text)
+    with pytest.raises(ValueError) as error:
+        load_recipe(path, GRPOConfig)
+    assert str(error.value).startswith(f"{path}, {BROKEN[text].format(folder=tmp_path)}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_value_that_a_recipe_may_not_give_names_the_recipe(tmp_path):
+    path = write(tmp_path / "mine.py", "config = c.GRPOConfig(trainer=c.TrainerConfig(learning_rate='1e-4'))")
+    with pytest.raises(ValueError, match=rf"^{path}: trainer.learning_rate='1e-4' must be a number.*; write 0.0001$"):
+        load(GRPOConfig, DEFAULT, [path, "--trainer.learning-rate", "1"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+import torch
 
 from grpo.run.rollout_metrics import evaluation_metrics, pass_at_k, pass_rates, passed
 from grpo.types import Completion, Prompt, Rollout
@@ -11,7 +12,7 @@ from grpo.types import Completion, Prompt, Rollout
 
 def make_rollout(value, reward=None, row=0, num_tokens=2, truncated=False):
     """One that reward function `f` gave `value`, and all functions together `reward` (`value` if not given)."""
-    completion = Completion(ids=[1] * num_tokens, logprobs=[0.0] * num_tokens, truncated=truncated)
+    completion = Completion(torch.ones(num_tokens).long(), torch.zeros(num_tokens), truncated)
     reward = value if reward is None else reward
     return Rollout(Prompt(index=0, ids=[0], row=row), completion, "text", {"other": 1.0, "f": value}, reward)
 
@@ -102,7 +103,9 @@ def test_greedy_metrics():
     greedy = [
         make_rollout(1.0, reward=1.5, num_tokens=4),
         make_rollout(0.0, reward=0.5, num_tokens=8, truncated=True),
-        Rollout(Prompt(0, [0]), Completion([1] * 6, [0.0] * 6, False), "failed", {"f": None, "other": 1.0}),
+        Rollout(
+            Prompt(0, [0]), Completion(torch.ones(6).long(), torch.zeros(6), False), "failed", {"f": None, "other": 1.0}
+        ),
         make_rollout(2.0, num_tokens=2),
     ]
     assert evaluation_metrics(greedy, [], 0, "f") == {

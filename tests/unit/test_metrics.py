@@ -48,7 +48,7 @@ def make_rollout(
     reward, rewards=None, num_tokens=2, truncated=False, text="text", prompt_tokens=3, columns=None, row=-1, **trained
 ):
     prompt = Prompt(index=0, ids=[0] * prompt_tokens, columns=columns or {}, row=row)
-    completion = Completion(ids=[1] * num_tokens, logprobs=[0.0] * num_tokens, truncated=truncated)
+    completion = Completion(torch.ones(num_tokens).long(), torch.zeros(num_tokens), truncated)
     return Rollout(prompt=prompt, completion=completion, text=text, rewards=rewards or {}, reward=reward, **trained)
 
 
@@ -392,7 +392,7 @@ TRUNCATED = make_rollout(
     advantage=0.5,
     mismatch=0.00125,
 )
-UNREWARDED = make_rollout(None, {"math_reward": None}, num_tokens=5, text="", advantage=math.nan)
+UNREWARDED = make_rollout(None, {"math_reward": None}, num_tokens=5, text="", advantage=None)
 
 
 def test_every_completion_is_a_json_line(tmp_path):
@@ -519,7 +519,7 @@ def test_tensorboard_shows_samples_as_a_table(tmp_path):
             "0.00125",
             "length",
         ],
-        ["_a_ & `b`", "", "reward none\nmath_reward none", "nan", "none", "stop"],
+        ["_a_ & `b`", "", "reward none\nmath_reward none", "none", "none", "stop"],
     ]
 
 

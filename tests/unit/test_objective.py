@@ -9,7 +9,7 @@ import torch
 
 from grpo.algorithm.losses import configured_loss
 from grpo.config import AlgorithmConfig, GRPOConfig
-from grpo.config.recipes import complete
+from grpo.config.fields import complete
 from grpo.data.packing import build_micro_batch, make_batch
 from grpo.roles.metrics import StepMetrics
 from grpo.types import Sample, TrainBatch

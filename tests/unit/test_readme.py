@@ -9,7 +9,8 @@ import shlex
 import pytest
 
 from grpo.config import OWN_LOSS_DEFAULTS, PAPER_DEFAULTS, GRPOConfig, SFTConfig
-from grpo.config.recipes import check_world_size, describe_layout, load, load_recipe
+from grpo.config.layout import check_world_size, describe_layout
+from grpo.config.recipes import load, load_recipe
 from grpo.rewards.builtin import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -208,7 +209,7 @@ def test_own_loss_and_reward_are_the_files_that_run_end_to_end():
     section = README.partition("## Write your own loss or reward\n")[2].partition("\n## ")[0]
     loss, reward = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert loss == (ROOT / "configs/examples/my_loss.py").read_text()
-    assert reward == (ROOT / "tests/e2e/my_reward.py").read_text()
+    assert reward == (ROOT / "configs/examples/my_reward.py").read_text()
     assert max(len(loss.splitlines()), len(reward.splitlines())) <= 25
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from grpo.config import RewardConfig
 from grpo.rewards import pool as reward_pool
@@ -242,7 +243,7 @@ RAISING_LINE = next(n for n, line in enumerate(REWARD_FILE.splitlines(), start=1
 
 
 def rollout(text: str, index: int = 0, num_tokens: int = 1, truncated: bool = False, **columns) -> Rollout:
-    completion = Completion([2] * num_tokens, [-0.5] * num_tokens, truncated)
+    completion = Completion(torch.full((num_tokens,), 2), torch.full((num_tokens,), -0.5), truncated)
     return Rollout(prompt=Prompt(index, [1], columns), completion=completion, text=text)
 
 
@@ -658,13 +659,15 @@ def test_ctrl_c_is_the_drivers_business(open_pool):
 
 DRIVER = """
 import os, sys, time
+import torch
 from grpo.config import RewardConfig
 from grpo.rewards.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
 
 pool = RewardPool(RewardConfig(functions={sys.argv[1]: 1.0}, num_workers=2, timeout_seconds=1000), 100)
 texts = ["detach", "stubborn"]
-pool.submit([Rollout(Prompt(0, [1]), Completion([2], [-0.5], False), text) for text in texts], group_size=1)
+completion = Completion(torch.tensor([2]), torch.tensor([-0.5]), False)
+pool.submit([Rollout(Prompt(0, [1]), completion, text) for text in texts], group_size=1)
 if sys.argv[2] == "copied" and os.fork() == 0:
     time.sleep(1000)  # holds a copy of the driver's end of the socket
 print(pool.supervisor.pid, flush=True)

@@ -26,7 +26,7 @@ from grpo.config import (
 from grpo.roles.generator import Generator
 from grpo.models.export import hf_tensors
 from grpo.data.packing import make_batch, sample_of
-from grpo.config.recipes import complete
+from grpo.config.fields import complete
 from grpo.roles.reference import Reference
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.trainer import Trainer

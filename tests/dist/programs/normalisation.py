@@ -31,7 +31,7 @@ from grpo.algorithm.aggregation import loss_denominator
 from grpo.algorithm.losses import configured_loss
 from grpo.models.export import hf_tensors
 from grpo.data.packing import make_batch
-from grpo.config.recipes import complete
+from grpo.config.fields import complete
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import Objective, Trainer

@@ -1,0 +1,104 @@
+"""What a field of the config takes: its type, and bounds written at the field; one loop holds a config against both.
+
+Layer 0: the standard library only. The bounds are our own four and not those of annotated_types, because they carry
+the words of the message, and because bad input is refused before any package is imported.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import operator
+import os
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """One bound of a number, as in `Annotated[int, AtLeast(1)]`; `why` is for the message. NaN is in no bound."""
+
+    words: str
+    holds: Callable[[float, float], bool]
+    limit: float
+    why: str = ""
+
+
+AtLeast = partial(Bound, "at least", operator.ge)
+Above = partial(Bound, "above", operator.gt)
+AtMost = partial(Bound, "at most", operator.le)
+Below = partial(Bound, "below", operator.lt)
+
+WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "None",
+    bool | int | float | str: "True, False, a number or text",
+    dict[str, Any]: "a dict of options, on the command line one JSON object such as '{\"tokens\": 256}'",
+}
+
+
+def check_fields(config: Any, path: str = "") -> None:
+    """Hold every field of a config, and of its sections, against its type and bounds.
+
+    Raises:
+        ValueError: the first field that does not fit: its path, its value, what it takes and, where there is an obvious
+            one, the value to write instead.
+    """
+    for name, kind in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        if not _fits(value, kind):
+            raise ValueError(f"{path}{name}={value!r} must be {_describe(kind)}{_instead(value, kind)}")
+        if dataclasses.is_dataclass(value):
+            check_fields(value, f"{path}{name}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _fits(value, parts[0]) and all(bound.holds(value, bound.limit) for bound in parts[1:])
+    if origin is Literal:
+        return value in parts
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(entry, parts[0]) for entry in value)
+    if origin in (dict, MutableMapping):
+        return isinstance(value, dict) and all(
+            isinstance(name, str) and _fits(entry, parts[1]) for name, entry in value.items()
+        )
+    if kind in (int, float):  # True is an int to Python
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, kind)
+
+
+def _describe(kind: Any) -> str:
+    """`a whole number, at least 1`."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind in WORDS:
+        return WORDS[kind]
+    if origin is Annotated:
+        bounds = " and ".join(f"{b.words} {b.limit:g}" for b in parts[1:])
+        reasons = "".join(f"; {b.why}" for b in parts[1:] if b.why)
+        return f"{_describe(parts[0])}, {bounds}{reasons}"
+    if origin is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if origin in (Union, UnionType):
+        return " or ".join(map(_describe, reversed(parts)))
+    if origin is tuple:
+        return f"a tuple, each entry {_describe(parts[0])}"
+    if origin is MutableMapping:
+        return f"a dict from names, each value {_describe(parts[1])}"
+    return f"an object of class {kind.__name__}"
+
+
+def _instead(value: Any, kind: Any) -> str:
+    """`; write ('answer',)`, if a small change makes the value fit."""
+    for change in (lambda one: (one,), tuple, os.fspath, ast.literal_eval):
+        with contextlib.suppress(TypeError, ValueError, SyntaxError):
+            if _fits(changed := change(value), kind):
+                return f"; write {changed!r}"
+    return ""

@@ -1,0 +1,163 @@
+"""What fields of a config ask of each other. What a single field takes is written at the field.
+
+Layer 0: the standard library only, so that bad input is refused before torch is even loaded.
+"""
+
+import math
+
+from grpo.config.bounds import check_fields
+from grpo.config.fields import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig, SFTConfig, complete
+
+# Far above the clips of its paper, for a ratio of whole sequences
+WIDE_GSPO_CLIP = 0.05
+
+
+def validate(config: GRPOConfig | SFTConfig) -> None:
+    """Refuse what cannot work, before anything is loaded. Raises ValueError with the numbers and the way out."""
+    check_fields(config)
+    if isinstance(config, GRPOConfig):
+        _check_generators(config)
+        _check_algorithm(complete(config).algorithm, config)
+        _check_sampling(config)
+    trainer, num_trainers = config.trainer, (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
+    shards = trainer.tensor_parallel * trainer.data_replicas
+    if num_trainers % shards:
+        raise ValueError(
+            f"{num_trainers} trainer ranks do not split into trainer.tensor_parallel={trainer.tensor_parallel} x "
+            f"trainer.data_replicas={trainer.data_replicas}; use a multiple of {shards} trainer ranks, "
+            f"for example {max(shards, num_trainers - num_trainers % shards)}"
+        )
+    if config.max_sequence_tokens > trainer.micro_batch_tokens:
+        raise ValueError(
+            f"a sequence of up to {config.max_sequence_tokens} tokens does not fit into trainer.micro_batch_tokens="
+            f"{trainer.micro_batch_tokens}; raise it to at least {config.max_sequence_tokens} or shorten the lengths"
+        )
+
+
+def _check_generators(config: GRPOConfig) -> None:
+    roles, generator = config.roles, config.generator
+    num_generators = roles.num_trainers if roles.colocated else roles.num_generators
+    if num_generators < 1:
+        raise ValueError(
+            "roles.num_generators=0 leaves no rank to sample; use at least "
+            f"{generator.tensor_parallel} (generator.tensor_parallel) or --roles.colocated"
+        )
+    if num_generators % generator.tensor_parallel:
+        fit = num_generators - num_generators % generator.tensor_parallel or generator.tensor_parallel
+        raise ValueError(
+            f"{num_generators} generator ranks do not split into replicas of generator.tensor_parallel="
+            f"{generator.tensor_parallel}; use {fit} generator ranks or another tensor_parallel"
+        )
+    if roles.num_references and not config.needs_reference:
+        raise ValueError(
+            f"roles.num_references={roles.num_references} ranks would idle, because algorithm.kl_coef=0 needs no "
+            "reference; set --roles.num-references 0 or an algorithm.kl_coef above 0"
+        )
+    if generator.sleep and not roles.colocated:
+        raise ValueError("generator.sleep frees memory for a trainer on the same GPU; it needs --roles.colocated")
+    if generator.sleep and config.sync_interval > 1:
+        raise ValueError(
+            f"generator.sleep drops the engine's weights after each step, so sync_interval={config.sync_interval} must "
+            "be 1: they come back with the sync"
+        )
+    data_parallel = max(1, roles.num_trainers // config.trainer.tensor_parallel)
+    if config.completions_per_step % data_parallel:
+        fit = math.ceil(config.completions_per_step / data_parallel) * data_parallel
+        raise ValueError(
+            f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
+            f"{config.completions_per_step} completions do not divide over {data_parallel} data-parallel trainer "
+            f"ranks; the next number that does is {fit}"
+        )
+    if not 1 <= len(generator.temperature) <= config.group_size:
+        raise ValueError(
+            f"{len(generator.temperature)} temperatures for group_size={config.group_size} completions of a prompt; "
+            "give at least one, and no more than there are completions"
+        )
+    if "" in generator.stop:
+        raise ValueError("generator.stop has an empty string, which would end every completion; leave it out")
+
+
+def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
+    if config.prompts_per_step < algorithm.num_mini_batches:
+        raise ValueError(
+            f"algorithm.num_mini_batches={algorithm.num_mini_batches} mini-batches of whole groups need as many "
+            f"prompts; raise prompts_per_step={config.prompts_per_step}"
+        )
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator == "k3_k2_gradient":
+        raise ValueError(
+            "algorithm.kl_in=reward uses the value of the KL alone, which k3_k2_gradient takes from k3; "
+            "use --algorithm.kl-estimator k3"
+        )
+    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
+        raise ValueError("algorithm.kl_in=reward does nothing with algorithm.kl_coef=0; set it above 0")
+    own = algorithm.loss not in PAPER_DEFAULTS
+    has_ratio = algorithm.loss != "reinforce" or algorithm.loss_options.get("max_importance_weight")
+    weighs = algorithm.importance_correction in ("truncate", "mask_tokens")
+    if weighs and algorithm.old_logprobs == "generator" and has_ratio and not own:
+        raise ValueError(
+            "algorithm.old_logprobs=generator has the generator in the ratio already; weighing with "
+            f"algorithm.importance_correction={algorithm.importance_correction} would count it twice; use none or "
+            "mask_sequences"
+        )
+    masks = algorithm.importance_correction in ("mask_tokens", "mask_sequences")
+    if masks and not algorithm.importance_correction_low <= 1 <= algorithm.importance_correction_high:
+        raise ValueError(
+            f"algorithm.importance_correction_low={algorithm.importance_correction_low} and "
+            f"importance_correction_high={algorithm.importance_correction_high} must have 1 between them, the weight "
+            "of a token on which generator and policy agree"
+        )
+    if config.group_size == 1 and algorithm.advantages != "none":
+        raise ValueError(
+            f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0, so nothing would "
+            "be learned; use a group_size of at least 2, or advantages none"
+        )
+
+
+def _check_sampling(config: GRPOConfig) -> None:
+    sampling, reward = config.sampling, config.reward
+    if not sampling.min_pass_rate < sampling.max_pass_rate:
+        raise ValueError(
+            f"sampling.min_pass_rate={sampling.min_pass_rate} and max_pass_rate={sampling.max_pass_rate} must be "
+            "shares with min below max; 0 and 1 turn the filter off"
+        )
+    if sampling.dynamic and config.group_size == 1:
+        raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
+    if not reward.functions:
+        raise ValueError("reward.functions is empty; name at least one, such as --reward.functions math_reward 1.0")
+    for name, interval in {
+        "evaluation.interval": config.evaluation.interval,
+        "checkpoint.interval": config.checkpoint.interval,
+    }.items():
+        if interval % config.sync_interval:
+            raise ValueError(
+                f"{name}={interval} must be a multiple of sync_interval={config.sync_interval}: between syncs the "
+                "generators hold older weights than the policy's"
+            )
+
+
+def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
+    """What is allowed but may surprise, one sentence each; `load` prints them once."""
+    if not isinstance(config, GRPOConfig):
+        return []
+    generator, algorithm, found = config.generator, config.algorithm, []
+    if algorithm.loss == "gspo" and (algorithm.clip_high or 0) > WIDE_GSPO_CLIP:
+        found.append(
+            f"algorithm.clip_high={algorithm.clip_high} hardly ever clips a sequence's ratio; gspo's paper has 4e-4 (a "
+            "recipe saved from another loss names its clips)"
+        )
+    if (
+        algorithm.loss_options.get("max_importance_weight")
+        and config.updates_per_step == 1
+        and algorithm.old_logprobs == "policy"
+    ):
+        found.append(
+            "max_importance_weight in algorithm.loss_options does nothing with one update per step and "
+            "old_logprobs=policy: every weight is 1"
+        )
+    if generator.top_p < 1 or generator.top_k > 0 or generator.min_p > 0:
+        found.append(
+            f"generator.top_p={generator.top_p}, top_k={generator.top_k}, min_p={generator.min_p} sample from another "
+            "distribution than the one that is trained; mismatch/mean says by how much, and the sync check may stop "
+            "the run (--sync-check-interval 0 turns it off)"
+        )
+    return found

@@ -1,0 +1,52 @@
+"""Layout arithmetic: how many processes a config needs, in words, and flags of a layout that a number of them can run.
+
+Layer 0: the standard library only.
+"""
+
+from grpo.config.fields import GRPOConfig, SFTConfig
+
+
+def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
+    """Compare torchrun's number of processes with the layout. Raises ValueError that names both and a way out."""
+    if world_size == config.num_ranks:
+        return
+    if isinstance(config, SFTConfig):
+        raise ValueError(
+            f"num_trainers={config.num_trainers}, but torchrun started {world_size} processes; "
+            f"use --nproc_per_node={config.num_ranks} or --num-trainers {world_size}"
+        )
+    raise ValueError(
+        f"the layout ({describe_layout(config)}) needs {config.num_ranks} processes, but torchrun started "
+        f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
+        f"{suggest_layout(config, world_size)}"
+    )
+
+
+def describe_layout(config: GRPOConfig) -> str:
+    """One phrase that names the ranks of each role, such as `2 trainer + 1 reference + 1 generator`."""
+    roles = config.roles
+    if roles.colocated:
+        return f"{roles.num_trainers} colocated"
+    parts = [(roles.num_trainers, "trainer"), (roles.num_references, "reference"), (roles.num_generators, "generator")]
+    return " + ".join(f"{count} {name}" for count, name in parts if count)
+
+
+def suggest_layout(config: GRPOConfig, world_size: int) -> str:
+    """Command-line flags of a layout that `world_size` ranks can run with this config's parallel degrees."""
+    shards = config.trainer.tensor_parallel * config.trainer.data_replicas
+    for references in dict.fromkeys([config.roles.num_references, 0]):
+        for generators in range(config.generator.tensor_parallel, world_size, config.generator.tensor_parallel):
+            trainers = world_size - references - generators
+            fits = trainers >= 1 and trainers % shards == 0
+            if (
+                fits
+                and trainers <= max(generators, shards)
+                and config.completions_per_step % (trainers // config.trainer.tensor_parallel) == 0
+            ):
+                return (
+                    f"--roles.no-colocated --roles.num-trainers {trainers} --roles.num-references {references} "
+                    f"--roles.num-generators {generators}"
+                )
+    if world_size % shards == 0 and world_size % config.generator.tensor_parallel == 0:
+        return f"--roles.colocated --roles.num-trainers {world_size} --roles.num-references 0"
+    return "no layout fits these tensor_parallel degrees; lower them"
