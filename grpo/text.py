@@ -1,4 +1,4 @@
-"""Texts made fit to be shown in a message, on one line and not too long. Floor 0: the standard library only."""
+"""Texts made fit to be shown in a message, on one line and not too long."""
 
 
 def shorten(text: str, limit: int) -> str:

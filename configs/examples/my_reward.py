@@ -4,7 +4,7 @@ from grpo.rewards.builtin import group_level
 
 
 def right_digits(completions, answer, **columns):
-    """Share of the answer's digits that stand in the completion; None, which is no reward, where there is none."""
+    """Share of the answer's digits that occur in the completion; None, which is no reward, where there is none."""
     rewards = []
     for text, digits in zip(completions, answer, strict=True):
         found = sum(digit in text for digit in digits)
@@ -14,6 +14,6 @@ def right_digits(completions, answer, **columns):
 
 @group_level
 def shorter_than_most(completions, num_tokens, **columns):
-    """1 for the shortest completion of a prompt, 0 for the longest; beside the data's columns there are the number
-    of tokens and whether the completion was truncated."""
+    """1 for the shortest completion of a prompt, 0 for the longest; `num_tokens` and
+    `truncated` come in addition to the data's columns."""
     return [sum(other > mine for other in num_tokens) / max(len(num_tokens) - 1, 1) for mine in num_tokens]

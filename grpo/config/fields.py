@@ -1,7 +1,7 @@
 """The configuration a user fills in: every field with its type, bounds, default and one sentence; derived values below.
 
-Layer 0: the standard library only. A recipe is a Python file that binds `config`; recipes.py reads it and lets the
-command line override any field; bounds.py holds the fields against types and bounds, checks.py against each other.
+A recipe is a Python file that binds `config`; recipes.py reads it and lets the command line override any field;
+bounds.py holds the fields against types and bounds, checks.py against each other.
 """
 
 import math
@@ -224,7 +224,7 @@ class AlgorithmConfig:
     """truncate: largest w a token gets; mask_tokens, mask_sequences: largest w that is not masked."""
 
 
-# What a loss needs besides its formula to be the algorithm of its paper
+# What a loss needs, in addition to its formula, to be the algorithm of its paper
 PAPER_DEFAULTS = {
     "grpo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
     "dr_grpo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2},

@@ -1,6 +1,6 @@
 """The user's own Python files: functions named `path/file.py:function` in a config, and recipes.
 
-Layer 0: the standard library only. What a function must take and return is checked where it is used.
+What a function must take and return is checked where it is used.
 """
 
 import difflib

@@ -84,7 +84,7 @@ def plan_micro_batches(
     packing=False: every row holds one sequence. Sequences of similar length run together, at the same time on all
     ranks; rows x the longest of them (over all ranks, rounded up to `multiple`) stays within `max_tokens`.
 
-    The plan depends on nothing but the arguments: ties go to the lower index.
+    The plan depends on the arguments alone: ties go to the lower index.
 
     Args:
         lengths: tokens of each sequence, prompt and completion.

@@ -136,7 +136,7 @@ def make_model(
     """Write a Hugging Face folder with a random float32 model and `tokenizer`; returns the folder.
 
     The weights follow from `seed` alone, and the global random state is left as it was. The vocabulary has as many
-    entries as the tokenizer. The defaults make 0.8 M parameters besides the vocabulary's.
+    entries as the tokenizer. The defaults make 0.8 M parameters, not counting the vocabulary's.
 
     Args:
         rope_scaling: llama only: what a Llama-3.1 config.json holds under that name, for example

@@ -48,7 +48,7 @@ class ShardedModel:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data this rank takes."""
+        """Which part of the data this rank takes."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         return 0 if mesh is None else mesh.get_local_rank()
 

@@ -129,6 +129,6 @@ def _chunks(num_tokens: int, *per_token: torch.Tensor):
 
 
 def _local_targets(targets_N, first_row: int, num_rows: int):
-    """Targets as rows of this rank's share of the vocabulary, and which of them lie in it."""
+    """Targets as rows of this rank's part of the vocabulary, and which of them lie in it."""
     mine_N = (targets_N >= first_row) & (targets_N < first_row + num_rows)
     return (targets_N - first_row).where(mine_N, 0), mine_N

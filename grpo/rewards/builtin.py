@@ -150,7 +150,7 @@ def group_length_reward(
 
     With lambda = 0.5 - (tokens - shortest) / (longest - shortest) over the whole group, a completion that math_reward
     takes as correct gets lambda, from 0.5 for the shortest to -0.5 for the longest, any other min(0, lambda). All 0 if
-    all are equally long. Meant as a small weight besides a reward for the answer itself; None where math_reward gives
+    all are equally long. Meant as a small addition to a reward for the answer itself; None where math_reward gives
     None.
     """
     shortest, longest = min(num_tokens, default=0), max(num_tokens, default=0)

@@ -13,7 +13,7 @@ from grpo.config import RewardConfig
 from grpo.config.user_files import check_options, keyword_only, load_function, near_miss
 from grpo.rewards.builtin import BUILT_INS, RewardFunction
 
-# Columns of every call besides the data set's: completion tokens with EOS, and whether the completion was cut off.
+# Columns that every call gets on top of the data set's: completion tokens with EOS, and whether it was cut off.
 EXTRA_COLUMNS = ("num_tokens", "truncated")
 
 
@@ -28,7 +28,7 @@ def load_functions(
 ) -> dict[str, tuple[RewardFunction, float]]:
     """Name (as in `config.functions`) -> function with its options bound, and weight.
 
-    columns: names of the data set's columns each function will be called with, besides EXTRA_COLUMNS; given, they are
+    columns: names of the data set's columns each function will be called with, on top of EXTRA_COLUMNS; given, they are
     checked against its signature, so that a missing column shows here and not at the first step.
     max_completion_tokens: of the generator; None is unknown, and a function that needs it is refused.
 

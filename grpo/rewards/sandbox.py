@@ -1,4 +1,4 @@
-"""Run a Python program that nobody has read: what a policy wrote, to see whether it works.
+"""Run a Python program that no person has read: what a policy wrote, to see whether it works.
 
 Each program gets a fresh interpreter (`-I`: no user site, no PYTHON* variables) with an empty environment, its own
 empty folder, and limits on wall clock, CPU time, address space, file size, open files, processes and output. Everything
@@ -8,8 +8,8 @@ is tried out once, with a real program, and from then on insisted upon) it also 
 - no network, and a process tree of its own: it cannot see or signal other processes, nothing outlives it. Linux
   namespaces, which root gets, others where the kernel lets users make them.
 - nothing on disk to write to, and less to read: all files are read-only; /tmp, /dev/shm, the home folder and the
-  folder of the run are empty for it but for the interpreter; what it writes there lies in memory, capped, and is gone
-  with it.
+  folder of the run are empty for it except for the interpreter; what it writes there lies in memory, capped, and is
+  gone with it.
 - another user than root, if it is root who calls: one that owns nothing and has not run before, so that a fork bomb is
   bounded and meets no other program's.
 
@@ -20,7 +20,7 @@ can write what its user can, and where it lacks `process_tree`, signal what its 
 the same user. This is for programs that do harm by accident or because it pays. For hostile ones run the whole job in a
 container or virtual machine that has nothing to lose.
 
-Layer 0: the standard library. Linux. The file is also the launcher that run_python starts, which is what sets the
+Linux only, standard library only. The file is also the launcher that run_python starts, which is what sets the
 limits: in a process of its own, so that nothing runs between fork and exec in a caller that may have threads.
 """
 
@@ -47,7 +47,7 @@ GRACE_SECONDS = 20
 
 # What of the caller's environment the interpreter needs to start at all.
 LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
-# All that a program finds in its environment beside that: one thread per BLAS, so that importing numpy does not take
+# All that a program finds in its environment on top of that: one thread per BLAS, so that importing numpy does not take
 # as many threads, and address space for their stacks, as the machine has cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 

@@ -186,7 +186,7 @@ class Generator:
 
     def _wake(self, tag: str) -> None:
         if self.asleep:
-            torch.cuda.empty_cache()  # the trainer's cached blocks would stand in the way
+            torch.cuda.empty_cache()  # the trainer's cached blocks would take the room
             self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Which rank does what, and the process groups that follow from it. The ONLY file that creates process groups.
 
 Every role is a world of its own: it has its own default process group, so torchtitan and vLLM each see exactly the
-ranks they expect, and neither is patched. Roles talk over bridges, groups built beside the default one from torchrun's
-store: `control` over all ranks (CPU tensors, gloo) and `weights` from trainer rank 0 to every generator rank (NCCL on
-GPUs). All groups are created here, in one order, the bridges first.
+ranks they expect, and neither is patched. Roles talk over bridges, further groups built from torchrun's store:
+`control` over all ranks (CPU tensors, gloo) and `weights` from trainer rank 0 to every generator rank (NCCL on GPUs).
+All groups are created here, in one order, the bridges first.
 
     launcher rank   0 .. num_trainers-1   then references       then generators (replicas of tensor_parallel neighbours)
     default group   trainer               reference             one per replica
@@ -104,7 +104,7 @@ def setup_roles(config: GRPOConfig) -> Roles:
         weights = _bridge("weights", sync_ranks, rank, store, backend, timeout)
 
     os.environ.update(RANK=str(my_world.index(rank)), WORLD_SIZE=str(len(my_world)))
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # nobody may rendezvous on torchrun's own store by env://
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # so that nothing meets on torchrun's own store by env://
     _default_group(PrefixStore(f"world/{my_world[0]}", store), my_world.index(rank), len(my_world), device, timeout)
 
     trains, generates = rank in trainer_ranks, rank in generator_ranks

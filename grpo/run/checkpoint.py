@@ -1,7 +1,7 @@
 """The run folder, saving and exact resume: `RUN_DIR/checkpoints/step-N`, each one complete or not there at all.
 
 Sharded model, optimizer, schedule and random states go through torch.distributed.checkpoint, so a run may resume on
-another number of trainer ranks; the driver's state (step, data position) lies beside them as JSON.
+another number of trainer ranks; the driver's state (step, data position) is in the same folder as JSON.
 """
 
 import json

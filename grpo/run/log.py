@@ -70,7 +70,7 @@ class RunLog:
         for name, label, unit in CONSOLE_COLUMNS:
             if name in metrics:
                 number = compact_number(metrics[name])
-                # Padded to the usual width, numbers of successive lines mostly stand below one another.
+                # Padded to the usual width, numbers of successive lines mostly line up.
                 text = f"{number} {unit}" if unit else f"{label} {number:<6}"
                 line.append(f"  {text}", style="bold" if name == "reward/mean" else "")
         if self.step_seconds:

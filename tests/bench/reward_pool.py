@@ -2,7 +2,7 @@
 
     python tests/bench/reward_pool.py [NUM_WORKERS ...]
 
-Prints median, lowest and highest of 7 rounds after a first one, beside the same functions called in this process.
+Prints median, lowest and highest of 7 rounds after a first one, and the same for the functions called in this process.
 """
 
 import pathlib

@@ -104,7 +104,7 @@ def no_chat_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     return target
 
 
-# name: (how to spoil a copy of the model, what the message must contain besides the folder)
+# name: (how to spoil a copy of the model, what the message must contain in addition to the folder)
 BAD_MODELS = {
     "no folder": (lambda model, target: target, []),
     "no config.json": (lambda model, target: copy_of(model, target, without="config.json"), ["config.json"]),
@@ -135,7 +135,7 @@ def test_tensor_parallel_that_does_not_divide_the_heads(model: pathlib.Path, tmp
 
 
 GOOD_LINE = '{"question": "1+2", "answer": "3"}\n'
-# name: (content of the data file or None, what the message must contain besides the path)
+# name: (content of the data file or None, what the message must contain in addition to the path)
 BAD_DATA = {
     "no file": (None, ["does not exist"]),
     "no rows": ("\n", ["no rows"]),
@@ -297,7 +297,7 @@ def test_rewards_that_fail(function: str, parts: list[str], model: pathlib.Path,
     output = failing_run(TINY, *arguments, "--reward.functions", f"{REWARDS}:{function}", 1.0, nproc=1, within=90)
     (error,) = errors_in(output)
     assert error.startswith("error: rank 0 (colocated) failed in phase reward: reward function ")
-    message = output[output.index(error) :]  # the completion stands on the lines below
+    message = output[output.index(error) :]  # the completion is on the lines below
     for part in (function, *parts):
         assert part in message
 

@@ -1,4 +1,4 @@
-"""Every layout runs two steps to its end, with the canary on: the generators held the trainer's weights each time."""
+"""Every layout runs two steps to its end, the sync check on: the generators held the trainer's weights each time."""
 
 import pathlib
 import re
@@ -49,7 +49,7 @@ def test_layout_runs_two_steps(layout: str, model: pathlib.Path, tmp_path: pathl
         "train_grpo.py", TINY, *flags, "--model.path", model, "--run-dir", tmp_path / "run", nproc=nproc, deadline=240
     )
     check_two_steps(tmp_path / "run", has_reference)
-    # but for the distance to the generator, whose last digits depend on how the sequences were packed
+    # except for the distance to the generator, whose last digits depend on how the sequences were packed
     samples = read_samples(tmp_path / "run")[0][1]
     first_samples[layout] = re.sub(r" \| log-prob difference [^ ]+", "", samples)
 
@@ -88,7 +88,7 @@ def check_two_steps(run_dir: pathlib.Path, has_reference: bool) -> None:
     metrics = read_metrics(run_dir)
     assert [m["step"] for m in metrics] == [1, 2]
     for m in metrics:
-        assert m["mismatch/mean"] < 1e-5  # float32: far below the canary's 1e-3
+        assert m["mismatch/mean"] < 1e-5  # float32: far below the sync check's 1e-3
         assert m["grad_norm"] > 1e-3  # the step moved the weights
         assert ("kl" in m) == has_reference
     if has_reference:

@@ -9,7 +9,7 @@ from tests.torchrun import torchrun
 
 
 def test_6_steps_equal_3_resume_and_3(finished_run: tuple[pathlib.Path, list[str]], tmp_path: pathlib.Path):
-    """Every metric but the clocks is equal to the last digit, and so is every sampled completion.
+    """Every metric except the clocks is equal to the last digit, and so is every sampled completion.
 
     The resumed folder is the finished one as a crash in step 6, while its checkpoint was written, would have left it.
     """

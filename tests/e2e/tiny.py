@@ -38,5 +38,5 @@ config = GRPOConfig(
     num_steps=2,
     prompts_per_step=4,
     group_size=4,
-    sync_check_interval=1,  # the canary, every step
+    sync_check_interval=1,  # every step
 )

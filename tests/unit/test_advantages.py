@@ -90,7 +90,7 @@ def test_single_reward_and_no_reward(kind):
 def test_equal_rewards_give_exactly_zero(kind, reward):
     # a mean one rounding error away from the reward, over a std of 1e-4, would be a visible advantage
     assert advantages([reward] * 7, 7, kind) == [0.0] * 7
-    # and beside a group that does differ
+    # and next to a group that does differ
     assert advantages([reward] * 3 + [0.0, 0.0, 1.0], 3, kind)[:3] == [0.0] * 3
 
 

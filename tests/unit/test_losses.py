@@ -138,7 +138,7 @@ def test_gspo_cuts_whole_sequences():
 
 
 def test_gspo_token_form_has_the_gradient_of_the_sequence_ratio():
-    """With sequence_mean, -A * exp(mean(logp - old)) differentiated as it stands."""
+    """With sequence_mean, -A * exp(mean(logp - old)) differentiated as it is."""
     inputs = inputs_of([2.0, 0.7, 1.1], [-1.5] * 3)
     loss_BT, _ = LOSSES["gspo"](inputs, CONFIG)
     total = aggregate(loss_BT, inputs, "sequence_mean", 1.0)
@@ -242,7 +242,7 @@ def test_zero_advantage_has_exactly_no_loss_and_no_gradient(name):
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("name", LOSSES)
 def test_masked_positions_may_hold_anything(name, junk):
-    """A counted token beside junk has the loss, gradient and metrics that it has alone."""
+    """A loss token next to junk has the loss, gradient and metrics that it has alone."""
     alone = run(name, inputs_of([1.2], [-1.0]), **EVERYTHING_ON[name])
     old = -1 - math.log(1.2)
     inputs = make_inputs(
@@ -291,7 +291,7 @@ def test_all_masked_gives_zero_and_no_gradient(name):
 @pytest.mark.parametrize("gap", [1e4, -1e4, 60.0, -60.0])
 @pytest.mark.parametrize("name", LOSSES)
 def test_extreme_log_ratios_stay_finite(name, gap, dtype):
-    """One token far off, beside another sequence's ordinary token, which keeps its gradient -A."""
+    """One token far off, next to another sequence's ordinary token, which keeps its gradient -A."""
     for advantage, options in itertools.product([1.0, -1.0], [{}, EVERYTHING_ON[name]]):
         inputs = make_inputs(
             logprobs_BT=row([gap, -1.0], dtype).requires_grad_(),
@@ -515,7 +515,7 @@ def test_corrections_leave_masked_positions_alone_whatever_the_bounds(kind, low,
 
 def test_correction_of_sequences_by_hand():
     # one row. 0: 4 and 1/2, geometric mean 1.41: kept, though 4 alone is out. 1: 1/4 and 0.9, mean 0.474: out,
-    # but for the third token, which does not count. 2: 3 alone: out. 3: 1.5 alone: kept. Then padding.
+    # except for the third token, which does not count. 2: 3 alone: out. 3: 1.5 alone: kept. Then padding.
     weights, changed = corrected(
         [4.0, 0.5, 0.25, 0.9, 50.0, 3.0, 1.5, 70.0],
         "mask_sequences",

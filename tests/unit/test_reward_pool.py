@@ -397,7 +397,7 @@ def test_a_looping_call_ends_about_when_it_should(open_pool):
 def test_a_killed_worker_is_replaced_and_takes_all_it_started_along(open_pool, tmp_path):
     pool = open_pool({"act": 1.0}, timeout_seconds=SHORT, num_workers=1)
     (before,) = workers(pool)
-    assert len(os.listdir(f"/proc/{before}/fd")) == 4  # the standard ones and its connection: nobody else's
+    assert len(os.listdir(f"/proc/{before}/fd")) == 4  # the standard ones and its connection, no other
     pool.submit([rollout("detach"), rollout("good")], group_size=1)
     files = [tmp_path / "detached.pid", tmp_path / "daemon.pid"]
     wait_until(lambda: all(f.exists() and f.read_text() for f in files), "the processes to detach")
@@ -515,7 +515,7 @@ def test_code_runs_in_its_sandbox_under_a_worker(open_pool):
 
 
 def test_scoring_goes_on_while_the_driver_is_busy(open_pool, tmp_path):
-    """`submit` returns before anything is scored, and nobody needs `collect` for the work to be done."""
+    """`submit` returns before anything is scored, and the work is done without a call of `collect`."""
     pool = open_pool({"leave_traces": 1.0}, num_workers=1)
     pool.submit([rollout(str(i)) for i in range(5)], group_size=1)
     deadline = time.monotonic() + 30
