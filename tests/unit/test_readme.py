@@ -1,5 +1,6 @@
-"""The README says what the code does: its metrics, sections, paths, recipes, commands, messages, example are real."""
+"""The READMEs say what the code does: their metrics, fields, paths, recipes, commands, messages, examples are real."""
 
+import ast
 import dataclasses
 import inspect
 import pathlib
@@ -8,62 +9,82 @@ import shlex
 
 import pytest
 
-from grpo.config import OWN_LOSS_DEFAULTS, PAPER_DEFAULTS, GRPOConfig, SFTConfig
+from grpo import config as c
 from grpo.config.layout import check_world_size, describe_layout
+from grpo.config.names import RENAMED, field_paths
 from grpo.config.recipes import load, load_recipe
 from grpo.rewards.builtin import BUILT_INS
+from grpo.run.checkpoint import RUN_FILES
 
 ROOT = pathlib.Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-SOURCES = {path.name: path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "grpo").rglob("*.py")]}
+PAGES = {
+    name: (ROOT / name).read_text()
+    for name in ("README.md", "grpo/README.md", "configs/README.md", "launch/README.md", "tests/README.md")
+}
+TOP = PAGES["README.md"]
+EVERYTHING = "\n".join(PAGES.values())
+FILES = [*ROOT.glob("*.py"), *(ROOT / "grpo").rglob("*.py")]
+SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 DEFAULTS = {
-    "train_grpo.py": (GRPOConfig, str(ROOT / "configs" / "qwen3_1_7b_gsm8k.py")),
-    "train_sft.py": (SFTConfig, str(ROOT / "configs" / "toy_sft.py")),
+    "train_grpo.py": (c.GRPOConfig, str(ROOT / "configs" / "qwen3_1_7b_gsm8k.py")),
+    "train_sft.py": (c.SFTConfig, str(ROOT / "configs" / "toy_sft.py")),
 }
 
-# Every metric that a run logs, by the file that names it; `reward/<function>` stands for one per reward function.
+# Every metric that a run logs, by the file that names it; the losses name theirs without `loss/`.
 METRICS = {
-    "rollout_metrics.py": "reward/mean reward/std reward/none_count reward/failed_count completion/length_mean "
-    "completion/length_max completion/truncated_frac prompt/length_mean groups/zero_variance_frac eval/accuracy "
-    "eval/reward_mean eval/completion_length_mean eval/truncated_frac eval/none_count eval/sample_reward_mean "
-    "eval/sample_length_mean",
-    "step_timer.py": "time/startup time/other time/step",
-    "losses.py": "clip_share clip_low_share clip_high_share dual_clip_share gate_mean weight_cut_share active_share "
-    "ratio_mean ratio_max mismatch/mean mismatch/max mismatch/kl",
-    "trainer.py": "loss entropy grad_norm learning_rate",
-    "train_grpo.py": "kl ess corrected_share",
-    "driver.py": "reward/kl_penalty mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
+    "grpo/run/rollout_metrics.py": "reward/mean reward/std reward/none_count reward/failed_count "
+    "completion/length_mean completion/length_max completion/truncated_frac prompt/length_mean "
+    "groups/zero_variance_frac eval/accuracy eval/reward_mean eval/completion_length_mean eval/truncated_frac "
+    "eval/none_count eval/sample_reward_mean eval/sample_length_mean",
+    "grpo/run/step_timer.py": "time/startup time/other time/step",
+    "grpo/algorithm/losses.py": "loss/clip_frac loss/clip_low_frac loss/clip_high_frac loss/dual_clip_frac "
+    "loss/gate_mean loss/weight_cut_frac loss/active_frac loss/ratio_mean loss/ratio_max",
+    "grpo/algorithm/importance.py": "mismatch/mean mismatch/max mismatch/kl mismatch/ess mismatch/corrected_frac",
+    "grpo/roles/metrics.py": "loss",
+    "grpo/roles/trainer.py": "entropy grad_norm learning_rate",
+    "train_grpo.py": "kl reward/kl_penalty",
+    "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
     "sampling/informative_frac sampling/full_frac sampling/filtered",
 }
 # One per reward function, and one per number of samples
 MANY = {"reward/<function>", "eval/pass_at_<k>"}
 NAMED = {name for names in METRICS.values() for name in names.split()} | MANY
-# What the loop takes out of the losses' metrics again, to make `ess` of it
-INGREDIENTS = {"weight", "weight_squared"}
+# What the log replaces by `mismatch/ess`
+INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 
-# Not written yet when a checkout has no measurements, or the reader's own.
-MAY_BE_ABSENT = {"configs/RESULTS.md"}
-# Files that a run writes.
-RUN_FILES = {"config.py", "metrics.jsonl", "samples.txt", "file.py"}
+# Files that a user writes, and those of another project.
+OTHER_FILES = {"path/file.py", "configs/my_run.py", "apps/grpo/main.py", "apps/sft/main.py"}
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
-OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend"}
+OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir"}
+MOST_LINES = 230  # of the page that a newcomer reads first
 
 
 def table(first_header: str) -> list[list[str]]:
-    """Rows of the README's table whose first column has this header, as lists of cells."""
-    lines = README.partition(f"\n| {first_header} |")[2].splitlines()[2:]
+    """Rows of the one table whose first column has this header, as lists of cells."""
+    pages = [page for page in PAGES.values() if f"\n| {first_header} |" in page]
+    assert len(pages) == 1, f"{len(pages)} tables {first_header}"
     rows = []
-    for line in lines:
+    for line in pages[0].partition(f"\n| {first_header} |")[2].splitlines()[2:]:
         if not line.startswith("|"):
             break
         rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    assert rows, f"no table {first_header}"
     return rows
 
 
+def section(page: str, heading: str) -> str:
+    """The text under a heading of the second level."""
+    found = PAGES[page].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    assert found, f"{page} has no section {heading}"
+    return found
+
+
 def phases() -> set[str]:
-    scripts = SOURCES["train_grpo.py"] + SOURCES["train_sft.py"] + SOURCES["driver.py"]
+    scripts = SOURCES["train_grpo.py"] + SOURCES["train_sft.py"] + SOURCES["grpo/run/driver.py"]
     return {f"time/{name}" for name in re.findall(r'\.phase\("(\w+)"\)', scripts)}
+
+
+def test_the_first_page_is_short():
+    assert len(TOP.splitlines()) <= MOST_LINES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -74,22 +95,27 @@ def phases() -> set[str]:
 @pytest.mark.parametrize("file", METRICS)
 def test_metrics_are_logged(file):
     for name in METRICS[file].split():
-        assert f'"{name}"' in SOURCES[file], f"{file} logs no {name}"
+        quoted = name.removeprefix("loss/")
+        assert f'"{quoted}"' in SOURCES[file] or f"record({quoted}=" in SOURCES[file], f"{file} logs no {name}"
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval"
-    for file in ("rollout_metrics.py", "trainer.py", "train_grpo.py", "train_sft.py", "driver.py", "step_timer.py"):
-        found = re.findall(rf'"((?:{groups})/\w+)"', SOURCES[file])
-        assert set(found) <= NAMED | phases(), file
+    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss"
+    for file, source in SOURCES.items():
+        found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
+        assert found <= NAMED | phases() | INGREDIENTS, file
 
 
 def test_losses_metrics_are_all_listed():
-    code = SOURCES["losses.py"].partition("LOSSES: dict")  # names of losses are keys too
-    listed = set(METRICS["losses.py"].split())
-    for part in (code[0], code[2].partition("\n}\n")[2]):
-        found = re.findall(r'"([\w/]+)": [\w~(]|metrics\["(\w+)"\] = ', part)
-        assert {first or second for first, second in found} - INGREDIENTS <= listed
+    found = set()
+    functions = ast.parse(SOURCES["grpo/algorithm/losses.py"]).body
+    for function in functions:
+        for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
+            if isinstance(node, ast.Dict):
+                found |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                found |= {node.slice.value} if isinstance(node.slice, ast.Constant) else set()
+    assert {f"loss/{name}" for name in found} == set(METRICS["grpo/algorithm/losses.py"].split())
 
 
 def test_every_metric_is_explained_once():
@@ -107,22 +133,37 @@ def test_every_metric_is_explained_once():
 
 
 def test_every_section_and_own_field_is_explained():
-    fields = {field.name: getattr(GRPOConfig(), field.name) for field in dataclasses.fields(GRPOConfig)}
-    sections = {name for name, value in fields.items() if dataclasses.is_dataclass(value)}
-    assert {row[0].strip("`") for row in table("Section")} == sections
-    for name in fields.keys() - sections:
-        assert f"`--{name.replace('_', '-')}`" in README, name
+    page = section("configs/README.md", "Configuration")
+    for config in (c.GRPOConfig(), c.SFTConfig()):
+        sections = {name for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
+        if isinstance(config, c.GRPOConfig):
+            assert {row[0].strip("`") for row in table("Section")} == sections
+        for name in vars(config).keys() - sections:
+            assert f"`--{name.replace('_', '-')}`" in page, name
+
+
+def test_every_field_that_is_named_exists():
+    paths = {*field_paths(c.GRPOConfig()), *field_paths(c.SFTConfig())}
+    sections = "|".join({path.partition(".")[0] for path in paths if "." in path})
+    named = set(re.findall(rf"`((?:{sections})\.\w+)`", EVERYTHING)) - set(RENAMED) - {*RUN_FILES}
+    assert len(named) > 30
+    methods = {name for name in named if f"{name}(" in SOURCES["train_grpo.py"]}  # of the Trainer
+    assert sorted(named - paths - methods) == []
+
+
+def test_renamed_fields_are_listed():
+    assert {old.strip("`"): new.strip("`") for old, new in table("Old field")} == RENAMED
 
 
 def commands() -> list[str]:
-    """Every command of the README that starts one of the scripts, from code blocks and from tables."""
-    lines = re.findall(r"^    ((?:torchrun|sbatch) .*)$", README, re.MULTILINE)
-    lines += re.findall(r"`((?:torchrun|sbatch) [^`]*)`", README)
-    return [line for line in lines if "--help" not in line]
+    """Every command that starts one of the scripts, from code blocks and from tables."""
+    lines = re.findall(r"^    ((?:torchrun|sbatch) .*)$", EVERYTHING, re.MULTILINE)
+    lines += re.findall(r"`((?:torchrun|sbatch) [^`]*)`", EVERYTHING)
+    return [line for line in dict.fromkeys(lines) if "--help" not in line]
 
 
 def test_there_are_commands():
-    assert len(commands()) >= 10
+    assert len(commands()) >= 15
 
 
 @pytest.mark.parametrize("command", commands())
@@ -138,9 +179,20 @@ def test_command_parses_and_starts_as_many_ranks_as_its_recipe_needs(command, mo
     check_world_size(load(config_type, default, arguments), nodes * int(options.get("nproc_per_node", 8)))
 
 
+def test_other_commands_start_what_exists():
+    modules = re.findall(r"\bpython -m (grpo[\w.]*)", EVERYTHING)
+    scripts = re.findall(r"\b(?:python|bash) ([\w/]+\.(?:py|sh))", EVERYTHING)
+    assert "grpo.summary" in modules and "launch/quickstart.sh" in scripts
+    for path in (*(module.replace(".", "/") + ".py" for module in modules), *scripts):
+        assert (ROOT / path).is_file(), path
+    variants = set(re.findall(r"^ +(\w+)\)", (ROOT / "tests/bench/gpu.sh").read_text(), re.MULTILINE))
+    for command in re.findall(r"tests/bench/gpu\.sh ([\w ]+)`", EVERYTHING):
+        assert set(command.split()) <= variants
+
+
 def test_layout_flags_give_the_processes_they_say():
     for layout, _, flags, processes in table("Layout"):
-        config = load(GRPOConfig, DEFAULTS["train_grpo.py"][1], shlex.split(flags.strip("`")))
+        config = load(c.GRPOConfig, DEFAULTS["train_grpo.py"][1], shlex.split(flags.strip("`")))
         assert config.num_ranks == int(processes), layout
         assert config.roles.colocated == (layout == "colocated")
         assert config.needs_reference == (layout in ("split", "reference on the trainers"))
@@ -152,40 +204,103 @@ def test_every_flag_exists(capsys):
         with pytest.raises(SystemExit):
             load(config_type, default, ["--help"])
         known |= set(re.findall(r"--[a-z][\w.-]*", capsys.readouterr().out))
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", README)) <= known
+    prose = re.sub(r"\]\([^)]*\)", "", EVERYTHING)  # an anchor may have two dashes too
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", prose)) <= known
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Paths, recipes, messages, example
+# Paths, names, recipes, messages, examples
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_every_path_exists():
-    links = [target for target in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in target]
-    folders = re.findall(r"\b(?:grpo|configs|launch|tests)/[\w./-]*\w", README)
-    files = re.findall(r"(?<![\w./-])[\w-]+\.(?:py|txt|toml|sh|sbatch)\b", README)
-    paths = {*links, *folders, *files} - MAY_BE_ABSENT - RUN_FILES
-    assert "train_grpo.py" in paths and "launch/quickstart.sh" in paths
-    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+def anchors(path: pathlib.Path) -> set[str]:
+    """Those of a page's headings, as code hosts make them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def test_every_anchor_exists():
-    headings = re.findall(r"^## (.*)$", README, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-    assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= anchors
+@pytest.mark.parametrize("page", [*PAGES, "configs/RESULTS.md"])
+def test_every_link_resolves(page):
+    path = ROOT / page
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", path.read_text()) if "://" not in link]
+    for link in links:
+        target, _, anchor = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_that_is_named_exists(page):
+    """Paths as seen from the root, or from the page's own folder."""
+    text = re.sub(r"\]\([^)]*\)", "]", PAGES[page])  # links have a test of their own
+    folders = re.findall(r"(?<![\w./-])(?:grpo|configs|launch|tests)/[\w./-]*\w", text)
+    files = re.findall(r"(?<![\w.-])[\w./-]*\w\.(?:py|txt|toml|sh|sbatch|md)\b(?!:)", text)
+    named = {*folders, *files} - OTHER_FILES
+    named = {path for path in named if pathlib.Path(path).name not in RUN_FILES}
+    places = (ROOT, (ROOT / page).parent)
+    assert [path for path in sorted(named) if not any((place / path).exists() for place in places)] == []
+    assert page != "README.md" or {"train_grpo.py", "launch/quickstart.sh"} <= named
+
+
+def test_every_tensor_that_is_named_exists():
+    """A suffix after the legend of grpo/types.py makes a name one of the code's."""
+    named = set(re.findall(r"`([a-z]\w*_(?:N|S|T|BT|PG))`", EVERYTHING))
+    assert {"ids_N", "loss_mask_BT"} <= named
+    assert [name for name in named if not any(re.search(rf"\b{name}\b", source) for source in SOURCES.values())] == []
+
+
+def test_the_step_is_that_of_the_script():
+    """Whatever the list of the step's parts names is called in train_grpo.py."""
+    parts = re.findall(r"^\d\. (.*(?:\n   .*)*)", section("README.md", "How a step works"), re.MULTILINE)
+    named = [name for part in parts for name in re.findall(r"`([a-z]\w*(?:\.\w+)?)`", part)]
+    named = [name for name in named if name not in ("group_size",)]
+    assert len(parts) >= 8 and len(named) >= 12
+    assert [name for name in named if name not in SOURCES["train_grpo.py"]] == []
+
+
+def test_who_talks_to_whom_names_what_exists():
+    for who in (name for row in table("Call") for name in re.findall(r"`([\w.]+)`", row[0])):
+        owner, _, function = who.rpartition(".")
+        holders = [source for source in SOURCES.values() if not owner or f"class {owner}" in source]
+        assert any(f"def {function}(" in source for source in holders), who
+
+
+def test_where_to_change_what_names_what_exists():
+    """In a row of that table, each name is in one of the row's files (or in one of the scripts)."""
+    for wish, where in table("I want"):
+        files = [SOURCES["train_grpo.py"]]
+        for link in re.findall(r"\]\(([^)]+)\)", where):
+            files.append((ROOT / "grpo" / link).read_text())
+        for name in re.findall(r"`([A-Za-z_][\w.]*)`", where):
+            if name not in SOURCES and name not in field_paths(c.GRPOConfig()):
+                assert any(re.search(rf"\b{name.rpartition('.')[2]}\b", text) for text in files), f"{wish}: {name}"
 
 
 def test_every_recipe_is_listed_with_its_ranks():
     listed = {re.search(r"\((.*)\)", row[0])[1]: row for row in table("Recipe")}
-    assert set(listed) == {f"configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
-    for path, (_, gpus, layout, command) in listed.items():
-        assert path in command
+    assert set(listed) == {path.name for path in (ROOT / "configs").glob("*.py")}
+    for name, (_, gpus, layout, command) in listed.items():
+        assert f"configs/{name}" in command
         config_type = DEFAULTS["train_sft.py" if "train_sft.py" in command else "train_grpo.py"][0]
-        config = load_recipe(str(ROOT / path), config_type)
-        assert int(gpus) == (0 if "toy" in path else config.num_ranks)
-        if config_type is GRPOConfig and config.generator.tensor_parallel == 1:
+        config = load_recipe(str(ROOT / "configs" / name), config_type)
+        assert int(gpus) == (0 if "toy" in name else config.num_ranks)
+        if config_type is c.GRPOConfig and config.generator.tensor_parallel == 1:
             for part in describe_layout(config).split(" + "):
-                assert part in layout, f"{path}: {part}"
+                assert part in layout, f"{name}: {part}"
+
+
+def test_recipes_that_are_shown_can_be_used():
+    shown = [
+        code
+        for code in re.findall(r"```python\n(.*?)```", PAGES["configs/README.md"], re.DOTALL)
+        if "\nconfig =" in code
+    ]
+    assert len(shown) == 2
+    for code in shown:
+        names = {"__file__": str(ROOT / "configs" / "my_run.py")}
+        exec(code, names)
+        c.complete(names["config"])
 
 
 # Those of torch, pip and other libraries.
@@ -206,8 +321,9 @@ def test_every_message_is_one_of_the_code():
 
 
 def test_own_loss_and_reward_are_the_files_that_run_end_to_end():
-    section = README.partition("## Write your own loss or reward\n")[2].partition("\n## ")[0]
-    loss, reward = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    loss, reward = re.findall(
+        r"```python\n(.*?)```", section("configs/README.md", "Your own loss and reward"), re.DOTALL
+    )
     assert loss == (ROOT / "configs/examples/my_loss.py").read_text()
     assert reward == (ROOT / "configs/examples/my_reward.py").read_text()
     assert max(len(loss.splitlines()), len(reward.splitlines())) <= 25
@@ -215,9 +331,9 @@ def test_own_loss_and_reward_are_the_files_that_run_end_to_end():
 
 def test_losses_and_their_defaults_are_listed():
     rows = {row[0].strip("`"): row[2:] for row in table("Loss")}
-    assert rows.keys() == {*PAPER_DEFAULTS, "path/file.py:function"}
+    assert rows.keys() == {*c.PAPER_DEFAULTS, "path/file.py:function"}
     for loss, (advantages, aggregation, clip) in rows.items():
-        defaults = PAPER_DEFAULTS.get(loss, OWN_LOSS_DEFAULTS)
+        defaults = c.PAPER_DEFAULTS.get(loss, c.OWN_LOSS_DEFAULTS)
         assert (advantages, aggregation) == (f"`{defaults['advantages']}`", f"`{defaults['aggregation']}`"), loss
         if clip != "-":
             assert [float(x) for x in clip.split(" / ")] == [defaults["clip_low"], defaults["clip_high"]], loss
