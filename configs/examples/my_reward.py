@@ -14,6 +14,5 @@ def right_digits(completions, answer, **columns):
 
 @group_level
 def shorter_than_most(completions, num_tokens, **columns):
-    """1 for the shortest completion of a prompt, 0 for the longest; `num_tokens` and
-    `truncated` come in addition to the data's columns."""
+    """1 for the shortest completion of a prompt, 0 for the longest. Every call has `num_tokens` and `truncated`."""
     return [sum(other > mine for other in num_tokens) / max(len(num_tokens) - 1, 1) for mine in num_tokens]

@@ -1,6 +1,6 @@
 """What fields of a config ask of each other. What a single field takes is written at the field.
 
-The standard library only, so that bad input is refused before torch is even loaded.
+The standard library only, so that a config can be checked without torch.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Recipe files and the command line -> a checked config, and back: `load`, `load_recipe`, `change`, `as_recipe`.
 
-Imports only the standard library (and tyro, when there is a command line), so that bad input is refused before torch is
-even loaded.
+Imports only the standard library (and tyro, when there is a command line), so that a config can be read and checked
+without torch.
 """
 
 import contextlib

@@ -27,7 +27,7 @@ def run(tmp_path: pathlib.Path, model: pathlib.Path, *flags, layout: tuple = ONE
 def test_own_loss_and_rewards_and_an_evaluation_that_training_does_not_notice(
     model: pathlib.Path, tmp_path: pathlib.Path
 ):
-    """The README's loss and rewards; the same run with and without evaluations trains the same to the last digit."""
+    """The loss and rewards of configs/examples; with and without evaluations a run is the same to the last digit."""
     rewards = (
         "--reward.functions",
         "configs/examples/my_reward.py:right_digits",
