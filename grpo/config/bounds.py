@@ -1,7 +1,6 @@
 """What a field of the config takes: its type, and bounds written at the field; one loop holds a config against both.
 
-Layer 0: the standard library only. The bounds are our own four and not those of annotated_types, because they carry
-the words of the message, and because bad input is refused before any package is imported.
+The bounds are our own four and not those of annotated_types, because they carry the words of the message.
 """
 
 import ast

@@ -1,7 +1,4 @@
-"""What fields of a config ask of each other. What a single field takes is written at the field.
-
-Layer 0: the standard library only, so that bad input is refused before torch is even loaded.
-"""
+"""What fields of a config ask of each other. What a single field takes is written at the field."""
 
 import math
 

@@ -1,7 +1,7 @@
 """The configuration a user fills in: every field with its type, bounds, default and one sentence; derived values below.
 
-Layer 0: the standard library only. A recipe is a Python file that binds `config`; recipes.py reads it and lets the
-command line override any field; bounds.py holds the fields against types and bounds, checks.py against each other.
+A recipe is a Python file that binds `config`; recipes.py reads it and lets the command line override any field;
+bounds.py holds the fields against types and bounds, checks.py against each other.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Layout arithmetic: how many processes a config needs, in words, and flags of a layout that a number of them can run.
-
-Layer 0: the standard library only.
-"""
+"""Layout arithmetic: how many processes a config needs, in words, and flags of a layout that so many can run."""
 
 from grpo.config.fields import GRPOConfig, SFTConfig
 

@@ -1,7 +1,4 @@
-"""Names of fields as dotted paths (`algorithm.kl_coef`): those there are, those there were, and what a wrong one meant.
-
-Layer 0: the standard library only.
-"""
+"""Names of fields as dotted paths (`algorithm.kl_coef`): those there are, those there were, what a wrong one meant."""
 
 import ast
 import dataclasses

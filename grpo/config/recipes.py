@@ -1,8 +1,4 @@
-"""Recipe files and the command line -> a checked config, and back: `load`, `load_recipe`, `change`, `as_recipe`.
-
-Layer 0: imports nothing but the standard library (and tyro, when there is a command line), so that bad input is refused
-before torch is even loaded.
-"""
+"""Recipe files and the command line -> a checked config, and back: `load`, `load_recipe`, `change`, `as_recipe`."""
 
 import contextlib
 import dataclasses

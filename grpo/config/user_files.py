@@ -1,7 +1,4 @@
-"""The user's own Python files: functions named `path/file.py:function` in a config, and recipes.
-
-Layer 0: the standard library only. What a function must take and return is checked where it is used.
-"""
+"""The user's own Python files: functions named `path/file.py:function` in a config, and recipes."""
 
 import difflib
 import importlib.util
