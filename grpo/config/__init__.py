@@ -4,30 +4,7 @@ Layer 0: the standard library only (and tyro, when there is a command line), so 
 is even loaded.
 """
 
-# ruff: noqa: F401
+# ruff: noqa: F401, F403
 
-from grpo.config.fields import (
-    OWN_LOSS_DEFAULTS,
-    PAPER_DEFAULTS,
-    Advantages,
-    Aggregation,
-    AlgorithmConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    GeneratorConfig,
-    GRPOConfig,
-    MetricsConfig,
-    ModelConfig,
-    Options,
-    RewardConfig,
-    RolesConfig,
-    SamplingConfig,
-    Scalar,
-    SFTConfig,
-    Table,
-    TrainerConfig,
-    check_loss_name,
-    complete,
-)
+from grpo.config.fields import *
 from grpo.config.recipes import change
