@@ -113,7 +113,7 @@ class Driver:
         run_log = RunLog(metrics, self.config.run_dir, num_steps=0)
         self.scorer.log_evaluation(run_log, prompts, greedy, samples, step)
         run_log.close()
-        self.scorer.close()
+        self.scorer.pool.close()
         print(f"{len(prompts)} prompts; every completion is in {self.config.run_dir}/evaluation.jsonl", flush=True)
 
 
