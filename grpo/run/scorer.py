@@ -68,14 +68,12 @@ class Scorer:
         """Score the held-out completions of the weights after `step` steps, and write metrics and completions."""
         scored: dict[str, list[Rollout]] = {"greedy": [], "sample": []}
         for kind, completions in (("greedy", greedy), ("sample", samples)):
-            if not completions:  # no samples were asked for
-                continue
-            self.submit(prompts, completions, step)
-            scored[kind] = self.collect("evaluation: ")
-            run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
+            if completions:  # perhaps no samples were asked for
+                self.submit(prompts, completions, step)
+                scored[kind] = self.collect("evaluation: ")
+                run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
         num_samples = self.config.evaluation.num_samples
-        metrics = evaluation_metrics(scored["greedy"], scored["sample"], num_samples, self.pass_function)
-        run_log.log_evaluation(step, metrics)
+        run_log.log_evaluation(step, evaluation_metrics(*scored.values(), num_samples, self.pass_function))
 
     def _text(self, completion: Completion) -> str:
         ids = completion.ids_T.tolist()
