@@ -49,18 +49,18 @@ def main(arguments: list[str]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The checks: None, or what is wrong
+# The checks: None, or what is wrong. The docstring is what `main` prints
 
 
 def shapes(loss: Loss) -> str | None:
-    """One loss per position, metrics per position and detached."""
+    """One loss and one value of each metric per position, metrics detached."""
     inputs = lay_out(some_tokens(), [[0, 1, 2, 3]])[1]
     check_loss_output(loss(inputs), inputs, "to check")
     return None
 
 
 def masked_positions(loss: Loss) -> str | None:
-    """NaN and infinity outside the mask change nothing."""
+    """Nothing outside the mask matters, not even NaN or infinity."""
     expected = values_and_gradients(loss, some_tokens(), [[[0, 1, 2, 3]]])
     for poison in (torch.nan, torch.inf, -torch.inf):
         got = values_and_gradients(loss, some_tokens(), [[[0, 1, 2, 3]]], poison)
@@ -129,13 +129,8 @@ def direction(loss: Loss) -> str | None:
     return None
 
 
-CHECKS: dict[Callable[[Loss], str | None], str] = {
-    shapes: "one loss and one value of each metric per position",
-    masked_positions: "nothing outside the mask matters, not even NaN",
-    packing: "packing, order and micro-batches do not matter",
-    extreme_ratios: "log-ratios of +-1e4 stay finite, forward and backward",
-    no_advantage: "no advantage, no gradient",
-    direction: "on-policy it follows the advantage",
+CHECKS = {
+    check: check.__doc__ for check in (shapes, masked_positions, packing, extreme_ratios, no_advantage, direction)
 }
 
 
@@ -161,8 +156,7 @@ def some_tokens() -> TrainBatch:
 
 def lay_out(tokens: TrainBatch, rows: list[list[int]], poison: float = 0.0) -> tuple[MicroBatch, LossInputs]:
     """Rows of sequences as the loss sees them in a run; `poison` wherever the mask is False."""
-    longest = max(sum(LENGTHS[s] + 2 for s in row) for row in rows)
-    micro = build_micro_batch(tokens, rows, row_length=longest + 2)
+    micro = build_micro_batch(tokens, rows, row_length=tokens.num_tokens + 2)  # always with padding
     fields = ("generator_logprobs_BT", "old_logprobs_BT", "ref_logprobs_BT", "advantages_BT")
     poisoned = {name: getattr(micro, name).masked_fill(~micro.loss_mask_BT, poison) for name in fields}
     micro = dataclasses.replace(micro, **poisoned)

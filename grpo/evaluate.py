@@ -13,8 +13,9 @@ written anew each time.
 import dataclasses
 import os
 import pathlib
-import socket
 import sys
+
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.checks import validate
@@ -76,12 +77,9 @@ def load_config(model: str, arguments: list[str], world_size: int) -> GRPOConfig
 
 def start_alone() -> None:
     """Be a torchrun of one process, unless torchrun started this one."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
 
 
 class Driver:
@@ -113,7 +111,7 @@ class Driver:
         run_log = RunLog(metrics, self.config.run_dir, num_steps=0)
         self.scorer.log_evaluation(run_log, prompts, greedy, samples, step)
         run_log.close()
-        self.scorer.close()
+        self.scorer.pool.close()
         print(f"{len(prompts)} prompts; every completion is in {self.config.run_dir}/evaluation.jsonl", flush=True)
 
 

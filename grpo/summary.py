@@ -50,25 +50,24 @@ def summarize(records: list[dict], run_dir: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
-def terminal_curve(
-    values: list[float], width: int = 60, height: int = 8, low: float | None = None, high: float | None = None
-) -> str:
+def terminal_curve(values: list[float], width: int = 60, height: int = 8) -> str:
     """A line chart of `height` text lines, `width` columns wide, with y labels at the left.
 
-    Few values are joined by straight lines, many are averaged per column. NaN values are left out. `low` and `high` fix
-    the range of the y axis (values beyond are drawn at its edge); by default it is that of the values.
+    Few values are joined by straight lines, many are averaged per column. NaN values are left out.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return "(no values)"
-    columns = _resample(finite, width)
-    low = min(columns) if low is None else low
-    high = max(columns) if high is None else high
+    if len(finite) > width:
+        columns = [statistics.fmean(part) for part in np.array_split(finite, width)]
+    else:
+        columns = np.interp(np.linspace(0, len(finite) - 1, width), range(len(finite)), finite).tolist()
+    low, high = min(columns), max(columns)
     unit = (high - low) / (height - 1)
     if high <= low:  # a constant lies in the middle, on a line that has its value as label
         unit = 1 / height
         low -= unit * (height // 2)
-    rows = [min(max(round((value - low) / unit), 0), height - 1) for value in columns]  # 0 is the lowest line
+    rows = [round((value - low) / unit) for value in columns]  # 0 is the lowest line
     canvas = [[" "] * len(rows) for _ in range(height)]
     for x, row in enumerate(rows):
         previous = rows[max(x - 1, 0)]
@@ -84,14 +83,6 @@ def terminal_curve(
     label_width = max(map(len, labels))
     lines = [f"{label:>{label_width}} ┤{''.join(row)}".rstrip() for label, row in zip(labels, canvas, strict=True)]
     return "\n".join(reversed(lines))
-
-
-def _resample(values: list[float], width: int) -> list[float]:
-    """`width` values: means of neighbours if there are more, points on the straight lines between them if fewer."""
-    if len(values) > width:
-        edges = [column * len(values) // width for column in range(width + 1)]
-        return [statistics.fmean(values[start:end]) for start, end in zip(edges[:-1], edges[1:], strict=True)]
-    return np.interp(np.linspace(0, len(values) - 1, width), range(len(values)), values).tolist()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a field of the config takes: its type, and bounds written at the field; one loop holds a config against both.
 
-The bounds are our own four and not those of annotated_types, because they carry the words of the message, and because
-this folder imports no package.
+The bounds are our own four and not those of annotated_types, because they carry the words of the message.
 """
 
 import ast
@@ -42,34 +41,27 @@ WORDS = {
 
 
 def check_fields(config: Any, path: str = "") -> None:
-    """Hold every field of a config, and of its sections, against its type and bounds.
-
-    Raises:
-        ValueError: the first field that does not fit: its path, its value, what it takes and, where there is an obvious
-            one, the value to write instead.
-    """
+    """Raise ValueError for the first field of a config, or of its sections, that does not fit its type and bounds."""
     for name, kind in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
-        if not _fits(value, kind):
+        if not fits(value, kind):
             raise ValueError(f"{path}{name}={value!r} must be {_describe(kind)}{_instead(value, kind)}")
         if dataclasses.is_dataclass(value):
             check_fields(value, f"{path}{name}.")
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def fits(value: Any, kind: Any) -> bool:
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _fits(value, parts[0]) and all(bound.holds(value, bound.limit) for bound in parts[1:])
+        return fits(value, parts[0]) and all(bound.holds(value, bound.limit) for bound in parts[1:])
     if origin is Literal:
         return value in parts
     if origin in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
+        return any(fits(value, part) for part in parts)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(entry, parts[0]) for entry in value)
+        return isinstance(value, tuple) and all(fits(entry, parts[0]) for entry in value)
     if origin in (dict, MutableMapping):
-        return isinstance(value, dict) and all(
-            isinstance(name, str) and _fits(entry, parts[1]) for name, entry in value.items()
-        )
+        return isinstance(value, dict) and all(fits(n, str) and fits(entry, parts[1]) for n, entry in value.items())
     if kind in (int, float):  # True is an int to Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     return kind is Any or isinstance(value, kind)
@@ -99,6 +91,6 @@ def _instead(value: Any, kind: Any) -> str:
     """`; write ('answer',)`, if a small change makes the value fit."""
     for change in (lambda one: (one,), tuple, os.fspath, ast.literal_eval):
         with contextlib.suppress(TypeError, ValueError, SyntaxError):
-            if _fits(changed := change(value), kind):
+            if fits(changed := change(value), kind):
                 return f"; write {changed!r}"
     return ""

@@ -1,7 +1,4 @@
-"""What fields of a config ask of each other. What a single field takes is written at the field.
-
-The standard library only, so that a config can be checked without torch.
-"""
+"""What fields of a config ask of each other. What a single field takes is written at the field."""
 
 import math
 
@@ -124,14 +121,11 @@ def _check_sampling(config: GRPOConfig) -> None:
         raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
     if not reward.functions:
         raise ValueError("reward.functions is empty; name at least one, such as --reward.functions math_reward 1.0")
-    for name, interval in {
-        "evaluation.interval": config.evaluation.interval,
-        "checkpoint.interval": config.checkpoint.interval,
-    }.items():
-        if interval % config.sync_interval:
+    for name, section in (("evaluation", config.evaluation), ("checkpoint", config.checkpoint)):
+        if section.interval % config.sync_interval:
             raise ValueError(
-                f"{name}={interval} must be a multiple of sync_interval={config.sync_interval}: between syncs the "
-                "generators hold older weights than the policy's"
+                f"{name}.interval={section.interval} must be a multiple of sync_interval={config.sync_interval}: "
+                "between syncs the generators hold older weights than the policy's"
             )
 
 
@@ -145,11 +139,8 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
             f"algorithm.clip_high={algorithm.clip_high} hardly ever clips a sequence's ratio; gspo's paper has 4e-4 (a "
             "recipe saved from another loss names its clips)"
         )
-    if (
-        algorithm.loss_options.get("max_importance_weight")
-        and config.updates_per_step == 1
-        and algorithm.old_logprobs == "policy"
-    ):
+    ratio_is_1 = config.updates_per_step == 1 and algorithm.old_logprobs == "policy"
+    if ratio_is_1 and algorithm.loss_options.get("max_importance_weight"):
         found.append(
             "max_importance_weight in algorithm.loss_options does nothing with one update per step and "
             "old_logprobs=policy: every weight is 1"

@@ -393,9 +393,7 @@ class GRPOConfig:
     def num_ranks(self) -> int:
         """Processes torchrun must start for this layout."""
         roles = self.roles
-        return (
-            roles.num_trainers if roles.colocated else roles.num_trainers + roles.num_references + roles.num_generators
-        )
+        return roles.num_trainers + (0 if roles.colocated else roles.num_references + roles.num_generators)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,12 +34,8 @@ def suggest_layout(config: GRPOConfig, world_size: int) -> str:
     for references in dict.fromkeys([config.roles.num_references, 0]):
         for generators in range(config.generator.tensor_parallel, world_size, config.generator.tensor_parallel):
             trainers = world_size - references - generators
-            fits = trainers >= 1 and trainers % shards == 0
-            if (
-                fits
-                and trainers <= max(generators, shards)
-                and config.completions_per_step % (trainers // config.trainer.tensor_parallel) == 0
-            ):
+            fits = 0 < trainers <= max(generators, shards) and trainers % shards == 0
+            if fits and config.completions_per_step % (trainers // config.trainer.tensor_parallel) == 0:
                 return (
                     f"--roles.no-colocated --roles.num-trainers {trainers} --roles.num-references {references} "
                     f"--roles.num-generators {generators}"

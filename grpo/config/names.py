@@ -69,11 +69,8 @@ def explain_type_error(error: TypeError, recipe: str) -> str:
         if found[1] in prefixes:
             path = prefixes[found[1]] + found[2]
             calls = [node for node in ast.walk(ast.parse(recipe)) if isinstance(node, ast.Call)]
-            names = [
-                (ast.unparse(call.func).rpartition(".")[2], keyword.arg) for call in calls for keyword in call.keywords
-            ]
-            given = [f"{prefixes[name]}{keyword}" for name, keyword in names if name in prefixes]
-            old = [p for p in given if p in RENAMED] if path in RENAMED else []
+            given = [(ast.unparse(call.func).rpartition(".")[2], k.arg) for call in calls for k in call.keywords]
+            old = [p for name, field in given if (p := f"{prefixes.get(name, '')}{field}") in RENAMED]
             return "; ".join(no_such_field(p, config) for p in dict.fromkeys([path, *old]))
     return f"TypeError: {error}"
 

@@ -1,8 +1,4 @@
-"""Recipe files and the command line -> a checked config, and back: `load`, `load_recipe`, `change`, `as_recipe`.
-
-Imports only the standard library (and tyro, when there is a command line), so that a config can be read and checked
-without torch.
-"""
+"""Recipe files and the command line -> a checked config, and back: `load`, `load_recipe`, `change`, `as_recipe`."""
 
 import contextlib
 import dataclasses
@@ -39,10 +35,7 @@ def load(config_type: type[Config], default_recipe: str, arguments: list[str] | 
             nowhere = silence.enter_context(open(os.devnull, "w"))
             silence.enter_context(contextlib.redirect_stdout(nowhere))
             silence.enter_context(contextlib.redirect_stderr(nowhere))
-        parsed = tyro.cli(
-            config_type, default=default, args=arguments, description=config_type.__doc__, registry=_value_parsers()
-        )
-        config = complete(parsed)
+        config = complete(tyro.cli(config_type, default=default, args=arguments, registry=_value_parsers()))
         validate(config)
         for warning in cautions(config):
             print(f"warning: {warning}", flush=True)
@@ -57,83 +50,66 @@ def _value_parsers():
 
     @registry.primitive_rule
     def rule(info):
-        if info.type == Options:
-            return spec("JSON", _json, dict)
-        if info.type == Scalar:
-            return spec("VALUE", _scalar, (bool, int, float, str))
-        return None
+        if info.type not in (Options, Scalar):
+            return None
+        kind, metavar = (dict, "JSON") if info.type == Options else (Scalar, "VALUE")
 
-    def spec(metavar, parse, types):
+        def parse(words: list[str]) -> Any:
+            """`{"tokens": 256}` -> a dict, `false` and `False` -> False, `3` -> 3; what is no such JSON stays text."""
+            with contextlib.suppress(ValueError):
+                value = json.loads({"True": "true", "False": "false"}.get(words[0], words[0]))
+                return value if isinstance(value, kind) else words[0]
+            return words[0]
+
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
             metavar=metavar,
-            instance_from_str=lambda words: parse(words[0]),
-            is_instance=lambda value: isinstance(value, types),
+            instance_from_str=parse,
+            is_instance=lambda value: isinstance(value, kind),
             str_from_instance=lambda value: [json.dumps(value)],
         )
 
     return registry
 
 
-def _json(word: str) -> Any:
-    """`{"tokens": 256}` -> a dict; what is no JSON stays text, which the check of the fields then refuses."""
-    with contextlib.suppress(ValueError):
-        return json.loads(word)
-    return word
-
-
-def _scalar(word: str) -> Scalar:
-    """`false` and `False` -> False, `3` -> 3, `low` -> "low"."""
-    value = _json({"True": "true", "False": "false"}.get(word, word))
-    return value if isinstance(value, Scalar) else word
-
-
 def load_recipe(path: str, *config_types: type[Config]) -> Config:
     """Run a recipe file and return the `config` it binds, which must be of one of the types.
 
-    Raises:
-        ValueError: the file does not exist, raised (the message names the line), binds no such config, or a field has a
-            value it does not take.
+    Raises ValueError if there is none, a field does not take its value, or a line raised, which the message names.
     """
     if not pathlib.Path(path).is_file():
         there = sorted(str(p) for p in pathlib.Path(path).parent.glob("*.py")) or ["none"]
         raise ValueError(f"recipe {path} does not exist; recipes in that folder: {', '.join(there)}")
     try:
         config = getattr(run_file(path), "config", None)
+        if isinstance(config, config_types):
+            check_fields(config)
     except Exception as error:  # whatever a user's file may raise
-        raise ValueError(f"{path}, {_place_and_cause(error, path)}") from error
+        raise ValueError(f"{path}{_place_and_cause(error, path)}") from error
     if not isinstance(config, config_types):
         names = " or ".join(config_type.__name__ for config_type in config_types)
         raise ValueError(f"{path} must bind `config` to a {names}, it binds {type(config).__name__}")
-    try:
-        check_fields(config)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     return config
 
 
 def _place_and_cause(error: Exception, path: str) -> str:
-    """`line 12: there is no field algorithm.los; did you mean algorithm.loss?`"""
+    """`, line 12: there is no field algorithm.los; did you mean algorithm.loss?`; without a line if none raised."""
     file = os.path.abspath(path)
     if isinstance(error, SyntaxError) and error.filename == file:
-        return f"line {error.lineno}: {type(error).__name__}: {error.msg}"
+        return f", line {error.lineno}: {type(error).__name__}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if isinstance(error, TypeError):
         cause = explain_type_error(error, pathlib.Path(path).read_text())
     else:
         cause = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-    return f"line {lines[-1]}: {cause}" if lines else cause  # no line if the file could not even be read
+    return f", line {lines[-1]}: {cause}" if lines else f": {cause}"
 
 
 def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
     """A config with other values: `config = change("qwen3_1_7b_gsm8k.py", {"algorithm.loss": "dapo"})`.
 
-    Args:
-        base: a config, or a recipe file; a relative path starts in the folder of the file that calls.
-        changes: new values by the dotted paths of their fields.
-
-    Raises:
-        ValueError: there is no such field, or the recipe cannot be used.
+    `base` is a config, or a recipe file; a relative path starts in the folder of the file that calls. `changes` has new
+    values by the dotted paths of their fields. Raises ValueError if there is no such field or recipe.
     """
     if not dataclasses.is_dataclass(base):
         caller = sys._getframe(1).f_globals.get("__file__", "")  # "" at an interactive prompt
@@ -141,14 +117,11 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
     for path, value in changes.items():
         if path not in field_paths(base):
             raise ValueError(no_such_field(path, base))
-        base = _replaced(base, path.split("."), value)
+        section, _, name = path.rpartition(".")
+        if section:
+            value = dataclasses.replace(getattr(base, section), **{name: value})
+        base = dataclasses.replace(base, **{section or name: value})
     return base
-
-
-def _replaced(part: Any, names: list[str], value: Any) -> Any:
-    if not names:
-        return value
-    return dataclasses.replace(part, **{names[0]: _replaced(getattr(part, names[0]), names[1:], value)})
 
 
 def as_recipe(config: GRPOConfig | SFTConfig) -> str:

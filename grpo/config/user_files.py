@@ -1,7 +1,4 @@
-"""The user's own Python files: functions named `path/file.py:function` in a config, and recipes.
-
-What a function must take and return is checked where it is used.
-"""
+"""The user's own Python files: functions named `path/file.py:function` in a config, and recipes."""
 
 import difflib
 import importlib.util
@@ -13,19 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-# What a JSON value must be where an option says its type.
-OPTION_TYPES = {bool: bool, int: int, float: (int, float), str: str}
+from grpo.config.bounds import fits
 
 
 def load_function(spec: str, what: str) -> Callable:
     """The function that `spec` (`path/file.py:function`) names; its file runs once, however many functions are taken.
 
-    Args:
-        what: what the function is for, e.g. "loss"; error messages begin with it.
-
-    Raises:
-        ValueError: `spec` is not of that form, the file does not exist or has no such function.
-        Whatever the file raises when it runs.
+    Error messages begin with `what` the function is for, e.g. "loss". Raises ValueError if there is none such, and
+    whatever the file raises when it runs.
     """
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name:
@@ -46,14 +38,9 @@ def load_function(spec: str, what: str) -> Callable:
 def check_options(function: Callable, options: Mapping[str, Any], what: str, where: str, facts: Iterable = ()) -> None:
     """Hold a function's options against its signature: they are its keyword-only arguments, those behind a `*`.
 
-    Args:
-        what: the function as messages name it, e.g. "loss grpo".
-        where: where the options come from, e.g. "algorithm.loss_options".
-        facts: names of keyword-only arguments that the run fills in, which are not suggested.
-
-    Raises:
-        ValueError: an unknown option, with the known ones and the near miss, or a value of another type than its
-            annotation, where that is bool, int, float or str.
+    Messages name the function as `what`, e.g. "loss grpo", and `where` the options come from, "algorithm.loss_options".
+    `facts` are arguments that the run fills in, which are not suggested. Raises ValueError for an unknown option, and
+    for a value of another type than its annotation, where that is bool, int, float or str.
     """
     if not isinstance(options, Mapping):
         raise ValueError(f"{where} is {options!r}; write a table such as '{{\"tolerance\": 0.01}}'")
@@ -66,8 +53,7 @@ def check_options(function: Callable, options: Mapping[str, Any], what: str, whe
                 f"{', '.join(known) or 'none'}"
             )
         kind = known[option].annotation
-        checked = isinstance(kind, type) and kind in OPTION_TYPES
-        if checked and not (isinstance(value, OPTION_TYPES[kind]) and isinstance(value, bool) == (kind is bool)):
+        if kind in (bool, int, float, str) and not fits(value, kind):
             raise ValueError(f"{where}: {option} is {value!r} ({type(value).__name__}), not {kind.__name__}")
 
 

@@ -36,8 +36,7 @@ WRITTEN_BEFORE_RUN = ("config.py", "initial_model")
 def find_run(run_dir: str, *, resume: bool = False, overwrite: bool = False) -> pathlib.Path | None:
     """The checkpoint to resume from, if that was asked for and there is one. Changes nothing.
 
-    Raises:
-        FileExistsError: an earlier run's files are there and neither `resume` nor `overwrite` was asked for.
+    Raises FileExistsError if an earlier run's files are there and neither `resume` nor `overwrite` was asked for.
     """
     there = [name for name in RUN_FILES if (pathlib.Path(run_dir) / name).exists()]
     if set(there) - set(WRITTEN_BEFORE_RUN) and not (resume or overwrite):
@@ -61,7 +60,7 @@ def begin_run(run_dir: str, recipe: str, *, fresh: bool = False) -> None:
 
 def latest_checkpoint(run_dir: str) -> pathlib.Path | None:
     """The newest complete checkpoint of a run, None if there is none."""
-    found = sorted(_folder(run_dir).glob(f"{COMPLETE}/{DRIVER_FILE}"))
+    found = sorted(pathlib.Path(run_dir).glob(f"checkpoints/{COMPLETE}/{DRIVER_FILE}"))
     return found[-1].parent if found else None
 
 
@@ -75,7 +74,7 @@ def save_checkpoint(run_dir: str, step: int, trained: Stateful, driver_state: di
 
     `trained` is anything with a state_dict; `driver_state` is wanted on rank 0 alone.
     """
-    target = _folder(run_dir) / f"step-{step:08d}"
+    target = pathlib.Path(run_dir) / "checkpoints" / f"step-{step:08d}"
     partial = target.with_suffix(".partial")
     writes = dist.get_rank() == 0
     if writes:
@@ -87,7 +86,7 @@ def save_checkpoint(run_dir: str, step: int, trained: Stateful, driver_state: di
         (partial / DRIVER_FILE).write_text(json.dumps(driver_state))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
-        for old in sorted(_folder(run_dir).glob(COMPLETE))[: -max(keep, 1)]:
+        for old in sorted(target.parent.glob(COMPLETE))[: -max(keep, 1)]:
             shutil.rmtree(old)
     dist.barrier()
 
@@ -102,19 +101,11 @@ def load_checkpoint(checkpoint: pathlib.Path, trained: Stateful) -> None:
     dcp.load(state, checkpoint_id=checkpoint)
     trained.load_state_dict(state)
     if "random" in state:
-        _set_random_state(state["random"][rank])
-
-
-def _folder(run_dir: str) -> pathlib.Path:
-    return pathlib.Path(run_dir) / "checkpoints"
+        torch.set_rng_state(state["random"][rank]["cpu"])
+        if "cuda" in state["random"][rank]:
+            torch.cuda.set_rng_state(state["random"][rank]["cuda"])
 
 
 def _random_state() -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
     return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
-
-
-def _set_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

@@ -151,8 +151,7 @@ class Driver:
         Only dynamic sampling waits for them, because it trains on groups whose rewards differ.
         """
         config = self.config
-        rollouts = informative = self.scorer.rollouts(prompts, completions, plan.generator_version)
-        self.scorer.submit(rollouts, config.group_size)
+        rollouts = informative = self.scorer.submit(prompts, completions, plan.generator_version)
         if config.sampling.dynamic:
             rollouts = self._collect()
             same_P = zero_variance(*reward_tensors(rollouts), config.group_size)
@@ -259,7 +258,7 @@ class Driver:
     @on_driver
     def finish(self) -> None:
         """Close the log and end the reward processes."""
-        self.scorer.close()
+        self.scorer.pool.close()
         self.run_log.close()
         print(f"done; everything is in {self.config.run_dir}", flush=True)
 

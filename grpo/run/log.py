@@ -1,6 +1,5 @@
 """What a run shows and writes: TensorBoard, JSON lines, samples to read, the console line. Rank 0 (the driver) only.
 
-Left out: live displays (runs go to log files), other trackers, alerts.
 A `step` is here always the number of optimizer steps finished: 0 is before the first one, `num_steps` after the last.
 """
 
@@ -90,12 +89,9 @@ class RunLog:
 
         prompts[i] is the text of rollouts[i]'s prompt. To read are the best, the worst and some evenly between; those
         without a reward count as worst. The caller decides at which steps (`samples_interval`).
-
-        Raises:
-            ValueError: there are not as many prompts as rollouts.
         """
         records = completion_records(rollouts, prompts)
-        self._append("completions.jsonl", "".join(_json_line({"step": step, **record}) for record in records))
+        self._append_records("completions.jsonl", [{"step": step, **record} for record in records])
         chosen = spread_by_reward([r.reward for r in rollouts], self.config.num_samples)
         if not chosen:
             return
@@ -111,8 +107,7 @@ class RunLog:
     ) -> None:
         """Record completions of held-out prompts in evaluation.jsonl; the arguments are those of `completions`."""
         records = completion_records(rollouts, prompts)
-        lines = [_json_line({"step": step, "kind": kind, **record}) for record in records]
-        self._append("evaluation.jsonl", "".join(lines))
+        self._append_records("evaluation.jsonl", [{"step": step, "kind": kind, **record} for record in records])
 
     def close(self) -> None:
         """Flush and close TensorBoard's file; the others are closed after every call."""
@@ -123,11 +118,14 @@ class RunLog:
         """One JSON line and the TensorBoard scalars, both flushed: a run that dies has told all it knew."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: finite_or_none(value) for name, value in values.items()}
-        self._append("metrics.jsonl", _json_line({"step": step, "time": time.time(), **finite}))
+        self._append_records("metrics.jsonl", [{"step": step, "time": time.time(), **finite}])
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()
+
+    def _append_records(self, name: str, records: list[dict[str, Any]]) -> None:
+        self._append(name, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
 
     def _append(self, name: str, text: str) -> None:
         with open(os.path.join(self.run_dir, name), "a", encoding="utf-8") as file:
@@ -156,7 +154,3 @@ def drop_steps_after(path: str, step: int) -> None:
         new.flush()
         os.fsync(new.fileno())
     os.replace(path + ".tmp", path)
-
-
-def _json_line(record: dict[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"

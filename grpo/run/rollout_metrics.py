@@ -1,8 +1,6 @@
 """Numbers computed from scored completions: those of a step, held-out accuracy and pass@k, pass rates of prompts.
 
 A completion passed if the first reward function gave it at least 1.
-
-Pure functions. Left out: benchmark suites, judges, confidence intervals.
 """
 
 import math
@@ -21,12 +19,11 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
     Rollouts lie group by group. Statistics of rewards are over the completions that have one and NaN if none has;
     `reward/std` is the population's, lengths are in tokens. `reward/NAME` is the unweighted mean of a reward function.
     `reward/none_count` counts all completions without a reward, `reward/failed_count` those with a failed function.
-
-    Raises:
-        ValueError: there are no rollouts, or they are not whole groups.
+    Raises ValueError unless the rollouts are whole groups, at least one.
     """
     _check_groups(rollouts, group_size, least=1)
-    rewards, lengths = _rewards(rollouts), _lengths(rollouts)
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    lengths = [r.completion.num_tokens for r in rollouts]
     rewards_S, has_reward_S = reward_tensors(rollouts)
     functions = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
     metrics = {
@@ -41,8 +38,7 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
         "groups/zero_variance_frac": _mean(zero_variance(rewards_S, has_reward_S, group_size).tolist()),
     }
     for function, name in function_names(functions).items():
-        values = [r.rewards.get(function) for r in rollouts]
-        metrics[f"reward/{name}"] = _mean(value for value in values if value is not None)
+        metrics[f"reward/{name}"] = _mean(r.rewards.get(function) for r in rollouts)
     return metrics
 
 
@@ -63,10 +59,8 @@ def pass_rates(rollouts: list[Rollout], group_size: int, function: str) -> dict[
     """Row of the data set -> share of its completions that passed, for `PromptStream.record`.
 
     Completions for which `function` gave no value are left out; a row without any other, or that is in no data set, is
-    absent. A row whose prompt was drawn twice counts once, with both groups' completions.
-
-    Raises:
-        ValueError: the rollouts are not whole groups.
+    absent. A row whose prompt was drawn twice counts once, with both groups' completions. Raises ValueError if the
+    rollouts are not whole groups.
     """
     _check_groups(rollouts, group_size)
     verdicts: dict[int, list[bool]] = {}
@@ -81,9 +75,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Probability that at least one of k samples passes, estimated without bias from n samples of which c passed.
 
     1 - C(n - c, k) / C(n, k): Chen et al. 2021, arXiv:2107.03374, eq. 1. Computed in integers, so exact for any n.
-
-    Raises:
-        ValueError: k is not between 1 and n, or c not between 0 and n.
+    Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} cannot be estimated from {num_samples} samples; take k from 1 to {num_samples}")
@@ -101,17 +93,15 @@ def evaluation_metrics(
     greedy: one completion per prompt. samples: `num_samples` per prompt, group after group, or none at all. One for
     which `function` gave no value, greedy or sample, has not passed. `eval/pass_at_K`, K = 1, 2, 4, ... up to
     `num_samples` and that itself, is the mean of the prompts' estimates. Means of rewards are over the completions that
-    have one, NaN if none has; `eval/none_count` counts the greedy ones that have none.
-
-    Raises:
-        ValueError: there are no greedy completions, or the samples are not `num_samples` for each of them.
+    have one, NaN if none has; `eval/none_count` counts the greedy ones that have none. Raises ValueError if there are
+    no greedy completions, or not `num_samples` samples for each of them.
     """
     if not greedy:
         raise ValueError("0 greedy completions; pass one for each held-out prompt")
     metrics = {
         "eval/accuracy": _mean(passed(r, function) is True for r in greedy),
-        "eval/reward_mean": _mean(_rewards(greedy)),
-        "eval/completion_length_mean": _mean(_lengths(greedy)),
+        "eval/reward_mean": _mean(r.reward for r in greedy),
+        "eval/completion_length_mean": _mean(r.completion.num_tokens for r in greedy),
         "eval/truncated_frac": _mean(r.completion.truncated for r in greedy),
         "eval/none_count": sum(r.reward is None for r in greedy),
     }
@@ -129,8 +119,8 @@ def evaluation_metrics(
     for k in sorted({*(2**i for i in range(num_samples.bit_length())), num_samples}):
         metrics[f"eval/pass_at_{k}"] = statistics.fmean(pass_at_k(num_samples, c, k) for c in num_passed)
     return metrics | {
-        "eval/sample_reward_mean": _mean(_rewards(samples)),
-        "eval/sample_length_mean": _mean(_lengths(samples)),
+        "eval/sample_reward_mean": _mean(r.reward for r in samples),
+        "eval/sample_length_mean": _mean(r.completion.num_tokens for r in samples),
     }
 
 
@@ -147,16 +137,7 @@ def _check_groups(rollouts: list[Rollout], group_size: int, least: int = 0) -> N
         )
 
 
-def _mean(values: Iterable[float]) -> float:
-    """NaN if there are none."""
-    values = list(values)
+def _mean(values: Iterable[float | None]) -> float:
+    """Of the values that are not None; NaN if there are none."""
+    values = [value for value in values if value is not None]
     return statistics.fmean(values) if values else math.nan
-
-
-def _rewards(rollouts: list[Rollout]) -> list[float]:
-    """Of those that have one."""
-    return [r.reward for r in rollouts if r.reward is not None]
-
-
-def _lengths(rollouts: list[Rollout]) -> list[int]:
-    return [r.completion.num_tokens for r in rollouts]

@@ -18,11 +18,7 @@ TABLE_HEADER = ("prompt", "completion", "rewards", "advantage", "mismatch", "fin
 
 
 def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict[str, Any]]:
-    """What the .jsonl files tell about each completion, except step and kind; None where there is no finite number.
-
-    Raises:
-        ValueError: there are not as many prompts as rollouts.
-    """
+    """What the .jsonl files tell about each completion, except step and kind; None where there is no finite number."""
     if len(prompts) != len(rollouts):
         raise ValueError(f"{len(prompts)} prompt texts for {len(rollouts)} rollouts; pass one for each rollout")
     return [
@@ -45,11 +41,8 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
 def spread_by_reward(rewards: list[float | None], count: int) -> list[int]:
     """At most `count` positions at even distances in the ranking by reward, best first, worst (or None) last."""
     ranked = sorted(range(len(rewards)), key=lambda i: -math.inf if rewards[i] is None else rewards[i], reverse=True)
-    if count >= len(ranked):
-        return ranked
-    if count == 1:
-        return ranked[:1]
-    return [ranked[round(i * (len(ranked) - 1) / (count - 1))] for i in range(count)]
+    count = min(count, len(ranked))
+    return [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 def describe_rollout(rollout: Rollout, prompt: str) -> str:
@@ -69,8 +62,9 @@ def describe_rollout(rollout: Rollout, prompt: str) -> str:
         *_failure_texts(rollout),
         f"prompt: {shorten(prompt, SAMPLE_CHARACTERS)}",
         *columns,
+        f"completion: {rollout.text}",
     ]
-    return "\n".join([*lines, f"completion: {rollout.text}"])
+    return "\n".join(lines)
 
 
 def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
@@ -78,7 +72,7 @@ def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
     lines = [f"| {' | '.join(TABLE_HEADER)} |", f"|{' --- |' * len(TABLE_HEADER)}"]
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         cells = [
-            _quoted(prompt),
+            shorten(prompt, SAMPLE_CHARACTERS),
             rollout.text,
             "\n".join([*_reward_texts(rollout), *_failure_texts(rollout)]),
             number_or_none(rollout.advantage),
@@ -124,7 +118,3 @@ def _failure_texts(rollout: Rollout) -> list[str]:
 
 def _one_line(text: str) -> str:
     return shorten(one_line(text), QUOTED_CHARACTERS)
-
-
-def _quoted(text: str) -> str:
-    return shorten(text, SAMPLE_CHARACTERS)

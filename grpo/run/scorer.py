@@ -1,6 +1,6 @@
 """Completions -> rollouts with rewards, and held-out numbers: what training and stand-alone evaluation share."""
 
-from typing import TYPE_CHECKING
+from transformers import PreTrainedTokenizerBase
 
 from grpo.config import GRPOConfig
 from grpo.models import hf_folder
@@ -12,9 +12,6 @@ from grpo.run.log import RunLog
 from grpo.run.rollout_metrics import evaluation_metrics
 from grpo.run.samples import failure_lines
 from grpo.types import Completion, Prompt, Rollout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def evaluate(driver, generator: Generator | None, prompts: list[Prompt], step: int, roles: Roles) -> None:
@@ -30,7 +27,7 @@ def evaluate(driver, generator: Generator | None, prompts: list[Prompt], step: i
 class Scorer:
     """Decodes completions and has worker processes score them."""
 
-    def __init__(self, config: GRPOConfig, folder: str, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(self, config: GRPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase):
         """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded."""
         self.config, self.tokenizer = config, tokenizer
         self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer)
@@ -38,11 +35,10 @@ class Scorer:
         self.pass_function = next(iter(config.reward.functions))
         self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
 
-    def rollouts(self, prompts: list[Prompt], completions: list[Completion], version: int) -> list[Rollout]:
-        """Join prompts and their completions, group after group, decode, and check which weights sampled them.
+    def submit(self, prompts: list[Prompt], completions: list[Completion], version: int) -> list[Rollout]:
+        """Join prompts and their completions, group after group, decode, begin to score; returns at once.
 
-        Raises:
-            RuntimeError: a completion was sampled with weights of another version.
+        Raises RuntimeError if a completion was not sampled with weights of this version.
         """
         versions = {c.version for c in completions} - {version}
         if versions:
@@ -51,11 +47,9 @@ class Scorer:
                 "sync was skipped or repeated"
             )
         group_size = len(completions) // len(prompts)
-        return [Rollout(prompts[i // group_size], c, self._text(c)) for i, c in enumerate(completions)]
-
-    def submit(self, rollouts: list[Rollout], group_size: int) -> None:
-        """Begin to score; returns at once."""
+        rollouts = [Rollout(prompts[i // group_size], c, self._text(c)) for i, c in enumerate(completions)]
         self.pool.submit(rollouts, group_size)
+        return rollouts
 
     def collect(self, where: str = "") -> list[Rollout]:
         """Wait for the rewards of what was submitted; warns of functions that failed."""
@@ -69,28 +63,17 @@ class Scorer:
         return [self.tokenizer.decode(r.prompt.ids, skip_special_tokens=False) for r in rollouts]
 
     def log_evaluation(
-        self,
-        run_log: RunLog,
-        prompts: list[Prompt],
-        greedy: list[Completion],
-        samples: list[Completion],
-        step: int,
+        self, run_log: RunLog, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion], step: int
     ) -> None:
         """Score the held-out completions of the weights after `step` steps, and write metrics and completions."""
         scored: dict[str, list[Rollout]] = {"greedy": [], "sample": []}
         for kind, completions in (("greedy", greedy), ("sample", samples)):
-            if not completions:  # no samples were asked for
-                continue
-            self.submit(self.rollouts(prompts, completions, step), len(completions) // len(prompts))
-            scored[kind] = self.collect("evaluation: ")
-            run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
+            if completions:  # perhaps no samples were asked for
+                self.submit(prompts, completions, step)
+                scored[kind] = self.collect("evaluation: ")
+                run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
         num_samples = self.config.evaluation.num_samples
-        metrics = evaluation_metrics(scored["greedy"], scored["sample"], num_samples, self.pass_function)
-        run_log.log_evaluation(step, metrics)
-
-    def close(self) -> None:
-        """End the reward processes."""
-        self.pool.close()
+        run_log.log_evaluation(step, evaluation_metrics(*scored.values(), num_samples, self.pass_function))
 
     def _text(self, completion: Completion) -> str:
         ids = completion.ids_T.tolist()

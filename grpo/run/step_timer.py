@@ -24,11 +24,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the wall seconds of the `with` block to phase `name` (startup, generate, reward, reference, train, ...).
-
-        Raises:
-            ValueError: the name is one that `close_step` computes.
-        """
+        """Add the wall seconds of the `with` block to phase `name` (startup, generate, reference, train, ...)."""
         if name in ("other", "step"):
             raise ValueError(f"time/{name} is computed by close_step; give the phase another name")
         self._book()
@@ -83,9 +79,6 @@ class StepTimer:
         """Seconds since the last call: `time/PHASE` of each phase that ran, `time/other`, `time/step`.
 
         `time/step` is the sum of all others except `time/startup`. The next step starts here.
-
-        Raises:
-            ValueError: a phase is still open.
         """
         if self.open_phases:
             raise ValueError(f"the step closes inside phase {self.open_phases[-1]}; end the phase first")

@@ -550,11 +550,6 @@ def test_curve_averages_many_values_and_joins_few():
     assert terminal_curve([0, 2], width=3, height=3) == terminal_curve([0, 1, 2], width=3, height=3)
 
 
-def test_curve_keeps_to_a_given_range():
-    lines = terminal_curve([-5, 0.5, 9], width=3, height=3, low=0, high=1).splitlines()
-    assert lines == ["  1 ┤  ╭", "0.5 ┤ ╭╯", "  0 ┤─╯"]
-
-
 def test_curve_of_constant_missing_and_single_values():
     assert terminal_curve([0.5, math.nan, 0.5], width=3, height=3).splitlines()[1].strip() == "0.5 ┤───"
     assert terminal_curve([math.nan]) == "(no values)"
