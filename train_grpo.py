@@ -102,6 +102,8 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         with timer.phase("reference"):  # meanwhile the driver's worker processes score the completions
             ref_logprobs_N = reference.logprobs(batch) if roles.references else None
             batch = add_ref_logprobs(batch, ref_logprobs_N, roles)  # references -> trainers
+
+        with timer.phase("reward"):
             sampled = driver.score(sampled)  # waits for what is not scored yet
             rewards_S, has_reward_S = send_rewards(driver.rewards(sampled), roles)  # driver -> trainers
 

@@ -1,7 +1,6 @@
 """What a user sets. A recipe imports from here: `from grpo import config as c`, then `config = c.GRPOConfig(...)`.
 
-Layer 0: the standard library only (and tyro, when there is a command line), so that bad input is refused before torch
-is even loaded.
+This folder needs the standard library only (and tyro, where there is a command line).
 """
 
 # ruff: noqa: F401, F403

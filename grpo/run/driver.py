@@ -153,7 +153,8 @@ class Driver:
         config = self.config
         rollouts = informative = self.scorer.submit(prompts, completions, plan.generator_version)
         if config.sampling.dynamic:
-            rollouts = self._collect()
+            with self.timer.phase("reward"):
+                rollouts = self._collect()
             same_P = zero_variance(*reward_tensors(rollouts), config.group_size)
             same_S = same_P.repeat_interleave(config.group_size).tolist()
             informative = [rollout for rollout, same in zip(rollouts, same_S, strict=True) if not same]
@@ -187,7 +188,6 @@ class Driver:
                 + ("these" if num_informative else "groups of equal rewards"),
                 flush=True,
             )
-        check_all_failed(sampled.everything)
         return []
 
     @on_driver
@@ -200,11 +200,11 @@ class Driver:
     @on_driver
     def score(self, sampled: Sampled) -> Sampled:
         """Wait for the rewards of the step's rollouts, which workers computed meanwhile."""
-        if self.config.sampling.dynamic:
-            return sampled
-        rollouts = self._collect()
-        check_all_failed(rollouts)
-        return replace(sampled, everything=rollouts, informative=rollouts)
+        if not self.config.sampling.dynamic:
+            rollouts = self._collect()
+            sampled = replace(sampled, everything=rollouts, informative=rollouts)
+        check_all_failed(sampled.everything)
+        return sampled
 
     @on_driver
     def rewards(self, sampled: Sampled) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,8 +212,7 @@ class Driver:
         return reward_tensors(sampled.rollouts)
 
     def _collect(self) -> list[Rollout]:
-        with self.timer.phase("reward"):
-            rollouts = self.scorer.collect()
+        rollouts = self.scorer.collect()
         self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
         return rollouts
 

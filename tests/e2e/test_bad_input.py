@@ -10,12 +10,13 @@ import time
 
 import pytest
 
-import train_grpo
 from grpo.config import GRPOConfig
 from grpo.config.layout import check_world_size
 from grpo.config.recipes import load, load_recipe
 from grpo.data import toy
+from grpo.run.driver import Driver
 from grpo.run.failures import BadInput
+from grpo.run.step_timer import StepTimer
 from tests.e2e.runs import TINY, read_metrics
 from tests.torchrun import run_torchrun
 
@@ -196,8 +197,7 @@ def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib
     (tmp_path / "run/metrics.jsonl").write_text("{}\n")
     refusal("--model.path", tmp_path / "no model", "--run-dir", tmp_path / "run", "--overwrite")
     assert (tmp_path / "run/checkpoints").is_dir() and (tmp_path / "run/metrics.jsonl").read_text() == "{}\n"
-    driver = train_grpo.Driver(config_of("--model.path", model, "--run-dir", tmp_path / "run", "--overwrite"))
-    driver.finish()
+    start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run", "--overwrite"))
     assert not (tmp_path / "run/checkpoints").exists() and not (tmp_path / "run/metrics.jsonl").exists()
 
 
@@ -213,16 +213,22 @@ def test_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Pat
     """What a refused run left in the run folder is not an earlier run that the corrected one must not overwrite."""
     short = copy_of(model, tmp_path / "short", max_position_embeddings=20)
     refusal("--model.path", short, "--run-dir", tmp_path / "run")
-    driver = train_grpo.Driver(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
-    driver.finish()
+    start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
 
 
 def refusal(*arguments: object) -> str:
     """The message with which the driver refuses these arguments."""
     config = config_of(*arguments)
     with pytest.raises(BadInput) as refused:
-        train_grpo.Driver(config)
+        start_and_finish(config)
     return str(refused.value)
+
+
+def start_and_finish(config: GRPOConfig) -> None:
+    """What rank 0 does before the first and after the last step, without the other ranks."""
+    driver = Driver(config, roles=None, timer=StepTimer())
+    Driver.start.__wrapped__(driver)
+    Driver.finish.__wrapped__(driver)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
