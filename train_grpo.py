@@ -34,7 +34,7 @@ from grpo.algorithm.losses import configured_loss
 from grpo.config import GRPOConfig
 from grpo.config.layout import check_world_size
 from grpo.config.recipes import load
-from grpo.data.packing import split_groups
+from grpo.data.batches import split_groups
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch, send_rewards, wait_for_all

@@ -17,8 +17,8 @@ from grpo.config import SFTConfig
 from grpo.config.layout import check_world_size
 from grpo.config.recipes import as_recipe, load
 from grpo.data import toy
+from grpo.data.batches import make_batch
 from grpo.data.chat import load_tokenizer
-from grpo.data.packing import make_batch
 from grpo.data.rows import check_columns, load_rows
 from grpo.data.streams import ChatStream
 from grpo.models import hf_folder

@@ -33,18 +33,18 @@ class Roles:
     name: str
     """`trainer`, `reference`, `generator` or `colocated`; for messages, decisions ask the three flags."""
     device: torch.device
-    trains: bool
-    references: bool
-    generates: bool
-    trainer_ranks: tuple[int, ...]
-    reference_ranks: tuple[int, ...]
-    """Ranks that hold a reference; empty when none is needed."""
-    replicas: tuple[tuple[int, ...], ...]
-    """Generator ranks, one tuple per vLLM engine."""
     control: ProcessGroup
     """Bridge over all ranks; gloo."""
-    weights: ProcessGroup | None
+    weights: ProcessGroup | None = None
     """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
+    trains: bool = False
+    references: bool = False
+    generates: bool = False
+    trainer_ranks: tuple[int, ...] = ()
+    reference_ranks: tuple[int, ...] = ()
+    """Ranks that hold a reference; empty when none is needed."""
+    replicas: tuple[tuple[int, ...], ...] = ()
+    """Generator ranks, one tuple per vLLM engine."""
 
     @property
     def is_driver(self) -> bool:
@@ -132,7 +132,7 @@ def setup_trainers(config: SFTConfig) -> Roles:
     everyone = tuple(range(world_size))
     control = _bridge("control", everyone, rank, store, "gloo", timeout)
     _default_group(PrefixStore("world/0", store), rank, world_size, device, timeout)
-    return Roles(rank, "trainer", device, True, False, False, everyone, (), (), control, None)
+    return Roles(rank, "trainer", device, control, trains=True, trainer_ranks=everyone)
 
 
 def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:

@@ -20,8 +20,8 @@ from grpo.config import GRPOConfig
 from grpo.config.layout import describe_layout
 from grpo.config.recipes import as_recipe
 from grpo.data import toy
+from grpo.data.batches import make_batch, sample_of
 from grpo.data.chat import load_tokenizer
-from grpo.data.packing import make_batch, sample_of
 from grpo.data.rows import check_columns, load_rows
 from grpo.data.streams import PromptStream, load_eval_prompts
 from grpo.models import hf_folder

@@ -22,7 +22,8 @@ from grpo.algorithm.inputs import LossInputs, sequence_means
 from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import LOSSES, check_loss_output, clipped, configured_loss, load_loss, try_loss
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig
-from grpo.data.packing import build_micro_batch, make_batch, plan_micro_batches, row_length
+from grpo.data.batches import make_batch
+from grpo.data.packing import build_micro_batch, plan_micro_batches, row_length
 from grpo.types import Sample
 
 torch.set_num_threads(1)

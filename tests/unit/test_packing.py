@@ -8,16 +8,8 @@ import random
 import pytest
 import torch
 
-from grpo.data.packing import (
-    PAD_DOCUMENT,
-    build_micro_batch,
-    make_batch,
-    plan_micro_batches,
-    row_length,
-    sample_of,
-    split_groups,
-    take_out,
-)
+from grpo.data.batches import make_batch, sample_of, split_groups
+from grpo.data.packing import PAD_DOCUMENT, build_micro_batch, plan_micro_batches, row_length, take_out
 from grpo.types import Completion, Prompt, Sample, TrainBatch
 
 torch.set_num_threads(1)

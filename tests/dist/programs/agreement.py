@@ -25,7 +25,7 @@ from grpo.config import (
 )
 from grpo.roles.generator import Generator
 from grpo.models.export import hf_tensors
-from grpo.data.packing import make_batch, sample_of
+from grpo.data.batches import make_batch, sample_of
 from grpo.config.fields import complete
 from grpo.roles.reference import Reference
 from grpo.roles.process_groups import Roles, close_roles, setup_roles

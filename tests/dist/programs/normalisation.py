@@ -30,7 +30,7 @@ from grpo.models.forward import micro_batches
 from grpo.algorithm.aggregation import loss_denominator
 from grpo.algorithm.losses import configured_loss
 from grpo.models.export import hf_tensors
-from grpo.data.packing import make_batch
+from grpo.data.batches import make_batch
 from grpo.config.fields import complete
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.metrics import StepMetrics

@@ -17,7 +17,8 @@ from grpo.config import ModelConfig, SFTConfig, TrainerConfig
 from grpo.models.forward import micro_batches
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import hf_tensors
-from grpo.data.packing import make_batch, take_out
+from grpo.data.batches import make_batch
+from grpo.data.packing import take_out
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import Sample, TrainBatch
 
