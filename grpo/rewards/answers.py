@@ -101,17 +101,13 @@ def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bo
         return abs(given_number - reference_number) <= tolerance * max(1.0, abs(reference_number))
     if _normalised(given) == _normalised(reference):
         return True
-    return latex and _same_latex(given, reference)
+    if not latex or len(given) > LATEX_CHARACTERS:
+        return False
+    import math_verify  # sympy takes a second to load, and only \boxed{} answers need it
+
+    expressions = [math_verify.parse(f"${text}$", parsing_timeout=LATEX_SECONDS) for text in (reference, given)]
+    return math_verify.verify(*expressions, timeout_seconds=LATEX_SECONDS)
 
 
 def _normalised(text: str) -> str:
     return " ".join(text.casefold().split()).strip("*_` ").removesuffix(".")
-
-
-def _same_latex(given: str, reference: str) -> bool:
-    import math_verify  # sympy takes a second to load, and only \boxed{} answers need it
-
-    if len(given) > LATEX_CHARACTERS:
-        return False
-    expressions = [math_verify.parse(f"${text}$", parsing_timeout=LATEX_SECONDS) for text in (reference, given)]
-    return math_verify.verify(*expressions, timeout_seconds=LATEX_SECONDS)

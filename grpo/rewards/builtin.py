@@ -58,20 +58,27 @@ def math_reward(
     Returns `partial_credit` (0 to 1) for an answer in the right form that is wrong, None where the reference is empty
     or None.
     """
-    extract_answer("", answer_format)  # refuses an unknown format
-    if answer_format == "boxed":
+    latex = answer_format == "boxed"
+    if latex:
         importlib.import_module("math_verify")  # at the start, not within the deadline of the first comparison
+    equal = functools.partial(same_answer, tolerance=tolerance, latex=latex)
+    return _compare(completions, answer, answer_format, equal, partial_credit)
+
+
+def _compare(
+    completions: list[str], answer: list[Any], answer_format: str, equal: Callable[[str, str], bool], wrong: float = 0.0
+) -> list[float | None]:
+    """1.0 for an answer that is `equal` to its reference, `wrong` for another, 0.0 for none; None without reference."""
+    extract_answer("", answer_format)  # refuses an unknown format
     rewards = []
-    for text, reference in zip(completions, answer, strict=True):
-        reference = _reference_answer(reference)
+    for text, reference in zip(completions, map(_reference_answer, answer), strict=True):
         given = extract_answer(text, answer_format)
         if reference is None:
             rewards.append(None)
         elif given is None:
             rewards.append(0.0)
         else:
-            equal = same_answer(given, reference, tolerance, latex=answer_format == "boxed")
-            rewards.append(1.0 if equal else partial_credit)
+            rewards.append(1.0 if equal(given, reference) else wrong)
     return rewards
 
 
@@ -120,16 +127,7 @@ def exact_match(
 
     A reference with #### counts from the last one on; None where it is empty.
     """
-    extract_answer("", answer_format)  # refuses an unknown format
-    rewards = []
-    for text, reference in zip(completions, answer, strict=True):
-        reference = _reference_answer(reference)
-        given = extract_answer(text, answer_format)
-        if reference is None:
-            rewards.append(None)
-        else:
-            rewards.append(1.0 if given is not None and _plain(given) == _plain(reference) else 0.0)
-    return rewards
+    return _compare(completions, answer, answer_format, lambda given, reference: _plain(given) == _plain(reference))
 
 
 def _plain(text: str) -> str:
@@ -231,8 +229,7 @@ def regex_match(completions: list[str], *, pattern: str, **columns: list) -> lis
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(
-            f"pattern {pattern!r} is no regular expression: {error}; escape signs that are meant literally with a "
-            "backslash"
+            f"pattern {pattern!r} is no regular expression: {error}; escape literal signs with a backslash"
         ) from error
     return [1.0 if compiled.search(text) else 0.0 for text in completions]
 
@@ -246,14 +243,12 @@ def format_reward(completions: list[str], **columns: list) -> list[float | None]
     Each tag occurs once and neither content is empty. A chat template that opens <think> in the prompt makes 1.0
     impossible, as for thinking_reward.
     """
-    return [_format_reward(text) for text in completions]
-
-
-def _format_reward(text: str) -> float:
-    if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
-        return 0.0
-    match = _THINK_THEN_ANSWER.fullmatch(text)
-    return 1.0 if match and match[1].strip() and match[2].strip() else 0.0
+    rewards = []
+    for text in completions:
+        once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+        match = _THINK_THEN_ANSWER.fullmatch(text) if once else None
+        rewards.append(1.0 if match and match[1].strip() and match[2].strip() else 0.0)
+    return rewards
 
 
 # Any of these starts an answer, whatever format the run uses.
@@ -358,12 +353,12 @@ def language_reward(completions: list[str], *, language: str = "latin", **column
     cjk, hiragana, hangul ... LaTeX commands, code and tags count as the letters they are. In the way of DeepSeek-R1's
     language consistency reward (arXiv:2501.12948), which counts words of the target language.
     """
-    if not _is_script(language):
+    prefix = f"{language.upper()} "
+    if not _is_script(prefix):
         raise ValueError(
             f"language {language!r} is no script that Unicode names letters by; use one such as latin, cyrillic, "
             "greek, arabic, hebrew, devanagari, thai, cjk, hiragana, katakana or hangul"
         )
-    prefix = f"{language.upper()} "
     rewards = []
     for text in completions:
         letters = [character for character in text if character.isalpha()]
@@ -373,8 +368,7 @@ def language_reward(completions: list[str], *, language: str = "latin", **column
 
 
 @functools.cache  # it may look at all of Unicode
-def _is_script(language: str) -> bool:
-    prefix = f"{language.upper()} "
+def _is_script(prefix: str) -> bool:
     letters = filter(str.isalpha, map(chr, range(sys.maxunicode)))
     return any(unicodedata.name(letter, "").startswith(prefix) for letter in letters)
 
