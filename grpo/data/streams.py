@@ -52,9 +52,7 @@ class RowOrder:
         """The next row that fits, and what `encode(row)` made of it; `encode` also returns its length in tokens.
 
         Rows of which `skip` is true are passed over; if a whole epoch has no other that fits, it returns None.
-
-        Raises:
-            ValueError: not one row fits into `max_tokens`.
+        Raises ValueError if not one row fits into `max_tokens`.
         """
         too_long: dict[int, int] = {}
         num_passed_over = 0  # of this epoch, by this call: an epoch with nothing to draw lies within one call

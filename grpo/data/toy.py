@@ -68,9 +68,7 @@ def task_rows(name: str, split: str) -> list[dict[str, str]]:
     `addition`: {"question": "70+98", "answer": "168", "completion": "<think>088;796;</think><answer>168</answer>"},
     numbers uniform in 10..999, thinking = columns from the right (0 and 8 give 8; 7 and 9 give 6, carry 1). 50000 train
     and 2000 test rows, all distinct; a problem and its mirror image (98+70) are in the same split.
-
-    Raises:
-        ValueError: unknown task or split.
+    Raises ValueError for another task or split.
     """
     if name != "addition":
         raise ValueError(f"toy task {name!r} is unknown; there is addition")
@@ -164,9 +162,7 @@ def build_if_toy(path: str, run_dir: str | Path, rows: Iterable[dict[str, Any]],
 
     `toy:addition`: `addition_tokenizer` and a model of 0.8 M parameters for 512 positions. `toy:gsm8k`: a tokenizer
     trained on the `question` and `answer` columns of `rows` and a model of 1 M parameters for 2048 positions.
-
-    Raises:
-        ValueError: unknown name, or `toy:gsm8k` without rows.
+    Raises ValueError for another name, and for `toy:gsm8k` without rows.
     """
     if not path.startswith("toy:"):
         return path

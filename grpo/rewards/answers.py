@@ -92,10 +92,7 @@ def _words(text: str) -> list[str]:
 
 
 def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bool:
-    """Whether both are one number and differ by at most `tolerance`, relative to the reference or absolute if that is
-    below 1; or the texts agree except for case, blanks, Markdown and a final period; or, with `latex`, math-verify
-    takes them as equal expressions (which needs the process's main thread).
-    """
+    """Whether two answers are equal as math_reward defines it, with `latex` also as expressions (main thread only)."""
     given_number, reference_number = parse_number(given), parse_number(reference)
     if given_number is not None and reference_number is not None:
         return abs(given_number - reference_number) <= tolerance * max(1.0, abs(reference_number))

@@ -51,9 +51,9 @@ def math_reward(
     """1.0 where the completion's answer equals the reference in `answer`, else 0.0.
 
     Equal: both are one number (see parse_number: units are dropped) and differ by at most `tolerance`, relative to the
-    reference or absolute if that is below 1; or the texts agree except for case, blanks and a final period; or, with
-    answer_format="boxed", math-verify takes the two LaTeX expressions as equal (it needs the process's main thread).
-    A reference with #### (GSM8K's solutions) counts from the last one on.
+    reference or absolute if that is below 1; or the texts agree except for case, blanks, Markdown and a final period;
+    or, with answer_format="boxed", math-verify takes the two LaTeX expressions as equal (it needs the process's main
+    thread). A reference with #### (GSM8K's solutions) counts from the last one on.
 
     Returns `partial_credit` (0 to 1) for an answer in the right form that is wrong, None where the reference is empty
     or None.
@@ -83,10 +83,8 @@ def _compare(
 
 
 def _reference_answer(reference: Any) -> str | None:
-    if reference is None:
-        return None
-    text = str(reference)
-    return extract_answer(text, "hashes") if "####" in text else text.strip() or None
+    text = "" if reference is None else str(reference).strip()
+    return extract_answer(text, "hashes") if "####" in text else text or None
 
 
 # A box without content parses as the empty set, which some references are.
@@ -107,8 +105,7 @@ def math_verify(completions: list[str], answer: list[Any], **columns: list) -> l
     # On a timeout the library logs the text it parsed, all of it, as a warning.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     rewards = []
-    for text, reference in zip(completions, answer, strict=True):
-        reference = _reference_answer(reference)
+    for text, reference in zip(completions, map(_reference_answer, answer), strict=True):
         if reference is None:
             rewards.append(None)
             continue
@@ -127,11 +124,11 @@ def exact_match(
 
     A reference with #### counts from the last one on; None where it is empty.
     """
-    return _compare(completions, answer, answer_format, lambda given, reference: _plain(given) == _plain(reference))
 
+    def equal(given: str, reference: str) -> bool:
+        return given.casefold().split() == reference.casefold().split()
 
-def _plain(text: str) -> str:
-    return " ".join(text.casefold().split())
+    return _compare(completions, answer, answer_format, equal)
 
 
 @group_level
@@ -262,21 +259,15 @@ def thinking_reward(completions: list[str], **columns: list) -> list[float | Non
     Only the completion's own text counts: a chat template that opens <think> in the prompt leaves just the closing tag
     here, and then 0.5 is the most that can be had; turn that off with data.chat_template_kwargs, or drop this reward.
     """
-    return [_thinking_reward(text) for text in completions]
-
-
-def _thinking_reward(text: str) -> float:
-    counts = text.count("<think>"), text.count("</think>")
-    if counts == (0, 0):
-        return 0.0
-    before, _, rest = text.partition("<think>")
-    thoughts, closed, after = rest.partition("</think>")
-    if counts != (1, 1) or not closed or not thoughts.strip():
-        return 0.5
-    answers_before, answers_inside, answers_after = (
-        any(marker in part for marker in _ANSWER_MARKERS) for part in (before, thoughts, after)
-    )
-    return 0.5 if answers_before or (answers_inside and not answers_after) else 1.0
+    rewards = []
+    for text in completions:
+        counts = text.count("<think>"), text.count("</think>")
+        before, _, rest = text.partition("<think>")
+        thoughts, closed, after = rest.partition("</think>")
+        early, inside, late = (any(marker in part for marker in _ANSWER_MARKERS) for part in (before, thoughts, after))
+        whole = counts == (1, 1) and closed and thoughts.strip() and not early and (late or not inside)
+        rewards.append(0.0 if counts == (0, 0) else 1.0 if whole else 0.5)
+    return rewards
 
 
 # ---------------------------------------------------------------------------------------------------------------------

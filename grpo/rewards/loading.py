@@ -32,21 +32,16 @@ def load_functions(
     checked against its signature, so that a missing column shows here and not at the first step.
     max_completion_tokens: of the generator; None is unknown, and a function that needs it is refused.
 
-    Raises:
-        ValueError: unknown name, missing file or function, a signature that does not take the columns, a data column
-            named like an extra one or like an option, options of a function that is not used, an option that a
-            function does not have, or a value of one that makes no sense.
-        Whatever the user's file raises when it runs.
+    Raises ValueError if a name, a column or an option does not fit, and whatever the user's file raises when it runs.
     """
     if columns is not None:
-        columns = list(columns)
         taken = [name for name in columns if name in EXTRA_COLUMNS]
         if taken:
             raise ValueError(
                 f"data.columns has {', '.join(taken)}, but reward functions get a column of that name anyway (tokens "
                 "and truncation of each completion); rename the data set's column"
             )
-        columns += EXTRA_COLUMNS
+        columns = [*columns, *EXTRA_COLUMNS]
     for name in config.options:
         if name not in config.functions:
             raise ValueError(
@@ -73,8 +68,6 @@ def load_functions(
                 "your own is written path/file.py:function"
             )
         function = _bind_options(name, function, config.options.get(name, {}), facts, columns)
-        if columns is not None:
-            _check_columns(name, function, columns)
         if name in BUILT_INS:
             _check_values(name, function)
         functions[name] = (function, weight)
@@ -102,18 +95,16 @@ def _bind_options(
             f"reward function {name} needs {missing[0]}; give it with --reward.options {name} "
             f"'{{\"{missing[0]}\": ...}}'" + ("" if name in BUILT_INS else ", or, if it is a column, in data.columns")
         )
-    return functools.partial(function, **bound)
-
-
-def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> None:
+    function = functools.partial(function, **bound)
     try:
-        inspect.signature(function).bind([], **dict.fromkeys(columns, []))
+        if columns is not None:
+            inspect.signature(function).bind([], **dict.fromkeys(columns, []))
     except TypeError as error:
         raise ValueError(
-            f"reward function {name} cannot be called with completions and the columns "
-            f"{', '.join(columns) or '(none)'}: {error}; "
-            f"end its arguments with **columns and list the columns it needs in data.columns"
+            f"reward function {name} cannot be called with completions and the columns {', '.join(columns)}: {error}; "
+            "end its arguments with **columns and list the columns it needs in data.columns"
         ) from error
+    return function
 
 
 def _check_values(name: str, function: RewardFunction) -> None:

@@ -44,8 +44,7 @@ class RewardPool:
     def __init__(self, config: RewardConfig, max_completion_tokens: int) -> None:
         """Start the processes; returns when every one has loaded the functions.
 
-        Raises:
-            ValueError, RuntimeError: a reward function cannot be loaded; the message names file and exception.
+        Raises ValueError or RuntimeError if one cannot be loaded; the message names file and exception.
         """
         self.config = config
         # From `submit` to `collect`: the rollouts, and of each call the function's name and which of them it is for.
@@ -71,9 +70,8 @@ class RewardPool:
         Each function is called with one completion, or with those of a group if it is group-level, and with the data
         set's columns, `num_tokens` and `truncated` as lists of the same length.
 
-        Raises:
-            ValueError: the rollouts do not split into groups.
-            RuntimeError: the last ones were not collected, or the processes are gone.
+        Raises ValueError if the rollouts do not split into groups, RuntimeError if the last ones were not collected or
+        the processes are gone.
         """
         if self._submitted is not None:
             raise RuntimeError(
@@ -82,11 +80,14 @@ class RewardPool:
         if len(rollouts) % group_size:
             raise ValueError(f"{len(rollouts)} rollouts do not split into groups of {group_size}")
         calls, messages = [], []
-        grouped = [name for name in self.config.functions if name in self._group_level]
-        single = [name for name in self.config.functions if name not in self._group_level]
-        for size, names in ((group_size, grouped), (1, single)):  # long calls first, short ones fill the gaps
+        for size, group_level in ((group_size, True), (1, False)):  # long calls first, short ones fill the gaps
+            names = [name for name in self.config.functions if (name in self._group_level) == group_level]
             for start in range(0, len(rollouts) if names else 0, size):
-                payload = pickle.dumps(_arguments(rollouts[start : start + size]))
+                together = rollouts[start : start + size]
+                columns = {name: [r.prompt.columns[name] for r in together] for name in together[0].prompt.columns}
+                columns["num_tokens"] = [r.completion.num_tokens for r in together]
+                columns["truncated"] = [r.completion.truncated for r in together]
+                payload = pickle.dumps(([r.text for r in together], columns))
                 calls += [(name, range(start, start + size)) for name in names]
                 messages += [(name, payload, self.config.timeout_seconds * size) for name in names]
         if calls:
@@ -99,8 +100,7 @@ class RewardPool:
         A function that said None is left out of that completion's weighted sum; all None gives None. A function that
         failed for a completion leaves it without a reward: the other functions' sum would not compare.
 
-        Raises:
-            RuntimeError: nothing was submitted, or the processes are gone.
+        Raises RuntimeError if nothing was submitted or the processes are gone.
         """
         if self._submitted is None:
             raise RuntimeError("nothing was submitted; call submit first")
@@ -150,8 +150,7 @@ class RewardPool:
             self.supervisor.kill()
             raise self._gone(f"does not read (waited {SLACK_SECONDS:g} s)") from error
         except OSError:
-            self._receive(SLACK_SECONDS)  # it ended, and may have said why
-            raise self._gone("hung up") from None
+            self._receive(SLACK_SECONDS)  # raises: it ended, and may have said why
 
     def _receive(self, seconds: float) -> Any:
         try:
@@ -177,8 +176,7 @@ class RewardPool:
 def check_all_failed(rollouts: list[Rollout]) -> None:
     """Stop a step in which one function failed for every completion: then the function is wrong, not the completions.
 
-    Raises:
-        RewardError: it names the function and shows the first completion.
+    Raises RewardError, which names the function and shows the first completion.
     """
     for name in rollouts[0].failures if rollouts else ():
         if all(name in rollout.failures for rollout in rollouts):
@@ -189,10 +187,3 @@ def check_all_failed(rollouts: list[Rollout]) -> None:
                 short = value if len(text) <= SHOWN_CHARACTERS else shorten(text, SHOWN_CHARACTERS)
                 lines.append(f"  {column}: {short!r}")
             raise RewardError("\n".join(lines))
-
-
-def _arguments(rollouts: list[Rollout]) -> tuple[list[str], dict[str, list]]:
-    columns = {name: [r.prompt.columns[name] for r in rollouts] for name in rollouts[0].prompt.columns}
-    columns["num_tokens"] = [r.completion.num_tokens for r in rollouts]
-    columns["truncated"] = [r.completion.truncated for r in rollouts]
-    return [r.text for r in rollouts], columns

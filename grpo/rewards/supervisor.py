@@ -55,15 +55,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what dead workers leave behind becomes a child of this process
-    supervisor = Supervisor(socket.socket(fileno=int(sys.argv[1])))
-    try:
-        supervisor.run()
-    finally:
-        supervisor.close()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Supervisor
+    Supervisor(socket.socket(fileno=int(sys.argv[1]))).run()
 
 
 class NoWorkers(Exception):
@@ -80,7 +72,7 @@ class Worker:
         self.pid, self.connection = pid, connection
         self.deadline, self.overdue = time.monotonic() + load_seconds, f"loading took longer than {load_seconds:g} s"
         self.loading, self.closed = True, False
-        self.calls: collections.deque[int] = collections.deque()
+        self.calls: list[int] = []
         self.inbox, self.outbox = b"", bytearray()
 
 
@@ -103,7 +95,7 @@ class Supervisor:
         self.queue: collections.deque[int] = collections.deque()
 
     def run(self) -> None:
-        """Until the driver is gone, or no worker can be had."""
+        """Until the driver is gone, or no worker can be had; then nothing that was started is left."""
         self.wake_reader, self.wake_writer = socket.socketpair()
         self.wake_reader.setblocking(False)
         self.wake_writer.setblocking(False)
@@ -123,9 +115,10 @@ class Supervisor:
                 self._reply(error.args[0])
         except (EOFError, ConnectionError):
             pass  # the driver closed its end or died
+        finally:
+            self._end_all()
 
-    def close(self) -> None:
-        """Kill everything and wait until it is gone."""
+    def _end_all(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         give_up_at = time.monotonic() + END_SECONDS
         while time.monotonic() < give_up_at:
@@ -144,7 +137,11 @@ class Supervisor:
         for worker in list(self.workers.values()):
             if self.queue and not (worker.loading or worker.closed or worker.calls):
                 self._hand_out(worker)
-        for key, events in self.selector.select(self._seconds_to_next_deadline()):
+        wake_at = [worker.deadline for worker in self.workers.values()]
+        if len(self.workers) < self.config.num_workers:
+            wake_at.append(self.start_after)
+        seconds = max(0.0, min(wake_at) - time.monotonic())
+        for key, events in self.selector.select(seconds if seconds < math.inf else None):
             worker = key.data
             if worker is not None and not worker.closed:
                 if events & selectors.EVENT_WRITE:
@@ -162,14 +159,6 @@ class Supervisor:
         for worker in [worker for worker in self.workers.values() if worker.deadline <= now]:
             self._end(worker, worker.overdue)
 
-    def _seconds_to_next_deadline(self) -> float | None:
-        at = min((worker.deadline for worker in self.workers.values()), default=math.inf)
-        if len(self.workers) < self.config.num_workers:
-            at = min(at, self.start_after)
-        return None if at == math.inf else max(0.0, at - time.monotonic())
-
-    # ---- the driver ---------------------------------------------------------------------------------------------
-
     def _reply(self, message: list | Exception) -> None:
         # Blocks while the driver does not read; then all calls are done, and nothing else is urgent.
         self.driver.sendall(pickle.dumps(message))
@@ -180,8 +169,6 @@ class Supervisor:
         if len(self.outcomes) == len(self.calls):
             self._reply([self.outcomes[i] for i in range(len(self.calls))])
             self.calls = []
-
-    # ---- workers ------------------------------------------------------------------------------------------------
 
     def _start_worker(self) -> None:
         here, there = socket.socketpair()
@@ -226,7 +213,7 @@ class Supervisor:
     def _hand_out(self, worker: Worker) -> None:
         # smaller chunks towards the end, so that no worker sits on a pile while the others have nothing left
         number = max(1, min(CHUNK_CALLS, len(self.queue) // (4 * self.config.num_workers)))
-        worker.calls.extend(self.queue.popleft() for _ in range(number))
+        worker.calls = [self.queue.popleft() for _ in range(number)]
         worker.outbox += pickle.dumps([(call, *self.calls[call][:2]) for call in worker.calls])
         self._begin_call(worker)
         self._flush(worker)
@@ -260,34 +247,31 @@ class Supervisor:
                 self._closed(worker)
                 return
             *lines, worker.inbox = (worker.inbox + data).split(b"\n")
-            handled = all(self._handle(worker, line) for line in lines)
+            handled = all(worker.closed or self._handle(worker, line) for line in lines)  # a line may end it
             if not worker.closed and not (handled and len(worker.inbox) <= LINE_BYTES):
                 self._end(worker, "the process wrote into its connection to the supervisor")
 
     def _handle(self, worker: Worker, line: bytes) -> bool:
-        if worker.closed:
-            return True  # an earlier line ended it
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
             return False
-        if not isinstance(message, dict):
-            return False
-        if worker.loading and "loaded" in message:
-            worker.loading, worker.deadline = False, math.inf
-            if not self.ready and not any(worker.loading for worker in self.workers.values()):
-                self.ready = True
-                self._reply(message["loaded"])
-        elif worker.loading and "load_failure" in message:
-            self._end(worker, None)
-            self._failed_start(message["load_failure"], ValueError if message.get("refused") else RuntimeError)
-        elif worker.calls and message.get("call") == worker.calls[0] and isinstance(message.get("outcome"), list | str):
-            self._finish(worker.calls.popleft(), message["outcome"])
-            self._begin_call(worker)
-            if message.get("retire"):
+        match message:
+            case {"loaded": group_level} if worker.loading:
+                worker.loading, worker.deadline = False, math.inf
+                if not self.ready and not any(worker.loading for worker in self.workers.values()):
+                    self.ready = True
+                    self._reply(group_level)
+            case {"load_failure": reason, "refused": refused} if worker.loading:
                 self._end(worker, None)
-        else:
-            return False
+                self._failed_start(reason, ValueError if refused else RuntimeError)
+            case {"call": call, "outcome": list() | str() as outcome, "retire": retire} if call in worker.calls[:1]:
+                self._finish(worker.calls.pop(0), outcome)
+                self._begin_call(worker)
+                if retire:
+                    self._end(worker, None)
+            case _:
+                return False
         return True
 
     def _closed(self, worker: Worker) -> None:
@@ -306,7 +290,7 @@ class Supervisor:
             self.selector.unregister(worker.connection)
         worker.connection.close()
         if worker.calls and reason is not None:
-            self._finish(worker.calls.popleft(), reason)
+            self._finish(worker.calls.pop(0), reason)
         elif reason is not None:
             self._failed_start(reason)
         self.queue.extendleft(reversed(worker.calls))

@@ -29,10 +29,7 @@ prctl = ctypes.CDLL(None).prctl
 
 
 def confine(memory_gib: float, supervisor: int) -> None:
-    """Make the calling process one that can be killed with all it started, and that cannot eat the machine.
-
-    `supervisor` is the process id of its parent, whose stdin is /dev/null.
-    """
+    """Make the calling process one that can be killed with all it started, and that cannot eat the machine."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -41,7 +38,7 @@ def confine(memory_gib: float, supervisor: int) -> None:
     if os.getppid() != supervisor:  # it was gone before that
         os._exit(1)
     for output in (1, 2):
-        os.dup2(0, output)
+        os.dup2(0, output)  # stdin is /dev/null since the pool started the supervisor
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit, (_, most) = int(memory_gib * 2**30), resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY:
