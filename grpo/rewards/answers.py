@@ -1,7 +1,6 @@
 """Reading answers: where a completion's final answer is, which number it is, and when two answers are the same.
 
-The standard library, and math-verify only once a LaTeX answer is compared. Left out: what an answer is worth
-(builtin.py).
+The standard library, and math-verify only once a LaTeX answer is compared.
 """
 
 import math

@@ -9,8 +9,7 @@ Its keyword-only arguments, those behind a `*`, are options: `reward.options` se
 (loading.py lists it) is filled in where a function asks for it by name. Each function checks its own options before it
 looks at a completion; it is called once with none at the start of a run, so that a bad option is refused there.
 
-No torch, nor anything that imports it: worker processes load this file and must start fast. Left out: loading,
-deadlines, worker processes and the weighted sum.
+No torch, nor anything that imports it: worker processes load this file and must start fast.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Reading programs: which one a completion holds, which tests a row of the data set, and whether it passes them.
-
-Left out: what that is worth (code_reward in builtin.py), and what keeps a program from doing harm (sandbox.py).
-"""
+"""Reading programs: which one a completion holds, which tests a row of the data set, and whether it passes them."""
 
 import contextlib
 import json

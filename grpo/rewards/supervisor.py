@@ -12,9 +12,6 @@ in a tenth of a second and has a single thread, so that it may fork.
 
 The supervisor runs no user code and never blocks on a worker: sockets are non-blocking, death is seen by SIGCHLD and
 not only by a closed socket (a verifier's child may keep that open), and a worker answers in JSON, never in pickles.
-
-Floor 1: the standard library, config and rewards. Left out: what a worker does (worker.py), weights, sums and what
-failures mean (pool.py).
 """
 
 import collections

@@ -1,7 +1,7 @@
 """What happens in one reward process, which the supervisor forks: limits, loading, then one call after another.
 
-Floor 1: the standard library, config, text and rewards. Left out: deadlines and what follows a death (supervisor.py),
-and protection against code that means harm: a worker is a process of the same user with the same files and network.
+Left out: protection against code that means harm. A worker is a process of the same user with the same files and
+network.
 """
 
 import ctypes
