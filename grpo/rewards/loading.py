@@ -6,7 +6,7 @@ run: against its signature, and, for a built-in function, by calling it with no 
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from grpo.config import RewardConfig
@@ -24,7 +24,7 @@ def is_group_level(function: RewardFunction) -> bool:
 
 
 def load_functions(
-    config: RewardConfig, columns: Iterable[str] | None = None, max_completion_tokens: int | None = None
+    config: RewardConfig, columns: Collection[str] | None = None, max_completion_tokens: int | None = None
 ) -> dict[str, tuple[RewardFunction, float]]:
     """Name (as in `config.functions`) -> function with its options bound, and weight.
 
@@ -67,10 +67,7 @@ def load_functions(
                 f"unknown reward function {name!r}{near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
                 "your own is written path/file.py:function"
             )
-        function = _bind_options(name, function, config.options.get(name, {}), facts, columns)
-        if name in BUILT_INS:
-            _check_values(name, function)
-        functions[name] = (function, weight)
+        functions[name] = (_bind_options(name, function, config.options.get(name, {}), facts, columns), weight)
     return functions
 
 
@@ -96,21 +93,21 @@ def _bind_options(
             f"'{{\"{missing[0]}\": ...}}'" + ("" if name in BUILT_INS else ", or, if it is a column, in data.columns")
         )
     function = functools.partial(function, **bound)
+    signature = inspect.signature(function)
     try:
         if columns is not None:
-            inspect.signature(function).bind([], **dict.fromkeys(columns, []))
+            signature.bind([], **dict.fromkeys(columns, []))
     except TypeError as error:
         raise ValueError(
             f"reward function {name} cannot be called with completions and the columns {', '.join(columns)}: {error}; "
             "end its arguments with **columns and list the columns it needs in data.columns"
         ) from error
+    if name in BUILT_INS:
+        arguments = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        try:
+            function(
+                **{argument: [] for argument in arguments}
+            )  # checks the options first; without completions, only them
+        except ValueError as error:
+            raise ValueError(f"reward.options of {name}: {error}") from error
     return function
-
-
-def _check_values(name: str, function: RewardFunction) -> None:
-    """Let a built-in function check the values of its options, which it does first; without completions that is all."""
-    arguments = inspect.signature(function).parameters.values()
-    try:
-        function(**{p.name: [] for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD})
-    except ValueError as error:
-        raise ValueError(f"reward.options of {name}: {error}") from error

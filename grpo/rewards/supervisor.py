@@ -94,7 +94,6 @@ class Supervisor:
     def run(self) -> None:
         """Until the driver is gone, or no worker can be had; then nothing that was started is left."""
         self.wake_reader, self.wake_writer = socket.socketpair()
-        self.wake_reader.setblocking(False)
         self.wake_writer.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only a signal with a handler writes into the wakeup socket
         signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
@@ -146,8 +145,7 @@ class Supervisor:
                 if events & selectors.EVENT_READ:
                     self._read(worker)
             elif key.fileobj is self.wake_reader:
-                with contextlib.suppress(BlockingIOError):
-                    self.wake_reader.recv(4096)
+                self.wake_reader.recv(4096)
                 self._reap()
             elif key.fileobj is self.driver:
                 self.calls, self.outcomes = pickle.load(self.reader), {}
@@ -309,17 +307,11 @@ class Supervisor:
             os.waitpid(dead.si_pid, 0)  # only now another process may get its number
             if dead.si_pid in self.ended:
                 self.ended.discard(dead.si_pid)
-                self._kill_strays()
-
-    def _kill_strays(self) -> None:
-        """End what left its worker's process group and lost its parent: it has become a child of this process.
-
-        Whose it was cannot be told any more, so nothing may rely on what a verifier has detached.
-        """
-        for pid in children():
-            if pid not in self.workers:
-                self.ended.add(pid)  # when it is waited for, its own children are ours
-                kill(pid)
+                # What left its worker's process group and lost its parent is this process's child now. Whose it was
+                # cannot be told any more, so nothing may rely on what a verifier has detached.
+                for pid in set(children()) - self.workers.keys():
+                    self.ended.add(pid)  # when it is waited for, its own children are ours
+                    kill(pid)
 
 
 def kill(pid: int) -> None:
