@@ -9,26 +9,21 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
-    """The checked tokenizer of a model folder."""
+    """The tokenizer of a model folder; raises ValueError if it has no chat template or no EOS token."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    check_tokenizer(tokenizer, folder)
-    return tokenizer
-
-
-def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", path: str) -> None:
-    """Raise ValueError if the tokenizer at `path` cannot write chats: no chat template, or no EOS token."""
     if not tokenizer.chat_template:
         raise ValueError(
-            f"the tokenizer of {path} has no chat template; use an instruction-tuned model, or put a "
+            f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or put a "
             "chat_template.jinja into the model's folder"
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the tokenizer of {path} has no EOS token, so no completion could end; "
+            f"the tokenizer of {folder} has no EOS token, so no completion could end; "
             "set eos_token in tokenizer_config.json"
         )
+    return tokenizer
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, text: str) -> list[int]:
@@ -40,8 +35,3 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, text
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False, **config.chat_template_kwargs
     )
-
-
-def encode_completion(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Token ids of a completion to imitate, with the EOS that ends it."""
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

@@ -48,16 +48,13 @@ def _read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            where = f"{path}, line {number}"
             try:
                 row = json.loads(line)
             except ValueError as error:  # JSONDecodeError, or UnicodeDecodeError
-                raise ValueError(
-                    f"{path}, line {number}: not JSON ({error}); write one JSON object per line"
-                ) from error
+                raise ValueError(f"{where}: not JSON ({error}); write one JSON object per line") from error
             if not isinstance(row, dict):
-                raise ValueError(
-                    f"{path}, line {number}: a {type(row).__name__}, not a JSON object; write one JSON object per line"
-                )
+                raise ValueError(f"{where}: a {type(row).__name__}, not a JSON object; write one JSON object per line")
             rows.append(row)
     return rows
 

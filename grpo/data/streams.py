@@ -5,11 +5,11 @@ turn.
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo.config import DataConfig, EvaluationConfig, SamplingConfig
-from grpo.data.chat import encode_completion, encode_prompt
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
+from grpo.data.chat import encode_prompt
 from grpo.data.rows import check_columns, is_json_lines, load_rows, text_in
 from grpo.types import Prompt
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 Encoded = TypeVar("Encoded")
 
+# What is saved of a stream: what its place belongs to, and the place.
+BELONGS_TO = ("num_rows", "path", "seed", "shuffle")
+PLACE = ("epoch", "position", "num_drawn", "num_too_long")
+
 
 class RowOrder:
     """Goes through the rows epoch after epoch, leaves out those that are too long, and can be saved and resumed.
@@ -27,10 +31,15 @@ class RowOrder:
     Each epoch's order follows from (seed, epoch) alone, so its place is two numbers and no global RNG is touched.
     """
 
-    def __init__(self, num_rows: int, path: str, seed: int, shuffle: bool, max_tokens: int, limit: str):
-        """limit: the config field that `max_tokens` comes from, for messages."""
-        self.num_rows, self.path, self.seed, self.shuffle = num_rows, path, seed, shuffle
-        self.max_tokens, self.limit = max_tokens, limit
+    limit: str  # the config field that `max_tokens` comes from, for messages
+
+    def __init__(
+        self, rows: "Rows", data: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, max_tokens: int
+    ):
+        """rows: those of `load_rows`, which have the columns that are read (`check_columns`)."""
+        self.rows, self.data, self.tokenizer = rows, data, tokenizer
+        self.num_rows, self.path, self.seed, self.shuffle = len(rows), data.path, seed, int(data.shuffle)
+        self.max_tokens = max_tokens
         self.epoch = 0
         self.position = 0  # rows of this epoch that were taken or left out
         self.num_drawn = 0
@@ -43,9 +52,7 @@ class RowOrder:
         """The next row that fits, and what `encode(row)` made of it; `encode` also returns its length in tokens.
 
         Rows of which `skip` is true are passed over; if a whole epoch has no other that fits, it returns None.
-
-        Raises:
-            ValueError: not one row fits into `max_tokens`.
+        Raises ValueError if not one row fits into `max_tokens`.
         """
         too_long: dict[int, int] = {}
         num_passed_over = 0  # of this epoch, by this call: an epoch with nothing to draw lies within one call
@@ -81,35 +88,25 @@ class RowOrder:
         self.position += 1
         return self._order[self.position - 1]
 
-    def fingerprint(self) -> dict[str, int | str]:
-        """What a saved place belongs to."""
-        return {"num_rows": self.num_rows, "path": self.path, "seed": self.seed, "shuffle": int(self.shuffle)}
-
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """The place in the stream and what it belongs to; plain numbers and one path, fit for JSON."""
-        return self.fingerprint() | {
-            "epoch": self.epoch,
-            "position": self.position,
-            "num_drawn": self.num_drawn,
-            "num_too_long": self.num_too_long,
-        }
+        return {name: getattr(self, name) for name in (*BELONGS_TO, *PLACE)}
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
-        for key, value in self.fingerprint().items():
-            if state[key] != value:
+        for name in BELONGS_TO:
+            if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"the saved place in the data has {key}={state[key]!r}, this run has {value!r}; "
+                    f"the saved place in the data has {name}={state[name]!r}, this run has {getattr(self, name)!r}; "
                     "resume with the data set, seed and shuffle it was saved with, or start a new run"
                 )
-        self.epoch, self.position = state["epoch"], state["position"]
-        self.num_drawn, self.num_too_long = state["num_drawn"], state["num_too_long"]
+        for name in PLACE:
+            setattr(self, name, state[name])
         self._order = None
 
 
-def all_too_long(path: str, limit: str, max_tokens: int, lengths: Iterable[int]) -> str:
+def all_too_long(path: str, limit: str, max_tokens: int, lengths: Collection[int]) -> str:
     """The error message for a data set none of whose rows fits."""
-    lengths = list(lengths)
     return (
         f"all {len(lengths)} rows of {path} are longer than {limit}={max_tokens} tokens, "
         f"the shortest has {min(lengths)}; raise {limit} to at least {min(lengths)}"
@@ -123,18 +120,11 @@ class PromptStream(RowOrder):
     `sampling.filter_epochs` epochs after that one, then tried again, since the policy has changed.
     """
 
-    def __init__(
-        self,
-        rows: "Rows",
-        config: DataConfig,
-        tokenizer: "PreTrainedTokenizerBase",
-        seed: int,
-        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (it is frozen)
-    ):
-        """rows: those of `load_rows`, which have the columns that `config` names (`check_columns`)."""
-        limit = config.max_prompt_tokens, "data.max_prompt_tokens"
-        super().__init__(len(rows), config.path, seed, config.shuffle, *limit)
-        self.rows, self.config, self.tokenizer, self.sampling = rows, config, tokenizer, sampling
+    limit = "data.max_prompt_tokens"
+
+    def __init__(self, rows: "Rows", config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase"):
+        super().__init__(rows, config.data, tokenizer, config.seed, config.data.max_prompt_tokens)
+        self.sampling = config.sampling
         # Both are row: epoch in which it was last drawn; the filter's memory, empty without a filter.
         self._unrecorded: dict[int, int] = {}
         self._too_hard_or_easy: dict[int, int] = {}
@@ -157,7 +147,7 @@ class PromptStream(RowOrder):
             row, ids = self.next(self._encode, self._is_filtered) or self._draw_from_filtered()
             if self.sampling.filters:
                 self._unrecorded[row] = self.epoch
-            prompts.append(Prompt(index, ids, _prompt_columns(self.rows[row], self.config), row=row))
+            prompts.append(Prompt(index, ids, _prompt_columns(self.rows[row], self.data), row=row))
         return prompts
 
     def record(self, pass_rates: dict[int, float]) -> None:
@@ -165,8 +155,6 @@ class PromptStream(RowOrder):
 
         To resume exactly, take `state_dict` after it.
         """
-        if not self.sampling.filters:
-            return
         for row, pass_rate in pass_rates.items():
             # The stream may be in a later epoch by now. A row recorded twice counts as sampled in this one.
             epoch = self._unrecorded.pop(row, self.epoch)
@@ -176,15 +164,14 @@ class PromptStream(RowOrder):
                 self._too_hard_or_easy[row] = epoch
 
     def _is_filtered(self, row: int) -> bool:
-        epoch = self._too_hard_or_easy.get(row)
-        return epoch is not None and 0 < self.epoch - epoch <= self.sampling.filter_epochs
+        return 0 < self.epoch - self._too_hard_or_easy.get(row, self.epoch) <= self.sampling.filter_epochs
 
     def _draw_from_filtered(self) -> tuple[int, list[int]]:
         """In an epoch in which all rows are filtered: forget the filter's memory, because a run needs prompts."""
         if not self._warned:
             self._warned = True
             print(
-                f"warning: in epoch {self.epoch + 1} of {self.config.path} all {self.num_filtered} rows that fit "
+                f"warning: in epoch {self.epoch + 1} of {self.path} all {self.num_filtered} rows that fit "
                 f"are filtered, having passed less often than sampling.min_pass_rate={self.sampling.min_pass_rate:g} "
                 f"or more often than sampling.max_pass_rate={self.sampling.max_pass_rate:g}: they are drawn all the "
                 "same, now and without further notice later on; widen these bounds or bring other prompts",
@@ -194,28 +181,22 @@ class PromptStream(RowOrder):
         return self.next(self._encode, self._is_filtered)
 
     def _encode(self, row: int) -> tuple[list[int], int]:
-        text = text_in(self.rows[row], self.config.prompt_column, row + 1, self.config.path)
-        ids = encode_prompt(self.tokenizer, self.config, text)
+        text = text_in(self.rows[row], self.data.prompt_column, row + 1, self.path)
+        ids = encode_prompt(self.tokenizer, self.data, text)
         return ids, len(ids)
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, see RowOrder.state_dict, and with a filter its memory; fit for JSON."""
-        state = super().state_dict()
-        if self.sampling.filters:
-            state |= {name: {str(row): epoch for row, epoch in memory.items()} for name, memory in self._memory.items()}
-        return state
+        memory = {"unrecorded": dict(self._unrecorded), "too_hard_or_easy": dict(self._too_hard_or_easy)}
+        return super().state_dict() | (memory if self.sampling.filters else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; see RowOrder.load_state_dict."""
         super().load_state_dict(state)
-        for name, memory in self._memory.items():
-            memory.clear()
-            if self.sampling.filters:
-                memory.update((int(row), epoch) for row, epoch in state.get(name, {}).items())
-
-    @property
-    def _memory(self) -> dict[str, dict[int, int]]:
-        return {"unrecorded": self._unrecorded, "too_hard_or_easy": self._too_hard_or_easy}
+        self._unrecorded, self._too_hard_or_easy = (
+            {int(row): epoch for row, epoch in state.get(name, {}).items()} if self.sampling.filters else {}
+            for name in ("unrecorded", "too_hard_or_easy")
+        )
 
 
 def _prompt_columns(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
@@ -225,21 +206,14 @@ def _prompt_columns(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
 class ChatStream(RowOrder):
     """Prompt and completion pairs for SFT, one after the other without end; resumes exactly.
 
-    `config.max_prompt_tokens` does not apply: the limit is on prompt plus completion.
+    `data.max_prompt_tokens` does not apply: the limit is on prompt plus completion.
     """
 
-    def __init__(
-        self,
-        rows: "Rows",
-        config: DataConfig,
-        completion_column: str,
-        tokenizer: "PreTrainedTokenizerBase",
-        max_sequence_tokens: int,
-        seed: int,
-    ):
-        """rows: those of `load_rows`, which have the prompt's and the completion's column (`check_columns`)."""
-        super().__init__(len(rows), config.path, seed, config.shuffle, max_sequence_tokens, "max_sequence_tokens")
-        self.rows, self.config, self.completion_column, self.tokenizer = rows, config, completion_column, tokenizer
+    limit = "max_sequence_tokens"
+
+    def __init__(self, rows: "Rows", config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"):
+        super().__init__(rows, config.data, tokenizer, config.seed, config.max_sequence_tokens)
+        self.completion_column = config.completion_column
 
     def draw(self, count: int) -> list[tuple[list[int], list[int]]]:
         """The next `count` pairs of prompt ids and completion ids (EOS included), across epochs where needed.
@@ -250,11 +224,11 @@ class ChatStream(RowOrder):
         return [self.next(self._encode)[1] for _ in range(count)]
 
     def _encode(self, row: int) -> tuple[tuple[list[int], list[int]], int]:
-        columns = self.rows[row]
-        prompt = text_in(columns, self.config.prompt_column, row + 1, self.config.path)
-        completion = text_in(columns, self.completion_column, row + 1, self.config.path)
-        prompt_ids = encode_prompt(self.tokenizer, self.config, prompt)
-        completion_ids = encode_completion(self.tokenizer, completion)
+        columns = (self.data.prompt_column, self.completion_column)
+        prompt, completion = (text_in(self.rows[row], column, row + 1, self.path) for column in columns)
+        prompt_ids = encode_prompt(self.tokenizer, self.data, prompt)
+        completion_ids = self.tokenizer(completion, add_special_tokens=False)["input_ids"]
+        completion_ids = [*completion_ids, self.tokenizer.eos_token_id]  # it ends what is to be imitated
         return (prompt_ids, completion_ids), len(prompt_ids) + len(completion_ids)
 
 

@@ -12,9 +12,9 @@ It imports transformers and tokenizers inside functions, since they take seconds
 
 import random
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -22,12 +22,23 @@ if TYPE_CHECKING:
 # The format the rewards look for. Ordinary tokens, not special ones: decoding with skip_special_tokens must keep them.
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
-# Head sizes that vLLM's CPU attention was seen to run; it refuses 8, 16, 24 and 40.
-HEAD_DIMS = (32, 48, 64, 80)
-
-# Not the 1e6 of the real Qwen3: toy sequences are short, and frequencies that hardly turn within 30 tokens slow the
-# task down (after 500 supervised steps at learning rate 2e-3 and beta2 0.999: 0.02 accuracy with 1e6, 0.90 with 1e4).
-ROPE_THETA = 1e4
+# The addition task's model, by the names of config.json: 0.8 M parameters besides the vocabulary's.
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # vLLM's CPU attention was seen to run 32, 48, 64 and 80; it refuses 8, 16, 24 and 40
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    # Not the 1e6 of the real Qwen3: toy sequences are short, and frequencies that hardly turn within 30 tokens slow the
+    # task down (after 500 supervised steps at learning rate 2e-3, beta2 0.999: 0.02 accuracy with 1e6, 0.90 with 1e4).
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "rms_norm_eps": 1e-6,
+    "dtype": "float32",
+}
 
 ADDITION_NUMBERS = (10, 999)
 ADDITION_ROWS = {"train": 50_000, "test": 2_000}
@@ -57,13 +68,21 @@ def task_rows(name: str, split: str) -> list[dict[str, str]]:
     `addition`: {"question": "70+98", "answer": "168", "completion": "<think>088;796;</think><answer>168</answer>"},
     numbers uniform in 10..999, thinking = columns from the right (0 and 8 give 8; 7 and 9 give 6, carry 1). 50000 train
     and 2000 test rows, all distinct; a problem and its mirror image (98+70) are in the same split.
-
-    Raises:
-        ValueError: unknown task or split.
+    Raises ValueError for another task or split.
     """
-    if name not in TASKS:
-        raise ValueError(f"toy task {name!r} is unknown; there is {', '.join(TASKS)}")
-    return TASKS[name](split)
+    if name != "addition":
+        raise ValueError(f"toy task {name!r} is unknown; there is addition")
+    if split not in ADDITION_ROWS:
+        raise ValueError(f"toy task 'addition' has no split {split!r}; there are {', '.join(ADDITION_ROWS)}")
+    generator = random.Random(f"addition/{split}")
+    pairs: dict[tuple[int, int], None] = {}  # a dict, because a set has no fixed order
+    while len(pairs) < ADDITION_ROWS[split]:
+        a, b = generator.randint(*ADDITION_NUMBERS), generator.randint(*ADDITION_NUMBERS)
+        # a checksum rather than a modulus of the numbers, which would hold out certain last digits
+        held_out = zlib.crc32(f"{min(a, b)}+{max(a, b)}".encode()) % 10 == 0
+        if held_out == (split == "test"):
+            pairs[a, b] = None
+    return [_addition_row(a, b) for a, b in pairs]
 
 
 def addition_tokenizer() -> "PreTrainedTokenizerFast":
@@ -117,120 +136,47 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> "PreTrain
 
 
 def make_model(
-    folder: str | Path,
-    tokenizer: "PreTrainedTokenizerFast",
-    *,
-    seed: int,
-    hidden_size: int = 128,
-    num_layers: int = 4,
-    num_heads: int = 4,
-    num_key_value_heads: int = 2,
-    head_dim: int = 32,
-    intermediate_size: int = 384,
-    max_position_embeddings: int = 512,
-    tie_word_embeddings: bool = True,
-    architecture: Literal["qwen3", "llama"] = "qwen3",
-    rope_scaling: dict[str, Any] | None = None,
-    initializer_range: float = 0.02,
+    folder: str | Path, tokenizer: "PreTrainedTokenizerFast", seed: int, changes: dict[str, Any] | None = None
 ) -> Path:
     """Write a Hugging Face folder with a random float32 model and `tokenizer`; returns the folder.
 
     The weights follow from `seed` alone, and the global random state is left as it was. The vocabulary has as many
-    entries as the tokenizer. The defaults make 0.8 M parameters, not counting the vocabulary's.
-
-    Args:
-        rope_scaling: llama only: what a Llama-3.1 config.json holds under that name, for example
-            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128}.
-
-    Raises:
-        ValueError: a head size vLLM cannot run on CPU, heads that do not divide, or an unknown architecture.
+    entries as the tokenizer. `changes` replace entries of MODEL or add to them.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim={head_dim} does not run in vLLM on a CPU; use one of {HEAD_DIMS}")
-    if num_heads % num_key_value_heads:
-        raise ValueError(
-            f"num_heads={num_heads} is no multiple of num_key_value_heads={num_key_value_heads}; "
-            f"use {num_heads} key-value heads for plain attention"
-        )
-    if architecture not in ("qwen3", "llama"):
-        raise ValueError(f"architecture={architecture!r} is unknown; use 'qwen3' or 'llama'")
-    if rope_scaling and architecture != "llama":
-        raise ValueError(f"rope_scaling needs architecture='llama', not {architecture!r}")
-    rope = {"rope_type": "default", "rope_theta": ROPE_THETA} | (rope_scaling or {})
-    settings = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_key_value_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": max_position_embeddings,
-        "tie_word_embeddings": tie_word_embeddings,
-        "rope_parameters": rope,
-        "rms_norm_eps": 1e-6 if architecture == "qwen3" else 1e-5,  # as in the real checkpoints
-        "initializer_range": initializer_range,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "dtype": "float32",
-    }
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(**(MODEL | {"vocab_size": len(tokenizer)} | ids | (changes or {})))
     # only the CPU's generator: torch.manual_seed would also reseed the GPUs, which fork_rng does not restore here
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        if architecture == "qwen3":
-            model = Qwen3ForCausalLM(Qwen3Config(**settings))
-        else:
-            model = LlamaForCausalLM(LlamaConfig(**settings))
+        model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
 
 
-def build(name: str, folder: str | Path, data_rows: Iterable[dict[str, Any]] | None = None, seed: int = 0) -> Path:
-    """Build what `model.path = "toy:NAME"` means in `folder`; returns it.
-
-    `addition`: `addition_tokenizer` and a model of 0.8 M parameters for 512 positions. `gsm8k`: a tokenizer trained on
-    the `question` and `answer` columns of `data_rows` and a model of 1 M parameters for 2048 positions.
-
-    Raises:
-        ValueError: unknown name, or `gsm8k` without rows.
-    """
-    if name == "addition":
-        return make_model(folder, addition_tokenizer(), seed=seed)
-    if name == "gsm8k":
-        texts = [str(row[column]) for row in data_rows or () for column in ("question", "answer")]
-        if not texts:
-            raise ValueError(
-                "toy:gsm8k trains its tokenizer on the data; pass data_rows with question and answer columns"
-            )
-        return make_model(folder, trained_tokenizer(texts), seed=seed, max_position_embeddings=2048)
-    raise ValueError(f"toy model {name!r} is unknown; there are addition, gsm8k")
-
-
 def build_if_toy(path: str, run_dir: str | Path, rows: Iterable[dict[str, Any]], seed: int) -> str:
-    """`toy:NAME` as a folder built inside the run folder; any other model path as it is."""
+    """`toy:NAME` as a folder built inside the run folder; any other model path as it is.
+
+    `toy:addition`: `addition_tokenizer` and a model of 0.8 M parameters for 512 positions. `toy:gsm8k`: a tokenizer
+    trained on the `question` and `answer` columns of `rows` and a model of 1 M parameters for 2048 positions.
+    Raises ValueError for another name, and for `toy:gsm8k` without rows.
+    """
     if not path.startswith("toy:"):
         return path
-    return str(build(path.removeprefix("toy:"), Path(run_dir) / "initial_model", rows, seed))
-
-
-def _addition_rows(split: str) -> list[dict[str, str]]:
-    if split not in ADDITION_ROWS:
-        raise ValueError(f"toy task 'addition' has no split {split!r}; there are {', '.join(ADDITION_ROWS)}")
-    generator = random.Random(f"addition/{split}")
-    pairs: dict[tuple[int, int], None] = {}  # a dict, because a set has no fixed order
-    while len(pairs) < ADDITION_ROWS[split]:
-        a, b = generator.randint(*ADDITION_NUMBERS), generator.randint(*ADDITION_NUMBERS)
-        # a checksum rather than a modulus of the numbers, which would hold out certain last digits
-        held_out = zlib.crc32(f"{min(a, b)}+{max(a, b)}".encode()) % 10 == 0
-        if held_out == (split == "test"):
-            pairs[a, b] = None
-    return [_addition_row(a, b) for a, b in pairs]
+    folder = Path(run_dir) / "initial_model"
+    if path == "toy:addition":
+        make_model(folder, addition_tokenizer(), seed)
+    elif path == "toy:gsm8k":
+        texts = [str(row[column]) for row in rows for column in ("question", "answer")]
+        if not texts:
+            raise ValueError("toy:gsm8k trains its tokenizer on the data; pass rows with question and answer columns")
+        make_model(folder, trained_tokenizer(texts), seed, {"max_position_embeddings": 2048})
+    else:
+        raise ValueError(f"toy model {path.removeprefix('toy:')!r} is unknown; there are addition, gsm8k")
+    return str(folder)
 
 
 def _addition_row(a: int, b: int) -> dict[str, str]:
@@ -244,15 +190,10 @@ def _addition_row(a: int, b: int) -> dict[str, str]:
     return {"question": f"{a}+{b}", "answer": answer, "completion": completion}
 
 
-def _finish_tokenizer(tokenizer: Any, *, chat_template: str, **names: Any) -> "PreTrainedTokenizerFast":
-    """Add the tags, name the special tokens, and make decode(encode(text)) == text."""
+def _finish_tokenizer(tokenizer: Any, **names: Any) -> "PreTrainedTokenizerFast":
+    """Add the tags, name the special tokens and the template, and make decode(encode(text)) == text."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
     tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=chat_template, clean_up_tokenization_spaces=False, **names
-    )
-
-
-TASKS: dict[str, Callable[[str], list[dict[str, str]]]] = {"addition": _addition_rows}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)

@@ -1,7 +1,6 @@
 """Reading answers: where a completion's final answer is, which number it is, and when two answers are the same.
 
-The standard library, and math-verify only once a LaTeX answer is compared. Left out: what an answer is worth
-(builtin.py).
+The standard library, and math-verify only once a LaTeX answer is compared.
 """
 
 import math
@@ -92,26 +91,19 @@ def _words(text: str) -> list[str]:
 
 
 def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bool:
-    """Whether both are one number and differ by at most `tolerance`, relative to the reference or absolute if that is
-    below 1; or the texts agree except for case, blanks, Markdown and a final period; or, with `latex`, math-verify
-    takes them as equal expressions (which needs the process's main thread).
-    """
+    """Whether two answers are equal as math_reward defines it, with `latex` also as expressions (main thread only)."""
     given_number, reference_number = parse_number(given), parse_number(reference)
     if given_number is not None and reference_number is not None:
         return abs(given_number - reference_number) <= tolerance * max(1.0, abs(reference_number))
     if _normalised(given) == _normalised(reference):
         return True
-    return latex and _same_latex(given, reference)
+    if not latex or len(given) > LATEX_CHARACTERS:
+        return False
+    import math_verify  # sympy takes a second to load, and only \boxed{} answers need it
+
+    expressions = [math_verify.parse(f"${text}$", parsing_timeout=LATEX_SECONDS) for text in (reference, given)]
+    return math_verify.verify(*expressions, timeout_seconds=LATEX_SECONDS)
 
 
 def _normalised(text: str) -> str:
     return " ".join(text.casefold().split()).strip("*_` ").removesuffix(".")
-
-
-def _same_latex(given: str, reference: str) -> bool:
-    import math_verify  # sympy takes a second to load, and only \boxed{} answers need it
-
-    if len(given) > LATEX_CHARACTERS:
-        return False
-    expressions = [math_verify.parse(f"${text}$", parsing_timeout=LATEX_SECONDS) for text in (reference, given)]
-    return math_verify.verify(*expressions, timeout_seconds=LATEX_SECONDS)

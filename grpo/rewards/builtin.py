@@ -9,8 +9,7 @@ Its keyword-only arguments, those behind a `*`, are options: `reward.options` se
 (loading.py lists it) is filled in where a function asks for it by name. Each function checks its own options before it
 looks at a completion; it is called once with none at the start of a run, so that a bad option is refused there.
 
-No torch, nor anything that imports it: worker processes load this file and must start fast. Left out: loading,
-deadlines, worker processes and the weighted sum.
+No torch, nor anything that imports it: worker processes load this file and must start fast.
 """
 
 import functools
@@ -51,35 +50,40 @@ def math_reward(
     """1.0 where the completion's answer equals the reference in `answer`, else 0.0.
 
     Equal: both are one number (see parse_number: units are dropped) and differ by at most `tolerance`, relative to the
-    reference or absolute if that is below 1; or the texts agree except for case, blanks and a final period; or, with
-    answer_format="boxed", math-verify takes the two LaTeX expressions as equal (it needs the process's main thread).
-    A reference with #### (GSM8K's solutions) counts from the last one on.
+    reference or absolute if that is below 1; or the texts agree except for case, blanks, Markdown and a final period;
+    or, with answer_format="boxed", math-verify takes the two LaTeX expressions as equal (it needs the process's main
+    thread). A reference with #### (GSM8K's solutions) counts from the last one on.
 
     Returns `partial_credit` (0 to 1) for an answer in the right form that is wrong, None where the reference is empty
     or None.
     """
-    extract_answer("", answer_format)  # refuses an unknown format
-    if answer_format == "boxed":
+    latex = answer_format == "boxed"
+    if latex:
         importlib.import_module("math_verify")  # at the start, not within the deadline of the first comparison
+    equal = functools.partial(same_answer, tolerance=tolerance, latex=latex)
+    return _compare(completions, answer, answer_format, equal, partial_credit)
+
+
+def _compare(
+    completions: list[str], answer: list[Any], answer_format: str, equal: Callable[[str, str], bool], wrong: float = 0.0
+) -> list[float | None]:
+    """1.0 for an answer that is `equal` to its reference, `wrong` for another, 0.0 for none; None without reference."""
+    extract_answer("", answer_format)  # refuses an unknown format
     rewards = []
-    for text, reference in zip(completions, answer, strict=True):
-        reference = _reference_answer(reference)
+    for text, reference in zip(completions, map(_reference_answer, answer), strict=True):
         given = extract_answer(text, answer_format)
         if reference is None:
             rewards.append(None)
         elif given is None:
             rewards.append(0.0)
         else:
-            equal = same_answer(given, reference, tolerance, latex=answer_format == "boxed")
-            rewards.append(1.0 if equal else partial_credit)
+            rewards.append(1.0 if equal(given, reference) else wrong)
     return rewards
 
 
 def _reference_answer(reference: Any) -> str | None:
-    if reference is None:
-        return None
-    text = str(reference)
-    return extract_answer(text, "hashes") if "####" in text else text.strip() or None
+    text = "" if reference is None else str(reference).strip()
+    return extract_answer(text, "hashes") if "####" in text else text or None
 
 
 # A box without content parses as the empty set, which some references are.
@@ -100,8 +104,7 @@ def math_verify(completions: list[str], answer: list[Any], **columns: list) -> l
     # On a timeout the library logs the text it parsed, all of it, as a warning.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     rewards = []
-    for text, reference in zip(completions, answer, strict=True):
-        reference = _reference_answer(reference)
+    for text, reference in zip(completions, map(_reference_answer, answer), strict=True):
         if reference is None:
             rewards.append(None)
             continue
@@ -120,20 +123,11 @@ def exact_match(
 
     A reference with #### counts from the last one on; None where it is empty.
     """
-    extract_answer("", answer_format)  # refuses an unknown format
-    rewards = []
-    for text, reference in zip(completions, answer, strict=True):
-        reference = _reference_answer(reference)
-        given = extract_answer(text, answer_format)
-        if reference is None:
-            rewards.append(None)
-        else:
-            rewards.append(1.0 if given is not None and _plain(given) == _plain(reference) else 0.0)
-    return rewards
 
+    def equal(given: str, reference: str) -> bool:
+        return given.casefold().split() == reference.casefold().split()
 
-def _plain(text: str) -> str:
-    return " ".join(text.casefold().split())
+    return _compare(completions, answer, answer_format, equal)
 
 
 @group_level
@@ -231,8 +225,7 @@ def regex_match(completions: list[str], *, pattern: str, **columns: list) -> lis
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(
-            f"pattern {pattern!r} is no regular expression: {error}; escape signs that are meant literally with a "
-            "backslash"
+            f"pattern {pattern!r} is no regular expression: {error}; escape literal signs with a backslash"
         ) from error
     return [1.0 if compiled.search(text) else 0.0 for text in completions]
 
@@ -246,14 +239,12 @@ def format_reward(completions: list[str], **columns: list) -> list[float | None]
     Each tag occurs once and neither content is empty. A chat template that opens <think> in the prompt makes 1.0
     impossible, as for thinking_reward.
     """
-    return [_format_reward(text) for text in completions]
-
-
-def _format_reward(text: str) -> float:
-    if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
-        return 0.0
-    match = _THINK_THEN_ANSWER.fullmatch(text)
-    return 1.0 if match and match[1].strip() and match[2].strip() else 0.0
+    rewards = []
+    for text in completions:
+        once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+        match = _THINK_THEN_ANSWER.fullmatch(text) if once else None
+        rewards.append(1.0 if match and match[1].strip() and match[2].strip() else 0.0)
+    return rewards
 
 
 # Any of these starts an answer, whatever format the run uses.
@@ -267,21 +258,15 @@ def thinking_reward(completions: list[str], **columns: list) -> list[float | Non
     Only the completion's own text counts: a chat template that opens <think> in the prompt leaves just the closing tag
     here, and then 0.5 is the most that can be had; turn that off with data.chat_template_kwargs, or drop this reward.
     """
-    return [_thinking_reward(text) for text in completions]
-
-
-def _thinking_reward(text: str) -> float:
-    counts = text.count("<think>"), text.count("</think>")
-    if counts == (0, 0):
-        return 0.0
-    before, _, rest = text.partition("<think>")
-    thoughts, closed, after = rest.partition("</think>")
-    if counts != (1, 1) or not closed or not thoughts.strip():
-        return 0.5
-    answers_before, answers_inside, answers_after = (
-        any(marker in part for marker in _ANSWER_MARKERS) for part in (before, thoughts, after)
-    )
-    return 0.5 if answers_before or (answers_inside and not answers_after) else 1.0
+    rewards = []
+    for text in completions:
+        counts = text.count("<think>"), text.count("</think>")
+        before, _, rest = text.partition("<think>")
+        thoughts, closed, after = rest.partition("</think>")
+        early, inside, late = (any(marker in part for marker in _ANSWER_MARKERS) for part in (before, thoughts, after))
+        whole = counts == (1, 1) and closed and thoughts.strip() and not early and (late or not inside)
+        rewards.append(0.0 if counts == (0, 0) else 1.0 if whole else 0.5)
+    return rewards
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,12 +343,12 @@ def language_reward(completions: list[str], *, language: str = "latin", **column
     cjk, hiragana, hangul ... LaTeX commands, code and tags count as the letters they are. In the way of DeepSeek-R1's
     language consistency reward (arXiv:2501.12948), which counts words of the target language.
     """
-    if not _is_script(language):
+    prefix = f"{language.upper()} "
+    if not _is_script(prefix):
         raise ValueError(
             f"language {language!r} is no script that Unicode names letters by; use one such as latin, cyrillic, "
             "greek, arabic, hebrew, devanagari, thai, cjk, hiragana, katakana or hangul"
         )
-    prefix = f"{language.upper()} "
     rewards = []
     for text in completions:
         letters = [character for character in text if character.isalpha()]
@@ -373,8 +358,7 @@ def language_reward(completions: list[str], *, language: str = "latin", **column
 
 
 @functools.cache  # it may look at all of Unicode
-def _is_script(language: str) -> bool:
-    prefix = f"{language.upper()} "
+def _is_script(prefix: str) -> bool:
     letters = filter(str.isalpha, map(chr, range(sys.maxunicode)))
     return any(unicodedata.name(letter, "").startswith(prefix) for letter in letters)
 

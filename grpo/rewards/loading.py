@@ -6,7 +6,7 @@ run: against its signature, and, for a built-in function, by calling it with no 
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from grpo.config import RewardConfig
@@ -24,7 +24,7 @@ def is_group_level(function: RewardFunction) -> bool:
 
 
 def load_functions(
-    config: RewardConfig, columns: Iterable[str] | None = None, max_completion_tokens: int | None = None
+    config: RewardConfig, columns: Collection[str] | None = None, max_completion_tokens: int | None = None
 ) -> dict[str, tuple[RewardFunction, float]]:
     """Name (as in `config.functions`) -> function with its options bound, and weight.
 
@@ -32,21 +32,16 @@ def load_functions(
     checked against its signature, so that a missing column shows here and not at the first step.
     max_completion_tokens: of the generator; None is unknown, and a function that needs it is refused.
 
-    Raises:
-        ValueError: unknown name, missing file or function, a signature that does not take the columns, a data column
-            named like an extra one or like an option, options of a function that is not used, an option that a
-            function does not have, or a value of one that makes no sense.
-        Whatever the user's file raises when it runs.
+    Raises ValueError if a name, a column or an option does not fit, and whatever the user's file raises when it runs.
     """
     if columns is not None:
-        columns = list(columns)
         taken = [name for name in columns if name in EXTRA_COLUMNS]
         if taken:
             raise ValueError(
                 f"data.columns has {', '.join(taken)}, but reward functions get a column of that name anyway (tokens "
                 "and truncation of each completion); rename the data set's column"
             )
-        columns += EXTRA_COLUMNS
+        columns = [*columns, *EXTRA_COLUMNS]
     for name in config.options:
         if name not in config.functions:
             raise ValueError(
@@ -72,12 +67,7 @@ def load_functions(
                 f"unknown reward function {name!r}{near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
                 "your own is written path/file.py:function"
             )
-        function = _bind_options(name, function, config.options.get(name, {}), facts, columns)
-        if columns is not None:
-            _check_columns(name, function, columns)
-        if name in BUILT_INS:
-            _check_values(name, function)
-        functions[name] = (function, weight)
+        functions[name] = (_bind_options(name, function, config.options.get(name, {}), facts, columns), weight)
     return functions
 
 
@@ -102,24 +92,22 @@ def _bind_options(
             f"reward function {name} needs {missing[0]}; give it with --reward.options {name} "
             f"'{{\"{missing[0]}\": ...}}'" + ("" if name in BUILT_INS else ", or, if it is a column, in data.columns")
         )
-    return functools.partial(function, **bound)
-
-
-def _check_columns(name: str, function: RewardFunction, columns: list[str]) -> None:
+    function = functools.partial(function, **bound)
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind([], **dict.fromkeys(columns, []))
+        if columns is not None:
+            signature.bind([], **dict.fromkeys(columns, []))
     except TypeError as error:
         raise ValueError(
-            f"reward function {name} cannot be called with completions and the columns "
-            f"{', '.join(columns) or '(none)'}: {error}; "
-            f"end its arguments with **columns and list the columns it needs in data.columns"
+            f"reward function {name} cannot be called with completions and the columns {', '.join(columns)}: {error}; "
+            "end its arguments with **columns and list the columns it needs in data.columns"
         ) from error
-
-
-def _check_values(name: str, function: RewardFunction) -> None:
-    """Let a built-in function check the values of its options, which it does first; without completions that is all."""
-    arguments = inspect.signature(function).parameters.values()
-    try:
-        function(**{p.name: [] for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD})
-    except ValueError as error:
-        raise ValueError(f"reward.options of {name}: {error}") from error
+    if name in BUILT_INS:
+        arguments = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        try:
+            function(
+                **{argument: [] for argument in arguments}
+            )  # checks the options first; without completions, only them
+        except ValueError as error:
+            raise ValueError(f"reward.options of {name}: {error}") from error
+    return function

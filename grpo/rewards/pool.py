@@ -44,13 +44,11 @@ class RewardPool:
     def __init__(self, config: RewardConfig, max_completion_tokens: int) -> None:
         """Start the processes; returns when every one has loaded the functions.
 
-        Raises:
-            ValueError, RuntimeError: a reward function cannot be loaded; the message names file and exception.
+        Raises ValueError or RuntimeError if one cannot be loaded; the message names file and exception.
         """
         self.config = config
-        self._rollouts: list[Rollout] | None = None
-        self._group_size = 1
-        self._calls: list[tuple[str, int, float]] = []
+        # From `submit` to `collect`: the rollouts, and of each call the function's name and which of them it is for.
+        self._submitted: tuple[list[Rollout], list[tuple[str, range]]] | None = None
         start = time.monotonic()
         self._socket, theirs = socket.socketpair()
         self._reader = self._socket.makefile("rb")
@@ -62,15 +60,7 @@ class RewardPool:
                 process_group=0,  # killed with the driver's group, it could not end what the workers started
                 cwd=pathlib.Path(__file__).parents[2],  # only to be found: it goes to `cwd` and takes over `path`
             )
-        setup = {
-            "config": config,
-            "num_workers": config.num_workers,
-            "max_completion_tokens": max_completion_tokens,
-            "load_seconds": LOAD_SECONDS,
-            "cwd": os.getcwd(),
-            "path": sys.path,
-        }
-        self._send(setup)
+        self._send((config, max_completion_tokens, LOAD_SECONDS, os.getcwd(), sys.path))
         self._group_level = frozenset(self._receive(LOAD_SECONDS + SLACK_SECONDS))
         self._start_seconds = time.monotonic() - start
 
@@ -80,25 +70,29 @@ class RewardPool:
         Each function is called with one completion, or with those of a group if it is group-level, and with the data
         set's columns, `num_tokens` and `truncated` as lists of the same length.
 
-        Raises:
-            ValueError: the rollouts do not split into groups.
-            RuntimeError: the last ones were not collected, or the processes are gone.
+        Raises ValueError if the rollouts do not split into groups, RuntimeError if the last ones were not collected or
+        the processes are gone.
         """
-        if self._rollouts is not None:
-            raise RuntimeError(f"{len(self._rollouts)} rollouts were submitted and not collected; call collect first")
+        if self._submitted is not None:
+            raise RuntimeError(
+                f"{len(self._submitted[0])} rollouts were submitted and not collected; collect them first"
+            )
         if len(rollouts) % group_size:
             raise ValueError(f"{len(rollouts)} rollouts do not split into groups of {group_size}")
-        payloads, calls = [], []
-        grouped = [name for name in self.config.functions if name in self._group_level]
-        single = [name for name in self.config.functions if name not in self._group_level]
-        for size, names in ((group_size, grouped), (1, single)):  # long calls first, short ones fill the gaps
+        calls, messages = [], []
+        for size, group_level in ((group_size, True), (1, False)):  # long calls first, short ones fill the gaps
+            names = [name for name in self.config.functions if (name in self._group_level) == group_level]
             for start in range(0, len(rollouts) if names else 0, size):
-                seconds = self.config.timeout_seconds * size
-                calls += [(name, len(payloads), seconds) for name in names]
-                payloads.append(pickle.dumps(_arguments(rollouts[start : start + size])))
+                together = rollouts[start : start + size]
+                columns = {name: [r.prompt.columns[name] for r in together] for name in together[0].prompt.columns}
+                columns["num_tokens"] = [r.completion.num_tokens for r in together]
+                columns["truncated"] = [r.completion.truncated for r in together]
+                payload = pickle.dumps(([r.text for r in together], columns))
+                calls += [(name, range(start, start + size)) for name in names]
+                messages += [(name, payload, self.config.timeout_seconds * size) for name in names]
         if calls:
-            self._send((payloads, calls))
-        self._rollouts, self._group_size, self._calls = rollouts, group_size, calls
+            self._send(messages)
+        self._submitted = rollouts, calls
 
     def collect(self) -> list[Rollout]:
         """Wait for the rewards; new rollouts with `rewards`, `reward` and `failures`, in the order submitted.
@@ -106,35 +100,33 @@ class RewardPool:
         A function that said None is left out of that completion's weighted sum; all None gives None. A function that
         failed for a completion leaves it without a reward: the other functions' sum would not compare.
 
-        Raises:
-            RuntimeError: nothing was submitted, or the processes are gone.
+        Raises RuntimeError if nothing was submitted or the processes are gone.
         """
-        if self._rollouts is None:
+        if self._submitted is None:
             raise RuntimeError("nothing was submitted; call submit first")
-        rollouts, group_size, calls = self._rollouts, self._group_size, self._calls
-        self._rollouts, self._calls = None, []
+        (rollouts, calls), self._submitted = self._submitted, None
         if not calls:
             return rollouts
-        outcomes = self._receive(self._longest_seconds(calls))
+        # What the supervisor may take if every call runs into its deadline and costs a new process.
+        seconds = [self.config.timeout_seconds * len(places) + 2 * self._start_seconds for _, places in calls]
+        longest = sum(seconds) / self.config.num_workers + max(seconds) + MAX_FAILED_STARTS * LOAD_SECONDS
+        outcomes = self._receive(longest + SLACK_SECONDS)
 
-        rewards: list[dict[str, float | None]] = [{} for _ in rollouts]
+        rewards: list[dict[str, float | None]] = [dict.fromkeys(self.config.functions) for _ in rollouts]
         failures: list[dict[str, str]] = [{} for _ in rollouts]
-        next_rollout = dict.fromkeys(self.config.functions, 0)
-        for (name, _, _), outcome in zip(calls, outcomes, strict=True):
-            size = group_size if name in self._group_level else 1
-            first = next_rollout[name]
-            next_rollout[name] = first + size
-            failed = isinstance(outcome, str)
-            for i, value in zip(range(first, first + size), [None] * size if failed else outcome, strict=True):
-                rewards[i][name] = value
-                if failed:
+        for (name, places), outcome in zip(calls, outcomes, strict=True):
+            if isinstance(outcome, str):
+                for i in places:
                     failures[i][name] = outcome
-        return [self._with_rewards(rollout, rewards[i], failures[i]) for i, rollout in enumerate(rollouts)]
-
-    def score(self, rollouts: list[Rollout], group_size: int) -> list[Rollout]:
-        """`submit` and `collect`."""
-        self.submit(rollouts, group_size)
-        return self.collect()
+            else:
+                for i, value in zip(places, outcome, strict=True):
+                    rewards[i][name] = value
+        scored = []
+        for rollout, values, failed in zip(rollouts, rewards, failures, strict=True):
+            weighted = [self.config.functions[name] * value for name, value in values.items() if value is not None]
+            reward = sum(weighted) if weighted and not failed else None
+            scored.append(dataclasses.replace(rollout, rewards=values, reward=reward, failures=failed))
+        return scored
 
     def close(self) -> None:
         """End all processes and wait until they are gone; a second call does nothing."""
@@ -148,17 +140,6 @@ class RewardPool:
             self.supervisor.kill()
             self.supervisor.wait(SLACK_SECONDS)
 
-    def _with_rewards(self, rollout: Rollout, rewards: dict[str, float | None], failures: dict[str, str]) -> Rollout:
-        rewards = {name: rewards[name] for name in self.config.functions}
-        weighted = [self.config.functions[name] * value for name, value in rewards.items() if value is not None]
-        reward = sum(weighted) if weighted and not failures else None
-        return dataclasses.replace(rollout, rewards=rewards, reward=reward, failures=failures)
-
-    def _longest_seconds(self, calls: list[tuple[str, int, float]]) -> float:
-        """What the supervisor may take if every call runs into its deadline and costs a new process."""
-        each = [seconds + 2 * self._start_seconds for _, _, seconds in calls]
-        return sum(each) / self.config.num_workers + max(each) + MAX_FAILED_STARTS * LOAD_SECONDS + SLACK_SECONDS
-
     def _send(self, message: Any) -> None:
         if self._socket.fileno() < 0:
             raise RuntimeError("the reward pool is closed")
@@ -166,33 +147,26 @@ class RewardPool:
         try:
             self._socket.sendall(pickle.dumps(message))
         except TimeoutError as error:
+            self.supervisor.kill()
             raise self._gone(f"does not read (waited {SLACK_SECONDS:g} s)") from error
         except OSError:
-            self._receive(SLACK_SECONDS)  # it ended, and may have said why
-            raise self._gone("hung up") from None
+            self._receive(SLACK_SECONDS)  # raises: it ended, and may have said why
 
     def _receive(self, seconds: float) -> Any:
-        if self._socket.fileno() < 0:
-            raise RuntimeError("the reward pool is closed")
-        self._socket.settimeout(seconds)
         try:
-            _, *rest = message = pickle.load(self._reader)
+            self._socket.settimeout(seconds)
+            message = pickle.load(self._reader)
         except TimeoutError as error:
+            self.supervisor.kill()
             raise self._gone(f"did not answer for {seconds:g} s") from error
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             raise self._gone("hung up") from error
-        if message[0] != "failed":
-            return rest[0]
-        self.close()
-        kind, text = rest
-        raise ValueError(text) if kind == "ValueError" else RuntimeError(text)
+        if isinstance(message, Exception):
+            self.close()
+            raise message
+        return message
 
     def _gone(self, what: str) -> RuntimeError:
-        if what == "hung up":
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.supervisor.wait(1)
-        else:
-            self.supervisor.kill()
         self.close()
         return RuntimeError(
             f"the process that supervises the reward functions {what}; it ended with code {self.supervisor.returncode}"
@@ -202,30 +176,14 @@ class RewardPool:
 def check_all_failed(rollouts: list[Rollout]) -> None:
     """Stop a step in which one function failed for every completion: then the function is wrong, not the completions.
 
-    Raises:
-        RewardError: it names the function and shows the first completion.
+    Raises RewardError, which names the function and shows the first completion.
     """
     for name in rollouts[0].failures if rollouts else ():
         if all(name in rollout.failures for rollout in rollouts):
             number = f"all {len(rollouts)} completions" if len(rollouts) > 1 else "the only completion"
-            first = f"reward function {name} failed for {number}: {rollouts[0].failures[name]}"
-            raise RewardError(f"{first}\n{_shown(rollouts[0])}")
-
-
-def _arguments(rollouts: list[Rollout]) -> tuple[list[str], dict[str, list]]:
-    columns = {name: [r.prompt.columns[name] for r in rollouts] for name in rollouts[0].prompt.columns}
-    columns["num_tokens"] = [r.completion.num_tokens for r in rollouts]
-    columns["truncated"] = [r.completion.truncated for r in rollouts]
-    return [r.text for r in rollouts], columns
-
-
-def _shown(rollout: Rollout) -> str:
-    lines = [f"  completion: {_shorten(rollout.text)!r}"]
-    lines += [f"  {name}: {_shorten(value)!r}" for name, value in rollout.prompt.columns.items()]
-    return "\n".join(lines)
-
-
-def _shorten(value: Any) -> Any:
-    """The value itself if its text is short enough."""
-    text = value if isinstance(value, str) else repr(value)
-    return value if len(text) <= SHOWN_CHARACTERS else shorten(text, SHOWN_CHARACTERS)
+            lines = [f"reward function {name} failed for {number}: {rollouts[0].failures[name]}"]
+            for column, value in [("completion", rollouts[0].text), *rollouts[0].prompt.columns.items()]:
+                text = value if isinstance(value, str) else repr(value)
+                short = value if len(text) <= SHOWN_CHARACTERS else shorten(text, SHOWN_CHARACTERS)
+                lines.append(f"  {column}: {short!r}")
+            raise RewardError("\n".join(lines))

@@ -1,8 +1,6 @@
-"""Reading programs: which one a completion holds, which tests a row of the data set, and whether it passes them.
+"""Reading programs: which one a completion holds, which tests a row of the data set, and whether it passes them."""
 
-Left out: what that is worth (code_reward in builtin.py), and what keeps a program from doing harm (sandbox.py).
-"""
-
+import contextlib
 import json
 import secrets
 import time
@@ -24,10 +22,7 @@ def last_program(text: str) -> str | None:
             language = None
         elif language is not None:
             block.append(line)
-    for name in ("python", "py", "python3", ""):
-        if found.get(name, "").strip():
-            return found[name]
-    return None
+    return next((found[name] for name in ("python", "py", "python3", "") if found.get(name, "").strip()), None)
 
 
 def read_tests(tests: Any) -> str | list[tuple[str, str]]:
@@ -35,15 +30,11 @@ def read_tests(tests: Any) -> str | list[tuple[str, str]]:
 
     Raises ValueError if `tests` has none of these forms.
     """
-    if tests is None:
-        return ""
     if isinstance(tests, str) and tests.lstrip().startswith("["):
-        try:
+        with contextlib.suppress(ValueError):  # Python that starts with a list
             tests = json.loads(tests)
-        except ValueError:
-            return tests  # Python that starts with a list
-    if isinstance(tests, str):
-        return tests.strip()
+    if tests is None or isinstance(tests, str):
+        return (tests or "").strip()
     if isinstance(tests, list | tuple):
         if all(isinstance(test, str) for test in tests):
             return "\n".join(tests).strip()
@@ -56,12 +47,6 @@ def read_tests(tests: Any) -> str | list[tuple[str, str]]:
         f"cannot read tests of type {type(tests).__name__}: {str(tests)[:200]!r}; give Python source or a "
         'list (or its JSON) of {"input": text, "output": text}'
     )
-
-
-def passes(code: str, tests: str | list[tuple[str, str]], timeout_seconds: float, memory_gib: float) -> bool:
-    """Whether the program passes all tests. Seconds are for all of them together, GiB of address space per process."""
-    check = _passes_asserts if isinstance(tests, str) else _passes_pairs
-    return check(code, tests, timeout_seconds, memory_gib)
 
 
 # Runs program, then tests, as one module named __main__ whose namespace has nothing of this harness. The marker comes
@@ -84,16 +69,15 @@ run()
 """
 
 
-def _passes_asserts(code: str, tests: str, timeout_seconds: float, memory_gib: float) -> bool:
-    marker = secrets.token_hex(16)
-    job = json.dumps({"program": code, "tests": tests, "marker": marker})
-    outcome = run_python(_HARNESS, job, timeout_seconds=timeout_seconds, memory_gib=memory_gib)
-    return outcome.status == "ok" and marker in outcome.stdout
-
-
-def _passes_pairs(code: str, pairs: list[tuple[str, str]], timeout_seconds: float, memory_gib: float) -> bool:
+def passes(code: str, tests: str | list[tuple[str, str]], timeout_seconds: float, memory_gib: float) -> bool:
+    """Whether the program passes all tests. Seconds are for all of them together, GiB of address space per process."""
+    if isinstance(tests, str):
+        marker = secrets.token_hex(16)
+        job = json.dumps({"program": code, "tests": tests, "marker": marker})
+        outcome = run_python(_HARNESS, job, timeout_seconds=timeout_seconds, memory_gib=memory_gib)
+        return outcome.status == "ok" and marker in outcome.stdout
     deadline = time.monotonic() + timeout_seconds
-    for given, expected in pairs:
+    for given, expected in tests:
         seconds_left = deadline - time.monotonic()
         if seconds_left <= 0:
             return False

@@ -12,13 +12,10 @@ in a tenth of a second and has a single thread, so that it may fork.
 
 The supervisor runs no user code and never blocks on a worker: sockets are non-blocking, death is seen by SIGCHLD and
 not only by a closed socket (a verifier's child may keep that open), and a worker answers in JSON, never in pickles.
-
-Left out: what a worker does (worker.py), weights, sums and what failures mean (pool.py).
 """
 
 import collections
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -28,10 +25,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from grpo.rewards.worker import PR_SET_PDEATHSIG, confine, work
+from grpo.rewards.worker import PR_SET_PDEATHSIG, confine, prctl, work
 
 # Calls handed to a worker at once, so that a cheap call does not wait for a message each time.
 CHUNK_CALLS = 8
@@ -54,66 +50,50 @@ def main() -> None:
     # started this process, is gone; SIGKILL would not let it end what the workers started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what dead workers leave behind becomes a child of this process
-    supervisor = Supervisor(socket.socket(fileno=int(sys.argv[1])), prctl)
-    try:
-        supervisor.run()
-    finally:
-        supervisor.close()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Supervisor
+    Supervisor(socket.socket(fileno=int(sys.argv[1]))).run()
 
 
 class NoWorkers(Exception):
-    """No worker can be had; `kind` is ValueError if the functions refused to load with one, else RuntimeError."""
-
-    def __init__(self, text: str, kind: str = "RuntimeError"):
-        super().__init__(text)
-        self.kind = kind
+    """No worker can be had; holds the exception that the driver is to raise."""
 
 
 class Worker:
-    """A worker as the supervisor sees it. The first of `calls` is the one it runs now."""
+    """A worker as the supervisor sees it. The first of `calls` is the one it runs now.
 
-    def __init__(self, pid: int, connection: socket.socket, deadline: float):
-        self.pid, self.connection, self.deadline = pid, connection, deadline
+    At its deadline it is killed, `overdue` is why. `closed`: nothing more is read from it or sent to it.
+    """
+
+    def __init__(self, pid: int, connection: socket.socket, load_seconds: float):
+        self.pid, self.connection = pid, connection
+        self.deadline, self.overdue = time.monotonic() + load_seconds, f"loading took longer than {load_seconds:g} s"
         self.loading, self.closed = True, False
-        self.calls: collections.deque[int] = collections.deque()
-        self.inbox, self.outbox = bytearray(), bytearray()
-
-    @property
-    def idle(self) -> bool:
-        return not (self.loading or self.closed or self.calls)
+        self.calls: list[int] = []
+        self.inbox, self.outbox = b"", bytearray()
 
 
 class Supervisor:
     """Hands calls to workers, kills those that take too long, and replaces all that end.
 
-    From the driver, pickled: the setup, a dict; then batches `(payloads, calls)`, a call being `(function name, index
-    of its payload, seconds)` and a payload pickled `(completions, columns)`, which is only passed on. To the driver:
-    `("ready", names of group-level functions)`, `("outcomes", list)` with a list of values or a failure text for each
-    call, or `("failed", kind of exception, text)`, after which it ends.
+    From the driver, pickled: `(config, max_completion_tokens, seconds to load, folder, sys.path)`; then batches, lists
+    of calls `(function name, payload, seconds)`, a payload being pickled `(completions, columns)`, which is only passed
+    on. To the driver: the names of group-level functions; then for each batch a list that has for each call a list of
+    values or a failure text; or an exception, after which it ends.
     """
 
-    def __init__(self, driver: socket.socket, prctl: Callable[..., int]):
-        self.driver, self.reader, self.prctl = driver, driver.makefile("rb"), prctl
+    def __init__(self, driver: socket.socket):
+        self.driver, self.reader = driver, driver.makefile("rb")
         self.workers: dict[int, Worker] = {}
         self.ended: set[int] = set()  # killed or dead, not yet waited for
         self.ready, self.num_failed_starts, self.start_after = False, 0, 0.0
-        self.payloads: list[bytes] = []
-        self.calls: list[tuple[str, int, float]] = []
-        self.outcomes: list[list[float | None] | str | None] = []
-        self.num_open = 0
+        self.calls: list[tuple[str, bytes, float]] = []
+        self.outcomes: dict[int, list[float | None] | str] = {}
         self.queue: collections.deque[int] = collections.deque()
 
     def run(self) -> None:
-        """Until the driver is gone, or no worker can be had."""
+        """Until the driver is gone, or no worker can be had; then nothing that was started is left."""
         self.wake_reader, self.wake_writer = socket.socketpair()
-        self.wake_reader.setblocking(False)
         self.wake_writer.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only a signal with a handler writes into the wakeup socket
         signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
@@ -121,23 +101,21 @@ class Supervisor:
         self.selector.register(self.driver, selectors.EVENT_READ)
         self.selector.register(self.wake_reader, selectors.EVENT_READ)
         try:
-            self.setup: dict[str, Any] = pickle.load(self.reader)
-            os.chdir(self.setup["cwd"])
-            sys.path[:] = self.setup["path"]
+            self.config, self.max_completion_tokens, self.load_seconds, folder, path = pickle.load(self.reader)
+            os.chdir(folder)
+            sys.path[:] = path
             while True:
                 self._run_once()
         except NoWorkers as error:
             with contextlib.suppress(OSError):
-                self._reply("failed", error.kind, str(error))
+                self._reply(error.args[0])
         except (EOFError, ConnectionError):
             pass  # the driver closed its end or died
+        finally:
+            self._end_all()
 
-    def close(self) -> None:
-        """Kill everything and wait until it is gone."""
+    def _end_all(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for worker in self.workers.values():
-            kill(worker.pid)
-        self.workers = {}
         give_up_at = time.monotonic() + END_SECONDS
         while time.monotonic() < give_up_at:
             for pid in children():
@@ -150,62 +128,42 @@ class Supervisor:
             time.sleep(0.005)
 
     def _run_once(self) -> None:
-        while len(self.workers) < self.setup["num_workers"] and time.monotonic() >= self.start_after:
+        while len(self.workers) < self.config.num_workers and time.monotonic() >= self.start_after:
             self._start_worker()
         for worker in list(self.workers.values()):
-            if worker.idle and self.queue:
+            if self.queue and not (worker.loading or worker.closed or worker.calls):
                 self._hand_out(worker)
-        for key, events in self.selector.select(self._seconds_to_next_deadline()):
+        wake_at = [worker.deadline for worker in self.workers.values()]
+        if len(self.workers) < self.config.num_workers:
+            wake_at.append(self.start_after)
+        seconds = max(0.0, min(wake_at) - time.monotonic())
+        for key, events in self.selector.select(seconds if seconds < math.inf else None):
             worker = key.data
-            if worker is not None and worker is self.workers.get(worker.pid):
+            if worker is not None and not worker.closed:
                 if events & selectors.EVENT_WRITE:
                     self._flush(worker)
                 if events & selectors.EVENT_READ:
                     self._read(worker)
             elif key.fileobj is self.wake_reader:
-                with contextlib.suppress(BlockingIOError):
-                    self.wake_reader.recv(4096)
+                self.wake_reader.recv(4096)
                 self._reap()
             elif key.fileobj is self.driver:
-                self._take_batch()
+                self.calls, self.outcomes = pickle.load(self.reader), {}
+                self.queue.extend(range(len(self.calls)))
         now = time.monotonic()
         for worker in [worker for worker in self.workers.values() if worker.deadline <= now]:
-            self._end(worker, self._overdue(worker))
+            self._end(worker, worker.overdue)
 
-    def _seconds_to_next_deadline(self) -> float | None:
-        at = min((worker.deadline for worker in self.workers.values()), default=math.inf)
-        if len(self.workers) < self.setup["num_workers"]:
-            at = min(at, self.start_after)
-        return None if at == math.inf else max(0.0, at - time.monotonic())
-
-    def _overdue(self, worker: Worker) -> str:
-        if worker.closed:
-            return "the process closed its connection to the supervisor"
-        if worker.loading:
-            return f"loading took longer than {self.setup['load_seconds']:g} s"
-        return f"took longer than {self.calls[worker.calls[0]][2]:g} s"
-
-    # ---- the driver ---------------------------------------------------------------------------------------------
-
-    def _take_batch(self) -> None:
-        self.payloads, self.calls = pickle.load(self.reader)
-        self.outcomes = [None] * len(self.calls)
-        self.num_open = len(self.calls)
-        self.queue = collections.deque(range(len(self.calls)))
-
-    def _reply(self, *message) -> None:
+    def _reply(self, message: list | Exception) -> None:
         # Blocks while the driver does not read; then all calls are done, and nothing else is urgent.
         self.driver.sendall(pickle.dumps(message))
 
     def _finish(self, call: int, outcome: list[float | None] | str) -> None:
         self.num_failed_starts = 0
         self.outcomes[call] = outcome
-        self.num_open -= 1
-        if not self.num_open:
-            self._reply("outcomes", self.outcomes)
-            self.payloads = []
-
-    # ---- workers ------------------------------------------------------------------------------------------------
+        if len(self.outcomes) == len(self.calls):
+            self._reply([self.outcomes[i] for i in range(len(self.calls))])
+            self.calls = []
 
     def _start_worker(self) -> None:
         here, there = socket.socketpair()
@@ -225,41 +183,39 @@ class Supervisor:
                     other.close()
                 for worker in self.workers.values():
                     worker.connection.close()
-                confine(self.setup["config"].memory_gib, self.prctl, supervisor)
-                work(self.setup, there)
+                confine(self.config.memory_gib, supervisor)
+                work(self.config, self.max_completion_tokens, there)
             finally:
                 os._exit(1)
         with contextlib.suppress(OSError):  # both do it, so that it is done before either goes on
             os.setpgid(pid, pid)
         there.close()
         here.setblocking(False)
-        worker = self.workers[pid] = Worker(pid, here, time.monotonic() + self.setup["load_seconds"])
+        worker = self.workers[pid] = Worker(pid, here, self.load_seconds)
         self.selector.register(here, selectors.EVENT_READ, worker)
 
-    def _failed_start(self, reason: str, kind: str = "RuntimeError") -> None:
+    def _failed_start(self, reason: str, kind: type[Exception] = RuntimeError) -> None:
         """A process could not start or load, or died with no call to blame: bad at first, later tried again."""
         if not self.ready:
-            raise NoWorkers(f"the reward functions cannot be loaded: {reason}", kind)
+            raise NoWorkers(kind(f"the reward functions cannot be loaded: {reason}"))
         print(f"warning: a reward process ended without a call to blame: {reason}", file=sys.stderr, flush=True)
         self.num_failed_starts += 1
         self.start_after = time.monotonic() + RETRY_SECONDS * 2 ** min(self.num_failed_starts, 8)
         if self.num_failed_starts >= MAX_FAILED_STARTS and all(worker.loading for worker in self.workers.values()):
-            raise NoWorkers(
-                f"no reward process is left after {self.num_failed_starts} attempts to replace one: {reason}"
-            )
+            attempts = f"{self.num_failed_starts} attempts to replace one"
+            raise NoWorkers(RuntimeError(f"no reward process is left after {attempts}: {reason}"))
 
     def _hand_out(self, worker: Worker) -> None:
         # smaller chunks towards the end, so that no worker sits on a pile while the others have nothing left
-        number = max(1, min(CHUNK_CALLS, len(self.queue) // (4 * self.setup["num_workers"])))
-        worker.calls.extend(self.queue.popleft() for _ in range(number))
-        chunk = [(call, self.calls[call][0], self.payloads[self.calls[call][1]]) for call in worker.calls]
-        worker.outbox += pickle.dumps(chunk)
+        number = max(1, min(CHUNK_CALLS, len(self.queue) // (4 * self.config.num_workers)))
+        worker.calls = [self.queue.popleft() for _ in range(number)]
+        worker.outbox += pickle.dumps([(call, *self.calls[call][:2]) for call in worker.calls])
         self._begin_call(worker)
         self._flush(worker)
 
     def _begin_call(self, worker: Worker) -> None:
         seconds = self.calls[worker.calls[0]][2] if worker.calls else math.inf
-        worker.deadline = time.monotonic() + seconds
+        worker.deadline, worker.overdue = time.monotonic() + seconds, f"took longer than {seconds:g} s"
 
     def _flush(self, worker: Worker) -> None:
         try:
@@ -271,12 +227,11 @@ class Supervisor:
             self._closed(worker)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
-        if events != self.selector.get_key(worker.connection).events:
-            self.selector.modify(worker.connection, events, worker)
+        self.selector.modify(worker.connection, events, worker)
 
     def _read(self, worker: Worker) -> None:
         """Take in what the worker has sent; it may be gone from `workers` afterwards."""
-        while worker is self.workers.get(worker.pid) and not worker.closed:
+        while not worker.closed:
             try:
                 data = worker.connection.recv(65536)
             except BlockingIOError:
@@ -286,58 +241,53 @@ class Supervisor:
             if not data:
                 self._closed(worker)
                 return
-            *lines, rest = (worker.inbox + data).split(b"\n")
-            worker.inbox = rest
-            handled = all(self._handle(worker, bytes(line)) for line in lines)
-            if worker is self.workers.get(worker.pid) and not (handled and len(rest) <= LINE_BYTES):
+            *lines, worker.inbox = (worker.inbox + data).split(b"\n")
+            handled = all(worker.closed or self._handle(worker, line) for line in lines)  # a line may end it
+            if not worker.closed and not (handled and len(worker.inbox) <= LINE_BYTES):
                 self._end(worker, "the process wrote into its connection to the supervisor")
 
     def _handle(self, worker: Worker, line: bytes) -> bool:
-        if worker is not self.workers.get(worker.pid):
-            return True  # an earlier line ended it
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
             return False
-        if not isinstance(message, dict):
-            return False
-        if worker.loading and "loaded" in message:
-            worker.loading, worker.deadline = False, math.inf
-            loaded = sum(not worker.loading for worker in self.workers.values())
-            if not self.ready and loaded == self.setup["num_workers"]:
-                self.ready = True
-                self._reply("ready", message["loaded"])
-        elif worker.loading and "load_failure" in message:
-            self._end(worker, message["load_failure"], message.get("kind", "RuntimeError"))
-        elif worker.calls and message.get("call") == worker.calls[0] and isinstance(message.get("outcome"), list | str):
-            self._finish(worker.calls.popleft(), message["outcome"])
-            self._begin_call(worker)
-            if message.get("retire"):
+        match message:
+            case {"loaded": group_level} if worker.loading:
+                worker.loading, worker.deadline = False, math.inf
+                if not self.ready and not any(worker.loading for worker in self.workers.values()):
+                    self.ready = True
+                    self._reply(group_level)
+            case {"load_failure": reason, "refused": refused} if worker.loading:
                 self._end(worker, None)
-        else:
-            return False
+                self._failed_start(reason, ValueError if refused else RuntimeError)
+            case {"call": call, "outcome": list() | str() as outcome, "retire": retire} if call in worker.calls[:1]:
+                self._finish(worker.calls.pop(0), outcome)
+                self._begin_call(worker)
+                if retire:
+                    self._end(worker, None)
+            case _:
+                return False
         return True
 
     def _closed(self, worker: Worker) -> None:
         worker.closed = True
         worker.deadline = min(worker.deadline, time.monotonic() + CLOSED_SECONDS)
+        worker.overdue = "the process closed its connection to the supervisor"
         self.selector.unregister(worker.connection)
 
-    def _end(self, worker: Worker, reason: str | None, kind: str = "RuntimeError") -> None:
+    def _end(self, worker: Worker, reason: str | None) -> None:
+        """Kill a worker, or what a dead one left: `reason` is the failure of its running call, None is no failure."""
         kill(worker.pid)
-        self._remove(worker, reason, kind)
-
-    def _remove(self, worker: Worker, reason: str | None, kind: str = "RuntimeError") -> None:
-        """Forget a worker that is killed or dead: `reason` is the failure of its running call, None is no failure."""
         del self.workers[worker.pid]
         self.ended.add(worker.pid)
         if not worker.closed:
+            worker.closed = True
             self.selector.unregister(worker.connection)
         worker.connection.close()
         if worker.calls and reason is not None:
-            self._finish(worker.calls.popleft(), reason)
+            self._finish(worker.calls.pop(0), reason)
         elif reason is not None:
-            self._failed_start(reason, kind)
+            self._failed_start(reason)
         self.queue.extendleft(reversed(worker.calls))
 
     def _reap(self) -> None:
@@ -349,28 +299,19 @@ class Supervisor:
                 return
             if dead is None:
                 return
-            worker = self.workers.get(dead.si_pid)
-            if worker is not None:
-                self._read(worker)  # its last words say which call it was in
-                kill(dead.si_pid)  # the rest of its group; until it is waited for, no other process gets its number
-            _, status = os.waitpid(dead.si_pid, 0)
-            if worker is not None and worker is self.workers.get(worker.pid):
-                code = os.waitstatus_to_exitcode(status)
-                how = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
-                self._remove(worker, f"the process {how}")
+            if dead.si_pid in self.workers:
+                self._read(self.workers[dead.si_pid])  # its last words say which call it was in
+            if dead.si_pid in self.workers:
+                how = "exited with code" if dead.si_code == os.CLD_EXITED else "was killed by signal"
+                self._end(self.workers[dead.si_pid], f"the process {how} {dead.si_status}")
+            os.waitpid(dead.si_pid, 0)  # only now another process may get its number
             if dead.si_pid in self.ended:
                 self.ended.discard(dead.si_pid)
-                self._kill_strays()
-
-    def _kill_strays(self) -> None:
-        """End what left its worker's process group and lost its parent: it has become a child of this process.
-
-        Whose it was cannot be told any more, so nothing may rely on what a verifier has detached.
-        """
-        for pid in children():
-            if pid not in self.workers:
-                self.ended.add(pid)  # when it is waited for, its own children are ours
-                kill(pid)
+                # What left its worker's process group and lost its parent is this process's child now. Whose it was
+                # cannot be told any more, so nothing may rely on what a verifier has detached.
+                for pid in set(children()) - self.workers.keys():
+                    self.ended.add(pid)  # when it is waited for, its own children are ours
+                    kill(pid)
 
 
 def kill(pid: int) -> None:

@@ -1,9 +1,10 @@
 """What happens in one reward process, which the supervisor forks: limits, loading, then one call after another.
 
-Left out: deadlines and what follows a death (supervisor.py), and protection against code that means harm: a worker is a
-process of the same user with the same files and network.
+Left out: protection against code that means harm. A worker is a process of the same user with the same files and
+network.
 """
 
+import ctypes
 import json
 import math
 import numbers
@@ -12,9 +13,10 @@ import pickle
 import resource
 import signal
 import socket
-from collections.abc import Callable
+import traceback
 from typing import Any
 
+from grpo.config import RewardConfig
 from grpo.rewards.builtin import RewardFunction
 from grpo.rewards.loading import is_group_level, load_functions
 from grpo.text import one_line, shorten
@@ -23,9 +25,10 @@ from grpo.text import one_line, shorten
 SHOWN_CHARACTERS = 500
 
 PR_SET_PDEATHSIG = 1
+prctl = ctypes.CDLL(None).prctl
 
 
-def confine(memory_gib: float, prctl: Callable[..., int], supervisor: int) -> None:
+def confine(memory_gib: float, supervisor: int) -> None:
     """Make the calling process one that can be killed with all it started, and that cannot eat the machine."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -34,11 +37,8 @@ def confine(memory_gib: float, prctl: Callable[..., int], supervisor: int) -> No
     prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != supervisor:  # it was gone before that
         os._exit(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    if null > 2:
-        os.close(null)
+    for output in (1, 2):
+        os.dup2(0, output)  # stdin is /dev/null since the pool started the supervisor
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit, (_, most) = int(memory_gib * 2**30), resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY:
@@ -46,7 +46,7 @@ def confine(memory_gib: float, prctl: Callable[..., int], supervisor: int) -> No
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def work(setup: dict[str, Any], connection: socket.socket) -> None:
+def work(config: RewardConfig, max_completion_tokens: int, connection: socket.socket) -> None:
     """Load the reward functions, then make calls until the supervisor is gone. On the main thread: math-verify's own
     time limit is a SIGALRM, which Python handles there."""
     pid = os.getpid()
@@ -57,10 +57,10 @@ def work(setup: dict[str, Any], connection: socket.socket) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
     try:
-        functions = load_functions(setup["config"], None, setup["max_completion_tokens"])
+        functions = load_functions(config, None, max_completion_tokens)
         reply(loaded=[name for name, (function, _) in functions.items() if is_group_level(function)])
     except BaseException as error:  # a user's file may raise anything, and the driver must hear what
-        reply(load_failure=describe(error), kind="ValueError" if isinstance(error, ValueError) else "RuntimeError")
+        reply(load_failure=describe(error), refused=isinstance(error, ValueError))
         return
     with connection.makefile("rb") as reader:
         while True:
@@ -75,15 +75,13 @@ def make_call(function: RewardFunction, payload: bytes) -> tuple[list[float | No
     try:
         completions, columns = pickle.loads(payload)
         number = len(completions)  # the function may change the list
-        values = function(completions, **columns)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would strike a later call
+        try:
+            values = function(completions, **columns)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would strike a later call
         return check_values(values, number), False
-    except MemoryError:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        return "MemoryError", True  # what filled the memory may still be there
     except BaseException as error:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        return describe(error), False
+        return describe(error), isinstance(error, MemoryError)  # what filled the memory may still be there
 
 
 def check_values(values: Any, number: int) -> list[float | None] | str:
@@ -106,10 +104,7 @@ def describe(error: BaseException) -> str:
         message = shown(str(error))
     except Exception:  # a user's exception may have a __str__ that fails
         message = ""
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     ours = (os.path.dirname(os.path.dirname(__file__)), "<frozen")  # this package, and what imports a file
     theirs = [frame for frame in frames if not frame[0].startswith(ours)] or frames[1:]
     inside = [frame for frame in theirs if frame[0] == theirs[0][0]]

@@ -92,7 +92,7 @@ class Driver:
             folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
             tokenizer = load_tokenizer(folder)
-            self.stream = PromptStream(rows, config.data, tokenizer, config.seed, config.sampling)
+            self.stream = PromptStream(rows, config, tokenizer)
             evaluates = config.evaluation.interval > 0
             eval_prompts = load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
             self.first_step = 0

@@ -33,7 +33,7 @@ def main(numbers: list[int]) -> None:
     show("in this process", lambda: [f([TEXT], **columns) for _ in ROLLOUTS for f, _ in functions.values()])
     for num_workers in numbers:
         pool = RewardPool(RewardConfig(functions=FUNCTIONS, num_workers=num_workers), 1024)
-        show(f"{num_workers} workers", lambda pool=pool: pool.score(ROLLOUTS, 8))
+        show(f"{num_workers} workers", lambda pool=pool: score(pool, ROLLOUTS))
         pool.close()
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "loops.py").write_text(LOOPS)
@@ -41,10 +41,15 @@ def main(numbers: list[int]) -> None:
         pool = RewardPool(config, 1024)
         looping = [Rollout(r.prompt, r.completion, "loop" if i % 32 == 0 else "") for i, r in enumerate(ROLLOUTS)]
         start = time.perf_counter()
-        failed = sum(bool(r.failures) for r in pool.score(looping, 8))
+        failed = sum(bool(r.failures) for r in score(pool, looping))
         seconds = time.perf_counter() - start
         print(f"{failed} of 1024 loop, 0.3 s each on 4 workers (2.4 s at best): {seconds:.2f} s")
         pool.close()
+
+
+def score(pool: RewardPool, rollouts: list[Rollout]) -> list[Rollout]:
+    pool.submit(rollouts, 8)
+    return pool.collect()
 
 
 def show(name: str, work) -> None:

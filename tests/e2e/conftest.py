@@ -7,6 +7,7 @@ import pytest
 
 from grpo.data import toy
 from tests.e2e.runs import TINY
+from tests.tiny_models import SMALL
 from tests.torchrun import torchrun
 
 BY_CHANCE = f"{pathlib.Path(__file__).parent}/tiny_rewards.py:passes_by_chance"
@@ -19,11 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         tmp_path_factory.mktemp("tiny") / "model",
         toy.addition_tokenizer(),
         seed=0,
-        hidden_size=64,
-        num_layers=2,
-        intermediate_size=96,
-        initializer_range=0.2,
-        max_position_embeddings=128,
+        changes=SMALL | {"max_position_embeddings": 128},
     )
 
 

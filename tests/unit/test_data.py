@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo.config import DataConfig, EvaluationConfig, SamplingConfig
-from grpo.data.chat import check_tokenizer, encode_prompt
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig
+from grpo.data.chat import encode_prompt, load_tokenizer
 from grpo.data.rows import check_columns, load_rows
 from grpo.data.streams import ChatStream, PromptStream, load_eval_prompts
 from grpo.rewards.answers import extract_answer, parse_number
@@ -153,25 +153,31 @@ def test_the_template_gets_its_arguments(tokenizer, kwargs, end):
     assert ids == ids_of("<user> add n1 <assistant>" + end)
 
 
-def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer):
+def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer, tmp_path):
     backend = tokenizer.backend_tokenizer
-    check_tokenizer(tokenizer, "tiny")
-    with pytest.raises(ValueError, match="tokenizer of tiny has no chat template; use an instruction-tuned model"):
-        check_tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), "tiny")
-    with pytest.raises(ValueError, match="tokenizer of tiny has no EOS token"):
-        check_tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE), "tiny")
+    tokenizer.save_pretrained(tmp_path / "good")
+    assert load_tokenizer(str(tmp_path / "good")).chat_template == TEMPLATE
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="tokenizer of .*plain has no chat template; use an instruction-tuned model"):
+        load_tokenizer(str(tmp_path / "plain"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE).save_pretrained(tmp_path / "endless")
+    with pytest.raises(ValueError, match="tokenizer of .*endless has no EOS token"):
+        load_tokenizer(str(tmp_path / "endless"))
 
 
 # ---- prompt stream
 
 
-def prompts_of(config: DataConfig, tokenizer, seed=0, **options) -> PromptStream:
-    return PromptStream(load_rows(config.path, config.name, config.split), config, tokenizer, seed, **options)
+def prompts_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
+    config = GRPOConfig(data=data, seed=seed, **fields)
+    return PromptStream(load_rows(data.path, data.name, data.split), config, tokenizer)
 
 
-def chats_of(config: DataConfig, tokenizer, max_sequence_tokens=20, seed=0) -> ChatStream:
-    rows = load_rows(config.path, config.name, config.split)
-    return ChatStream(rows, config, "completion", tokenizer, max_sequence_tokens, seed)
+def chats_of(data: DataConfig, tokenizer, max_sequence_tokens=20, seed=0, completion_column="completion") -> ChatStream:
+    config = SFTConfig(
+        data=data, seed=seed, max_sequence_tokens=max_sequence_tokens, completion_column=completion_column
+    )
+    return ChatStream(load_rows(data.path, data.name, data.split), config, tokenizer)
 
 
 def test_prompts_have_ids_columns_and_a_running_index(tokenizer, ten_rows):
@@ -447,9 +453,8 @@ def test_the_limit_of_chats_is_on_prompt_plus_completion(tokenizer, ten_rows):
 
 
 def test_chats_need_text(tokenizer, ten_rows):
-    config = config_of(ten_rows)
     with pytest.raises(ValueError, match="column 'extra' holds int, not text"):
-        ChatStream(load_rows(ten_rows, "", ""), config, "extra", tokenizer, 20, seed=0).draw(1)
+        chats_of(config_of(ten_rows), tokenizer, completion_column="extra").draw(1)
 
 
 # ---- evaluation

@@ -266,6 +266,11 @@ def open_pool(tmp_path: pathlib.Path):
         wait_until(lambda started=started: not any(map(alive, started)), f"{started} to be gone")
 
 
+def score(pool: RewardPool, rollouts: list[Rollout], group_size: int) -> list[Rollout]:
+    pool.submit(rollouts, group_size)
+    return pool.collect()
+
+
 def mine(folder: pathlib.Path, name: str) -> str:
     return f"{folder}/mine.py:{name}"
 
@@ -352,7 +357,7 @@ def test_a_misdeed_costs_that_completion_its_reward(misdeed, failure, open_pool,
     texts = [f"good {'x' * i}" for i in range(40)]
     texts[17] = f"{misdeed} and so on"
     for _ in range(2):
-        scored = pool.score([rollout(text) for text in texts], group_size=4)
+        scored = score(pool, [rollout(text) for text in texts], group_size=4)
         assert [r.text for r in scored] == texts
         bad = scored.pop(17)
         assert [r.reward for r in scored] == [1.5 * len(r.text) for r in scored]
@@ -371,7 +376,7 @@ def test_what_is_odd_but_no_failure(deed, value, open_pool, capfd):
     pool = open_pool({"act": 1.0}, num_workers=1)
     before = workers(pool)
     for _ in range(2):
-        scored = pool.score([rollout(deed), rollout("good"), rollout(deed), rollout("fine")], group_size=2)
+        scored = score(pool, [rollout(deed), rollout("good"), rollout(deed), rollout("fine")], group_size=2)
         assert [r.reward for r in scored] == [value, 4.0, value, 4.0]
         time.sleep(0.1)  # for the late alarm
     assert before[0] in workers(pool)
@@ -382,7 +387,7 @@ def test_many_misdeeds_at_once(open_pool, tmp_path):
     pool = open_pool({"act": 1.0}, timeout_seconds=SHORT, num_workers=4)
     bad = {3: "kill", 4: "loop", 11: "exit3", 12: "raises", 13: "sleep", 29: "allocate", 30: "kill", 31: "stop"}
     texts = [bad.get(i, f"good {i}") for i in range(32)]
-    scored = pool.score([rollout(text) for text in texts], group_size=8)
+    scored = score(pool, [rollout(text) for text in texts], group_size=8)
     assert [i for i, r in enumerate(scored) if r.failures] == list(bad)
     assert [r.reward for r in scored] == [None if i in bad else len(text) for i, text in enumerate(texts)]
 
@@ -390,7 +395,7 @@ def test_many_misdeeds_at_once(open_pool, tmp_path):
 def test_a_looping_call_ends_about_when_it_should(open_pool):
     pool = open_pool({"act": 1.0}, timeout_seconds=SHORT)
     start = time.monotonic()
-    pool.score([rollout("loop"), rollout("good")], group_size=1)
+    score(pool, [rollout("loop"), rollout("good")], group_size=1)
     assert SHORT <= time.monotonic() - start < SHORT + 10
 
 
@@ -412,15 +417,15 @@ def test_a_killed_worker_is_replaced_and_takes_all_it_started_along(open_pool, t
 def test_a_worker_that_dies_between_two_calls_is_nobodys_fault(open_pool):
     pool = open_pool({"act": 1.0}, num_workers=1)
     (before,) = workers(pool)
-    assert pool.score([rollout("die_later")], group_size=1)[0].reward == 1.0
+    assert score(pool, [rollout("die_later")], group_size=1)[0].reward == 1.0
     wait_until(lambda: before not in workers(pool), "the worker to die")
-    assert [r.reward for r in pool.score([rollout("good")] * 20, group_size=1)] == [4.0] * 20
+    assert [r.reward for r in score(pool, [rollout("good")] * 20, group_size=1)] == [4.0] * 20
 
 
 def test_what_fills_the_memory_does_not_stay(open_pool):
     pool = open_pool({"act": 1.0}, num_workers=1)
     (before,) = workers(pool)
-    scored = pool.score([rollout("allocate"), *[rollout("good")] * 20], group_size=1)
+    scored = score(pool, [rollout("allocate"), *[rollout("good")] * 20], group_size=1)
     assert [r.reward for r in scored] == [None] + [4.0] * 20
     assert workers(pool) != [before]
 
@@ -431,13 +436,13 @@ def test_what_fills_the_memory_does_not_stay(open_pool):
 
 def test_two_calls_run_at_the_same_time(open_pool):
     pool = open_pool({"meet": 1.0})
-    assert [r.reward for r in pool.score([rollout("meet1"), rollout("meet2")], group_size=1)] == [1.0, 1.0]
+    assert [r.reward for r in score(pool, [rollout("meet1"), rollout("meet2")], group_size=1)] == [1.0, 1.0]
 
 
 def test_ordinary_functions_get_one_completion_and_group_level_ones_a_group(open_pool, tmp_path):
     pool = open_pool({"record": 1.0, "record_group": 1.0})
     rollouts = [rollout("abcdef"[i], i // 3, 10 + i, i == 5, answer=["p", "q"][i // 3]) for i in range(6)]
-    scored = pool.score(rollouts, group_size=3)
+    scored = score(pool, rollouts, group_size=3)
     assert [r.rewards[mine(tmp_path, "record_group")] for r in scored] == [0.0, 1.0, 2.0] * 2
     assert [r.rewards[mine(tmp_path, "record")] for r in scored] == [0.0] * 6
     calls = sorted(json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines())
@@ -455,7 +460,7 @@ def test_ordinary_functions_get_one_completion_and_group_level_ones_a_group(open
 def test_a_group_level_call_fails_as_a_group_and_has_a_groups_time(open_pool, tmp_path):
     pool = open_pool({"slow_group": 1.0, "act_on_group": 1.0}, timeout_seconds=1.0)
     texts = ["a", "b", "loop", "d", "e", "f", "g", "h"]
-    scored = pool.score([rollout(text, i // 4) for i, text in enumerate(texts)], group_size=4)
+    scored = score(pool, [rollout(text, i // 4) for i, text in enumerate(texts)], group_size=4)
     assert [r.reward for r in scored] == [None] * 4 + [5.0] * 4
     assert [r.rewards[mine(tmp_path, "slow_group")] for r in scored] == [1.0] * 8  # 1.5 s each
     assert [r.failures for r in scored[:4]] == [{mine(tmp_path, "act_on_group"): "took longer than 4 s"}] * 4
@@ -465,7 +470,7 @@ def test_weighted_sums_leave_none_out(open_pool, tmp_path):
     pool = open_pool({"length": 0.5, "some": 2.0})
     length, some = mine(tmp_path, "length"), mine(tmp_path, "some")
     rollouts = [rollout("ab"), rollout(""), rollout("ab cd")]
-    scored = pool.score(rollouts, group_size=1)
+    scored = score(pool, rollouts, group_size=1)
     assert [r.rewards for r in scored] == [
         {length: 2.0, some: None},
         {length: 0.0, some: 10.0},
@@ -477,24 +482,24 @@ def test_weighted_sums_leave_none_out(open_pool, tmp_path):
 
 def test_only_none_is_no_reward_and_no_failure(open_pool, tmp_path):
     pool = open_pool({"nothing": 1.0})
-    (scored,) = pool.score([rollout("ab")], group_size=1)
+    (scored,) = score(pool, [rollout("ab")], group_size=1)
     assert scored.rewards == {mine(tmp_path, "nothing"): None}
     assert scored.reward is None and scored.failures == {}
 
 
 def test_no_rollouts_are_no_calls(open_pool):
-    assert open_pool({"inverse": 1.0}).score([], group_size=8) == []
+    assert score(open_pool({"inverse": 1.0}), [], group_size=8) == []
 
 
 def test_calls_run_on_the_main_thread_within_limits(open_pool):
     pool = open_pool({"main_thread": 1.0, "limits": 1.0})
-    assert pool.score([rollout("a")], group_size=1)[0].reward == 2.0
+    assert score(pool, [rollout("a")], group_size=1)[0].reward == 2.0
 
 
 def test_math_reward_compares_latex_in_a_worker(open_pool):
     pool = open_pool({"math_reward": 1.0}, answer_format="boxed", memory_gib=4.0)
     answers = [(r"\frac{3}{4}", "0.75"), ("x+1", "1+x"), (r"\frac{3}{5}", "0.75"), ("9^{9^{9^{9^9}}}", "x")]
-    scored = pool.score([rollout(rf"\boxed{{{given}}}", answer=reference) for given, reference in answers], 1)
+    scored = score(pool, [rollout(rf"\boxed{{{given}}}", answer=reference) for given, reference in answers], 1)
     assert [r.reward for r in scored] == [1.0, 1.0, 0.0, 0.0]
 
 
@@ -510,7 +515,7 @@ def test_code_runs_in_its_sandbox_under_a_worker(open_pool):
         "import os; os.kill(os.getppid(), 9)",
     ]
     tests = "assert f(1) == 2\nassert f(-1) == 0"
-    scored = pool.score([rollout(f"```python\n{code}\n```", tests=tests) for code in programs], 1)
+    scored = score(pool, [rollout(f"```python\n{code}\n```", tests=tests) for code in programs], 1)
     assert [r.reward for r in scored] == [1.0, 0.0, 0.0, 0.0] and not any(r.failures for r in scored)
 
 
@@ -541,7 +546,7 @@ def test_the_functions_find_the_drivers_folder_and_modules(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     pool = RewardPool(RewardConfig(functions={"mine.py:words": 1.0}, num_workers=1), 100)
-    assert pool.score([rollout("one two three")], group_size=1)[0].rewards == {"mine.py:words": 3.0}
+    assert score(pool, [rollout("one two three")], group_size=1)[0].rewards == {"mine.py:words": 3.0}
     pool.close()
 
 
@@ -552,13 +557,13 @@ def test_the_functions_find_the_drivers_folder_and_modules(tmp_path, monkeypatch
 def test_a_function_that_fails_for_every_completion_is_an_error(open_pool):
     pool = open_pool({"inverse": 1.0, "length": 1.0})
     with pytest.raises(RewardError) as caught:
-        check_all_failed(pool.score([rollout("0", answer="z" * 2000), rollout("0" * 600, answer="5")], group_size=1))
+        check_all_failed(score(pool, [rollout("0", answer="z" * 2000), rollout("0" * 600, answer="5")], group_size=1))
     message = str(caught.value)
     assert "mine.py:inverse failed for all 2 completions: ZeroDivisionError: division by zero (/" in message
     assert f"  completion: '0'\n  answer: '{'z' * 250} [.. 1500 characters ..] {'z' * 250}'" in message
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
     # the pool goes on, and one good completion is enough
-    scored = pool.score([rollout("0", answer="5"), rollout("2", answer="5")], group_size=1)
+    scored = score(pool, [rollout("0", answer="5"), rollout("2", answer="5")], group_size=1)
     check_all_failed(scored)
     check_all_failed([])
     assert [r.reward for r in scored] == [None, 1.5]
@@ -567,7 +572,7 @@ def test_a_function_that_fails_for_every_completion_is_an_error(open_pool):
 def test_a_function_that_times_out_for_every_completion_is_an_error(open_pool):
     pool = open_pool({"act": 1.0}, timeout_seconds=0.2)
     with pytest.raises(RewardError, match=r"act failed for the only completion: took longer than 0.2 s\n"):
-        check_all_failed(pool.score([rollout("loop")], group_size=1))
+        check_all_failed(score(pool, [rollout("loop")], group_size=1))
 
 
 @pytest.mark.parametrize(
@@ -601,10 +606,10 @@ def test_functions_that_can_no_longer_be_loaded_end_the_run_only_with_the_last_p
     pool = open_pool({"act": 1.0})
     (tmp_path / "mine.py").write_text("raise KeyError('late')")
     rollouts = [rollout("kill"), *[rollout("good")] * 20]
-    assert [r.reward for r in pool.score(rollouts, group_size=1)] == [None] + [4.0] * 20
-    assert [r.reward for r in pool.score(rollouts[1:], group_size=1)] == [4.0] * 20
+    assert [r.reward for r in score(pool, rollouts, group_size=1)] == [None] + [4.0] * 20
+    assert [r.reward for r in score(pool, rollouts[1:], group_size=1)] == [4.0] * 20
     with pytest.raises(RuntimeError, match=r"no reward process is left after \d+ attempts .*: KeyError: 'late' "):
-        pool.score(rollouts, group_size=1)
+        score(pool, rollouts, group_size=1)
     assert "warning: a reward process ended without a call to blame: KeyError: 'late'" in capfd.readouterr().err
 
 
@@ -633,7 +638,7 @@ def test_a_dead_supervisor_is_an_error_and_takes_the_workers_along(when, open_po
         pool.submit(rollouts, group_size=1)
     pool.supervisor.kill()
     with pytest.raises(RuntimeError, match="supervises the reward functions hung up; it ended with code -9"):
-        pool.collect() if when == "after" else pool.score(rollouts, group_size=1)
+        pool.collect() if when == "after" else score(pool, rollouts, group_size=1)
     wait_until(lambda: not any(map(alive, started)), "the workers to be gone")
 
 
@@ -644,7 +649,7 @@ def test_a_stuck_supervisor_is_an_error(open_pool, monkeypatch):
     started = family(pool.supervisor.pid)
     pool.supervisor.send_signal(signal.SIGSTOP)
     with pytest.raises(RuntimeError, match=r"did not answer for .* s; it ended with code -9"):
-        pool.score([rollout("a")], group_size=1)
+        score(pool, [rollout("a")], group_size=1)
     wait_until(lambda: not any(map(alive, started)), "the workers to be gone")
 
 
@@ -653,7 +658,7 @@ def test_ctrl_c_is_the_drivers_business(open_pool):
     before = family(pool.supervisor.pid)
     for pid in before:
         os.kill(pid, signal.SIGINT)
-    assert pool.score([rollout("good")], group_size=1)[0].reward == 4.0
+    assert score(pool, [rollout("good")], group_size=1)[0].reward == 4.0
     assert family(pool.supervisor.pid) == before
 
 
