@@ -3,23 +3,28 @@
     torchrun --nproc_per_node=8 train_grpo.py [RECIPE.py] [--field value ...]
 
 Sample a group of completions for each prompt, score them, compare each with its group, update the policy, give the
-generators the new weights. Per token, with r = policy / old policy, A = (reward - mean of its group) / std of its group
-and beta the KL coefficient, GRPO (Shao et al. 2024, arXiv:2402.03300) minimises
+generators the new weights. A completion of reward r has the advantage A = (r - mean of its group) / std of its group.
+With the ratio = policy / old policy of a token and beta the KL coefficient, GRPO (Shao et al. 2024, arXiv:2402.03300)
+minimises, averaged over a completion's tokens and then over completions,
 
-    -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
+    -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
+
+Other losses, advantages and averages are a field of the config away; their formulas are in grpo/algorithm/.
 
 Every rank runs this script. The ranks are split into trainers, references and generators, and one of the trainers,
-rank 0, is the driver too: it alone draws prompts, scores completions, decides and logs. A rank asks `roles.trains`,
-`roles.references` and `roles.generates` what it has to do, so the loop reads the same whether roles share GPUs or not.
-What takes `roles`, and every method of `driver`, is called by all ranks together and in this order; what belongs to
-`trainer`, by the trainer ranks. A batch is whole on every trainer; each takes its own part of the micro-batches.
+rank 0, is the driver too: it alone draws prompts, has completions scored, decides and logs. A rank holds the objects of
+its roles (`trainer`, `reference`, `generator`) and None for the others, so the loop reads the same whether roles share
+GPUs or not. Functions that take `roles`, and all methods of `driver` except `state`, are collective: every rank calls
+them, in this order; off rank 0 a driver's method only waits for what rank 0 decides. Functions of `trainer` are
+collective over the trainers. A batch is whole on every trainer, which takes its own part of the micro-batches.
 
-Tensors have shape suffixes: B rows and T positions of a micro-batch, S sequences, N tokens of all sequences laid end to
-end (grpo/types.py has them all).
+A suffix on a tensor's name spells its dimensions: B rows and T positions of a micro-batch, S sequences (a prompt with
+its completion), N tokens of all sequences laid end to end. grpo/types.py has them all.
 """
 
 import os
 import pathlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +36,7 @@ from grpo.algorithm.importance import correct_importance, mismatch
 from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import configured_loss
-from grpo.config import GRPOConfig
+from grpo.config import AlgorithmConfig, GRPOConfig
 from grpo.config.layout import check_world_size
 from grpo.config.recipes import load
 from grpo.data.batches import split_groups
@@ -45,7 +50,7 @@ from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run import checkpoint
-from grpo.run.driver import Driver, Sampled
+from grpo.run.driver import Driver, Sampled, Start
 from grpo.run.failures import refuse_bad_input, run_rank, set_place
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
@@ -64,90 +69,72 @@ def main() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The loop
+# The loop, on every rank
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def train(config: GRPOConfig, roles: Roles) -> None:
-    """Run `config.num_steps` GRPO steps. Every rank calls it."""
+    """Run the GRPO steps up to `config.num_steps`, from the checkpoint's or from 0."""
     timer = StepTimer(roles.is_driver)
     driver = Driver(config, roles, timer)
-    with timer.startup("checking data, tokenizer and model, starting the reward processes"):
-        start = driver.start()
-        folder = fetch_folder(start.folder, roles.control)
-    with timer.startup("starting vLLM, loading the policy" + " and the reference" * config.needs_reference):
-        # vLLM first: it sizes its KV cache from the free memory
-        generator = Generator(config, folder, start.stop_token_ids, roles) if roles.generates else None
-        trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles) if roles.trains else None
-        if config.needs_reference:
-            reference_folder = fetch_folder(start.reference_folder, roles.control)
-        reference = Reference(config, reference_folder, roles) if roles.references else None
-    with timer.startup("waiting for the other ranks"):
-        wait_for_all(roles)
-    if start.checkpoint is not None:
-        with timer.startup("loading the checkpoint"):
-            if roles.trains:
-                checkpoint.load_checkpoint(start.checkpoint, trainer)
-            sync_weights(trainer, generator, start.step, roles)
-    if start.eval_prompts and start.step == 0:
-        evaluate(driver, generator, start.eval_prompts, 0, roles)
+    start, trainer, reference, generator = start_up(config, driver, timer, roles)
 
     for step in range(start.step, config.num_steps):
-        plan = driver.plan(step)  # which prompts; whether to check, sync, save, evaluate: decided once, for all ranks
+        plan = driver.plan(step)  # which prompts; whether to check, sync, evaluate, save: decided once, for all ranks
+        kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
 
         with timer.phase("generate"):
-            sampled = sample(config, plan, generator, driver, roles)  # generators -> driver
-            batch = send_batch(driver.batch(sampled), roles)  # driver -> references and trainers
+            sampled = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
+            batch = send_batch(driver.make_batch(sampled), roles)  # driver -> references and trainers
 
-        with timer.phase("reference"):  # meanwhile the driver's worker processes score the completions
-            ref_logprobs_N = reference.logprobs(batch) if roles.references else None
-            batch = add_ref_logprobs(batch, ref_logprobs_N, roles)  # references -> trainers
+        with timer.phase("reference"):  # meanwhile worker processes of the driver score
+            batch = add_ref_logprobs(batch, reference, roles)  # references -> trainers
 
         with timer.phase("reward"):
-            sampled = driver.score(sampled)  # waits for what is not scored yet
-            rewards_S, has_reward_S = send_rewards(driver.rewards(sampled), roles)  # driver -> trainers
+            sampled = driver.collect_rewards(sampled)
+            rewards_S, has_reward_S = send_rewards(driver.reward_tensors(sampled), roles)  # driver -> trainers
 
         with timer.phase("train"), timer.compilation_in_startup():
-            metrics = StepMetrics(len(rewards_S))
-            if roles.trains:
-                batch = add_advantages(config, batch, rewards_S, has_reward_S, metrics)
-                update(config, plan, trainer, batch, metrics)
+            metrics = StepMetrics(len(rewards_S))  # filled on the trainers
+            if trainer:
+                batch = add_advantages(config, batch, rewards_S, has_reward_S, kl_coef, metrics)
+                update(config, plan, trainer, batch, kl_coef, metrics)
 
-        with timer.phase("sync"):  # trainers -> generators, which then hold the weights of `step + 1` steps
+        with timer.phase("sync"):  # trainers -> generators, which then hold the weights after `step + 1` steps
             if plan.sync:
                 sync_weights(trainer, generator, step + 1, roles)
 
-        if plan.evaluate:
+        if plan.evaluate:  # only in steps that sync
             with timer.phase("evaluate"):
                 evaluate(driver, generator, start.eval_prompts, step + 1, roles)
         driver.log(step + 1, sampled, batch, metrics)
-        # Saved last, so that a run which dies before or meanwhile repeats the step with its evaluation and log line.
-        if plan.save and roles.trains:
+        if plan.save and trainer:  # last: a run that dies before it is complete repeats the step, its log line included
             with timer.phase("save"):
-                state = driver.state(step + 1) if roles.is_driver else None
+                state = driver.state(step + 1)
                 checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
 
-    if config.checkpoint.export and roles.trains:
+    if config.checkpoint.export and trainer:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
     driver.finish()
-    close_roles(roles, generator.close if roles.generates else None)
+    close_roles(roles, generator.close if generator else None)
 
 
 def sample(config: GRPOConfig, plan: Plan, generator: Generator | None, driver: Driver, roles: Roles) -> Sampled | None:
-    """Complete the plan's prompts, `config.group_size` times each; the driver gets rollouts. Every rank calls it."""
+    """Complete the plan's prompts, `config.group_size` times each. Returns the rollouts on the driver, else None."""
     sampled, prompts = None, plan.prompts
-    while prompts:  # once; dynamic sampling goes on with other prompts until it has enough groups that differ
-        completions = generator.generate(prompts, config.group_size) if roles.generates else None
+    while prompts:  # once; dynamic sampling takes other prompts until enough groups have rewards that are not all equal
+        completions = generator.generate(prompts, config.group_size) if generator else None
         completions = gather_completions(completions, roles)
         sampled = driver.take(sampled, plan, prompts, completions)
         prompts = driver.more_prompts(sampled)
-    if roles.generates:
-        generator.sleep()  # colocated and asked for: its memory is the trainer's until the sync
+    if generator:
+        generator.sleep()  # does nothing unless colocated with generator.sleep set; the sync of this step wakes it
     return sampled
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The algorithm, on trainer ranks
+# The algorithm, on the trainers. What is measured goes into `metrics`: numbers by `record`, and a value per token of
+# each micro-batch by the objective's dict; their means are over all loss tokens of the step, whatever rank had them.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -156,79 +143,79 @@ def add_advantages(
     batch: TrainBatch,
     rewards_S: torch.Tensor,
     has_reward_S: torch.Tensor,
+    kl_coef: float,
     metrics: StepMetrics,
 ) -> TrainBatch:
-    """Compare each reward with its group; a sequence's advantage is that of all its tokens.
+    """Compare each reward with its group; all tokens of a completion get its advantage.
 
-    Excluded from the loss from here on: sequences without a reward and, if so configured, truncated ones.
+    The loss mask, so far the sampled tokens with a finite log-prob, loses the sequences without a reward and, with
+    `mask_truncated`, the truncated ones, whose rewards still count in their group.
     """
     algorithm = config.algorithm
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
-        penalty_S = algorithm.kl_coef * sequence_kl(batch, algorithm.kl_estimator)
+        penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # generator || reference, which sampled
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
         rewards_S = rewards_S - penalty_S
+    # (reward - mean of the group) / (std of the group + 1e-4), or what algorithm.advantages names
     advantages_S = group_advantages(rewards_S, has_reward_S, config.group_size, algorithm.advantages)
     trained_S = has_reward_S & ~batch.truncated_S if algorithm.mask_truncated else has_reward_S
     return replace(
         batch,
-        advantages_N=advantages_S[batch.row_N],
-        loss_mask_N=batch.loss_mask_N & trained_S[batch.row_N],
+        advantages_N=advantages_S[batch.owner_N],
+        loss_mask_N=batch.loss_mask_N & trained_S[batch.owner_N],
     )
 
 
-def update(config: GRPOConfig, plan: Plan, trainer: Trainer, batch: TrainBatch, metrics: StepMetrics) -> None:
-    """The step's optimizer updates: `num_epochs` passes over its groups in `num_mini_batches`, by default just one."""
+def update(
+    config: GRPOConfig, plan: Plan, trainer: Trainer, batch: TrainBatch, kl_coef: float, metrics: StepMetrics
+) -> None:
+    """The step's optimizer updates: `num_epochs` passes over the batch, each split by groups into `num_mini_batches`.
+
+    One update for each mini-batch; by default one in all.
+    """
     algorithm, loss_function = config.algorithm, configured_loss(config.algorithm)
-    kl_coef = algorithm.kl_coef  # a schedule would be a function of plan.step
-    if config.recomputes_old_logprobs:  # with one update they are the policy's own, and need no forward
+    if config.recomputes_old_logprobs:  # with a single update they are those of its own forward
         batch = replace(batch, old_logprobs_N=trainer.logprobs(batch))
-    first = True
+    first_update = True
     for _ in range(algorithm.num_epochs):
         for mini_batch in split_groups(batch, config.group_size, algorithm.num_mini_batches):
-            # counted over all micro-batches and ranks, so how they split the mini-batch changes nothing
+            # of the whole mini-batch, which every trainer has: micro-batches, packing and ranks change nothing
             denominator = loss_denominator(
                 mini_batch.num_loss_tokens_S, algorithm.aggregation, config.generator.max_completion_tokens
             )
-            objective = partial(
-                grpo_objective,
-                algorithm=algorithm,
-                loss_function=loss_function,
-                kl_coef=kl_coef,
-                denominator=denominator,
-                first=first,
-            )
+            objective = partial(grpo_objective, algorithm, loss_function, kl_coef, denominator, first_update)
             trainer.forward_backward(mini_batch, objective, metrics)
-            if plan.sync_check and first:
-                check_sync(metrics, config.largest_mismatch)  # stops the run before anything is updated
+            if plan.sync_check and first_update:
+                check_sync(metrics, config.largest_mismatch)  # over all trainers' tokens; stops them before the update
             metrics.record(**trainer.optimizer_step())
-            first = False
-    trainer.scheduler_step()
+            first_update = False
+    trainer.scheduler_step()  # the learning rate follows steps, not updates
 
 
 def grpo_objective(
+    algorithm: AlgorithmConfig,
+    loss_function: Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+    kl_coef: float,
+    denominator: float,
+    first_update: bool,
     micro: MicroBatch,
     logprobs_BT: torch.Tensor,
     entropy_BT: torch.Tensor,
-    *,
-    algorithm,
-    loss_function,
-    kl_coef: float,
-    denominator: float,
-    first: bool,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One micro-batch's part of an update's objective, and its metrics per token. The parts sum to the whole.
+    """One micro-batch's part of an update's objective, and metrics per token. Parts and gradients are summed.
 
-    There are three policies: the one being trained, `old`, which it was when the step began, and the generator's, which
-    sampled and differs from `old` by precision, or because it holds older weights. `first`: nothing is updated yet.
+    Besides the frozen reference there are three versions of the policy: as it is now (`logprobs`), as it was when the
+    step began (`old`), and the generator's, which drew the samples and differs from `old` in numerics, or because its
+    weights are some steps older.
     """
-    old_known = first or micro.old_logprobs_BT is not None
     old_BT = logprobs_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
-    ratio_below_BT = micro.generator_logprobs_BT if algorithm.old_logprobs == "generator" else old_BT
-    inputs = LossInputs.of(micro, logprobs_BT, ratio_below_BT)
+    denominator_BT = micro.generator_logprobs_BT if algorithm.old_logprobs == "generator" else old_BT
+    inputs = LossInputs.of(micro, logprobs_BT, denominator_BT)
 
-    loss_BT, metrics = loss_function(inputs)  # -min(r * A, clip(r) * A), or what algorithm.loss names
-    loss_BT, metrics = correct_importance(loss_BT, metrics, old_BT, inputs, algorithm)  # old / generator
-    if old_known:  # else it would measure how far training moved the policy
+    # -min(ratio * A, clip(ratio) * A) with ratio = exp(logprobs - denominator), or what algorithm.loss names
+    loss_BT, metrics = loss_function(inputs)
+    loss_BT, metrics = correct_importance(loss_BT, metrics, old_BT, inputs, algorithm)  # times old / generator
+    if first_update or micro.old_logprobs_BT is not None:  # else it would measure training and not the generator
         metrics |= mismatch(old_BT, inputs)
     if micro.ref_logprobs_BT is not None:
         kl_BT = kl(logprobs_BT, micro.ref_logprobs_BT, micro.loss_mask_BT, algorithm.kl_estimator)
@@ -238,6 +225,40 @@ def grpo_objective(
     if algorithm.entropy_coef:
         loss_BT = loss_BT - algorithm.entropy_coef * entropy_BT
     return aggregate(loss_BT, inputs, algorithm.aggregation, denominator), metrics
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before the first step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def start_up(
+    config: GRPOConfig, driver: Driver, timer: StepTimer, roles: Roles
+) -> tuple[Start, Trainer | None, Reference | None, Generator | None]:
+    """Check everything on rank 0, then load this rank's models. Every rank calls it."""
+    trainer = reference = generator = None
+    with timer.startup("checking data, tokenizer and model, starting the reward processes"):
+        start = driver.start()
+        folder = fetch_folder(start.model_folder, roles.control)
+    with timer.startup("starting vLLM, loading the models"):
+        if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
+            generator = Generator(config, folder, start.stop_token_ids, roles)
+        if roles.trains:
+            trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
+        if config.needs_reference:
+            folder = fetch_folder(start.reference_folder, roles.control)
+            reference = Reference(config, folder, roles) if roles.references else None
+    with timer.startup("waiting for the other ranks"):
+        wait_for_all(roles)
+    if start.checkpoint is not None:
+        with timer.startup("loading the checkpoint"):
+            if trainer:
+                checkpoint.load_checkpoint(start.checkpoint, trainer)
+            sync_weights(trainer, generator, start.step, roles)
+    if start.eval_prompts and start.step == 0:
+        with timer.startup("evaluating before the first step"):
+            evaluate(driver, generator, start.eval_prompts, 0, roles)
+    return start, trainer, reference, generator
 
 
 if __name__ == "__main__":

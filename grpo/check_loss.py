@@ -149,7 +149,7 @@ def some_tokens() -> TrainBatch:
         sampled_T = policy[-1] - (torch.rand(length + 2, generator=generator) - 0.5)
         samples.append(Sample(position_T, (position_T > 0) & (position_T <= length), sampled_T))
     batch = make_batch(samples)
-    advantages_N = torch.tensor(ADVANTAGES)[batch.row_N].where(batch.loss_mask_N, 0)
+    advantages_N = torch.tensor(ADVANTAGES)[batch.owner_N].where(batch.loss_mask_N, 0)
     return dataclasses.replace(
         batch, old_logprobs_N=torch.cat(policy), ref_logprobs_N=torch.cat(policy) - 0.1, advantages_N=advantages_N
     )

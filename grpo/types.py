@@ -126,14 +126,14 @@ class TrainBatch:
         return len(self.ids_N)
 
     @functools.cached_property
-    def row_N(self) -> torch.Tensor:
-        """int64: the position in `lengths_S` of each token's sequence."""
+    def owner_N(self) -> torch.Tensor:
+        """int64: which of the S sequences each token belongs to."""
         return torch.arange(self.num_sequences).repeat_interleave(self.lengths_S)
 
     @functools.cached_property
     def num_loss_tokens_S(self) -> torch.Tensor:
         """int64: tokens of each sequence that count in the loss; 0 for a sequence that is excluded."""
-        return torch.zeros(self.num_sequences, dtype=torch.int64).index_add(0, self.row_N, self.loss_mask_N.long())
+        return torch.zeros(self.num_sequences, dtype=torch.int64).index_add(0, self.owner_N, self.loss_mask_N.long())
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,4 +41,4 @@ def kl(
 def sequence_kl(batch: TrainBatch, estimator: str) -> torch.Tensor:
     """KL from what sampled each sequence to the reference, summed over its loss tokens: float32 [S], nats."""
     kl_N = kl(batch.generator_logprobs_N, batch.ref_logprobs_N, batch.loss_mask_N, estimator)
-    return torch.zeros(batch.num_sequences).index_add(0, batch.row_N, kl_N)
+    return torch.zeros(batch.num_sequences).index_add(0, batch.owner_N, kl_N)

@@ -120,7 +120,7 @@ def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int,
     def lay_out(values_N: torch.Tensor | None, index_BT: torch.Tensor, elsewhere: float = 0) -> torch.Tensor | None:
         return None if values_N is None else values_N[index_BT.clamp(min=0)].masked_fill(index_BT < 0, elsewhere)
 
-    row_BT = lay_out(batch.row_N, own_BT, -1)
+    row_BT = lay_out(batch.owner_N, own_BT, -1)
     return MicroBatch(
         ids_BT=lay_out(batch.ids_N, own_BT, pad_id),
         positions_BT=positions_BT,

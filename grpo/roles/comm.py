@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from grpo.roles.process_groups import Roles
+from grpo.roles.reference import Reference
 from grpo.types import Completion, TrainBatch
 
 Method = TypeVar("Method", bound=Callable)
@@ -91,16 +92,16 @@ def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
     return TrainBatch(**tensors) if roles.trains or roles.references else None
 
 
-def add_ref_logprobs(batch: TrainBatch | None, ref_logprobs_N: torch.Tensor | None, roles: Roles) -> TrainBatch | None:
-    """Join the reference ranks' log-probs into everyone's batch, if there is a reference. Collective over `control`.
+def add_ref_logprobs(batch: TrainBatch | None, reference: Reference | None, roles: Roles) -> TrainBatch | None:
+    """Compute the reference's log-probs and join them into everyone's batch, if there is a reference.
 
-    Each reference rank passes a float32 [N] tensor that holds its own part and 0 elsewhere, so that the sum over
-    ranks is the whole and exact. Ranks without a reference pass None.
+    Collective over `roles.control`: reference ranks pass theirs, the others None. Each computes its part of the tokens
+    and has 0 elsewhere, so that the sum over ranks is the whole and exact.
     """
     if not roles.reference_ranks:
         return batch
     size = broadcast(batch.num_tokens if roles.is_driver else None, roles.control)
-    total_N = torch.zeros(size) if ref_logprobs_N is None else ref_logprobs_N.clone()
+    total_N = reference.logprobs(batch) if reference else torch.zeros(size)
     dist.all_reduce(total_N, group=roles.control)
     return batch and replace(batch, ref_logprobs_N=total_N)
 

@@ -47,7 +47,7 @@ class Start:
     """What every rank must know before the first step."""
 
     step: int
-    folder: str
+    model_folder: str
     reference_folder: str
     stop_token_ids: list[int]
     eval_prompts: list[Prompt]
@@ -111,7 +111,7 @@ class Driver:
         )
         return Start(
             step=self.first_step,
-            folder=folder,
+            model_folder=folder,
             reference_folder=config.model.reference_path or folder,
             stop_token_ids=self.scorer.stop_token_ids,
             eval_prompts=eval_prompts,
@@ -191,14 +191,14 @@ class Driver:
         return []
 
     @on_driver
-    def batch(self, sampled: Sampled) -> TrainBatch:
+    def make_batch(self, sampled: Sampled) -> TrainBatch:
         """The step's rollouts laid end to end."""
         if not any(r.completion.logprobs_T.isfinite().any() for r in sampled.rollouts):
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         return make_batch([sample_of(r.prompt, r.completion) for r in sampled.rollouts])
 
     @on_driver
-    def score(self, sampled: Sampled) -> Sampled:
+    def collect_rewards(self, sampled: Sampled) -> Sampled:
         """Wait for the rewards of the step's rollouts, which workers computed meanwhile."""
         if not self.config.sampling.dynamic:
             rollouts = self._collect()
@@ -207,7 +207,7 @@ class Driver:
         return sampled
 
     @on_driver
-    def rewards(self, sampled: Sampled) -> tuple[torch.Tensor, torch.Tensor]:
+    def reward_tensors(self, sampled: Sampled) -> tuple[torch.Tensor, torch.Tensor]:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return reward_tensors(sampled.rollouts)
 
@@ -216,9 +216,9 @@ class Driver:
         self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
         return rollouts
 
-    def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` steps must hold of the driver. On rank 0 alone."""
-        return {"step": step, "data": self.stream.state_dict()}
+    def state(self, step: int) -> dict[str, Any] | None:
+        """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
+        return {"step": step, "data": self.stream.state_dict()} if self.roles.is_driver else None
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
@@ -265,6 +265,6 @@ class Driver:
 def sequence_advantages(batch: TrainBatch) -> list[float | None]:
     """The mean advantage of each sequence's loss tokens; None for a sequence that is excluded."""
     values_N = batch.advantages_N.double().where(batch.loss_mask_N, 0)
-    sums_S = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.row_N, values_N)
+    sums_S = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.owner_N, values_N)
     means = (sums_S / batch.num_loss_tokens_S).tolist()
     return [None if math.isnan(mean) else mean for mean in means]

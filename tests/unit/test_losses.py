@@ -793,7 +793,7 @@ def loss_and_gradients(step, loss_name, kind, num_ranks, max_tokens, packing, mu
         policy_N += [no_prompt.double(), policy]
     batch, policy_N = make_batch(samples), torch.cat(policy_N)
     advantages_S = torch.tensor([advantage for _, _, advantage, _, _ in step])
-    batch = dataclasses.replace(batch, advantages_N=advantages_S[batch.row_N])
+    batch = dataclasses.replace(batch, advantages_N=advantages_S[batch.owner_N])
     denominator = loss_denominator(batch.num_loss_tokens_S, kind, 8)
     lengths = batch.lengths_S.tolist()
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, packing, multiple)

@@ -33,16 +33,8 @@ def step(algorithm: AlgorithmConfig, logprobs=LOGPROBS, first=True, **fields) ->
     micro = build_micro_batch(batch, [[0]], row_length=4)
     logprobs_BT = torch.tensor([[*logprobs, 0.0, 0.0]], requires_grad=True)
     algorithm = complete(GRPOConfig(algorithm=algorithm)).algorithm
-    loss, metrics = grpo_objective(
-        micro,
-        logprobs_BT,
-        torch.zeros(1, 4),
-        algorithm=algorithm,
-        loss_function=configured_loss(algorithm),
-        kl_coef=algorithm.kl_coef,
-        denominator=1.0,
-        first=first,
-    )
+    settings = algorithm, configured_loss(algorithm), algorithm.kl_coef, 1.0, first
+    loss, metrics = grpo_objective(*settings, micro, logprobs_BT, torch.zeros(1, 4))
     loss.backward()
     return loss.item(), {name: x[0, :2].tolist() for name, x in metrics.items()}, logprobs_BT.grad[0, :2].tolist()
 
@@ -115,7 +107,7 @@ def advantages(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[TrainBatc
     """Two groups of two; the last completion has no reward."""
     metrics = StepMetrics(4)
     config = complete(GRPOConfig(algorithm=algorithm, group_size=2))
-    return add_advantages(config, batch, *REWARDS, metrics), metrics.means()
+    return add_advantages(config, batch, *REWARDS, algorithm.kl_coef, metrics), metrics.means()
 
 
 def test_every_token_has_its_sequences_advantage_and_the_mask_says_who_counts():

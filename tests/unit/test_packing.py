@@ -140,7 +140,7 @@ def test_a_batch_is_its_samples_laid_end_to_end():
     assert batch.loss_mask_N.tolist() == [False, True, False, False, True, False, True]
     assert batch.temperatures_S.tolist() == pytest.approx([1.0, 0.7]) and batch.versions_S.tolist() == [0, 4]
     assert batch.truncated_S.tolist() == [False, True] and batch.sequence_S.tolist() == [0, 1]
-    assert batch.row_N.tolist() == [0, 0, 1, 1, 1, 1, 1] and batch.num_loss_tokens_S.tolist() == [1, 2]
+    assert batch.owner_N.tolist() == [0, 0, 1, 1, 1, 1, 1] and batch.num_loss_tokens_S.tolist() == [1, 2]
     # one sample that was not sampled, and none has a sampling log-prob
     assert make_batch([Sample(torch.tensor([1]), torch.tensor([False])), sample]).generator_logprobs_N is None
 
@@ -252,7 +252,7 @@ def test_mini_batches_are_whole_groups_in_order():
     assert torch.cat([first.ids_N, second.ids_N]).equal(batch.ids_N)
     assert first.old_logprobs_N is None
     # a sequence keeps its index in the step, in the micro-batch too
-    assert second.sequence_S.tolist() == [2, 3, 4, 5] and second.row_N.max() == 3
+    assert second.sequence_S.tolist() == [2, 3, 4, 5] and second.owner_N.max() == 3
     micro = build_micro_batch(second, [[1]], row_length=10)
     assert micro.sequence_BT.tolist() == [[3] * 8 + [-1] * 2] and micro.num_sequences == 6
     assert micro.num_loss_tokens_BT.tolist() == [[4] * 8 + [1] * 2]

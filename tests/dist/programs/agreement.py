@@ -56,7 +56,7 @@ def main() -> None:
 
     for version in range(NUM_ROUNDS):
         batch = sample(config, generator, version, roles)
-        batch = add_ref_logprobs(batch, reference.logprobs(batch) if roles.references else None, roles)
+        batch = add_ref_logprobs(batch, reference, roles)
         if roles.trains:
             # the reference stays what it was, however far the policy went
             generator_error = difference(batch, trainer, roles)
@@ -130,7 +130,7 @@ def sample(config: GRPOConfig, generator: Generator | None, version: int, roles:
         repeated = [prompt for prompt in prompts for _ in range(config.group_size)]
         batch = make_batch([sample_of(prompt, c) for prompt, c in zip(repeated, completions, strict=True)])
         advantages_S = torch.linspace(-1, 1, batch.num_sequences)
-        batch = dataclasses.replace(batch, advantages_N=advantages_S[batch.row_N])
+        batch = dataclasses.replace(batch, advantages_N=advantages_S[batch.owner_N])
     return send_batch(batch, roles)
 
 
@@ -148,14 +148,8 @@ def step(trainer: Trainer, config: GRPOConfig, batch: TrainBatch) -> None:
     """One update with its sync check, as in the loop. Collective over the trainer ranks."""
     trainer.zero_gradient()
     metrics, algorithm = StepMetrics(batch.num_sequences), config.algorithm
-    objective = functools.partial(
-        grpo_objective,
-        algorithm=algorithm,
-        loss_function=configured_loss(algorithm),
-        kl_coef=algorithm.kl_coef,
-        denominator=float(batch.num_sequences),
-        first=True,
-    )
+    loss_function, denominator = configured_loss(algorithm), float(batch.num_sequences)
+    objective = functools.partial(grpo_objective, algorithm, loss_function, algorithm.kl_coef, denominator, True)
     trainer.forward_backward(batch, objective, metrics)
     check_sync(metrics, config.largest_mismatch)
     trainer.optimizer_step()

@@ -125,13 +125,9 @@ def main() -> None:
 def objective_of(config: GRPOConfig, batch: TrainBatch) -> Objective:
     """The objective of a step's first update, as `train_grpo.update` puts it together."""
     algorithm = config.algorithm
+    denominator = denominator_of(config, batch.num_loss_tokens_S)
     return functools.partial(
-        train_grpo.grpo_objective,
-        algorithm=algorithm,
-        loss_function=configured_loss(algorithm),
-        kl_coef=algorithm.kl_coef,
-        denominator=denominator_of(config, batch.num_loss_tokens_S),
-        first=True,
+        train_grpo.grpo_objective, algorithm, configured_loss(algorithm), algorithm.kl_coef, denominator, True
     )
 
 
@@ -159,7 +155,7 @@ def make_step(order: list[int]) -> TrainBatch:
     samples, ref_logprobs, advantages = zip(*(rows[i] for i in order), strict=True)
     batch = make_batch(samples)
     return dataclasses.replace(
-        batch, ref_logprobs_N=torch.cat(ref_logprobs), advantages_N=torch.tensor(advantages)[batch.row_N]
+        batch, ref_logprobs_N=torch.cat(ref_logprobs), advantages_N=torch.tensor(advantages)[batch.owner_N]
     )
 
 
