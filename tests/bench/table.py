@@ -9,6 +9,7 @@ import statistics
 import sys
 
 SHOWN = (
+    "time/startup",
     "time/step",
     "time/generate",
     "time/reward",
@@ -24,10 +25,10 @@ SHOWN += (
     "mismatch/mean",
     "mismatch/max",
     "mismatch/kl",
-    "ess",
-    "ratio_mean",
+    "mismatch/ess",
+    "loss/ratio_mean",
 )
-SHOWN += ("ratio_max", "loss", "kl", "grad_norm")
+SHOWN += ("loss/ratio_max", "loss", "kl", "grad_norm")
 
 
 def main(run_dir: str, first_step: int = 3) -> None:
