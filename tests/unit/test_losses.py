@@ -471,7 +471,7 @@ def test_effective_sample_size_at_its_ends():
     assert effective_sample_size(0.1, 0.01 - 1e-12) == 1.0
 
 
-def test_sampler_kl_is_that_of_generator_and_policy():
+def test_mismatch_kl_is_that_of_generator_and_policy():
     generator_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     policy_V = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     metrics = mismatch(policy_V.log()[None], sampled_by(generator_V.log()[None], [True] * 3))
