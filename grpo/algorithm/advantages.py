@@ -40,7 +40,7 @@ def group_advantages(
     rewards_PG, there_PG = _by_group(rewards_S, has_reward_S, group_size)
     num_rewards_P1 = there_PG.sum(dim=1, keepdim=True)
     mean_P1 = rewards_PG.sum(dim=1, keepdim=True) / num_rewards_P1.clamp(min=1)
-    differ_P1 = ~_no_two_differ(rewards_PG, there_PG)[:, None]
+    differ_P1 = ~zero_variance(rewards_S, has_reward_S, group_size)[:, None]
     centered_PG = (rewards_PG - mean_P1).where(there_PG & differ_P1, 0.0)
     if kind == "group_std":
         variance_P1 = centered_PG.square().sum(dim=1, keepdim=True) / (num_rewards_P1 - 1).clamp(min=1)
@@ -71,7 +71,10 @@ def zero_variance(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_siz
     Raises:
         ValueError: S is no multiple of `group_size`, or a reward is not finite.
     """
-    return _no_two_differ(*_by_group(rewards_S, has_reward_S, group_size))
+    rewards_PG, there_PG = _by_group(rewards_S, has_reward_S, group_size)
+    lowest_P = rewards_PG.masked_fill(~there_PG, torch.inf).amin(dim=1)
+    highest_P = rewards_PG.masked_fill(~there_PG, -torch.inf).amax(dim=1)
+    return lowest_P >= highest_P  # inf and -inf in a group without a reward
 
 
 def _by_group(
@@ -89,9 +92,3 @@ def _by_group(
         first = int(broken_S.int().argmax())
         raise ValueError(f"reward of sequence {first} is {rewards_S[first].item()}; rewards must be finite")
     return rewards_S.view(-1, group_size), has_reward_S.view(-1, group_size)
-
-
-def _no_two_differ(rewards_PG: torch.Tensor, there_PG: torch.Tensor) -> torch.Tensor:
-    lowest_P = rewards_PG.masked_fill(~there_PG, torch.inf).amin(dim=1)
-    highest_P = rewards_PG.masked_fill(~there_PG, -torch.inf).amax(dim=1)
-    return lowest_P >= highest_P  # inf and -inf in a group without a reward
