@@ -39,7 +39,6 @@ class Trainer:
             model,
             trainer,
             folder,
-            world_size=len(roles.trainer_ranks),
             device=roles.device,
             tensor_parallel=trainer.tensor_parallel,
             data_replicas=trainer.data_replicas,
