@@ -30,11 +30,8 @@ def group_advantages(
     et al. 2024, arXiv:2402.14740).
     `none`: r.
 
-    Args:
-        rewards_S: float [S]; anything finite where `has_reward_S` (bool [S]) is False.
-
-    Raises:
-        ValueError: S is no multiple of `group_size`, a reward is not finite, or `kind` is unknown.
+    `rewards_S` is float [S], anything finite where `has_reward_S` (bool [S]) is False. Raises ValueError if S is no
+    multiple of `group_size`, or a reward is not finite.
     """
     # float64, so that the mean of G equal rewards is that reward and not one rounding error away, over 1e-4
     rewards_PG, there_PG = _by_group(rewards_S, has_reward_S, group_size)
@@ -66,10 +63,7 @@ def group_advantages(
 def zero_variance(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int) -> torch.Tensor:
     """bool [P]: no two rewards of the group differ, so comparing them teaches nothing.
 
-    True for equal rewards, for a single reward, and for a group without any.
-
-    Raises:
-        ValueError: S is no multiple of `group_size`, or a reward is not finite.
+    True for equal rewards, for a single reward, and for a group without any. Raises as `group_advantages` does.
     """
     rewards_PG, there_PG = _by_group(rewards_S, has_reward_S, group_size)
     lowest_P = rewards_PG.masked_fill(~there_PG, torch.inf).amin(dim=1)

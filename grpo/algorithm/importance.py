@@ -77,9 +77,6 @@ def importance_weights(
 
     Returns:
         weights [B, T], detached, 1 outside the mask; and bool [B, T], the loss tokens that were cut off or masked.
-
-    Raises:
-        ValueError: `config.importance_correction` is unknown.
     """
     kind, mask_BT = config.importance_correction, inputs.loss_mask_BT
     low, high = config.importance_correction_low, config.importance_correction_high
