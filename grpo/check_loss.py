@@ -64,8 +64,7 @@ def masked_positions(loss: Loss) -> str | None:
     """Nothing outside the mask matters, not even NaN or infinity."""
     expected = values_and_gradients(loss, some_tokens(), [[[0, 1, 2, 3]]])
     for poison in (torch.nan, torch.inf, -torch.inf):
-        got = values_and_gradients(loss, some_tokens(), [[[0, 1, 2, 3]]], poison)
-        if not same(got, expected):
+        if not same(values_and_gradients(loss, some_tokens(), [[[0, 1, 2, 3]]], poison), expected):
             return (
                 f"{poison} outside the mask reaches loss or gradient: replace what is outside with "
                 "`.where(inputs.loss_mask_BT, 0)` before computing, and do not multiply with the mask (0 * nan is nan)"
@@ -172,8 +171,7 @@ def values_and_gradients(
     values_N, gradients_N = torch.zeros(tokens.num_tokens), torch.zeros(tokens.num_tokens)
     for rows in micro_batches:
         micro, inputs = lay_out(tokens, rows, poison)
-        loss_BT, _ = loss(inputs)
-        loss_BT = loss_BT.where(inputs.loss_mask_BT, 0)
+        loss_BT = loss(inputs)[0].where(inputs.loss_mask_BT, 0)
         loss_BT.sum().backward()
         index_M, values_M = take_out(loss_BT.detach(), micro)
         values_N[index_M] = values_M

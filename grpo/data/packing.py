@@ -51,16 +51,14 @@ def plan_micro_batches(
         return [[[row] if row else [] for row in of_rank] for of_rank in _zigzag(rows, num_ranks)]
 
     plan: MicroBatchPlan = [[] for _ in range(num_ranks)]
-    start = 0
-    while start < len(longest_first):
-        padded = _round_up(lengths[longest_first[start]], multiple)
+    while longest_first:
+        padded = _round_up(lengths[longest_first[0]], multiple)
         # rounding up may push a single row beyond max_tokens; it must run all the same
-        num_rows = max(1, max_tokens // padded)
-        together = longest_first[start : start + num_ranks * num_rows]
+        num_rows = num_ranks * max(1, max_tokens // padded)
+        together, longest_first = longest_first[:num_rows], longest_first[num_rows:]
         for rank, of_rank in enumerate(_zigzag(together, num_ranks)):
             plan[rank].append([[index] for index in of_rank])
-        start += len(together)
-    return plan if start else [[[]] for _ in range(num_ranks)]
+    return plan if lengths else [[[]] for _ in range(num_ranks)]
 
 
 def row_length(plan: MicroBatchPlan, lengths: Sequence[int], multiple: int, micro_batch: int | None = None) -> int:
