@@ -158,13 +158,12 @@ def titan_config(
             ),
         )
 
-    tied = bool(hf.tie_word_embeddings)
     return (Qwen3Policy if qwen else Llama3Policy).Config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=norm(hf.hidden_size),
         layers=[block() for _ in range(hf.num_hidden_layers)],
-        enable_weight_tying=tied,
+        enable_weight_tying=bool(hf.tie_word_embeddings),
         tok_embeddings=Embedding.Config(
             num_embeddings=hf.vocab_size,
             embedding_dim=hf.hidden_size,

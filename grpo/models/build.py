@@ -79,12 +79,11 @@ def build_model(
     *,
     device: torch.device,
     tensor_parallel: int,
-    data_replicas: int,
     frozen: bool = False,
 ) -> ShardedModel:
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
-    A trained model keeps float32 master weights; a frozen one holds `model.dtype` and no gradients.
+    A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas.
     Collective over the role's ranks.
     """
     attention = model.attention if model.attention != "auto" else "flex" if device.type == "cuda" else "documents"
@@ -95,7 +94,7 @@ def build_model(
     parallelism = ParallelismConfig(
         spmd_backend="partial_dtensor",
         tensor_parallel_degree=tensor_parallel,
-        data_parallel_replicate_degree=data_replicas,
+        data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
     parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     training = TrainingConfig(dtype=model.dtype if frozen else "float32", mixed_precision_param=model.dtype)

@@ -21,7 +21,6 @@ class Reference:
             folder,
             device=roles.device,
             tensor_parallel=config.reference_tensor_parallel,
-            data_replicas=1,
             frozen=True,
         )
 

@@ -85,7 +85,6 @@ def build(folder: str, dtype: str, trainer: TrainerConfig, roles: Roles) -> Shar
         folder,
         device=roles.device,
         tensor_parallel=trainer.tensor_parallel,
-        data_replicas=trainer.data_replicas,
     )
 
 
