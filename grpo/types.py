@@ -168,11 +168,6 @@ class MicroBatch:
     num_sequences: int
     """Every index in `sequence_BT` is below it."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of sequences, without padding."""
-        return int((self.sequence_BT >= 0).sum())
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -30,17 +30,14 @@ def group_advantages(
     et al. 2024, arXiv:2402.14740).
     `none`: r.
 
-    Args:
-        rewards_S: float [S]; anything finite where `has_reward_S` (bool [S]) is False.
-
-    Raises:
-        ValueError: S is no multiple of `group_size`, a reward is not finite, or `kind` is unknown.
+    `rewards_S` is float [S], anything finite where `has_reward_S` (bool [S]) is False. Raises ValueError if S is no
+    multiple of `group_size`, or a reward is not finite.
     """
     # float64, so that the mean of G equal rewards is that reward and not one rounding error away, over 1e-4
     rewards_PG, there_PG = _by_group(rewards_S, has_reward_S, group_size)
     num_rewards_P1 = there_PG.sum(dim=1, keepdim=True)
     mean_P1 = rewards_PG.sum(dim=1, keepdim=True) / num_rewards_P1.clamp(min=1)
-    differ_P1 = ~_no_two_differ(rewards_PG, there_PG)[:, None]
+    differ_P1 = ~zero_variance(rewards_S, has_reward_S, group_size)[:, None]
     centered_PG = (rewards_PG - mean_P1).where(there_PG & differ_P1, 0.0)
     if kind == "group_std":
         variance_P1 = centered_PG.square().sum(dim=1, keepdim=True) / (num_rewards_P1 - 1).clamp(min=1)
@@ -66,12 +63,12 @@ def group_advantages(
 def zero_variance(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int) -> torch.Tensor:
     """bool [P]: no two rewards of the group differ, so comparing them teaches nothing.
 
-    True for equal rewards, for a single reward, and for a group without any.
-
-    Raises:
-        ValueError: S is no multiple of `group_size`, or a reward is not finite.
+    True for equal rewards, for a single reward, and for a group without any. Raises as `group_advantages` does.
     """
-    return _no_two_differ(*_by_group(rewards_S, has_reward_S, group_size))
+    rewards_PG, there_PG = _by_group(rewards_S, has_reward_S, group_size)
+    lowest_P = rewards_PG.masked_fill(~there_PG, torch.inf).amin(dim=1)
+    highest_P = rewards_PG.masked_fill(~there_PG, -torch.inf).amax(dim=1)
+    return lowest_P >= highest_P  # inf and -inf in a group without a reward
 
 
 def _by_group(
@@ -89,9 +86,3 @@ def _by_group(
         first = int(broken_S.int().argmax())
         raise ValueError(f"reward of sequence {first} is {rewards_S[first].item()}; rewards must be finite")
     return rewards_S.view(-1, group_size), has_reward_S.view(-1, group_size)
-
-
-def _no_two_differ(rewards_PG: torch.Tensor, there_PG: torch.Tensor) -> torch.Tensor:
-    lowest_P = rewards_PG.masked_fill(~there_PG, torch.inf).amin(dim=1)
-    highest_P = rewards_PG.masked_fill(~there_PG, -torch.inf).amax(dim=1)
-    return lowest_P >= highest_P  # inf and -inf in a group without a reward

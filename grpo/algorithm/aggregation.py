@@ -14,13 +14,7 @@ def aggregate(loss_BT: torch.Tensor, inputs: LossInputs, kind: Aggregation, deno
     """This micro-batch's part of the update's loss: a scalar. Parts add up over micro-batches and ranks.
 
     `token_mean` and `fixed_horizon` sum the loss tokens; `sequence_mean` weighs each by 1 / the loss tokens of its
-    sequence.
-
-    Args:
-        denominator: `loss_denominator` of the whole update, not of this micro-batch.
-
-    Raises:
-        ValueError: `kind` is unknown, or the denominator is not above 0.
+    sequence. `denominator` is `loss_denominator` of the whole update, not of this micro-batch.
     """
     if not denominator > 0:
         raise ValueError(
@@ -40,9 +34,7 @@ def loss_denominator(num_loss_tokens_S: torch.Tensor, kind: Aggregation, max_com
     `token_mean`: the loss tokens (DAPO). `sequence_mean`: the number of sequences that have one (GRPO).
     `fixed_horizon`: that number x `max_completion_tokens` (Dr. GRPO, arXiv:2503.20783), so a token weighs the same in
     long and short completions. At least 1, so that an update in which nothing counts divides by one.
-
-    Args:
-        num_loss_tokens_S: int [S], loss tokens of each sequence; 0 for one that is excluded.
+    `num_loss_tokens_S`: int [S], loss tokens of each sequence; 0 for one that is excluded.
     """
     num_sequences = int((num_loss_tokens_S > 0).sum())
     if kind == "token_mean":

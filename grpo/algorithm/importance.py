@@ -31,22 +31,16 @@ def mismatch(policy_logprobs_BT: torch.Tensor, inputs: LossInputs) -> Metrics:
 
 
 def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
-    """A step's means with `mismatch/ess` in place of the two weights that `mismatch` measured for it."""
+    """A step's means with `mismatch/ess` in place of the two weights that `mismatch` measured for it.
+
+    The share of the tokens that are worth as much as unweighted ones: mean(w)^2 / mean(w^2), in (0, 1] (Kish 1965); 1
+    for a step in which every weight is 0.
+    """
     means = dict(means)
     if "mismatch/weight" in means:
-        weights = means.pop("mismatch/weight"), means.pop("mismatch/weight_squared")
-        means["mismatch/ess"] = effective_sample_size(*weights)
+        weight, squared = means.pop("mismatch/weight"), means.pop("mismatch/weight_squared")
+        means["mismatch/ess"] = min(weight**2 / squared, 1.0) if squared else 1.0  # rounding can push it above 1
     return means
-
-
-def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
-    """Share of the tokens that are worth as much as unweighted ones: mean(w)^2 / mean(w^2), in (0, 1] (Kish 1965).
-
-    1 for a step in which every weight is 0.
-    """
-    if mean_squared_weight == 0:
-        return 1.0
-    return min(mean_weight**2 / mean_squared_weight, 1.0)  # rounding can push equal weights above 1
 
 
 def correct_importance(
@@ -83,9 +77,6 @@ def importance_weights(
 
     Returns:
         weights [B, T], detached, 1 outside the mask; and bool [B, T], the loss tokens that were cut off or masked.
-
-    Raises:
-        ValueError: `config.importance_correction` is unknown.
     """
     kind, mask_BT = config.importance_correction, inputs.loss_mask_BT
     low, high = config.importance_correction_low, config.importance_correction_high

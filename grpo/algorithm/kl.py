@@ -19,9 +19,6 @@ def kl(
     `k3_k2_gradient`: the value of k3 and the gradient of k2, k2 - sg[k2] + sg[k3].
     On these gradients: Tang and Munos 2025, arXiv:2506.09477. They are those of each token's own KL: what a token does
     to the KL of the tokens after it is left out. x is clamped to +-20; beyond it there is no gradient.
-
-    Raises:
-        ValueError: `estimator` is unknown.
     """
     log_ratio_BT = clamped(masked_log_ratio(logprobs_BT, ref_logprobs_BT, loss_mask_BT))
     if estimator == "k1":

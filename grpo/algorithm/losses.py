@@ -153,8 +153,7 @@ LOSSES: dict[str, PolicyLoss] = {
 def configured_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[torch.Tensor, Metrics]]:
     """The loss that the config names, with its options bound and its metrics named `loss/...`.
 
-    Raises:
-        ValueError: see `load_loss`; or `loss_options` has a name that the loss does not know.
+    Raises what `load_loss` and `check_options` raise.
     """
     function, options = load_loss(config.loss), dict(config.loss_options)
     check_options(function, options, f"loss {config.loss}", "algorithm.loss_options")
@@ -169,9 +168,7 @@ def configured_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[tor
 def load_loss(name: str) -> PolicyLoss:
     """The policy loss of that name, or the user's function written `path/file.py:function`.
 
-    Raises:
-        ValueError: the name is unknown, the file or the function does not exist, or it does not take two arguments.
-        Whatever the user's file raises when it runs.
+    Raises ValueError if there is none or it does not take two arguments, and whatever the user's file raises.
     """
     if name in LOSSES:
         return LOSSES[name]
@@ -188,15 +185,9 @@ def load_loss(name: str) -> PolicyLoss:
 
 
 def check_loss_output(output: tuple[torch.Tensor, Metrics], inputs: LossInputs, name: str) -> None:
-    """Refuse what a user's loss must not return; looks at types and shapes only, so it never waits for the device.
+    """Raise ValueError unless a loss returned a floating [B, T] loss and a dict of detached [B, T] metrics.
 
-    Args:
-        output: what `loss(inputs, config)` returned.
-        name: of the loss, for the message.
-
-    Raises:
-        ValueError: it is not a pair of a floating [B, T] loss that depends on `logprobs_BT` and a dict of detached
-            [B, T] metrics.
+    The loss must depend on `logprobs_BT`. Looks at types and shapes only, so it never waits for the device.
     """
     shape = tuple(inputs.loss_mask_BT.shape)
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
@@ -221,9 +212,7 @@ def check_loss_output(output: tuple[torch.Tensor, Metrics], inputs: LossInputs, 
 def try_loss(config: AlgorithmConfig) -> None:
     """Load the loss and call it once on three tokens, so that a mistake in a user's file shows before any GPU is used.
 
-    Raises:
-        ValueError: see `load_loss` and `check_loss_output`.
-        Whatever the user's function raises.
+    Raises what `configured_loss`, `check_loss_output` and the user's function raise.
     """
     inputs = LossInputs(
         logprobs_BT=torch.tensor([[-1.0, -2.0, -0.5, 0.0]], requires_grad=True),

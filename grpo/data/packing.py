@@ -33,14 +33,9 @@ def plan_micro_batches(
     packing=False: every row holds one sequence. Sequences of similar length run together, at the same time on all
     ranks; rows x the longest of them (over all ranks, rounded up to `multiple`) stays within `max_tokens`.
 
-    The plan depends on the arguments alone: ties go to the lower index.
-
-    Args:
-        lengths: tokens of each sequence, prompt and completion.
-        multiple: what `row_length` will round to; matters only without packing, where every row pays for it.
-
-    Raises:
-        ValueError: a sequence is empty or longer than `max_tokens`, or a count is below 1.
+    The plan depends on the arguments alone: ties go to the lower index. `lengths` are tokens, prompt and completion;
+    `multiple` is what `row_length` will round to, which matters only without packing. Raises ValueError if a sequence
+    is empty or longer than `max_tokens`, or a count is below 1.
     """
     if num_ranks < 1 or multiple < 1:
         raise ValueError(f"num_ranks={num_ranks} and multiple={multiple} must be at least 1")
@@ -56,16 +51,14 @@ def plan_micro_batches(
         return [[[row] if row else [] for row in of_rank] for of_rank in _zigzag(rows, num_ranks)]
 
     plan: MicroBatchPlan = [[] for _ in range(num_ranks)]
-    start = 0
-    while start < len(longest_first):
-        padded = _round_up(lengths[longest_first[start]], multiple)
+    while longest_first:
+        padded = _round_up(lengths[longest_first[0]], multiple)
         # rounding up may push a single row beyond max_tokens; it must run all the same
-        num_rows = max(1, max_tokens // padded)
-        together = longest_first[start : start + num_ranks * num_rows]
+        num_rows = num_ranks * max(1, max_tokens // padded)
+        together, longest_first = longest_first[:num_rows], longest_first[num_rows:]
         for rank, of_rank in enumerate(_zigzag(together, num_ranks)):
             plan[rank].append([[index] for index in of_rank])
-        start += len(together)
-    return plan if start else [[[]] for _ in range(num_ranks)]
+    return plan if lengths else [[[]] for _ in range(num_ranks)]
 
 
 def row_length(plan: MicroBatchPlan, lengths: Sequence[int], multiple: int, micro_batch: int | None = None) -> int:
@@ -87,9 +80,7 @@ def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int,
     An empty `rows` gives one row of padding, so that the rank still runs its forward and backward. Positions of padding
     restart every `PAD_DOCUMENT`, so they never exceed what the model has, however long the row is.
 
-    Raises:
-        ValueError: a row is longer than `row_length`, or the first token of a sequence counts in the loss, which no
-            position could predict.
+    Raises ValueError if a row is longer than `row_length`, or the first token of a sequence counts in the loss.
     """
     lengths = batch.lengths_S.tolist()
     starts_S = batch.lengths_S.cumsum(0) - batch.lengths_S
@@ -150,9 +141,8 @@ def take_out(values_BT: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, 
 
 def _pack_rows(longest_first: list[int], lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[int]]:
     """Fill num_ranks x k rows, k as small as it goes; the rows come back fullest first."""
-    total = sum(lengths)
     # no two sequences of more than half a row fit together, so there are at least as many rows as such sequences
-    at_least = max(1, math.ceil(total / max_tokens), sum(2 * length > max_tokens for length in lengths))
+    at_least = max(1, math.ceil(sum(lengths) / max_tokens), sum(2 * length > max_tokens for length in lengths))
     num_micro_batches = math.ceil(at_least / num_ranks)
     # ends at the latest when every sequence has a row of its own
     while (rows := _fill_rows(longest_first, lengths, num_ranks * num_micro_batches, max_tokens)) is None:

@@ -82,8 +82,7 @@ class LlamaAdapter(Llama3StateDictAdapter):
     def _permute(self, w, n_heads_arg, dim1=None, dim2=None):
         return w
 
-    def _reverse_permute(self, w, n_heads_arg, dim1=None, dim2=None):
-        return w
+    _reverse_permute = _permute
 
     def _validate_hf_rope_config(self, *unused) -> None:
         """Nothing to compare: the frequencies come from the HF config."""
@@ -115,21 +114,19 @@ class DocumentAttention(VarlenAttention):
         return out.transpose(1, 2)[real_ST].view(q_BLNH.shape)
 
 
-def _rope_frequencies(hf: transformers.PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies [head_dim / 2], factor on cos and sin) as transformers' own models compute them."""
-    if hf.rope_parameters.get("rope_type", "default") != "default":
-        return ROPE_INIT_FUNCTIONS[hf.rope_parameters["rope_type"]](hf, device="cpu")
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    return hf.rope_parameters["rope_theta"] ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim), 1.0
-
-
 def titan_config(
     hf: transformers.PretrainedConfig, attention: str, chunk_tokens: int, compiled: bool = False
 ) -> Decoder.Config:
     """The torchtitan model config of a Hugging Face one, for any dense size. `attention` is flex or documents."""
     qwen = hf.model_type == "qwen3"
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    inv_freq, attention_factor = _rope_frequencies(hf)
+    # inverse frequencies [head_dim / 2] and the factor on cos and sin, as transformers' own models compute them
+    rope_type = hf.rope_parameters.get("rope_type", "default")
+    if rope_type == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        inv_freq, attention_factor = hf.rope_parameters["rope_theta"] ** -exponents, 1.0
+    else:
+        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf, device="cpu")
     rope_config = HFRoPE.Config(
         dim=head_dim,
         max_seq_len=hf.max_position_embeddings,
@@ -161,13 +158,12 @@ def titan_config(
             ),
         )
 
-    tied = bool(hf.tie_word_embeddings)
     return (Qwen3Policy if qwen else Llama3Policy).Config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=norm(hf.hidden_size),
         layers=[block() for _ in range(hf.num_hidden_layers)],
-        enable_weight_tying=tied,
+        enable_weight_tying=bool(hf.tie_word_embeddings),
         tok_embeddings=Embedding.Config(
             num_embeddings=hf.vocab_size,
             embedding_dim=hf.hidden_size,

@@ -7,12 +7,12 @@ import grpo.models.titan_on_cpu  # noqa: F401
 
 # isort: split
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
@@ -43,8 +43,7 @@ class ShardedModel:
     device: torch.device
     folder: str
     """Hugging Face folder the weights came from."""
-    hf_config: transformers.PretrainedConfig
-    spmd_context: object = field(repr=False)
+    spmd_context: object
 
     @property
     def data_rank(self) -> int:
@@ -78,15 +77,13 @@ def build_model(
     trainer: TrainerConfig,
     folder: str,
     *,
-    world_size: int,
     device: torch.device,
     tensor_parallel: int,
-    data_replicas: int,
     frozen: bool = False,
 ) -> ShardedModel:
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
-    A trained model keeps float32 master weights; a frozen one holds `model.dtype` and no gradients.
+    A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas.
     Collective over the role's ranks.
     """
     attention = model.attention if model.attention != "auto" else "flex" if device.type == "cuda" else "documents"
@@ -97,9 +94,9 @@ def build_model(
     parallelism = ParallelismConfig(
         spmd_backend="partial_dtensor",
         tensor_parallel_degree=tensor_parallel,
-        data_parallel_replicate_degree=data_replicas,
+        data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
-    parallel_dims = ParallelDims.from_config(parallelism, world_size)
+    parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     training = TrainingConfig(dtype=model.dtype if frozen else "float32", mixed_precision_param=model.dtype)
     titan_dist.set_spmd_backend(parallelism.spmd_backend)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
@@ -127,17 +124,9 @@ def build_model(
         module.init_weights(buffer_device=None)
     module.requires_grad_(not frozen)
 
-    adapter_type = Qwen3StateDictAdapter if hf.model_type == "qwen3" else LlamaAdapter
-    sharded = ShardedModel(
-        module=module,
-        adapter=adapter_type(config, folder),
-        parallel_dims=parallel_dims,
-        device=device,
-        folder=folder,
-        hf_config=hf,
-        spmd_context=titan_dist.get_spmd_context(parallel_dims=parallel_dims),
-    )
-    tensors = sharded.adapter.to_hf(module.state_dict())
-    dcp.load(tensors, storage_reader=sharded.adapter.get_hf_storage_reader(folder))
-    module.load_state_dict(sharded.adapter.from_hf(tensors), strict=False)
-    return sharded
+    adapter = (Qwen3StateDictAdapter if hf.model_type == "qwen3" else LlamaAdapter)(config, folder)
+    tensors = adapter.to_hf(module.state_dict())
+    dcp.load(tensors, storage_reader=adapter.get_hf_storage_reader(folder))
+    module.load_state_dict(adapter.from_hf(tensors), strict=False)
+    spmd_context = titan_dist.get_spmd_context(parallel_dims=parallel_dims)
+    return ShardedModel(module, adapter, parallel_dims, device, folder, spmd_context)

@@ -38,10 +38,8 @@ def export_hf(model: ShardedModel, target: str | pathlib.Path, dtype: torch.dtyp
 
     Rank 0 holds the whole model in host memory meanwhile.
     """
-    writes, tensors = dist.get_rank() == 0, {}
-    for name, tensor in hf_tensors(model, dtype):
-        if writes:
-            tensors[name] = tensor.cpu()
+    writes = dist.get_rank() == 0
+    tensors = {name: tensor.cpu() for name, tensor in hf_tensors(model, dtype) if writes}
     if not writes:
         return
     target = pathlib.Path(target)

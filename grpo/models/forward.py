@@ -1,6 +1,5 @@
 """A step's batch through a sharded model, micro-batch by micro-batch: what trainer and reference have in common."""
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -24,13 +23,8 @@ def micro_batches(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig
     plan = plan_micro_batches(lengths, model.num_data_ranks, trainer.micro_batch_tokens, trainer.packing, multiple)
     for index, rows in enumerate(plan[model.data_rank]):
         length = row_length(plan, lengths, multiple, micro_batch=None if trainer.packing else index)
-        yield on_device(build_micro_batch(batch, rows, length), model.device)
-
-
-def on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch with all its tensors on `device`."""
-    values = {f.name: getattr(micro, f.name) for f in dataclasses.fields(micro)}
-    return MicroBatch(**{n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in values.items()})
+        values = vars(build_micro_batch(batch, rows, length))
+        yield MicroBatch(**{n: x.to(model.device) if isinstance(x, torch.Tensor) else x for n, x in values.items()})
 
 
 @torch.no_grad()
@@ -41,9 +35,8 @@ def token_logprobs(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfi
     token of each sequence. Collective over the role.
     """
     logprobs_N = torch.zeros(batch.num_tokens)
-    fills_in = model.tensor_parallel_rank == 0
     for micro in micro_batches(batch, model, trainer):
         index_M, logprobs_M = take_out(model.logprobs(micro)[0], micro)
-        if fills_in:
+        if model.tensor_parallel_rank == 0:
             logprobs_N[index_M.cpu()] = logprobs_M.cpu()
     return logprobs_N

@@ -53,9 +53,7 @@ def fetch_folder(path: str, control: dist.ProcessGroup) -> str:
 def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int) -> None:
     """Refuse a model that cannot be loaded or is too short for the configured lengths, before it is loaded.
 
-    Raises:
-        FileNotFoundError: no weights in the folder.
-        ValueError: an unsupported model, or lengths or shards that do not fit, with the numbers.
+    Raises FileNotFoundError if there are no weights, ValueError with the numbers for what does not fit.
     """
     config = read_hf_config(folder)
     if not list(pathlib.Path(folder).glob("*.safetensors")):

@@ -19,10 +19,8 @@ class Reference:
             config.model,
             config.trainer,
             folder,
-            world_size=len(roles.reference_ranks),
             device=roles.device,
             tensor_parallel=config.reference_tensor_parallel,
-            data_replicas=1,
             frozen=True,
         )
 

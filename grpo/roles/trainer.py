@@ -17,7 +17,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.distributed import utils as titan_dist
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.models.build import ShardedModel, build_model
+from grpo.models.build import build_model
 from grpo.models.forward import micro_batches, token_logprobs
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
@@ -35,15 +35,7 @@ class Trainer:
         self.config, self.roles = trainer, roles
         self.dtype = getattr(torch, model.dtype)
         self.num_loss_tokens = 0  # behind the gradient at hand
-        self.model: ShardedModel = build_model(
-            model,
-            trainer,
-            folder,
-            world_size=len(roles.trainer_ranks),
-            device=roles.device,
-            tensor_parallel=trainer.tensor_parallel,
-            data_replicas=trainer.data_replicas,
-        )
+        self.model = build_model(model, trainer, folder, device=roles.device, tensor_parallel=trainer.tensor_parallel)
         adamw = ParamGroupConfig(
             pattern=".*",
             optimizer_name="AdamW",

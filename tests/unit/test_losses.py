@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from grpo.algorithm.aggregation import aggregate, loss_denominator
-from grpo.algorithm.importance import (
-    correct_importance,
-    effective_sample_size,
-    importance_weights,
-    mismatch,
-    with_effective_sample_size,
-)
+from grpo.algorithm.importance import correct_importance, importance_weights, mismatch, with_effective_sample_size
 from grpo.algorithm.inputs import LossInputs, sequence_means
 from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import LOSSES, check_loss_output, clipped, configured_loss, load_loss, try_loss
@@ -442,6 +436,11 @@ def sampled_by(generator_BT, mask):
 
 def correction(kind, low, high):
     return AlgorithmConfig(importance_correction=kind, importance_correction_low=low, importance_correction_high=high)
+
+
+def effective_sample_size(mean_weight, mean_squared_weight):
+    weights = {"mismatch/weight": mean_weight, "mismatch/weight_squared": mean_squared_weight}
+    return with_effective_sample_size(weights)["mismatch/ess"]
 
 
 def test_mismatch_and_effective_sample_size_by_hand():

@@ -165,7 +165,7 @@ def test_micro_batch_by_hand():
     assert micro.generator_logprobs_BT.tolist() == [[-8, -9, -10, 0, -2, -3, 0, 0, 0], [-5, -6, 0, 0, 0, 0, 0, 0, 0]]
     assert micro.advantages_BT.tolist() == [[80, 90, 100, 0, 20, 30, 0, 0, 0], [50, 60, 0, 0, 0, 0, 0, 0, 0]]
     assert micro.old_logprobs_BT is None and micro.ref_logprobs_BT is None
-    assert micro.num_tokens == 10 and micro.num_sequences == 3
+    assert micro.num_sequences == 3
     for ids_BT in (micro.ids_BT, micro.targets_BT, micro.positions_BT, micro.sequence_BT, micro.token_BT):
         assert ids_BT.dtype == torch.int64
 
@@ -188,13 +188,14 @@ def test_the_mask_may_be_true_in_several_stretches():
 def test_pad_id_may_equal_a_real_token():
     micro = build_micro_batch(numbered([1], [2]), [[0]], row_length=5, pad_id=3)
     assert micro.ids_BT.tolist() == [[1, 2, 3, 3, 3]]
-    assert micro.loss_mask_BT.tolist() == [[True, True, False, False, False]] and micro.num_tokens == 3
+    assert micro.loss_mask_BT.tolist() == [[True, True, False, False, False]]
+    assert (micro.sequence_BT >= 0).sum() == 3
 
 
 def test_empty_micro_batch_is_one_row_of_padding():
     micro = build_micro_batch(numbered([2], [1]), [], row_length=4, pad_id=9)
     assert micro.ids_BT.tolist() == [[9, 9, 9, 9]] and micro.positions_BT.tolist() == [[0, 1, 2, 3]]
-    assert micro.num_tokens == 0 and not micro.loss_mask_BT.any()
+    assert (micro.sequence_BT == -1).all() and not micro.loss_mask_BT.any()
     assert micro.generator_logprobs_BT.tolist() == [[0.0] * 4] and micro.temperatures_BT.tolist() == [[1.0] * 4]
     index_M, values_M = take_out(torch.ones(1, 4), micro)
     assert len(index_M) == 0 and len(values_M) == 0

@@ -56,7 +56,7 @@ def check_case(case: str, roles: Roles) -> None:
     assert weights.keys() == parameters.keys(), f"{case}: {weights.keys() ^ parameters.keys()}"
     assert all(torch.equal(weights[name], parameters[name]) for name in parameters), f"{case}: weights in and out"
 
-    batch, weights_2N = random_batch(model.hf_config.vocab_size)
+    batch, weights_2N = random_batch(original.config.vocab_size)
     expected_2N = original_values(original, batch)
     (expected_2N * weights_2N).sum().backward()
     got_2N = sharded_values(model, trainer, batch, weights_2N)
@@ -83,10 +83,8 @@ def build(folder: str, dtype: str, trainer: TrainerConfig, roles: Roles) -> Shar
         ModelConfig(dtype=dtype),
         trainer,
         folder,
-        world_size=dist.get_world_size(),
         device=roles.device,
         tensor_parallel=trainer.tensor_parallel,
-        data_replicas=trainer.data_replicas,
     )
 
 
