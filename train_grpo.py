@@ -189,7 +189,7 @@ def update(
                 check_sync(metrics, config.largest_mismatch)  # over all trainers' tokens; stops them before the update
             metrics.record(**trainer.optimizer_step())
             first_update = False
-    trainer.scheduler_step()  # the learning rate follows steps, not updates
+    trainer.schedule.step()  # the learning rate follows steps, not updates
 
 
 def grpo_objective(

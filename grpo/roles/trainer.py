@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed import utils as titan_dist
 
 from grpo.config import ModelConfig, TrainerConfig
@@ -44,20 +44,14 @@ class Trainer:
             tensor_parallel=trainer.tensor_parallel,
             data_replicas=trainer.data_replicas,
         )
-        adamw = ParamGroupConfig(
-            pattern=".*",
-            optimizer_name="AdamW",
-            optimizer_kwargs={
-                "lr": trainer.learning_rate,
-                "betas": (trainer.adam_beta1, trainer.adam_beta2),
-                "eps": trainer.adam_eps,
-                "weight_decay": trainer.weight_decay,
-            },
+        adamw = default_adamw(
+            lr=trainer.learning_rate,
+            betas=(trainer.adam_beta1, trainer.adam_beta2),
+            eps=trainer.adam_eps,
+            weight_decay=trainer.weight_decay,
         )
-        implementation = "fused" if roles.device.type == "cuda" else "foreach"
-        self.optimizer = OptimizersContainer.Config(param_groups=[adamw], implementation=implementation).build(
-            model_parts=[self.model.module]
-        )
+        adamw.implementation = "fused" if roles.device.type == "cuda" else "foreach"
+        self.optimizer = adamw.build(model_parts=[self.model.module])
         constant = trainer.schedule == "constant"
         self.schedule = LRSchedulersContainer.Config(
             warmup_steps=trainer.warmup_steps,
@@ -118,10 +112,6 @@ class Trainer:
         """Forget the gradient of the calls so far; its memory is free until the next one."""
         self.optimizer.zero_grad()
         self.num_loss_tokens = 0
-
-    def scheduler_step(self) -> None:
-        """Move the learning rate's schedule on; once per step, however many updates it had."""
-        self.schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""
