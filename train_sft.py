@@ -40,7 +40,7 @@ def main() -> None:
     with refuse_bad_input():
         config = load(SFTConfig, DEFAULT_RECIPE)
         check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
-    roles = setup_trainers(config)
+    roles = setup_trainers()
     set_place(role=roles.name)
     train(config, roles)
 
