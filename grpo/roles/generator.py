@@ -45,11 +45,6 @@ def request_seed(run_seed: int, prompt: Prompt, completion: int, group_size: int
     return first + prompt.index * group_size + completion
 
 
-def temperature_of(temperatures: Sequence[float], completion: int) -> float:
-    """Sampling temperature of the completion at this place of its group: they take turns."""
-    return temperatures[completion % len(temperatures)]
-
-
 class Generator:
     """One replica's engine on this rank, with the version of the weights it holds.
 
@@ -64,7 +59,6 @@ class Generator:
         self.version = 0
         self.asleep = False
         self.llm = _start_engine(config, folder, roles)
-        self.tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
 
     def generate(
         self,
@@ -91,7 +85,7 @@ class Generator:
         params = [
             self._sampling_params(
                 count,
-                temperature_of(temperatures, first),
+                temperatures[first % len(temperatures)],
                 request_seed(self.config.seed, prompts[prompt], first, group_size, held_out),
                 ignore_eos,
             )
@@ -162,12 +156,12 @@ class Generator:
         complete. Collective over the replica's ranks, each of which gets the full tensors.
         """
         self._wake("weights")
-        on_cpu = self.roles.device.type == "cpu"
-        if on_cpu:  # CPU kernels hold repacked copies, which only a full reload renews, of tied heads too
-            tensors = _with_tied_head(tensors) if self.tied else tensors
+        if self.roles.device.type == "cpu":  # kernels hold repacked copies, which only a full reload renews
+            tied = self.llm.llm_engine.model_config.hf_config.tie_word_embeddings
+            tensors = _with_tied_head(tensors) if tied else tensors
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        else:
-            self.llm.collective_rpc(_load_live, args=(tensors,))
+        else:  # into the live parameters, in place, so that captured CUDA graphs stay valid
+            self.llm.collective_rpc(lambda worker: worker.model_runner.get_model().load_weights(tensors))
         self._wake("kv_cache")
         self.asleep = False
         self.forget_prefixes()
@@ -248,11 +242,6 @@ def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
         seed=config.seed,
         **(whole_prompts if on_cpu else {}),
     )
-
-
-def _load_live(worker, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write into the live parameters, in place, so that captured CUDA graphs stay valid."""
-    worker.model_runner.get_model().load_weights(tensors)
 
 
 def _with_tied_head(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

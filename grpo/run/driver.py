@@ -5,7 +5,6 @@ for its decisions (`comm.on_driver`, `comm.from_driver`). Within a step nothing 
 was sampled is a value that the loop passes on. Left out: everything that several ranks do together.
 """
 
-import dataclasses
 import math
 import pathlib
 from dataclasses import dataclass, replace
@@ -244,7 +243,7 @@ class Driver:
         interval = config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
             values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
-            rollouts = [dataclasses.replace(r, advantage=a, mismatch=m) for r, a, m in values]
+            rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
             self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
 
     @on_driver
