@@ -5,7 +5,6 @@ flat CPU tensors with their lengths, without padding; only small decisions are p
 """
 
 import functools
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -23,13 +22,9 @@ Method = TypeVar("Method", bound=Callable)
 
 def broadcast(value: Any, group: ProcessGroup) -> Any:
     """Give every rank of a bridge the value of its first rank; the others pass anything. Small picklable values."""
-    sends = group.rank() == 0
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if sends else torch.empty(0)
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, group_src=0, group=group)
-    data = data if sends else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, group_src=0, group=group)
-    return value if sends else pickle.loads(data.numpy().tobytes())
+    values = [value]
+    dist.broadcast_object_list(values, group_src=0, group=group)
+    return values[0]
 
 
 def on_driver(method: Method, to_all: bool = False) -> Method:
