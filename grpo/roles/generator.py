@@ -67,12 +67,11 @@ class Generator:
         *,
         temperatures: Sequence[float] | None = None,
         held_out: bool = False,
-        ignore_eos: bool = False,
     ) -> list[Completion] | None:
         """Sample this replica's part of `group_size` completions per prompt.
 
         `temperatures` (default: the run's) take turns within a group; 0 is greedy. `held_out` takes seeds that training
-        never uses. `ignore_eos` samples every completion to its full length (benchmarks).
+        never uses.
 
         Returns completions in prompt order on the replica's first rank, None on its other ranks. An exception in here
         is fatal for the rank: vLLM keeps unfinished requests queued and its next call would hang.
@@ -87,7 +86,6 @@ class Generator:
                 count,
                 temperatures[first % len(temperatures)],
                 request_seed(self.config.seed, prompts[prompt], first, group_size, held_out),
-                ignore_eos,
             )
             for prompt, first, count in parts
         ]
@@ -117,7 +115,7 @@ class Generator:
         self.forget_prefixes()
         return greedy, samples
 
-    def _sampling_params(self, count: int, temperature: float, seed: int, ignore_eos: bool):
+    def _sampling_params(self, count: int, temperature: float, seed: int):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -128,8 +126,7 @@ class Generator:
             n=count,
             temperature=temperature,
             max_tokens=options.max_completion_tokens,
-            stop_token_ids=[] if ignore_eos else self.stop_token_ids,
-            ignore_eos=ignore_eos,
+            stop_token_ids=self.stop_token_ids,
             stop=list(options.stop),
             detokenize=bool(options.stop),  # the engine reads text only to find these strings
             include_stop_str_in_output=True,
