@@ -52,10 +52,6 @@ class Roles:
         return self.rank == 0
 
     @property
-    def colocated(self) -> bool:
-        return self.name == "colocated"
-
-    @property
     def replica(self) -> int | None:
         """Index of this rank's engine replica, None on ranks that do not generate."""
         return next((index for index, ranks in enumerate(self.replicas) if self.rank in ranks), None)
@@ -74,11 +70,10 @@ def setup_roles(config: GRPOConfig) -> Roles:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     layout, timeout = config.roles, datetime.timedelta(minutes=config.roles.timeout_minutes)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
         torch.cuda.set_device(device)
-    on_gpu = device.type == "cuda"
     backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
     # torchrun's own store (no further port), under a prefix of its own for each restart
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
