@@ -59,6 +59,7 @@ class Trainer:
             decay_type="linear" if constant else trainer.schedule,
             min_lr_factor=trainer.min_lr_ratio,
         ).build(optimizers=self.optimizer, training_steps=num_steps)
+        self._stateful = {"model": self.model.module, "optimizer": self.optimizer, "schedule": self.schedule}
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """The policy's log-probs of all tokens, float32 [N], CPU; 0 for the first token of each sequence.
@@ -89,10 +90,8 @@ class Trainer:
 
         A gradient in which no token counts changes nothing: neither weights nor the optimizer's moments.
 
-        Returns `grad_norm`, before clipping, and the `learning_rate` used.
-
-        Raises:
-            RuntimeError: the gradient is not finite.
+        Returns `grad_norm`, before clipping, and the `learning_rate` used. Raises RuntimeError if the former is not
+        finite.
         """
         parameters = list(self.model.module.parameters())
         grad_norm = float(titan_dist.clip_grad_norm_(parameters, self.config.max_grad_norm, foreach=True))
@@ -115,14 +114,9 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""
-        return {
-            "model": self.model.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-        }
+        return {name: part.state_dict() for name, part in self._stateful.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`. Collective over the trainer ranks."""
-        self.model.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        for name, part in self._stateful.items():
+            part.load_state_dict(state[name])
