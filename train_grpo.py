@@ -42,7 +42,7 @@ from grpo.config.recipes import load
 from grpo.data.batches import split_groups
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
-from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch, send_rewards, wait_for_all
+from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, send_batch, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
@@ -92,7 +92,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
 
         with timer.phase("reward"):
             sampled = driver.collect_rewards(sampled)
-            rewards_S, has_reward_S = send_rewards(driver.reward_tensors(sampled), roles)  # driver -> trainers
+            rewards_S, has_reward_S = broadcast_tensors(driver.reward_tensors(sampled), roles)  # driver -> trainers
 
         with timer.phase("train"), timer.compilation_in_startup():
             metrics = StepMetrics(len(rewards_S))  # filled on the trainers
@@ -189,7 +189,7 @@ def update(
                 check_sync(metrics, config.largest_mismatch)  # over all trainers' tokens; stops them before the update
             metrics.record(**trainer.optimizer_step())
             first_update = False
-    trainer.scheduler_step()  # the learning rate follows steps, not updates
+    trainer.schedule.step()  # the learning rate follows steps, not updates
 
 
 def grpo_objective(

@@ -40,7 +40,7 @@ def main() -> None:
     with refuse_bad_input():
         config = load(SFTConfig, DEFAULT_RECIPE)
         check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
-    roles = setup_trainers(config)
+    roles = setup_trainers()
     set_place(role=roles.name)
     train(config, roles)
 
@@ -62,7 +62,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
             denominator = float(batch.loss_mask_N.sum())  # the whole step's, whatever the micro-batch
             trainer.forward_backward(batch, partial(answer_objective, denominator=denominator), metrics)
             metrics.record(**trainer.optimizer_step())
-            trainer.scheduler_step()
+            trainer.schedule.step()
         driver.log(step + 1, batch, metrics)
         recent_losses.append(metrics.means()["loss"])  # the same on all ranks
         if len(recent_losses) == 10 and sum(recent_losses) / 10 < config.stop_at_loss:

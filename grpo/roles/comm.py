@@ -5,7 +5,6 @@ flat CPU tensors with their lengths, without padding; only small decisions are p
 """
 
 import functools
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -23,46 +22,38 @@ Method = TypeVar("Method", bound=Callable)
 
 def broadcast(value: Any, group: ProcessGroup) -> Any:
     """Give every rank of a bridge the value of its first rank; the others pass anything. Small picklable values."""
-    sends = group.rank() == 0
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if sends else torch.empty(0)
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, group_src=0, group=group)
-    data = data if sends else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, group_src=0, group=group)
-    return value if sends else pickle.loads(data.numpy().tobytes())
+    values = [value]
+    dist.broadcast_object_list(values, group_src=0, group=group)
+    return values[0]
 
 
-def on_driver(method: Method) -> Method:
+def on_driver(method: Method, to_all: bool = False) -> Method:
     """Make a method of an object that every rank holds one that only the driver runs. Returns None elsewhere.
 
     Collective over `self.roles.control`: every rank calls it, arguments count on the driver alone. If it raises there,
     every rank stops: the driver with the exception, the others silently, so that one error is seen and no rank waits.
     """
-    return _driver_method(method, to_all=False)
 
-
-def from_driver(method: Method) -> Method:
-    """As `on_driver`, except that every rank gets the driver's result, which must be small and picklable."""
-    return _driver_method(method, to_all=True)
-
-
-def _driver_method(method: Method, to_all: bool) -> Method:
     @functools.wraps(method)
     def run(self, *arguments):
-        result, failure = None, None
+        result = None
         if self.roles.is_driver:
             try:
                 result = method(self, *arguments)
-            except Exception as error:  # whatever it is, the others must not wait for a driver that is gone
-                failure = error
-        failed, shown = broadcast((failure is not None, result if to_all else None), self.roles.control)
-        if failure is not None:
-            raise failure
+            except Exception:  # whatever it is, the others must not wait for a driver that is gone
+                broadcast((True, None), self.roles.control)
+                raise
+        failed, shown = broadcast((False, result if to_all else None), self.roles.control)
         if failed:
             raise SystemExit(1)
         return shown if to_all else result
 
     return run
+
+
+def from_driver(method: Method) -> Method:
+    """As `on_driver`, except that every rank gets the driver's result, which must be small and picklable."""
+    return on_driver(method, to_all=True)
 
 
 def wait_for_all(roles: Roles) -> None:
@@ -76,8 +67,25 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
     Collective over `roles.control`; ranks that are not the head of a replica pass None. Returns the completions on the
     driver, None elsewhere.
     """
-    parts = _gather(_flatten(local if roles.rank in roles.heads else []), roles)
-    return [c for head in roles.heads for c in _unflatten(*parts[head])] if roles.is_driver else None
+    tensors = _flatten(local or [])
+    sizes = [torch.empty(len(tensors), dtype=torch.int64) for _ in range(roles.control.size())]
+    dist.all_gather(sizes, torch.tensor([len(t) for t in tensors]), group=roles.control)
+    if not roles.is_driver:
+        for tensor in tensors:
+            if len(tensor):
+                dist.send(tensor, group_dst=0, group=roles.control)
+        return None
+    completions = []
+    for head in roles.heads:
+        parts = tensors
+        if head != roles.rank:
+            like = zip(sizes[head].tolist(), tensors, strict=True)  # dtypes are the same on all ranks
+            parts = [torch.empty(size, dtype=mine.dtype) for size, mine in like]
+            for buffer in parts:
+                if len(buffer):
+                    dist.recv(buffer, group_src=head, group=roles.control)
+        completions += _unflatten(*parts)
+    return completions
 
 
 def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
@@ -85,11 +93,8 @@ def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
 
     Collective over `roles.control`. Returns the batch on trainer and reference ranks, None on generator ranks.
     """
-    tensors = None
-    if roles.is_driver:
-        tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if getattr(batch, f.name) is not None}
-    tensors = broadcast_tensors(tensors, roles)
-    return TrainBatch(**tensors) if roles.trains or roles.references else None
+    tensors = broadcast_tensors([getattr(batch, f.name) for f in fields(batch)] if roles.is_driver else None, roles)
+    return TrainBatch(*tensors) if roles.trains or roles.references else None
 
 
 def add_ref_logprobs(batch: TrainBatch | None, reference: Reference | None, roles: Roles) -> TrainBatch | None:
@@ -106,44 +111,16 @@ def add_ref_logprobs(batch: TrainBatch | None, reference: Reference | None, role
     return batch and replace(batch, ref_logprobs_N=total_N)
 
 
-def send_rewards(rewards: tuple[torch.Tensor, torch.Tensor] | None, roles: Roles) -> tuple[torch.Tensor, torch.Tensor]:
-    """Deliver the driver's rewards, float32 [S], and which there are, bool [S]. Collective over `roles.control`."""
-    tensors = dict(zip(("rewards_S", "has_reward_S"), rewards, strict=True)) if roles.is_driver else None
-    return tuple(broadcast_tensors(tensors, roles).values())
-
-
-def broadcast_tensors(tensors: dict[str, torch.Tensor] | None, roles: Roles) -> dict[str, torch.Tensor]:
-    """Give every rank the driver's CPU tensors by name, unpickled. Collective over `roles.control`."""
-    specs = {name: (t.shape, t.dtype) for name, t in tensors.items()} if roles.is_driver else None
+def broadcast_tensors(tensors: Sequence[torch.Tensor | None] | None, roles: Roles) -> Sequence[torch.Tensor | None]:
+    """Give every rank the driver's CPU tensors (and its Nones), unpickled. Collective over `roles.control`."""
+    specs = [None if t is None else (t.shape, t.dtype) for t in tensors] if roles.is_driver else None
     specs = broadcast(specs, roles.control)
-    buffers = (
-        tensors if roles.is_driver else {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in specs.items()}
-    )
-    for buffer in buffers.values():
-        if buffer.numel():
-            dist.broadcast(buffer, group_src=0, group=roles.control)
-    return buffers
-
-
-def _gather(tensors: Sequence[torch.Tensor], roles: Roles) -> dict[int, Sequence[torch.Tensor]] | None:
-    """Flat tensors of every replica head to the driver, whatever their lengths; dtypes are the same on all ranks."""
-    sizes = [torch.empty(len(tensors), dtype=torch.int64) for _ in range(roles.num_ranks)]
-    dist.all_gather(sizes, torch.tensor([len(t) for t in tensors]), group=roles.control)
-    if roles.is_driver:
-        parts = {}
-        for head in roles.heads:
-            parts[head] = tensors
-            if head != roles.rank:
-                like = zip(sizes[head].tolist(), tensors, strict=True)
-                parts[head] = [torch.empty(size, dtype=mine.dtype) for size, mine in like]
-                for buffer in parts[head]:
-                    if len(buffer):
-                        dist.recv(buffer, group_src=head, group=roles.control)
-        return parts
+    if not roles.is_driver:
+        tensors = [spec and torch.empty(spec[0], dtype=spec[1]) for spec in specs]
     for tensor in tensors:
-        if len(tensor):
-            dist.send(tensor, group_dst=0, group=roles.control)
-    return None
+        if tensor is not None and tensor.numel():
+            dist.broadcast(tensor, group_src=0, group=roles.control)
+    return tensors
 
 
 def _flatten(completions: list[Completion]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

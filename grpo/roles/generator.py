@@ -45,11 +45,6 @@ def request_seed(run_seed: int, prompt: Prompt, completion: int, group_size: int
     return first + prompt.index * group_size + completion
 
 
-def temperature_of(temperatures: Sequence[float], completion: int) -> float:
-    """Sampling temperature of the completion at this place of its group: they take turns."""
-    return temperatures[completion % len(temperatures)]
-
-
 class Generator:
     """One replica's engine on this rank, with the version of the weights it holds.
 
@@ -64,7 +59,6 @@ class Generator:
         self.version = 0
         self.asleep = False
         self.llm = _start_engine(config, folder, roles)
-        self.tied = bool(self.llm.llm_engine.model_config.hf_config.tie_word_embeddings)
 
     def generate(
         self,
@@ -73,12 +67,11 @@ class Generator:
         *,
         temperatures: Sequence[float] | None = None,
         held_out: bool = False,
-        ignore_eos: bool = False,
     ) -> list[Completion] | None:
         """Sample this replica's part of `group_size` completions per prompt.
 
         `temperatures` (default: the run's) take turns within a group; 0 is greedy. `held_out` takes seeds that training
-        never uses. `ignore_eos` samples every completion to its full length (benchmarks).
+        never uses.
 
         Returns completions in prompt order on the replica's first rank, None on its other ranks. An exception in here
         is fatal for the rank: vLLM keeps unfinished requests queued and its next call would hang.
@@ -91,9 +84,8 @@ class Generator:
         params = [
             self._sampling_params(
                 count,
-                temperature_of(temperatures, first),
+                temperatures[first % len(temperatures)],
                 request_seed(self.config.seed, prompts[prompt], first, group_size, held_out),
-                ignore_eos,
             )
             for prompt, first, count in parts
         ]
@@ -123,7 +115,7 @@ class Generator:
         self.forget_prefixes()
         return greedy, samples
 
-    def _sampling_params(self, count: int, temperature: float, seed: int, ignore_eos: bool):
+    def _sampling_params(self, count: int, temperature: float, seed: int):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -134,8 +126,7 @@ class Generator:
             n=count,
             temperature=temperature,
             max_tokens=options.max_completion_tokens,
-            stop_token_ids=[] if ignore_eos else self.stop_token_ids,
-            ignore_eos=ignore_eos,
+            stop_token_ids=self.stop_token_ids,
             stop=list(options.stop),
             detokenize=bool(options.stop),  # the engine reads text only to find these strings
             include_stop_str_in_output=True,
@@ -162,12 +153,12 @@ class Generator:
         complete. Collective over the replica's ranks, each of which gets the full tensors.
         """
         self._wake("weights")
-        on_cpu = self.roles.device.type == "cpu"
-        if on_cpu:  # CPU kernels hold repacked copies, which only a full reload renews, of tied heads too
-            tensors = _with_tied_head(tensors) if self.tied else tensors
+        if self.roles.device.type == "cpu":  # kernels hold repacked copies, which only a full reload renews
+            tied = self.llm.llm_engine.model_config.hf_config.tie_word_embeddings
+            tensors = _with_tied_head(tensors) if tied else tensors
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        else:
-            self.llm.collective_rpc(_load_live, args=(tensors,))
+        else:  # into the live parameters, in place, so that captured CUDA graphs stay valid
+            self.llm.collective_rpc(lambda worker: worker.model_runner.get_model().load_weights(tensors))
         self._wake("kv_cache")
         self.asleep = False
         self.forget_prefixes()
@@ -248,11 +239,6 @@ def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
         seed=config.seed,
         **(whole_prompts if on_cpu else {}),
     )
-
-
-def _load_live(worker, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write into the live parameters, in place, so that captured CUDA graphs stay valid."""
-    worker.model_runner.get_model().load_weights(tensors)
 
 
 def _with_tied_head(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

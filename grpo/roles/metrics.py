@@ -36,10 +36,7 @@ class StepMetrics:
     def add(self, micro: MicroBatch, loss: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
         """Take in one micro-batch: its part of the loss, and a value per position [B, T] of each metric.
 
-        Nothing here waits for the device.
-
-        Raises:
-            ValueError: the names are not those of the update's other micro-batches.
+        Nothing here waits for the device. Raises ValueError unless an update's micro-batches have the same names.
         """
         names = self._sums.keys() | self._maxima.keys()
         if names and names != metrics.keys():
@@ -51,15 +48,14 @@ class StepMetrics:
                 self._maxima[name] = torch.maximum(self._maxima.get(name, values_BT.new_zeros(())), values_BT.max())
             else:
                 self._sums[name] = self._sums.get(name, 0) + values_BT.sum()
+            if name == PER_SEQUENCE:
+                if self._sequence_S2 is None:  # the last one is for padding
+                    self._sequence_S2 = loss.new_zeros(self.num_sequences + 1, 2, dtype=torch.float64)
+                per_token_N2 = torch.stack([values_BT, mask_BT.double()], -1).flatten(0, 1)
+                sequence_N = micro.sequence_BT.flatten()
+                self._sequence_S2.index_add_(0, sequence_N.where(sequence_N >= 0, self.num_sequences), per_token_N2)
         self._loss = self._loss + loss.double()
         self._num_tokens = self._num_tokens + mask_BT.sum().double()
-        if PER_SEQUENCE in metrics:
-            if self._sequence_S2 is None:  # the last one is for padding
-                self._sequence_S2 = loss.new_zeros(self.num_sequences + 1, 2, dtype=torch.float64)
-            values_BT = metrics[PER_SEQUENCE].double().where(mask_BT, 0)
-            per_token_N2 = torch.stack([values_BT, mask_BT.double()], -1).flatten(0, 1)
-            sequence_N = micro.sequence_BT.flatten()
-            self._sequence_S2.index_add_(0, sequence_N.where(sequence_N >= 0, self.num_sequences), per_token_N2)
 
     def reduce(self, group: ProcessGroup | None) -> None:
         """End an update: sums and maxima over the data-parallel ranks (None: there is one). Collective over them."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 
-from grpo.config import GRPOConfig, SFTConfig
+from grpo.config import GRPOConfig, RolesConfig
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,21 @@ class Roles:
     device: torch.device
     control: ProcessGroup
     """Bridge over all ranks; gloo."""
-    weights: ProcessGroup | None = None
+    weights: ProcessGroup | None
     """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
-    trains: bool = False
-    references: bool = False
-    generates: bool = False
-    trainer_ranks: tuple[int, ...] = ()
-    reference_ranks: tuple[int, ...] = ()
+    trains: bool
+    references: bool
+    generates: bool
+    trainer_ranks: tuple[int, ...]
+    reference_ranks: tuple[int, ...]
     """Ranks that hold a reference; empty when none is needed."""
-    replicas: tuple[tuple[int, ...], ...] = ()
+    replicas: tuple[tuple[int, ...], ...]
     """Generator ranks, one tuple per vLLM engine."""
 
     @property
     def is_driver(self) -> bool:
         """Rank 0 alone draws prompts, scores, decides, logs and writes run files."""
         return self.rank == 0
-
-    @property
-    def colocated(self) -> bool:
-        return self.name == "colocated"
 
     @property
     def replica(self) -> int | None:
@@ -65,10 +61,6 @@ class Roles:
         """First rank of each replica: the one that hands in the completions."""
         return tuple(ranks[0] for ranks in self.replicas)
 
-    @property
-    def num_ranks(self) -> int:
-        return self.control.size()
-
 
 def setup_roles(config: GRPOConfig) -> Roles:
     """Create this rank's groups from torchrun's environment. Collective: every rank of the torchrun calls it once.
@@ -77,35 +69,42 @@ def setup_roles(config: GRPOConfig) -> Roles:
     rewritten to the role's own world, because torchtitan and vLLM read them; LOCAL_RANK stays, it selects the GPU.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    layout = config.roles
-    device = _select_device()
-    store, timeout = _launcher_store(layout.timeout_minutes)
+    layout, timeout = config.roles, datetime.timedelta(minutes=config.roles.timeout_minutes)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
+    # torchrun's own store (no further port), under a prefix of its own for each restart
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
-    first_generator = 0 if layout.colocated else layout.num_trainers + layout.num_references
+    trainer_ranks = tuple(range(layout.num_trainers))
+    num_references = 0 if layout.colocated else layout.num_references
+    own_reference_ranks = tuple(range(layout.num_trainers, layout.num_trainers + num_references))
+    reference_ranks = own_reference_ranks or (trainer_ranks if config.needs_reference else ())
+    first_generator = 0 if layout.colocated else layout.num_trainers + num_references
     tensor_parallel = config.generator.tensor_parallel
     replicas = tuple(tuple(range(r, r + tensor_parallel)) for r in range(first_generator, world_size, tensor_parallel))
-    trainer_ranks = tuple(range(layout.num_trainers))
-    split_references = 0 if layout.colocated else layout.num_references
-    reference_ranks = tuple(range(layout.num_trainers, layout.num_trainers + split_references))
-    if config.needs_reference and not reference_ranks:
-        reference_ranks = trainer_ranks
-
-    worlds = [trainer_ranks] if layout.colocated else [trainer_ranks, *replicas]
-    if split_references:
-        worlds.insert(1, reference_ranks)
-    my_world = next(world for world in worlds if rank in world)
     generator_ranks = tuple(r for ranks in replicas for r in ranks)
-    sync_ranks = (0, *generator_ranks)
+    my_world = next(world for world in (trainer_ranks, own_reference_ranks, *replicas) if rank in world)
 
     control = _bridge("control", tuple(range(world_size)), rank, store, "gloo", timeout)
     weights = None
-    if not layout.colocated and rank in sync_ranks:
-        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-        weights = _bridge("weights", sync_ranks, rank, store, backend, timeout)
+    if generator_ranks and not layout.colocated and rank in (0, *generator_ranks):
+        weights = _bridge("weights", (0, *generator_ranks), rank, store, backend, timeout)
 
     os.environ.update(RANK=str(my_world.index(rank)), WORLD_SIZE=str(len(my_world)))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # so that nothing meets on torchrun's own store by env://
-    _default_group(PrefixStore(f"world/{my_world[0]}", store), my_world.index(rank), len(my_world), device, timeout)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"world/{my_world[0]}", store),
+        rank=my_world.index(rank),
+        world_size=len(my_world),
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
 
     trains, generates = rank in trainer_ranks, rank in generator_ranks
     name = "colocated" if layout.colocated else "trainer" if trains else "generator" if generates else "reference"
@@ -124,15 +123,10 @@ def setup_roles(config: GRPOConfig) -> Roles:
     )
 
 
-def setup_trainers(config: SFTConfig) -> Roles:
+def setup_trainers() -> Roles:
     """The one-role form for `train_sft.py`: every rank is a trainer. Collective over all ranks."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = _select_device()
-    store, timeout = _launcher_store(minutes=60.0)
-    everyone = tuple(range(world_size))
-    control = _bridge("control", everyone, rank, store, "gloo", timeout)
-    _default_group(PrefixStore("world/0", store), rank, world_size, device, timeout)
-    return Roles(rank, "trainer", device, control, trains=True, trainer_ranks=everyone)
+    layout = RolesConfig(num_trainers=int(os.environ["WORLD_SIZE"]), num_references=0, num_generators=0)
+    return setup_roles(GRPOConfig(roles=layout))
 
 
 def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:
@@ -142,22 +136,6 @@ def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) ->
         close_engine()
     if dist.is_initialized():  # an engine takes the default group with it
         dist.destroy_process_group()
-
-
-def _select_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _launcher_store(minutes: float) -> tuple[PrefixStore, datetime.timedelta]:
-    """Torchrun's own store (no further port), under a prefix of its own for each restart."""
-    timeout = datetime.timedelta(minutes=minutes)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), timeout
 
 
 def _bridge(
@@ -178,10 +156,3 @@ def _bridge(
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(len(ranks))}
     dist.barrier(group=group)  # connect now, before an engine changes NCCL's environment
     return group
-
-
-def _default_group(store: PrefixStore, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> None:
-    cuda = device.type == "cuda"
-    backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
-    device_id = device if cuda else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)

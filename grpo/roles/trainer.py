@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed import utils as titan_dist
 
 from grpo.config import ModelConfig, TrainerConfig
@@ -36,20 +36,14 @@ class Trainer:
         self.dtype = getattr(torch, model.dtype)
         self.num_loss_tokens = 0  # behind the gradient at hand
         self.model = build_model(model, trainer, folder, device=roles.device, tensor_parallel=trainer.tensor_parallel)
-        adamw = ParamGroupConfig(
-            pattern=".*",
-            optimizer_name="AdamW",
-            optimizer_kwargs={
-                "lr": trainer.learning_rate,
-                "betas": (trainer.adam_beta1, trainer.adam_beta2),
-                "eps": trainer.adam_eps,
-                "weight_decay": trainer.weight_decay,
-            },
+        adamw = default_adamw(
+            lr=trainer.learning_rate,
+            betas=(trainer.adam_beta1, trainer.adam_beta2),
+            eps=trainer.adam_eps,
+            weight_decay=trainer.weight_decay,
         )
-        implementation = "fused" if roles.device.type == "cuda" else "foreach"
-        self.optimizer = OptimizersContainer.Config(param_groups=[adamw], implementation=implementation).build(
-            model_parts=[self.model.module]
-        )
+        adamw.implementation = "fused" if roles.device.type == "cuda" else "foreach"
+        self.optimizer = adamw.build(model_parts=[self.model.module])
         constant = trainer.schedule == "constant"
         self.schedule = LRSchedulersContainer.Config(
             warmup_steps=trainer.warmup_steps,
@@ -57,6 +51,7 @@ class Trainer:
             decay_type="linear" if constant else trainer.schedule,
             min_lr_factor=trainer.min_lr_ratio,
         ).build(optimizers=self.optimizer, training_steps=num_steps)
+        self._stateful = {"model": self.model.module, "optimizer": self.optimizer, "schedule": self.schedule}
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """The policy's log-probs of all tokens, float32 [N], CPU; 0 for the first token of each sequence.
@@ -87,10 +82,8 @@ class Trainer:
 
         A gradient in which no token counts changes nothing: neither weights nor the optimizer's moments.
 
-        Returns `grad_norm`, before clipping, and the `learning_rate` used.
-
-        Raises:
-            RuntimeError: the gradient is not finite.
+        Returns `grad_norm`, before clipping, and the `learning_rate` used. Raises RuntimeError if the former is not
+        finite.
         """
         parameters = list(self.model.module.parameters())
         grad_norm = float(titan_dist.clip_grad_norm_(parameters, self.config.max_grad_norm, foreach=True))
@@ -111,20 +104,11 @@ class Trainer:
         self.optimizer.zero_grad()
         self.num_loss_tokens = 0
 
-    def scheduler_step(self) -> None:
-        """Move the learning rate's schedule on; once per step, however many updates it had."""
-        self.schedule.step()
-
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""
-        return {
-            "model": self.model.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-        }
+        return {name: part.state_dict() for name, part in self._stateful.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`. Collective over the trainer ranks."""
-        self.model.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        for name, part in self._stateful.items():
+            part.load_state_dict(state[name])

@@ -26,21 +26,18 @@ def sync_weights(trainer: Trainer | None, generator: Generator | None, version: 
 
     Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.
     """
-    if roles.colocated:
-        generator.load_weights(hf_tensors(trainer.model, trainer.dtype), version)
-    elif roles.trains:
+    if generator:
+        tensors = hf_tensors(trainer.model, trainer.dtype) if trainer else receive_weights(generator.dtype, roles)
+        generator.load_weights(tensors, version)
+    elif trainer:
         send_weights(hf_tensors(trainer.model, trainer.dtype), roles.weights)
-    elif roles.generates:
-        generator.load_weights(receive_weights(generator.dtype, roles), version)
     wait_for_all(roles)  # done everywhere, so that the time of a sync is its own
 
 
 def check_sync(metrics: StepMetrics, tolerance: float) -> None:
     """Compare what trainer and generator say of the same completions, after the step's first forward.
 
-    Raises:
-        RuntimeError: their log-probs differ by more than `tolerance` (nats) on average, so the generator holds stale or
-            wrong weights. Nothing is updated yet.
+    Raises RuntimeError if their log-probs differ by more than `tolerance` (nats) on average.
     """
     measured = metrics.means()
     if metrics.num_loss_tokens and not measured["mismatch/mean"] <= tolerance:

@@ -5,7 +5,6 @@ for its decisions (`comm.on_driver`, `comm.from_driver`). Within a step nothing 
 was sampled is a value that the loop passes on. Left out: everything that several ranks do together.
 """
 
-import dataclasses
 import math
 import pathlib
 from dataclasses import dataclass, replace
@@ -63,7 +62,7 @@ class Sampled:
     """With dynamic sampling only the groups whose rewards differ, else all."""
     num_wanted: int
     """Completions that the step trains on."""
-    num_rounds: int = 1
+    num_rounds: int = 0
     num_prompts: int = 0
 
     @property
@@ -158,7 +157,7 @@ class Driver:
             same_P = zero_variance(*reward_tensors(rollouts), config.group_size)
             same_S = same_P.repeat_interleave(config.group_size).tolist()
             informative = [rollout for rollout, same in zip(rollouts, same_S, strict=True) if not same]
-        before = sampled or Sampled([], [], config.completions_per_step, num_rounds=0)
+        before = sampled or Sampled([], [], config.completions_per_step)
         return Sampled(
             everything=before.everything + rollouts,
             informative=before.informative + informative,
@@ -174,20 +173,19 @@ class Driver:
         After `sampling.max_rounds` the step goes on with the groups it has.
         """
         config = self.config
-        if not config.sampling.dynamic:
-            return []
         num_informative = len(sampled.informative) // config.group_size
         missing = config.prompts_per_step - num_informative
-        if missing > 0 and sampled.num_rounds < config.sampling.max_rounds:
+        if not config.sampling.dynamic or missing <= 0:
+            return []
+        if sampled.num_rounds < config.sampling.max_rounds:
             informative_frac = max(num_informative / sampled.num_prompts, LEAST_INFORMATIVE_FRAC)
             return self.stream.draw(min(math.ceil(missing / informative_frac), config.prompts_per_step))
-        if missing > 0:
-            print(
-                f"dynamic sampling: {num_informative} of {config.prompts_per_step} groups have different rewards after "
-                f"{sampled.num_rounds} rounds with {sampled.num_prompts} prompts; the step goes on with "
-                + ("these" if num_informative else "groups of equal rewards"),
-                flush=True,
-            )
+        print(
+            f"dynamic sampling: {num_informative} of {config.prompts_per_step} groups have different rewards after "
+            f"{sampled.num_rounds} rounds with {sampled.num_prompts} prompts; the step goes on with "
+            + ("these" if num_informative else "groups of equal rewards"),
+            flush=True,
+        )
         return []
 
     @on_driver
@@ -244,7 +242,7 @@ class Driver:
         interval = config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
             values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
-            rollouts = [dataclasses.replace(r, advantage=a, mismatch=m) for r, a, m in values]
+            rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
             self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
 
     @on_driver

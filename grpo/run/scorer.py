@@ -40,8 +40,7 @@ class Scorer:
 
         Raises RuntimeError if a completion was not sampled with weights of this version.
         """
-        versions = {c.version for c in completions} - {version}
-        if versions:
+        if versions := {c.version for c in completions} - {version}:
             raise RuntimeError(
                 f"completions of version {version} were sampled with weights of versions {sorted(versions)}: a weight "
                 "sync was skipped or repeated"

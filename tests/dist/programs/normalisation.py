@@ -23,7 +23,6 @@ from grpo.config import (
     GeneratorConfig,
     GRPOConfig,
     ModelConfig,
-    SFTConfig,
     TrainerConfig,
 )
 from grpo.models.forward import micro_batches
@@ -66,7 +65,7 @@ TOLERANCE = 1e-5  # of each tensor's largest gradient
 
 def main() -> None:
     folder, baselines = sys.argv[1], pathlib.Path(sys.argv[2])
-    roles = setup_trainers(SFTConfig())
+    roles = setup_trainers()
     num_ranks = dist.get_world_size()
     # neither the update nor the clipping may touch what is compared
     options = TrainerConfig(compile=False, activation_checkpointing="none", learning_rate=0.0, max_grad_norm=1e9)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo.config import ModelConfig, SFTConfig, TrainerConfig
+from grpo.config import ModelConfig, TrainerConfig
 from grpo.models.forward import micro_batches
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import hf_tensors
@@ -30,7 +30,7 @@ GRADIENT_TOLERANCE = 1e-5  # of each tensor's largest gradient
 
 
 def main() -> None:
-    roles = setup_trainers(SFTConfig())
+    roles = setup_trainers()
     for case in sys.argv[1:]:
         check_case(case, roles)
     close_roles(roles)
