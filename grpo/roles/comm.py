@@ -23,7 +23,7 @@ Method = TypeVar("Method", bound=Callable)
 def broadcast(value: Any, group: ProcessGroup) -> Any:
     """Give every rank of a bridge the value of its first rank; the others pass anything. Small picklable values."""
     values = [value]
-    dist.broadcast_object_list(values, group_src=0, group=group)
+    dist.broadcast_object_list(values, group_src=0, group=group, device=torch.device("cpu"))
     return values[0]
 
 
