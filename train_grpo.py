@@ -11,12 +11,13 @@ minimises, averaged over a completion's tokens and then over completions,
 
 Other losses, advantages and averages are a field of the config away; their formulas are in grpo/algorithm/.
 
-Every rank runs this script. The ranks are split into trainers, references and generators, and one of the trainers,
-rank 0, is the driver too: it alone draws prompts, has completions scored, decides and logs. A rank holds the objects of
-its roles (`trainer`, `reference`, `generator`) and None for the others, so the loop reads the same whether roles share
-GPUs or not. Functions that take `roles`, and all methods of `driver` except `state`, are collective: every rank calls
-them, in this order; off rank 0 a driver's method only waits for what rank 0 decides. Functions of `trainer` are
-collective over the trainers. A batch is whole on every trainer, which takes its own part of the micro-batches.
+Every rank runs this script. A rank is a trainer, a reference, a generator, or several of them where roles share GPUs;
+it holds the objects of its roles (`trainer`, `reference`, `generator`) and None for the others. One of the trainers,
+rank 0, is the driver too: it alone draws prompts, has completions scored, decides and logs. Functions that take `roles`
+and all methods of `driver` except `state` are collective: every rank calls them, in this order. A method of the driver
+runs on rank 0; the others get its decision or, where it is data that a next call sends, None. What is done only `if
+trainer` is collective over the trainers. A batch is whole on every trainer, which takes its own part of the
+micro-batches.
 
 A suffix on a tensor's name spells its dimensions: B rows and T positions of a micro-batch, S sequences (a prompt with
 its completion), N tokens of all sequences laid end to end. grpo/types.py has them all.
@@ -80,7 +81,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
     start, trainer, reference, generator = start_up(config, driver, timer, roles)
 
     for step in range(start.step, config.num_steps):
-        plan = driver.plan(step)  # which prompts; whether to check, sync, evaluate, save: decided once, for all ranks
+        plan = driver.plan(step)  # first prompts; whether to check, sync, evaluate, save: the same on all ranks
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
 
         with timer.phase("generate"):
@@ -92,7 +93,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
 
         with timer.phase("reward"):
             sampled = driver.collect_rewards(sampled)
-            rewards_S, has_reward_S = broadcast_tensors(driver.reward_tensors(sampled), roles)  # driver -> trainers
+            rewards_S, has_reward_S = broadcast_tensors(driver.reward_tensors(sampled), roles)  # driver -> all
 
         with timer.phase("train"), timer.compilation_in_startup():
             metrics = StepMetrics(len(rewards_S))  # filled on the trainers
@@ -108,7 +109,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
             with timer.phase("evaluate"):
                 evaluate(driver, generator, start.eval_prompts, step + 1, roles)
         driver.log(step + 1, sampled, batch, metrics)
-        if plan.save and trainer:  # last: a run that dies before it is complete repeats the step, its log line included
+        if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
             with timer.phase("save"):
                 state = driver.state(step + 1)
                 checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
@@ -128,13 +129,13 @@ def sample(config: GRPOConfig, plan: Plan, generator: Generator | None, driver: 
         sampled = driver.take(sampled, plan, prompts, completions)
         prompts = driver.more_prompts(sampled)
     if generator:
-        generator.sleep()  # does nothing unless colocated with generator.sleep set; the sync of this step wakes it
+        generator.sleep()  # only if generator.sleep is set: colocated, with a sync in every step, which wakes it
     return sampled
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The algorithm, on the trainers. What is measured goes into `metrics`: numbers by `record`, and a value per token of
-# each micro-batch by the objective's dict; their means are over all loss tokens of the step, whatever rank had them.
+# The algorithm, on the trainers. What is measured goes into `metrics`: numbers by `record`, and values per token by the
+# objective's dict, whose means are over all loss tokens of the step that have them, on all ranks.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +154,7 @@ def add_advantages(
     """
     algorithm = config.algorithm
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
-        penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # generator || reference, which sampled
+        penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # KL(generator || reference)
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
         rewards_S = rewards_S - penalty_S
     # (reward - mean of the group) / (std of the group + 1e-4), or what algorithm.advantages names
@@ -174,12 +175,12 @@ def update(
     One update for each mini-batch; by default one in all.
     """
     algorithm, loss_function = config.algorithm, configured_loss(config.algorithm)
-    if config.recomputes_old_logprobs:  # with a single update they are those of its own forward
+    if config.recomputes_old_logprobs:  # else `old` is the forward's own
         batch = replace(batch, old_logprobs_N=trainer.logprobs(batch))
     first_update = True
     for _ in range(algorithm.num_epochs):
         for mini_batch in split_groups(batch, config.group_size, algorithm.num_mini_batches):
-            # of the whole mini-batch, which every trainer has: micro-batches, packing and ranks change nothing
+            # over the whole mini-batch, so the same for any micro-batches, packing and ranks
             denominator = loss_denominator(
                 mini_batch.num_loss_tokens_S, algorithm.aggregation, config.generator.max_completion_tokens
             )
@@ -209,12 +210,12 @@ def grpo_objective(
     weights are some steps older.
     """
     old_BT = logprobs_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
-    denominator_BT = micro.generator_logprobs_BT if algorithm.old_logprobs == "generator" else old_BT
-    inputs = LossInputs.of(micro, logprobs_BT, denominator_BT)
+    base_BT = micro.generator_logprobs_BT if algorithm.old_logprobs == "generator" else old_BT
+    inputs = LossInputs.of(micro, logprobs_BT, base_BT)
 
-    # -min(ratio * A, clip(ratio) * A) with ratio = exp(logprobs - denominator), or what algorithm.loss names
+    # -min(ratio * A, clip(ratio) * A) with ratio = exp(logprobs - base), or what algorithm.loss names
     loss_BT, metrics = loss_function(inputs)
-    loss_BT, metrics = correct_importance(loss_BT, metrics, old_BT, inputs, algorithm)  # times old / generator
+    loss_BT, metrics = correct_importance(loss_BT, metrics, old_BT, inputs, algorithm)  # weights old / generator
     if first_update or micro.old_logprobs_BT is not None:  # else it would measure training and not the generator
         metrics |= mismatch(old_BT, inputs)
     if micro.ref_logprobs_BT is not None:
