@@ -112,15 +112,19 @@ def add_ref_logprobs(batch: TrainBatch | None, reference: Reference | None, role
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor | None] | None, roles: Roles) -> Sequence[torch.Tensor | None]:
-    """Give every rank the driver's CPU tensors (and its Nones), unpickled. Collective over `roles.control`."""
-    specs = [None if t is None else (t.shape, t.dtype) for t in tensors] if roles.is_driver else None
+    """Give every rank the driver's flat CPU tensors (and its Nones), in one message. Collective over `control`."""
+    specs = [None if t is None else (t.dtype, t.nbytes) for t in tensors] if roles.is_driver else None
     specs = broadcast(specs, roles.control)
-    if not roles.is_driver:
-        tensors = [spec and torch.empty(spec[0], dtype=spec[1]) for spec in specs]
-    for tensor in tensors:
-        if tensor is not None and tensor.numel():
-            dist.broadcast(tensor, group_src=0, group=roles.control)
-    return tensors
+    sizes = [spec[1] for spec in specs if spec]
+    if roles.is_driver:
+        data = torch.cat([t.contiguous().view(torch.uint8) for t in tensors if t is not None])
+    else:
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+    if len(data):
+        dist.broadcast(data, group_src=0, group=roles.control)
+    pieces = iter(data.split(sizes))
+    # copies, because a view of a larger dtype must begin at a multiple of its size
+    return tensors if roles.is_driver else [spec and next(pieces).clone().view(spec[0]) for spec in specs]
 
 
 def _flatten(completions: list[Completion]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
