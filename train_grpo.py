@@ -23,11 +23,16 @@ A suffix on a tensor's name spells its dimensions: B rows and T positions of a m
 its completion), N tokens of all sequences laid end to end. grpo/types.py has them all.
 """
 
-import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+
+from grpo.config import AlgorithmConfig, GRPOConfig
+from grpo.run.command_line import read_config
+
+DEFAULT_RECIPE = pathlib.Path(__file__).parent / "configs" / "qwen3_1_7b_gsm8k.py"
+CONFIG = read_config(GRPOConfig, DEFAULT_RECIPE) if __name__ == "__main__" else None  # a typo does not wait for torch
 
 import torch
 
@@ -37,9 +42,6 @@ from grpo.algorithm.importance import correct_importance, mismatch
 from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import configured_loss
-from grpo.config import AlgorithmConfig, GRPOConfig
-from grpo.config.layout import check_world_size
-from grpo.config.recipes import load
 from grpo.data.batches import split_groups
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
@@ -52,18 +54,13 @@ from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run import checkpoint
 from grpo.run.driver import Driver, Sampled, Start
-from grpo.run.failures import refuse_bad_input, run_rank, set_place
+from grpo.run.failures import run_rank, set_place
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
 from grpo.types import MicroBatch, Plan, TrainBatch
 
-DEFAULT_RECIPE = str(pathlib.Path(__file__).parent / "configs" / "qwen3_1_7b_gsm8k.py")
 
-
-def main() -> None:
-    with refuse_bad_input():
-        config = load(GRPOConfig, DEFAULT_RECIPE)
-        check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+def main(config: GRPOConfig) -> None:
     roles = setup_roles(config)
     set_place(role=roles.name)
     train(config, roles)
@@ -263,4 +260,4 @@ def start_up(
 
 
 if __name__ == "__main__":
-    run_rank(main)
+    run_rank(partial(main, CONFIG))

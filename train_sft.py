@@ -7,15 +7,18 @@ answers' tokens over the whole step. Left out so far: LoRA, validation, resume.
 """
 
 import collections
-import os
 import pathlib
 from functools import partial
 
+from grpo.config import SFTConfig
+from grpo.run.command_line import read_config
+
+DEFAULT_RECIPE = pathlib.Path(__file__).parent / "configs" / "toy_sft.py"
+CONFIG = read_config(SFTConfig, DEFAULT_RECIPE) if __name__ == "__main__" else None  # a typo does not wait for torch
+
 import torch
 
-from grpo.config import SFTConfig
-from grpo.config.layout import check_world_size
-from grpo.config.recipes import as_recipe, load
+from grpo.config.recipes import as_recipe
 from grpo.data import toy
 from grpo.data.batches import make_batch
 from grpo.data.chat import load_tokenizer
@@ -33,13 +36,8 @@ from grpo.run.log import RunLog
 from grpo.run.step_timer import StepTimer
 from grpo.types import MicroBatch, Sample, TrainBatch
 
-DEFAULT_RECIPE = str(pathlib.Path(__file__).parent / "configs" / "toy_sft.py")
 
-
-def main() -> None:
-    with refuse_bad_input():
-        config = load(SFTConfig, DEFAULT_RECIPE)
-        check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+def main(config: SFTConfig) -> None:
     roles = setup_trainers()
     set_place(role=roles.name)
     train(config, roles)
@@ -127,4 +125,4 @@ class Driver:
 
 
 if __name__ == "__main__":
-    run_rank(main)
+    run_rank(partial(main, CONFIG))

@@ -15,8 +15,6 @@ import os
 import pathlib
 import sys
 
-from torch.distributed.elastic.utils.distributed import get_free_port
-
 from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.checks import validate
 from grpo.config.recipes import load
@@ -44,9 +42,8 @@ def main() -> None:
         return
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise BadInput(f"the model's folder or hub name comes first; {USAGE}")
-    start_alone()
     with refuse_bad_input():
-        config = load_config(sys.argv[1], sys.argv[2:], int(os.environ["WORLD_SIZE"]))
+        config = load_config(sys.argv[1], sys.argv[2:], int(os.environ.get("WORLD_SIZE", "1")))
     roles = setup_roles(config)
     set_place(role=roles.name)
     driver = Driver(config, roles)
@@ -73,13 +70,6 @@ def load_config(model: str, arguments: list[str], world_size: int) -> GRPOConfig
     if (pathlib.Path(config.run_dir) / "config.py").exists():
         raise ValueError(f"{config.run_dir} holds a run, whose log would be lost; choose another --run-dir")
     return config
-
-
-def start_alone() -> None:
-    """Be a torchrun of one process, unless torchrun started this one."""
-    if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
 
 
 class Driver:

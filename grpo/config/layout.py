@@ -1,6 +1,11 @@
 """Layout arithmetic: how many processes a config needs, in words, and flags of a layout that fits a number of them."""
 
-from grpo.config.fields import GRPOConfig, SFTConfig
+from dataclasses import replace
+
+from grpo.config.fields import Config, GRPOConfig, SFTConfig
+
+# Of a GPU's memory, for an engine that shares it with a trainer
+SHARED_GPU_UTILIZATION = 0.35
 
 
 def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
@@ -16,6 +21,23 @@ def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
         f"the layout ({describe_layout(config)}) needs {config.num_ranks} processes, but torchrun started "
         f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
         f"{suggest_layout(config, world_size)}"
+    )
+
+
+def for_one_process(config: Config) -> Config:
+    """The config with all roles on one rank, which is what a script is without torchrun; as it is if it is so already.
+
+    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest.
+    """
+    if config.num_ranks == 1:
+        return config
+    if isinstance(config, SFTConfig):
+        return replace(config, num_trainers=1)
+    memory = min(config.generator.gpu_memory_utilization, SHARED_GPU_UTILIZATION)
+    return replace(
+        config,
+        roles=replace(config.roles, colocated=True, num_trainers=1, num_references=0),
+        generator=replace(config.generator, gpu_memory_utilization=memory),
     )
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from grpo.config import GRPOConfig, RolesConfig
 
@@ -65,9 +66,12 @@ class Roles:
 def setup_roles(config: GRPOConfig) -> Roles:
     """Create this rank's groups from torchrun's environment. Collective: every rank of the torchrun calls it once.
 
+    Without torchrun this process is a world of one.
+
     The caller has compared the world size with the layout (`config.check_world_size`). RANK and WORLD_SIZE are
     rewritten to the role's own world, because torchtitan and vLLM read them; LOCAL_RANK stays, it selects the GPU.
     """
+    start_alone()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     layout, timeout = config.roles, datetime.timedelta(minutes=config.roles.timeout_minutes)
     on_gpu = torch.cuda.is_available()
@@ -123,8 +127,16 @@ def setup_roles(config: GRPOConfig) -> Roles:
     )
 
 
+def start_alone() -> None:
+    """Be a torchrun of one process, unless torchrun started this one."""
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+
+
 def setup_trainers() -> Roles:
     """The one-role form for `train_sft.py`: every rank is a trainer. Collective over all ranks."""
+    start_alone()
     layout = RolesConfig(num_trainers=int(os.environ["WORLD_SIZE"]), num_references=0, num_generators=0)
     return setup_roles(GRPOConfig(roles=layout))
 

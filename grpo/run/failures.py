@@ -10,10 +10,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 # torchrun looks every 0.1 s for a dead rank and then gives the others 30 s to end
 FOLLOWER_PATIENCE_SECONDS = 15
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out")
+
+Result = TypeVar("Result")
 
 _place = {"rank": os.environ.get("RANK", "0"), "role": "rank", "phase": "start"}
 
@@ -36,8 +39,8 @@ def refuse_bad_input() -> Iterator[None]:
         raise BadInput(str(error)) from error
 
 
-def run_rank(main: Callable[[], None]) -> None:
-    """Call `main`; if it fails, print one message and end the process with a non-zero exit code.
+def run_rank(main: Callable[[], Result]) -> Result:
+    """What `main` returns; if it fails, print one message and end the process with a non-zero exit code.
 
     The process then skips destructors, because process groups whose peers are gone would print errors or hang.
     """
@@ -45,8 +48,7 @@ def run_rank(main: Callable[[], None]) -> None:
     rank = _place["rank"] = os.environ.get("RANK", "0")
     code, quiet = 1, False
     try:
-        main()
-        code = 0
+        return main()
     except SystemExit as stop:
         quiet = True
         code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
@@ -61,7 +63,6 @@ def run_rank(main: Callable[[], None]) -> None:
         print(f"error: rank {rank} ({_place['role']}) failed in phase {_place['phase']}: {error}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        if rank != "0" and quiet:
-            time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun kills all at the first exit; let the driver print first
-        os._exit(code)
+    if code and rank != "0" and quiet:
+        time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun kills all at the first exit; let the driver print first
+    os._exit(code)

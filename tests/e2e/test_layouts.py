@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from tests.e2e.runs import TINY, read_metrics, read_samples
-from tests.torchrun import finish, start_torchrun, torchrun
+from tests.torchrun import finish, run_python, start_torchrun, torchrun
 
 COLOCATED = ("--roles.colocated", "--roles.num-references", "0")
 
@@ -17,7 +17,7 @@ def split(trainers: int, references: int, generators: int) -> tuple[str, ...]:
     return tuple(text for role, count in counts.items() for text in (f"--roles.num-{role}", str(count)))
 
 
-# name: (processes, has a reference, flags)
+# name: (processes of torchrun, has a reference, flags)
 LAYOUTS = {
     "2 trainers, 1 reference, 1 generator": (4, True, split(2, 1, 1)),
     "reference on the trainer, 2 replicas": (3, True, split(1, 0, 2)),
@@ -26,7 +26,7 @@ LAYOUTS = {
         False,
         (*split(1, 0, 2), "--algorithm.kl-coef", "0", "--generator.tensor-parallel", "2"),
     ),
-    "colocated on 1 rank": (1, True, (*COLOCATED, "--roles.num-trainers", "1")),
+    "1 rank, without torchrun": (0, True, ()),  # has every role, whatever the recipe says
     "colocated on 2 ranks, 2 replicas": (2, True, (*COLOCATED, "--roles.num-trainers", "2")),
     "colocated on 2 ranks, 1 replica": (
         2,
@@ -45,9 +45,12 @@ def first_samples() -> dict[str, str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_runs_two_steps(layout: str, model: pathlib.Path, tmp_path: pathlib.Path, first_samples: dict[str, str]):
     nproc, has_reference, flags = LAYOUTS[layout]
-    torchrun(
-        "train_grpo.py", TINY, *flags, "--model.path", model, "--run-dir", tmp_path / "run", nproc=nproc, deadline=240
-    )
+    arguments = (TINY, *flags, "--model.path", model, "--run-dir", tmp_path / "run")
+    if nproc:
+        torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
+    else:
+        output = run_python("train_grpo.py", *arguments, deadline=240)
+        assert "no torchrun: one process has all roles of the 4 ranks configured" in output
     check_two_steps(tmp_path / "run", has_reference)
     # except for the distance to the generator, whose last digits depend on how the sequences were packed
     samples = read_samples(tmp_path / "run")[0][1]
@@ -66,7 +69,7 @@ def test_samples_do_not_depend_on_the_layout(first_samples: dict[str, str]):
         pytest.skip("compares the runs of the layouts, which did not run or failed")
     assert first_samples[one_generator].count("completion: ") == 16
     assert first_samples[two_replicas] == first_samples[one_generator]
-    for colocated in ("colocated on 1 rank", "colocated on 2 ranks, 2 replicas"):
+    for colocated in ("1 rank, without torchrun", "colocated on 2 ranks, 2 replicas"):
         assert first_samples.get(colocated, first_samples[one_generator]) == first_samples[one_generator]
 
 

@@ -1,0 +1,30 @@
+"""A script's command line as a checked config, before anything slow is imported: the standard library and tyro only."""
+
+import os
+import pathlib
+from functools import partial
+
+from grpo.config.checks import validate
+from grpo.config.fields import Config
+from grpo.config.layout import check_world_size, for_one_process
+from grpo.config.recipes import load
+from grpo.run.failures import refuse_bad_input, run_rank
+
+
+def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
+    """Read `[RECIPE.py] [--field value ...]`, checked also against the number of processes that torchrun started.
+
+    Without torchrun the layout becomes that of one process. Ends the process with one message if that cannot work.
+    """
+    return run_rank(partial(_read, config_type, default_recipe))
+
+
+def _read(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
+    with refuse_bad_input():
+        config = load(config_type, str(default_recipe))
+        if "RANK" not in os.environ and config.num_ranks > 1:
+            print(f"no torchrun: one process has all roles of the {config.num_ranks} ranks configured", flush=True)
+            config = for_one_process(config)
+            validate(config)
+        check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+    return config
