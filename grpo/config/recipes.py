@@ -83,6 +83,7 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
     try:
         config = getattr(run_file(path), "config", None)
         if isinstance(config, config_types):
+            config = _paths_as_text(config)
             check_fields(config)
     except Exception as error:  # whatever a user's file may raise
         raise ValueError(f"{path}{_place_and_cause(error, path)}") from error
@@ -90,6 +91,14 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
         names = " or ".join(config_type.__name__ for config_type in config_types)
         raise ValueError(f"{path} must bind `config` to a {names}, it binds {type(config).__name__}")
     return config
+
+
+def _paths_as_text(config: Any) -> Any:
+    """The config, or one of its sections, with text where a recipe has a `pathlib.Path`."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    texts = {name: os.fspath(value) for name, value in values.items() if isinstance(value, pathlib.Path)}
+    sections = {name: _paths_as_text(value) for name, value in values.items() if dataclasses.is_dataclass(value)}
+    return dataclasses.replace(config, **texts, **sections)
 
 
 def _place_and_cause(error: Exception, path: str) -> str:

@@ -69,7 +69,13 @@ def near_miss(name: str, names: Iterable[str]) -> str:
 
 
 def run_file(file: str) -> ModuleType:
-    """Run a Python file as a module, which replaces that of an earlier run; raises whatever the file raises."""
+    """Run a Python file as a module, which replaces that of an earlier run; raises whatever the file raises.
+
+    It may import its neighbours: its folder is searched after all others, now and when a function of it imports.
+    """
+    folder = os.path.dirname(os.path.abspath(file))
+    if folder not in sys.path:
+        sys.path.append(folder)
     name = _module_name(file)
     spec = importlib.util.spec_from_file_location(name, os.path.abspath(file))
     module = importlib.util.module_from_spec(spec)

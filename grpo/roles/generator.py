@@ -235,6 +235,7 @@ def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
         logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature
         generation_config="vllm",  # sampling options come from our config alone
         skip_tokenizer_init=not options.stop,
+        use_tqdm_on_load=False,
         disable_log_stats=True,
         seed=config.seed,
         **(whole_prompts if on_cpu else {}),

@@ -9,6 +9,7 @@ from grpo.config.fields import Config
 from grpo.config.layout import check_world_size, for_one_process
 from grpo.config.recipes import load
 from grpo.run.failures import refuse_bad_input, run_rank
+from grpo.run.quiet import quiet_libraries
 
 
 def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
@@ -16,6 +17,7 @@ def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Conf
 
     Without torchrun the layout becomes that of one process. Ends the process with one message if that cannot work.
     """
+    quiet_libraries()
     return run_rank(partial(_read, config_type, default_recipe))
 
 

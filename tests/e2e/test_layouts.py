@@ -34,6 +34,8 @@ LAYOUTS = {
         (*COLOCATED, "--roles.num-trainers", "2", "--generator.tensor-parallel", "2"),
     ),
 }
+# How a line of the console begins; below the config
+OURS = ("starting ", "step ", "1 colocated ranks", "done; ")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,8 @@ def test_layout_runs_two_steps(layout: str, model: pathlib.Path, tmp_path: pathl
     else:
         output = run_python("train_grpo.py", *arguments, deadline=240)
         assert "no torchrun: one process has all roles of the 4 ranks configured" in output
+        lines = output[output.index("1 colocated ranks") :].splitlines()  # below the config
+        assert [line for line in lines if not line.startswith(OURS)] == []  # nothing that libraries print
     check_two_steps(tmp_path / "run", has_reference)
     # except for the distance to the generator, whose last digits depend on how the sequences were packed
     samples = read_samples(tmp_path / "run")[0][1]

@@ -31,6 +31,7 @@ from grpo.config.fields import complete
 from grpo.config.layout import check_world_size, describe_layout, suggest_layout
 from grpo.config.names import RENAMED, field_paths, no_such_field
 from grpo.config.recipes import as_recipe, load, load_recipe
+from grpo.config.user_files import load_function
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
@@ -670,3 +671,20 @@ def test_help_shows_every_field(config_type, recipe, capsys):
 def test_bad_input_is_refused_before_torch_is_loaded():
     code = "import sys, grpo.config.recipes; sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'tyro')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_recipe_may_have_paths(tmp_path):
+    (tmp_path / "recipe.py").write_text(
+        "import pathlib\nfrom grpo import config as c\nhere = pathlib.Path(__file__).parent\n"
+        "config = c.GRPOConfig(model=c.ModelConfig(path=here / 'model'), run_dir=here)\n"
+    )
+    config = load_recipe(str(tmp_path / "recipe.py"), GRPOConfig)
+    assert (config.model.path, config.run_dir) == (f"{tmp_path}/model", str(tmp_path))
+
+
+def test_a_file_may_import_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_a_reward.py").write_text("VALUE = 0.25")
+    (tmp_path / "reward.py").write_text(
+        "from neighbour_of_a_reward import VALUE\n\n\ndef f(completions, **columns):\n    return [VALUE]\n"
+    )
+    assert load_function(f"{tmp_path}/reward.py:f", "reward")(["a"]) == [0.25]

@@ -1,0 +1,57 @@
+"""The parts as a library, cell by cell: for a notebook, or `python -m configs.examples.notebook`. No torchrun, no GPU.
+
+The repository must be the current folder and in sys.path. The two runs at the end take half a minute on a CPU.
+"""
+
+# %% Configs are values: a recipe of a file, with some fields changed
+import pathlib
+import tempfile
+
+from grpo.config.recipes import change
+
+RECIPES, RUNS = pathlib.Path("configs").absolute(), tempfile.mkdtemp()
+alone = {"roles.colocated": True, "roles.num_trainers": 1, "roles.num_references": 0}
+grpo_config = change(RECIPES / "toy_arithmetic.py", alone | {"num_steps": 2, "run_dir": f"{RUNS}/grpo"})
+sft_config = change(RECIPES / "toy_sft.py", {"num_trainers": 1, "num_steps": 2, "run_dir": f"{RUNS}/sft"})
+
+# %% Rewards are functions of texts and columns
+from grpo.rewards.builtin import math_reward
+
+print(math_reward(["<answer>42</answer>", "<answer>41</answer>"], answer=["42", "42"]))  # [1.0, 0.0]
+
+# %% Two completions of one prompt as a batch, and their advantages
+import torch
+
+from grpo.algorithm.advantages import group_advantages
+from grpo.data.batches import make_batch
+from grpo.types import Sample
+
+prompt, completion = [5, 6], [7, 8, 9]
+is_completion_T = torch.tensor([False] * len(prompt) + [True] * len(completion))
+sampled_T = torch.tensor([0.0, 0.0, -1.0, -2.0, -0.5])  # the generator's log-probs; prompts have none
+batch = make_batch([Sample(torch.tensor(prompt + completion), is_completion_T, sampled_T) for _ in range(2)])
+advantages_S = group_advantages(torch.tensor([1.0, 0.0]), torch.tensor([True, True]), 2, "group_std")
+print(advantages_S)  # +-0.7070: (1 - 0.5) / (standard deviation 0.7071 + 1e-4)
+
+# %% A loss sees [B, T] tensors: here both sequences in one row, under a policy that likes every token more by 0.5 nats
+from dataclasses import replace
+
+from grpo.algorithm.inputs import LossInputs
+from grpo.algorithm.losses import configured_loss
+from grpo.config.fields import complete
+from grpo.data.packing import build_micro_batch
+
+batch = replace(batch, advantages_N=advantages_S[batch.owner_N])
+micro = build_micro_batch(batch, rows=[[0, 1]], row_length=batch.num_tokens)
+inputs = LossInputs.of(micro, micro.generator_logprobs_BT + 0.5, micro.generator_logprobs_BT)
+loss_BT, metrics = configured_loss(complete(grpo_config).algorithm)(inputs)
+print(loss_BT)  # -0.8484 where the ratio exp(0.5) is clipped to 1.2, 1.1657 where it is not; 0 outside the mask
+
+# %% The toy's two scripts, in this process
+import train_grpo
+import train_sft
+from grpo.roles.process_groups import setup_roles, setup_trainers
+
+train_sft.train(sft_config, setup_trainers())
+grpo_config = change(grpo_config, {"model.path": f"{RUNS}/sft/model"})
+train_grpo.train(complete(grpo_config), setup_roles(grpo_config))
