@@ -98,7 +98,7 @@ class Driver:
             self.stream = ChatStream(rows, config, load_tokenizer(folder))
         checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps)
-        print(f"{as_recipe(config)}\n{config.num_trainers} trainer ranks; {config.run_dir}", flush=True)
+        print(f"{config.num_trainers} trainer ranks; {config.run_dir}", flush=True)
         return folder
 
     @on_driver

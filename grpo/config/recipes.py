@@ -8,6 +8,7 @@ import os
 import pathlib
 import sys
 import traceback
+from operator import attrgetter
 from typing import Any
 
 from grpo.config.bounds import check_fields
@@ -18,7 +19,7 @@ from grpo.config.user_files import run_file
 
 
 def load(config_type: type[Config], default_recipe: str, arguments: list[str] | None = None) -> Config:
-    """Read `[RECIPE.py] [--field value ...]` from the command line into a checked config.
+    """Read `[RECIPE.py] [--field value ...]` into a checked config. Prints what differs from the recipe.
 
     Raises:
         ValueError: the recipe cannot be used (see `load_recipe`), a flag has another name now, or a check failed.
@@ -37,6 +38,7 @@ def load(config_type: type[Config], default_recipe: str, arguments: list[str] | 
             silence.enter_context(contextlib.redirect_stderr(nowhere))
         config = complete(tyro.cli(config_type, default=default, args=arguments, registry=_value_parsers()))
         validate(config)
+        print("\n  ".join([f"recipe {recipe}", *differences(config, complete(default))]), flush=True)
         for warning in cautions(config):
             print(f"warning: {warning}", flush=True)
     return config
@@ -131,6 +133,16 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
             value = dataclasses.replace(getattr(base, section), **{name: value})
         base = dataclasses.replace(base, **{section or name: value})
     return base
+
+
+def differences(config: Config, recipe: Config) -> list[str]:
+    """`num_steps = 2, not 170` for each field that has another value than in the recipe."""
+    pairs = ((path, attrgetter(path)(config), attrgetter(path)(recipe)) for path in field_paths(config))
+    return [
+        f"{path} = {value!r}, not {before!r}"
+        for path, value, before in pairs
+        if value != before and not dataclasses.is_dataclass(value)
+    ]
 
 
 def as_recipe(config: GRPOConfig | SFTConfig) -> str:

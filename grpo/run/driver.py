@@ -104,8 +104,7 @@ class Driver:
         checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite and not config.resume)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=self.first_step)
         print(
-            f"{as_recipe(config)}\n{describe_layout(config)} ranks; {config.run_dir}, starting at step "
-            f"{self.first_step}",
+            f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",
             flush=True,
         )
         return Start(

@@ -403,7 +403,7 @@ def test_overrides_are_checked():
 
 def test_warnings_are_printed_by_the_first_rank_only(monkeypatch, capsys):
     load(GRPOConfig, DEFAULT, ["--generator.top-p", "0.9"])
-    assert capsys.readouterr().out.startswith("warning: generator.top_p=0.9")
+    assert "\nwarning: generator.top_p=0.9" in capsys.readouterr().out
     monkeypatch.setenv("RANK", "1")
     load(GRPOConfig, DEFAULT, ["--generator.top-p", "0.9"])
     assert capsys.readouterr().out == ""
@@ -688,3 +688,16 @@ def test_a_file_may_import_its_neighbours(tmp_path):
         "from neighbour_of_a_reward import VALUE\n\n\ndef f(completions, **columns):\n    return [VALUE]\n"
     )
     assert load_function(f"{tmp_path}/reward.py:f", "reward")(["a"]) == [0.25]
+
+
+def test_the_console_says_what_is_not_the_recipes(capsys):
+    load(GRPOConfig, DEFAULT, ["--num-steps", "3", "--algorithm.loss", "dr_grpo"])
+    first, *changed = capsys.readouterr().out.splitlines()
+    assert first == f"recipe {DEFAULT}"
+    assert set(changed) == {
+        "  num_steps = 3, not 200",
+        "  algorithm.loss = 'dr_grpo', not 'grpo'",
+        # what the loss's paper decides
+        "  algorithm.advantages = 'group_mean', not 'group_std'",
+        "  algorithm.aggregation = 'fixed_horizon', not 'sequence_mean'",
+    }
