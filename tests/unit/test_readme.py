@@ -14,7 +14,7 @@ from grpo.config.layout import check_world_size, describe_layout
 from grpo.config.names import RENAMED, field_paths
 from grpo.config.recipes import load, load_recipe
 from grpo.rewards.builtin import BUILT_INS
-from grpo.run.checkpoint import RUN_FILES
+from grpo.run.run_folder import RUN_FILES
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
