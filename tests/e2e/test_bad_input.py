@@ -16,6 +16,7 @@ from grpo.config.recipes import load, load_recipe
 from grpo.data import toy
 from grpo.run.driver import Driver
 from grpo.run.failures import BadInput
+from grpo.run.run_folder import mark_run_folder
 from grpo.run.step_timer import StepTimer
 from tests.e2e.runs import TINY, read_metrics
 from tests.torchrun import run_torchrun
@@ -105,11 +106,32 @@ def no_chat_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     return target
 
 
+def endless_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    copy_of(model, target)
+    (target / "chat_template.jinja").write_text("{% for i in range(10**9) %}a{% endfor %}")
+    return target
+
+
+def linked_tokenizer(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    copy_of(model, target, without="tokenizer.json")
+    (target / "tokenizer.json").symlink_to(model / "tokenizer.json")
+    return target
+
+
+def pickled_weights(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    copy_of(model, target, without="*.safetensors")
+    (target / "pytorch_model.bin").write_bytes(b"")
+    return target
+
+
 # name: (how to spoil a copy of the model, what the message must contain in addition to the folder)
 BAD_MODELS = {
     "no folder": (lambda model, target: target, []),
     "no config.json": (lambda model, target: copy_of(model, target, without="config.json"), ["config.json"]),
     "no weights": (lambda model, target: copy_of(model, target, without="*.safetensors"), [".safetensors"]),
+    "endless chat template": (endless_template, ["the chat template of", "OverflowError: Range too big"]),
+    "a link out of the folder": (linked_tokenizer, ["tokenizer.json is a link to", "put a copy of it there"]),
+    "weights that are a pickle": (pickled_weights, [".safetensors"]),
     "no chat template": (no_chat_template, ["has no chat template"]),
     "no tokenizer": (lambda model, target: copy_of(model, target, without="*token*"), ["tokenizer"]),
     "too short": (
@@ -142,7 +164,15 @@ BAD_DATA = {
     "no rows": ("\n", ["no rows"]),
     "broken line": (GOOD_LINE + "\n" + '{"question": "1+2", "ans\n', ["line 3", "not JSON"]),
     "missing column": ('{"question": "1+2", "solution": "3"}\n', ["'answer'", "columns there: question, solution"]),
-    "missing in one row": (GOOD_LINE + '{"question": "1+2"}\n', ["'answer'", "1 of 2 rows", "row 2"]),
+    "missing in one row": (
+        GOOD_LINE + '{"question": "1+2"}\n',
+        ["'answer'", "1 of 2 rows", "row 2", "--data.bad-rows"],
+    ),
+    "no text": (
+        GOOD_LINE + '{"question": ["1+2"], "answer": "3"}\n',
+        ["row 2: column 'question' holds list, not text"],
+    ),
+    "half a character": (GOOD_LINE + '{"question": "1", "answer": "\\ud800"}\n', ["row 2", "'answer'", "surrogate"]),
 }
 
 
@@ -193,7 +223,8 @@ def test_losses_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path)
 
 
 def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib.Path):
-    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    mark_run_folder(str(tmp_path / "run"), "train_grpo.py")
+    (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
     (tmp_path / "run/metrics.jsonl").write_text("{}\n")
     refusal("--model.path", tmp_path / "no model", "--run-dir", tmp_path / "run", "--overwrite")
     assert (tmp_path / "run/checkpoints").is_dir() and (tmp_path / "run/metrics.jsonl").read_text() == "{}\n"
@@ -202,6 +233,10 @@ def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib
 
 
 def test_existing_run_folder(model: pathlib.Path, tmp_path: pathlib.Path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert "no run.json" in refusal("--model.path", model, "--run-dir", tmp_path, "--overwrite")
+    (tmp_path / "metrics.jsonl").unlink()
+    mark_run_folder(str(tmp_path), "train_grpo.py")
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     message = refusal("--model.path", model, "--run-dir", tmp_path)
     for part in (str(tmp_path), "metrics.jsonl", "--resume", "--overwrite", "--run-dir"):
@@ -213,6 +248,9 @@ def test_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Pat
     """What a refused run left in the run folder is not an earlier run that the corrected one must not overwrite."""
     short = copy_of(model, tmp_path / "short", max_position_embeddings=20)
     refusal("--model.path", short, "--run-dir", tmp_path / "run")
+    long = ("--data.max-prompt-tokens", 501, "--trainer.micro-batch-tokens", 600)  # the toy model has 512 positions
+    refusal("--model.path", "toy:addition", "--run-dir", tmp_path / "run", *long)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "initial_model"}
     start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
 
 
