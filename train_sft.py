@@ -97,7 +97,7 @@ class Driver:
             rows = load_rows(data.path, data.name, data.split)
             texts = [data.prompt_column, config.completion_column]
             usable = usable_rows(rows, texts, [], data.path, data.bad_rows)
-            check_run_folder(config.run_dir, SCRIPT, (config.model.path,), overwrite=config.overwrite)
+            check_run_folder(config.run_dir, SCRIPT, (config.model.path, data.path), overwrite=config.overwrite)
             mark_run_folder(config.run_dir, SCRIPT)
             toy_rows = (rows[row] for row in usable)
             folder = toy.build_if_toy(config.model.path, config.run_dir, toy_rows, config.seed)

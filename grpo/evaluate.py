@@ -98,7 +98,8 @@ class Driver:
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
             load_functions(config.reward, columns, config.generator.max_completion_tokens)
-            check_run_folder(config.run_dir, SCRIPT, (config.model.path,), overwrite=True)
+            inputs = (config.model.path, config.evaluation.path or config.data.path)
+            check_run_folder(config.run_dir, SCRIPT, inputs, overwrite=True)
             mark_run_folder(config.run_dir, SCRIPT)
             folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 # A template takes a millisecond.
 TEMPLATE_SECONDS = 10
-# The process that tries it has as many of the CPU's time, and in all (its start is slow on a busy machine):
+# For the process that tries it, with its start, which is slow on a busy machine.
 TRIAL_SECONDS = 120
 # Beyond what the process that tries it has when it starts.
 TRIAL_BYTES = 2**30
@@ -82,8 +83,9 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, sec
     Raises ValueError if it needs more than `seconds` of the CPU's time, TRIAL_BYTES or TEMPLATE_CHARACTERS, or raises.
     """
     arguments = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **config.chat_template_kwargs}
+    template = tokenizer.get_chat_template(arguments.pop("chat_template", None))
     messages = _messages(config, "1 + 1 = ?")
-    job = {"messages": messages, "template": tokenizer.get_chat_template(), "arguments": arguments, "seconds": seconds}
+    job = {"messages": messages, "template": template, "arguments": arguments, "seconds": seconds}
     wrong = f"the chat template of {tokenizer.name_or_path}"
     way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
     command = [sys.executable, "-P", "-c", TRIAL]  # -P: no module out of the folder that the run starts in
@@ -156,10 +158,12 @@ def _deadline(seconds: float, what: str) -> Iterator[None]:
     def expired(*_: Any) -> None:
         raise ValueError(f"{what} was not done after {seconds:g} s; look for endless loops in it, or use another model")
 
-    before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler, start = signal.signal(signal.SIGALRM, expired), time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # an alarm that was set before rings when it should, or now
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-6), interval)

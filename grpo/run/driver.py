@@ -90,9 +90,9 @@ class Driver:
             rows = load_rows(config.data.path, config.data.name, config.data.split)
             data = config.data
             usable = usable_rows(rows, [data.prompt_column], data.columns, data.path, data.bad_rows)
-            models = (config.model.path, config.model.reference_path)
+            inputs = (config.model.path, config.model.reference_path, data.path, config.evaluation.path)
             starts = {"resume": config.resume, "overwrite": config.overwrite}
-            check_run_folder(config.run_dir, SCRIPT, models, **starts)
+            check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
             resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
             mark_run_folder(config.run_dir, SCRIPT)
             toy_rows = (rows[row] for row in usable)

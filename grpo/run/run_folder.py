@@ -35,6 +35,7 @@ RUN_FILES = (
 )
 # of which these are there already when a start fails, on bad input or while models load; the corrected run may begin
 WRITTEN_BEFORE_RUN = ("config.py", "tensorboard", "initial_model", MARKER)
+_OWN = {(name,) for name in RUN_FILES}
 # What is being written, or was when its run died
 UNFINISHED = (".partial", ".tmp")
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
@@ -43,17 +44,17 @@ GIT_SECONDS = 10
 
 
 def check_run_folder(
-    run_dir: str, script: str, model_paths: Iterable[str], *, resume: bool = False, overwrite: bool = False
+    run_dir: str, script: str, inputs: Iterable[str], *, resume: bool = False, overwrite: bool = False
 ) -> None:
     """Refuse a folder that is not for this run to write into. Changes nothing.
 
-    script: what starts the run, such as train_grpo.py; model_paths: what the run reads its models from.
+    script: what starts the run, such as train_grpo.py; inputs: paths (or hub names) that the run reads from.
     Raises ValueError if it cannot be a folder, has other files than a run's, holds an earlier run and neither `resume`
-    nor `overwrite` was asked for, or has a model that the run starts from.
+    nor `overwrite` was asked for, or if the run would replace or delete one of its inputs.
     """
     folder = pathlib.Path(run_dir)
     _check_place(folder)
-    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    there = sorted({path.name for path in folder.iterdir()} - {f"{MARKER}.tmp"}) if folder.is_dir() else []
     marker = read_marker(folder)
     if there and marker is None:
         shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
@@ -65,11 +66,11 @@ def check_run_folder(
         )
     if marker is None:
         return
-    for path in model_paths:
-        if path and _is_inside(pathlib.Path(path), folder):
+    for path in inputs:
+        if path and _is_of_run(pathlib.Path(path), folder):
             raise ValueError(
-                f"model {path} lies in the run folder {run_dir}, where this run would replace or delete it; choose "
-                "another --run-dir"
+                f"{path} lies in the run folder {run_dir}, and this run would replace or delete it; choose another "
+                "--run-dir"
             )
     written = [name for name in RUN_FILES if name in there and name not in WRITTEN_BEFORE_RUN]
     if written and not (resume or overwrite):
@@ -100,7 +101,7 @@ def begin_run(run_dir: str, script: str, recipe: str, *, resume: bool = False, o
     folder = pathlib.Path(run_dir)
     if overwrite and not resume:
         for path in list(_files_of_runs(folder)):
-            if path.name != "initial_model":  # this run's own already
+            if path.name not in ("initial_model", MARKER):  # this run's own already
                 _delete(path)
         checkpoints = folder / CHECKPOINTS
         if checkpoints.is_dir() and not checkpoints.is_symlink() and not any(checkpoints.iterdir()):
@@ -168,8 +169,10 @@ def _check_place(folder: pathlib.Path) -> None:
         )
 
 
-def _is_inside(path: pathlib.Path, folder: pathlib.Path) -> bool:
-    return path.is_dir() and folder.resolve() in (path.resolve(), *path.resolve().parents)
+def _is_of_run(path: pathlib.Path, folder: pathlib.Path) -> bool:
+    """Whether something is there, and is one of the run's files or inside one."""
+    path, folder = path.resolve(), folder.resolve()
+    return path.exists() and path.is_relative_to(folder) and path.relative_to(folder).parts[:1] in _OWN
 
 
 def _files_of_runs(folder: pathlib.Path) -> Iterator[pathlib.Path]:

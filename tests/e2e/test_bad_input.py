@@ -10,7 +10,9 @@ import time
 
 import pytest
 
-from grpo.config import GRPOConfig
+import train_sft
+from grpo import evaluate
+from grpo.config import DataConfig, GRPOConfig, ModelConfig, SFTConfig, change
 from grpo.config.layout import check_world_size
 from grpo.config.recipes import load, load_recipe
 from grpo.data import toy
@@ -252,6 +254,47 @@ def test_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Pat
     refusal("--model.path", "toy:addition", "--run-dir", tmp_path / "run", *long)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "initial_model"}
     start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
+
+
+def test_rows_that_sft_cannot_use(model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+2", "completion": "3"}\n{"question": "1+3"}\n{"question": 4, "completion": "3"}\n')
+    data = DataConfig(path=str(rows), columns=())
+    config = SFTConfig(
+        model=ModelConfig(path=str(model)), data=data, run_dir=str(tmp_path / "run"), max_sequence_tokens=64
+    )
+    with pytest.raises(BadInput) as refused:
+        train_sft.Driver.start.__wrapped__(train_sft.Driver(config, roles=None, timer=StepTimer()))
+    assert "2 of 3 rows" in str(refused.value) and "row 2: column 'completion' is missing" in str(refused.value)
+    assert "row 3: column 'question' holds int, not text" in str(refused.value)
+    assert not (tmp_path / "run").exists()
+    config = change(config, {"data.bad_rows": "skip"})
+    train_sft.Driver.start.__wrapped__(driver := train_sft.Driver(config, roles=None, timer=StepTimer()))
+    driver.run_log.close()
+    assert "warning: 2 of 3 rows of" in capsys.readouterr().out
+    assert len(driver.stream.draw(4)) == 4
+    marker = json.loads((tmp_path / "run/run.json").read_text())
+    assert (marker["script"], marker["format"]) == ("train_sft.py", 1)
+
+
+def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_path: pathlib.Path):
+    def start(name: str) -> None:
+        flags = ("--run-dir", tmp_path / name, "--data.columns", "answer", "--evaluation.num-prompts", 2)
+        config = evaluate.load_config(str(model), [TINY, *map(str, flags)], world_size=1)
+        driver = evaluate.Driver(config, roles=None)
+        evaluate.Driver.start.__wrapped__(driver)
+        driver.scorer.pool.close()
+
+    start("alone")
+    (tmp_path / "alone/evaluation.jsonl").write_text("{}\n")
+    start("alone")  # which is written anew each time
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes").write_text("")
+    with pytest.raises(BadInput, match="no run.json"):
+        start("mine")
+    start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
+    with pytest.raises(ValueError, match="holds a run, whose log would be lost"):
+        start("run")
 
 
 def refusal(*arguments: object) -> str:

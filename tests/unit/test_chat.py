@@ -2,6 +2,7 @@
 
 import json
 import resource
+import signal
 import time
 
 import pytest
@@ -46,7 +47,8 @@ def test_a_bad_template_is_refused_within_seconds(template):
 
 @pytest.mark.parametrize("template", [toy.CHAT_TEMPLATE, "{{ eos_token }}{{ 1 / (level - 1) }}"])
 def test_good_templates_pass(template):
-    check_template(tokenizer_with(template), DataConfig(chat_template_kwargs={"level": 2}))
+    arguments = {"level": 2, "chat_template": template}  # which takes the place of the model's own
+    check_template(tokenizer_with("{{ undefined.entry }}"), DataConfig(chat_template_kwargs=arguments))
 
 
 def test_a_template_that_is_endless_for_one_prompt_only(monkeypatch):
@@ -60,6 +62,21 @@ def test_a_template_that_is_endless_for_one_prompt_only(monkeypatch):
     assert time.monotonic() - start < 3
     time.sleep(0.4)  # no alarm is left that would ring now
     assert len(encode_prompt(tokenizer, CONFIG, "1+1", 10)) == 3
+
+
+def test_an_alarm_of_somebody_else_still_rings():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.3)  # pytest's own, given back below
+    start = time.monotonic()
+    try:
+        encode_prompt(tokenizer_with(PLAIN), CONFIG, "1+1", 10)
+        while not rung and time.monotonic() < start + 30:
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+    assert rung and rung[0] >= start + 0.3
 
 
 @pytest.mark.parametrize("num_characters", [10, 11])

@@ -22,8 +22,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 GRPO, SFT = "train_grpo.py", "train_sft.py"
 
 
-def check(run_dir: str | pathlib.Path, script: str = GRPO, models: tuple[str, ...] = (), **flags: bool) -> None:
-    check_run_folder(str(run_dir), script, models, **flags)
+def check(run_dir: str | pathlib.Path, script: str = GRPO, inputs: tuple[str, ...] = (), **flags: bool) -> None:
+    check_run_folder(str(run_dir), script, inputs, **flags)
 
 
 def started_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
@@ -204,19 +204,39 @@ def test_overwrite_leaves_what_links_lead_to(tmp_path):
     assert tree(tmp_path / "checkpoints") == set()  # the checkpoints themselves were the run's
 
 
+def test_a_folder_stays_a_runs_wherever_the_process_is_killed(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json.tmp").write_text("{")  # while the marker was being written
+    check(run)
+    finished_run(run)
+
+    def killed(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)  # while the earlier run was being deleted
+    with pytest.raises(KeyboardInterrupt):
+        begin_run(str(run), SFT, "", overwrite=True)
+    assert not (run / "metrics.jsonl").exists() and read_marker(run)["script"] == GRPO
+    check(run, overwrite=True)
+
+
 def test_resume_deletes_nothing_whatever_else_is_asked_for(tmp_path):
     before = tree(finished_run(tmp_path))
     begin_run(str(tmp_path), GRPO, "config = 2\n", resume=True, overwrite=True)
     assert tree(tmp_path) == before
 
 
-def test_a_model_inside_the_run_folder_is_refused(tmp_path):
+def test_a_run_does_not_replace_what_it_reads(tmp_path):
     finished_run(tmp_path / "run")
     (tmp_path / "link").symlink_to(tmp_path / "run/model")
-    for path in (tmp_path / "run/model", tmp_path / "link", tmp_path / "run/initial_model"):
-        with pytest.raises(ValueError, match=f"model {path} lies in the run folder .* replace or delete it"):
-            check(tmp_path / "run", GRPO, ("toy:addition", str(path)), overwrite=True)
-    check(tmp_path / "run", GRPO, ("toy:addition", "", "Qwen/Qwen3-1.7B"), overwrite=True)
+    (tmp_path / "run/rows.jsonl").write_text("")
+    lost = ("run/model", "link", "run/initial_model", "run/completions.jsonl", "run/checkpoints/step-00000003/file")
+    for path in (str(tmp_path / name) for name in lost):
+        with pytest.raises(ValueError, match=f"^{path} lies in the run folder .* replace or delete it"):
+            check(tmp_path / "run", GRPO, ("toy:addition", path), overwrite=True)
+    kept = ("toy:addition", "", "Qwen/Qwen3-1.7B", str(tmp_path / "run/rows.jsonl"), str(tmp_path / "run/model/absent"))
+    check(tmp_path / "run", GRPO, kept, overwrite=True)
     check(tmp_path / "other", GRPO, (str(tmp_path / "run/model"),))
 
 
