@@ -13,8 +13,6 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from grpo.text import has_surrogates
-
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
@@ -66,8 +64,8 @@ def fits(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(fits(n, str) and fits(entry, parts[1]) for n, entry in value.items())
     if kind in (int, float):  # True is an int to Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if kind is str:  # half of a character, from a command line in another encoding, fits into no file
-        return isinstance(value, str) and not has_surrogates(value)
+    if kind is str:  # a lone surrogate, which a command line in another encoding leaves, fits into no file
+        return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
     return kind is Any or isinstance(value, kind)
 
 

@@ -52,7 +52,7 @@ print(len(rendered[0]))
 
 
 class TooLong(Exception):
-    """A row has more tokens than are wanted: `num_tokens`, or at least as many where its characters already say so."""
+    """A text has more tokens than it may: `num_tokens`, or, if not `exact`, at least as many."""
 
     def __init__(self, num_tokens: int, exact: bool):
         super().__init__(f"{'' if exact else 'at least '}{num_tokens} tokens")

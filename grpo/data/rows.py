@@ -1,4 +1,7 @@
-"""Where rows come from: a JSON-lines file, the hub or a toy task. Left out: streaming data sets, mixing several."""
+"""Where rows come from, a JSON-lines file, the hub or a toy task, and which of them can be used.
+
+Left out: streaming data sets, mixing several.
+"""
 
 import itertools
 import json
