@@ -21,8 +21,8 @@ import torch
 from grpo.config.recipes import as_recipe
 from grpo.data import toy
 from grpo.data.batches import make_batch
-from grpo.data.chat import load_tokenizer
-from grpo.data.rows import check_columns, load_rows
+from grpo.data.chat import check_template, load_tokenizer
+from grpo.data.rows import load_rows, usable_rows
 from grpo.data.streams import ChatStream
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
@@ -30,11 +30,13 @@ from grpo.roles.comm import from_driver, on_driver, send_batch
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
-from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input, run_rank, set_place
 from grpo.run.log import RunLog
+from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.step_timer import StepTimer
 from grpo.types import MicroBatch, Sample, TrainBatch
+
+SCRIPT = pathlib.Path(__file__).name  # as run.json names it
 
 
 def main(config: SFTConfig) -> None:
@@ -90,13 +92,20 @@ class Driver:
         """Refuse bad input before the model is loaded, open the run folder; returns the model's folder or hub name."""
         config = self.config
         with refuse_bad_input():
-            rows = load_rows(config.data.path, config.data.name, config.data.split)
-            check_columns(rows, [config.data.prompt_column, config.completion_column], config.data.path)
-            checkpoint.find_run(config.run_dir, overwrite=config.overwrite)
-            folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
+            data = config.data
+            rows = load_rows(data.path, data.name, data.split)
+            texts = [data.prompt_column, config.completion_column]
+            usable = usable_rows(rows, texts, [], data.path, data.bad_rows)
+            check_run_folder(config.run_dir, SCRIPT, (config.model.path, data.path), overwrite=config.overwrite)
+            mark_run_folder(config.run_dir, SCRIPT)
+            toy_rows = (rows[row] for row in usable)
+            folder = toy.build_if_toy(config.model.path, config.run_dir, toy_rows, config.seed)
+            folder = hf_folder.resolve_folder(folder)
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
-            self.stream = ChatStream(rows, config, load_tokenizer(folder))
-        checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite)
+            tokenizer = load_tokenizer(folder)
+            check_template(tokenizer, data)
+            self.stream = ChatStream(rows, usable, config, tokenizer)
+        begin_run(config.run_dir, SCRIPT, as_recipe(config), overwrite=config.overwrite)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps)
         print(f"{config.num_trainers} trainer ranks; {config.run_dir}", flush=True)
         return folder

@@ -19,7 +19,7 @@ from grpo.config import GRPOConfig, RolesConfig
 from grpo.config.checks import validate
 from grpo.config.recipes import load
 from grpo.data import toy
-from grpo.data.chat import load_tokenizer
+from grpo.data.chat import check_template, load_tokenizer
 from grpo.data.streams import load_eval_prompts
 from grpo.models import hf_folder
 from grpo.rewards.loading import load_functions
@@ -28,12 +28,14 @@ from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.run.failures import BadInput, refuse_bad_input, run_rank, set_place
 from grpo.run.log import RunLog
+from grpo.run.run_folder import check_run_folder, mark_run_folder, read_marker
 from grpo.run.scorer import Scorer, evaluate
 from grpo.types import Completion, Prompt
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
 USAGE = "usage: python -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]"
 RUN_DIR = "runs/evaluate"
+SCRIPT = "grpo.evaluate"  # as run.json names it
 
 
 def main() -> None:
@@ -67,7 +69,8 @@ def load_config(model: str, arguments: list[str], world_size: int) -> GRPOConfig
         run_dir=config.run_dir if given else RUN_DIR,
     )
     validate(config)
-    if (pathlib.Path(config.run_dir) / "config.py").exists():
+    marker = read_marker(config.run_dir)
+    if marker is not None and marker["script"] != SCRIPT:
         raise ValueError(f"{config.run_dir} holds a run, whose log would be lost; choose another --run-dir")
     return config
 
@@ -85,9 +88,13 @@ class Driver:
         with refuse_bad_input():
             columns = [config.data.prompt_column, *config.data.columns]
             load_functions(config.reward, columns, config.generator.max_completion_tokens)
+            inputs = (config.model.path, config.evaluation.path or config.data.path)
+            check_run_folder(config.run_dir, SCRIPT, inputs, overwrite=True)
+            mark_run_folder(config.run_dir, SCRIPT)
             folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
             tokenizer = load_tokenizer(folder)
+            check_template(tokenizer, config.data)
             prompts = load_eval_prompts(config.data, config.evaluation, tokenizer)
             self.scorer = Scorer(config, folder, tokenizer)
         return folder, self.scorer.stop_token_ids, prompts

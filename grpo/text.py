@@ -1,4 +1,31 @@
-"""Texts made fit to be shown in a message, on one line and not too long."""
+"""Texts made fit to be shown: nothing in them that acts on a terminal or misleads a reader, one line, not too long.
+
+What a model writes and what stands in a data set is shown through `printable`, wherever a person reads it.
+"""
+
+import re
+
+# As ranges of code points. Line breaks and tabs stay.
+CONTROLS = r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 with ESC and carriage return, DEL, C1
+LINE_SEPARATORS = r"\u2028\u2029"
+BIDI = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # they show text in another order than it is in
+SURROGATES = r"\ud800-\udfff"  # half of a character; no UTF-8 can hold one
+_ACTING = re.compile(f"[{CONTROLS}{LINE_SEPARATORS}{BIDI}{SURROGATES}]")
+_SURROGATE = re.compile(f"[{SURROGATES}]")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, bidirectional overrides and lone surrogates as escapes such as `\\x1b`."""
+    return _ACTING.sub(_escape, text)
+
+
+def without_surrogates(text: str) -> str:
+    """`text` with lone surrogates as escapes such as `\\ud800`, so that UTF-8 and strict JSON can hold it."""
+    return _SURROGATE.sub(_escape, text)
+
+
+def has_surrogates(text: str) -> bool:
+    return not text.isascii() and _SURROGATE.search(text) is not None
 
 
 def shorten(text: str, limit: int) -> str:
@@ -10,5 +37,9 @@ def shorten(text: str, limit: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """Each run of blanks and line breaks as one blank; lone surrogates, which a terminal refuses, as `?`."""
-    return " ".join(text.encode("utf-8", "replace").decode().split())
+    """Each run of blanks and line breaks as one blank, the rest `printable`."""
+    return printable(" ".join(text.split()))
+
+
+def _escape(found: re.Match) -> str:
+    return found[0].encode("unicode_escape").decode()

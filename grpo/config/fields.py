@@ -78,6 +78,9 @@ class DataConfig:
     """Extra keyword arguments for the tokenizer's chat template, e.g. enable_thinking false."""
     max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
     """Prompts longer than this many tokens are left out, counted and reported once."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What to do about rows without a prompt or without a value in `columns`, or with text that is none.
+    refuse: an error before the start that lists them; skip: leave them out and say how many."""
     shuffle: bool = True
     """Draw the prompts of each epoch in a new random order, which follows from `seed`; off takes the file's order."""
 

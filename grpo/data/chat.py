@@ -1,18 +1,69 @@
-"""A model's tokenizer and its chat template: texts in, token ids out."""
+"""A model's tokenizer and its chat template: texts in, token ids out, within bounds.
 
-from typing import TYPE_CHECKING
+The template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
+attribute of Python's; a loop has at most 100,000 rounds there, but loops may be nested, and texts and numbers grow
+without a bound. So it is tried once in a process of its own before the run (`check_template`), and has a deadline and a
+longest result each time.
+"""
+
+import contextlib
+import functools
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
+from grpo.text import one_line, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# A template takes a millisecond.
+TEMPLATE_SECONDS = 10
+# For the process that tries it, with its start, which is slow on a busy machine.
+TRIAL_SECONDS = 120
+# Beyond what the process that tries it has when it starts.
+TRIAL_BYTES = 2**30
+# What a template may write around a short message: those of current models, with their advice on tools, stay below
+# 10,000.
+TEMPLATE_CHARACTERS = 1_000_000
+QUOTED_CHARACTERS = 300
+# Run in a process of its own: {"messages", "template", "arguments", "seconds"} from stdin -> the number of characters.
+TRIAL = f"""
+import json, math, resource, sys, time
+from transformers.utils.chat_template_utils import render_jinja_template
+job = json.load(sys.stdin)
+with open("/proc/self/statm") as file:
+    now = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + {TRIAL_BYTES},) * 2)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + job["seconds"]),) * 2)
+try:
+    rendered, _ = render_jinja_template([job["messages"]], chat_template=job["template"], **job["arguments"])
+except BaseException as error:
+    sys.exit(f"{{type(error).__name__}}: {{str(error)[:1000]}}".encode("ascii", "backslashreplace").decode())
+print(len(rendered[0]))
+"""
+
+
+class TooLong(Exception):
+    """A text has more tokens than it may: `num_tokens`, or, if not `exact`, at least as many."""
+
+    def __init__(self, num_tokens: int, exact: bool):
+        super().__init__(f"{'' if exact else 'at least '}{num_tokens} tokens")
+        self.num_tokens = num_tokens
+
 
 def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model folder; raises ValueError if it has no chat template or no EOS token."""
+    """The tokenizer of a model folder; raises ValueError if it has no chat template or no EOS token, or brings code."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or put a "
@@ -26,12 +77,93 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, text: str) -> list[int]:
-    """Token ids of one chat: the system prompt unless empty, `text` as the user's message, the assistant's opening."""
-    messages = [{"role": "user", "content": text}]
-    if config.system_prompt:
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    # return_dict: since transformers 5 the default is a BatchEncoding, whose len() is its number of fields.
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **config.chat_template_kwargs
-    )
+def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, seconds: float = TEMPLATE_SECONDS) -> None:
+    """Try the chat template on a short message, in a process with bounds. Takes about a second.
+
+    Raises ValueError if it needs more than `seconds` of the CPU's time, TRIAL_BYTES or TEMPLATE_CHARACTERS, or raises.
+    """
+    arguments = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **config.chat_template_kwargs}
+    template = tokenizer.get_chat_template(arguments.pop("chat_template", None))
+    messages = _messages(config, "1 + 1 = ?")
+    job = {"messages": messages, "template": template, "arguments": arguments, "seconds": seconds}
+    wrong = f"the chat template of {tokenizer.name_or_path}"
+    way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
+    command = [sys.executable, "-P", "-c", TRIAL]  # -P: no module out of the folder that the run starts in
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(job, default=str), capture_output=True, encoding="utf-8", timeout=TRIAL_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{wrong} could not be tried within {TRIAL_SECONDS} s; {way_out}") from None
+    if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):  # at the limit, a second later
+        raise ValueError(f"{wrong} was not done with one short message after {seconds:g} s; {way_out}")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        reason = one_line(shorten(lines[-1], QUOTED_CHARACTERS))
+        raise ValueError(f"{wrong} failed with one short message within {TRIAL_BYTES >> 30} GiB: {reason}; {way_out}")
+    most = TEMPLATE_CHARACTERS + sum(len(message["content"]) for message in messages)
+    if int(done.stdout.split()[-1]) > most:
+        raise ValueError(f"{wrong} makes {done.stdout.split()[-1]} characters of one short message; {way_out}")
+
+
+def encode_prompt(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, text: str, max_tokens: int) -> list[int]:
+    """Token ids of one chat: the system prompt unless empty, `text` as the user's message, the assistant's opening.
+
+    Raises TooLong for more than `max_tokens`, and ValueError if the template takes longer than TEMPLATE_SECONDS.
+    """
+    check_characters(tokenizer, text, max_tokens)
+    with _deadline(TEMPLATE_SECONDS, f"the chat template of {tokenizer.name_or_path}"):
+        chat = tokenizer.apply_chat_template(
+            _messages(config, text), add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
+        )
+    check_characters(tokenizer, chat, max_tokens)
+    ids = tokenizer(chat, add_special_tokens=False)["input_ids"]
+    if len(ids) > max_tokens:
+        raise TooLong(len(ids), exact=True)
+    return ids
+
+
+def check_characters(tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int) -> None:
+    """Raise TooLong if `text` has more characters than `max_tokens` tokens stand for; nothing is tokenized.
+
+    Tokenizers take 300 bytes of memory and more for each character. No token stands for more characters than the
+    longest entry of the vocabulary has. (Where a tokenizer drops characters, or has one sign for all words that it does
+    not know, a text might have fitted that is refused here.)
+    """
+    if len(text) <= max_tokens:
+        return
+    least = -(-len(text) // _longest_token(tokenizer))
+    if least > max_tokens:
+        raise TooLong(least, exact=False)
+
+
+@functools.lru_cache(maxsize=4)  # 0.1 s for 150,000 entries
+def _longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Characters of the longest entry of the vocabulary."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def _messages(config: DataConfig, text: str) -> list[dict[str, str]]:
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    return [*system, {"role": "user", "content": text}]
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float, what: str) -> Iterator[None]:
+    """Raise ValueError in the block after so many seconds; only in the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expired(*_: Any) -> None:
+        raise ValueError(f"{what} was not done after {seconds:g} s; look for endless loops in it, or use another model")
+
+    handler, start = signal.signal(signal.SIGALRM, expired), time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # an alarm that was set before rings when it should, or now
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-6), interval)

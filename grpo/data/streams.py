@@ -5,12 +5,12 @@ turn.
 """
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
-from grpo.data.chat import encode_prompt
-from grpo.data.rows import check_columns, is_json_lines, load_rows, text_in
+from grpo.data.chat import TooLong, check_characters, encode_prompt
+from grpo.data.rows import is_json_lines, load_rows, usable_rows
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -34,11 +34,17 @@ class RowOrder:
     limit: str  # the config field that `max_tokens` comes from, for messages
 
     def __init__(
-        self, rows: "Rows", data: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, max_tokens: int
+        self,
+        rows: "Rows",
+        usable: Sequence[int],
+        data: DataConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        seed: int,
+        max_tokens: int,
     ):
-        """rows: those of `load_rows`, which have the columns that are read (`check_columns`)."""
-        self.rows, self.data, self.tokenizer = rows, data, tokenizer
-        self.num_rows, self.path, self.seed, self.shuffle = len(rows), data.path, seed, int(data.shuffle)
+        """rows: those of `load_rows`; usable: indices of those that may be drawn, from `usable_rows`."""
+        self.rows, self.usable, self.data, self.tokenizer = rows, usable, data, tokenizer
+        self.num_rows, self.path, self.seed, self.shuffle = len(usable), data.path, seed, int(data.shuffle)
         self.max_tokens = max_tokens
         self.epoch = 0
         self.position = 0  # rows of this epoch that were taken or left out
@@ -47,9 +53,9 @@ class RowOrder:
         self._order: list[int] | None = None
 
     def next(
-        self, encode: Callable[[int], tuple[Encoded, int]], skip: Callable[[int], bool] = lambda row: False
+        self, encode: Callable[[int], Encoded], skip: Callable[[int], bool] = lambda row: False
     ) -> tuple[int, Encoded] | None:
-        """The next row that fits, and what `encode(row)` made of it; `encode` also returns its length in tokens.
+        """The next row that fits, and what `encode(row)` made of it, which raises TooLong for one that does not.
 
         Rows of which `skip` is true are passed over; if a whole epoch has no other that fits, it returns None.
         Raises ValueError if not one row fits into `max_tokens`.
@@ -63,26 +69,31 @@ class RowOrder:
             num_passed_over = 1 if self.position == 1 else num_passed_over + 1
             if skip(row):
                 continue
-            encoded, num_tokens = encode(row)
-            if num_tokens <= self.max_tokens:
-                self.num_drawn += 1
-                return row, encoded
-            too_long[row] = num_tokens
-            if self.epoch == 0:
-                self.num_too_long += 1
-                if self.num_too_long == 1:
-                    print(
-                        f"warning: row {row + 1} of {self.path} has {num_tokens} tokens, more than {self.limit}="
-                        f"{self.max_tokens}: rows like this are left out, without further notice",
-                        flush=True,
-                    )
+            try:
+                encoded = encode(row)
+            except TooLong as error:
+                too_long[row] = error.num_tokens
+                if self.epoch == 0:
+                    self._count_too_long(row, error)
+                continue
+            self.num_drawn += 1
+            return row, encoded
         raise ValueError(all_too_long(self.path, self.limit, self.max_tokens, too_long.values()))
+
+    def _count_too_long(self, row: int, error: TooLong) -> None:
+        self.num_too_long += 1
+        if self.num_too_long == 1:
+            print(
+                f"warning: row {row + 1} of {self.path} has {error}, more than {self.limit}={self.max_tokens}: rows "
+                "like this are left out, without further notice",
+                flush=True,
+            )
 
     def _next_row(self) -> int:
         if self.position == self.num_rows:
             self.epoch, self.position, self._order = self.epoch + 1, 0, None
         if self._order is None:
-            self._order = list(range(self.num_rows))
+            self._order = list(self.usable)
             if self.shuffle:
                 random.Random(f"{self.seed} {self.epoch}").shuffle(self._order)
         self.position += 1
@@ -122,8 +133,8 @@ class PromptStream(RowOrder):
 
     limit = "data.max_prompt_tokens"
 
-    def __init__(self, rows: "Rows", config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase"):
-        super().__init__(rows, config.data, tokenizer, config.seed, config.data.max_prompt_tokens)
+    def __init__(self, rows: "Rows", usable: Sequence[int], config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase"):
+        super().__init__(rows, usable, config.data, tokenizer, config.seed, config.data.max_prompt_tokens)
         self.sampling = config.sampling
         # Both are row: epoch in which it was last drawn; the filter's memory, empty without a filter.
         self._unrecorded: dict[int, int] = {}
@@ -139,7 +150,7 @@ class PromptStream(RowOrder):
         """The next `count` prompts, across epochs where needed; Prompt.index counts on through the whole run.
 
         Raises:
-            ValueError: no prompt fits into data.max_prompt_tokens, or one is not text.
+            ValueError: no prompt fits into data.max_prompt_tokens.
         """
         prompts = []
         for _ in range(count):
@@ -180,10 +191,8 @@ class PromptStream(RowOrder):
         self._too_hard_or_easy.clear()
         return self.next(self._encode, self._is_filtered)
 
-    def _encode(self, row: int) -> tuple[list[int], int]:
-        text = text_in(self.rows[row], self.data.prompt_column, row + 1, self.path)
-        ids = encode_prompt(self.tokenizer, self.data, text)
-        return ids, len(ids)
+    def _encode(self, row: int) -> list[int]:
+        return encode_prompt(self.tokenizer, self.data, self.rows[row][self.data.prompt_column], self.max_tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, see RowOrder.state_dict, and with a filter its memory; fit for JSON."""
@@ -211,25 +220,27 @@ class ChatStream(RowOrder):
 
     limit = "max_sequence_tokens"
 
-    def __init__(self, rows: "Rows", config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"):
-        super().__init__(rows, config.data, tokenizer, config.seed, config.max_sequence_tokens)
+    def __init__(self, rows: "Rows", usable: Sequence[int], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"):
+        super().__init__(rows, usable, config.data, tokenizer, config.seed, config.max_sequence_tokens)
         self.completion_column = config.completion_column
 
     def draw(self, count: int) -> list[tuple[list[int], list[int]]]:
         """The next `count` pairs of prompt ids and completion ids (EOS included), across epochs where needed.
 
         Raises:
-            ValueError: no pair fits into max_sequence_tokens, or one is not text.
+            ValueError: no pair fits into max_sequence_tokens.
         """
         return [self.next(self._encode)[1] for _ in range(count)]
 
-    def _encode(self, row: int) -> tuple[tuple[list[int], list[int]], int]:
-        columns = (self.data.prompt_column, self.completion_column)
-        prompt, completion = (text_in(self.rows[row], column, row + 1, self.path) for column in columns)
-        prompt_ids = encode_prompt(self.tokenizer, self.data, prompt)
+    def _encode(self, row: int) -> tuple[list[int], list[int]]:
+        prompt, completion = (self.rows[row][column] for column in (self.data.prompt_column, self.completion_column))
+        prompt_ids = encode_prompt(self.tokenizer, self.data, prompt, self.max_tokens)
+        check_characters(self.tokenizer, completion, self.max_tokens)
         completion_ids = self.tokenizer(completion, add_special_tokens=False)["input_ids"]
         completion_ids = [*completion_ids, self.tokenizer.eos_token_id]  # it ends what is to be imitated
-        return (prompt_ids, completion_ids), len(prompt_ids) + len(completion_ids)
+        if len(prompt_ids) + len(completion_ids) > self.max_tokens:
+            raise TooLong(len(prompt_ids) + len(completion_ids), exact=True)
+        return prompt_ids, completion_ids
 
 
 def load_eval_prompts(
@@ -240,22 +251,23 @@ def load_eval_prompts(
     Fewer if the data set has fewer. `data.name` applies only if the path is the same as the training data's.
 
     Raises:
-        ValueError: a column is missing, a prompt is not text, or no prompt fits into data.max_prompt_tokens.
+        ValueError: rows cannot be used (see `usable_rows`), or no prompt fits into data.max_prompt_tokens.
     """
     path = evaluation.path or data.path
     if path == data.path and (is_json_lines(path) or evaluation.split == data.split):
         print(f"warning: evaluation uses the training data {path}; set evaluation.path or evaluation.split", flush=True)
     rows = load_rows(path, evaluation.name or (data.name if path == data.path else ""), evaluation.split)
-    check_columns(rows, [data.prompt_column, *data.columns], path)
     prompts, too_long = [], []
-    for number, row in enumerate(rows, start=1):
+    for index in usable_rows(rows, [data.prompt_column], data.columns, path, data.bad_rows):
         if len(prompts) == evaluation.num_prompts:
             break
-        ids = encode_prompt(tokenizer, data, text_in(row, data.prompt_column, number, path))
-        if len(ids) > data.max_prompt_tokens:
-            too_long.append(len(ids))
-        else:
-            prompts.append(Prompt(len(prompts), ids, _prompt_columns(row, data), row=number - 1))
+        row = rows[index]
+        try:
+            ids = encode_prompt(tokenizer, data, row[data.prompt_column], data.max_prompt_tokens)
+        except TooLong as error:
+            too_long.append(error.num_tokens)
+            continue
+        prompts.append(Prompt(len(prompts), ids, _prompt_columns(row, data), row=index))
     if too_long and not prompts:
         raise ValueError(all_too_long(path, "data.max_prompt_tokens", data.max_prompt_tokens, too_long))
     if too_long:

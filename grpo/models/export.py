@@ -11,9 +11,8 @@ from huggingface_hub import save_torch_state_dict
 from torch.distributed.tensor import DTensor
 
 from grpo.models.build import ShardedModel
+from grpo.models.hf_folder import copied_files
 
-COPIED_FILES = ("generation_config.json", "tokenizer*", "vocab*", "merges*", "special_tokens_map*", "added_tokens*")
-COPIED_FILES += ("chat_template*", "*.model")
 EXPORT_SHARD_BYTES = 4 * 2**30
 
 
@@ -48,9 +47,8 @@ def export_hf(model: ShardedModel, target: str | pathlib.Path, dtype: torch.dtyp
     partial.mkdir(parents=True)
     save_torch_state_dict(tensors, partial, max_shard_size=EXPORT_SHARD_BYTES)
     source = pathlib.Path(model.folder)
-    for pattern in COPIED_FILES:
-        for file in source.glob(pattern):
-            shutil.copy(file, partial)
+    for file in copied_files(source):
+        shutil.copyfile(file, partial / file.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)  # the older name of the same
     config["dtype"] = str(dtype).removeprefix("torch.")

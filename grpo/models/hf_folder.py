@@ -9,6 +9,21 @@ import pathlib
 import torch.distributed as dist
 import transformers
 
+# What an exported model takes from the one that training started from, besides config.json: what a tokenizer reads.
+# By name, so that neither code nor pickles, nor anything else that lies there, travels on.
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
 
 
@@ -53,11 +68,13 @@ def fetch_folder(path: str, control: dist.ProcessGroup) -> str:
 def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int) -> None:
     """Refuse a model that cannot be loaded or is too short for the configured lengths, before it is loaded.
 
-    Raises FileNotFoundError if there are no weights, ValueError with the numbers for what does not fit.
+    Raises FileNotFoundError if there are no weights, ValueError with the numbers for what does not fit, and for files
+    that an export could not copy (`copied_files`).
     """
     config = read_hf_config(folder)
+    copied_files(folder)
     if not list(pathlib.Path(folder).glob("*.safetensors")):
-        raise FileNotFoundError(f"model folder {folder} has no .safetensors files")
+        raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
     if max_sequence_tokens > config.max_position_embeddings:
         raise ValueError(
             f"prompts and completions of up to {max_sequence_tokens} tokens do not fit into {folder}, which has "
@@ -71,6 +88,25 @@ def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int) ->
         )
 
 
+def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
+    """The files of a model folder that an export copies: regular ones, by the names in COPIED_FILES.
+
+    A link counts if it stays in the folder, or if it is one of the hub's cache, whose snapshots/REVISION/ has links to
+    blobs/. Raises ValueError for any other: an exported model is given away, and must not take a stranger's file along.
+    """
+    folder = pathlib.Path(folder)
+    homes = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        homes.append(folder.resolve().parents[1] / "blobs")
+    files = [file for name in COPIED_FILES if (file := folder / name).is_file()]
+    for file in files:
+        if not any(file.resolve().is_relative_to(home) for home in homes):
+            raise ValueError(
+                f"{file} is a link to {file.resolve()}, which is not in the model's folder; put a copy of it there"
+            )
+    return files
+
+
 def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end a completion: the tokenizer's EOS and those of generation_config.json."""
     ids = {tokenizer.eos_token_id}
@@ -82,7 +118,7 @@ def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase)
 
 def read_hf_config(folder: str) -> transformers.PretrainedConfig:
     """Read config.json and refuse what this project cannot train. Raises ValueError naming the field."""
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type not in ("qwen3", "llama"):
         raise ValueError(f"{folder} is a {config.model_type} model; dense qwen3 and llama models are supported")
     rope_type = config.rope_parameters.get("rope_type", "default")

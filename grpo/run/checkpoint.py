@@ -1,72 +1,65 @@
-"""The run folder, saving and exact resume: `RUN_DIR/checkpoints/step-N`, each one complete or not there at all.
+"""Saving and exact resume: `RUN_DIR/checkpoints/step-N`, each one complete or not there at all.
 
 Sharded model, optimizer, schedule and random states go through torch.distributed.checkpoint, so a run may resume on
 another number of trainer ranks; the driver's state (step, data position) is in the same folder as JSON.
 """
 
+import io
 import json
 import pathlib
+import pickle
 import shutil
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
+from grpo.run.run_folder import CHECKPOINTS, step_folders
+
 DRIVER_FILE = "driver.json"
-COMPLETE = "step-????????"  # not step-NNNNNNNN.partial, which is being written or was when its run died
-
-# What a run writes into its folder, and all that `overwrite` deletes
-RUN_FILES = (
-    "config.py",
-    "metrics.jsonl",
-    "completions.jsonl",
-    "evaluation.jsonl",
-    "samples.txt",
-    "tensorboard",
-    "checkpoints",
-    "model",
-    "initial_model",
-)
-# of which these are there already when bad input is refused later on; they are no reason to refuse the corrected run
-WRITTEN_BEFORE_RUN = ("config.py", "initial_model")
-
-
-def find_run(run_dir: str, *, resume: bool = False, overwrite: bool = False) -> pathlib.Path | None:
-    """The checkpoint to resume from, if that was asked for and there is one. Changes nothing.
-
-    Raises FileExistsError if an earlier run's files are there and neither `resume` nor `overwrite` was asked for.
-    """
-    there = [name for name in RUN_FILES if (pathlib.Path(run_dir) / name).exists()]
-    if set(there) - set(WRITTEN_BEFORE_RUN) and not (resume or overwrite):
-        raise FileExistsError(
-            f"{run_dir} holds an earlier run ({', '.join(there)}); continue it with --resume, delete it with "
-            "--overwrite, or choose another --run-dir"
-        )
-    return latest_checkpoint(run_dir) if resume else None
-
-
-def begin_run(run_dir: str, recipe: str, *, fresh: bool = False) -> None:
-    """Save the run's resolved config in its folder; `fresh` deletes first what an earlier run left there."""
-    folder = pathlib.Path(run_dir)
-    for name in RUN_FILES if fresh else ():
-        path = folder / name
-        if name != "initial_model":  # this run's own already
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.py").write_text(recipe)
+METADATA_FILE = ".metadata"
+# What the metadata of a checkpoint is made of, besides torch's dtypes: module and name
+METADATA_CLASSES = {
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+} | {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+}
 
 
 def latest_checkpoint(run_dir: str) -> pathlib.Path | None:
     """The newest complete checkpoint of a run, None if there is none."""
-    found = sorted(pathlib.Path(run_dir).glob(f"checkpoints/{COMPLETE}/{DRIVER_FILE}"))
-    return found[-1].parent if found else None
+    found = [folder for folder in step_folders(run_dir) if (folder / DRIVER_FILE).is_file()]
+    return found[-1] if found else None
 
 
 def read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """Step and data position of a checkpoint."""
-    return json.loads((checkpoint / DRIVER_FILE).read_text())
+    """Step and data position of a checkpoint. Raises ValueError if the file does not have them."""
+    path = checkpoint / DRIVER_FILE
+    way_out = "remove this checkpoint to resume from the one before"
+    try:
+        state = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); {way_out}") from error
+    if not isinstance(state, dict) or type(state.get("step")) is not int or not isinstance(state.get("data"), dict):
+        raise ValueError(f"{path} has no step and place in the data; {way_out}")
+    return state
 
 
 def save_checkpoint(run_dir: str, step: int, trained: Stateful, driver_state: dict[str, Any] | None, keep: int) -> None:
@@ -74,7 +67,7 @@ def save_checkpoint(run_dir: str, step: int, trained: Stateful, driver_state: di
 
     `trained` is anything with a state_dict; `driver_state` is wanted on rank 0 alone.
     """
-    target = pathlib.Path(run_dir) / "checkpoints" / f"step-{step:08d}"
+    target = pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}"
     partial = target.with_suffix(".partial")
     writes = dist.get_rank() == 0
     if writes:
@@ -86,24 +79,64 @@ def save_checkpoint(run_dir: str, step: int, trained: Stateful, driver_state: di
         (partial / DRIVER_FILE).write_text(json.dumps(driver_state))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
-        for old in sorted(target.parent.glob(COMPLETE))[: -max(keep, 1)]:
+        for old in step_folders(run_dir)[: -max(keep, 1)]:
             shutil.rmtree(old)
     dist.barrier()
 
 
 def load_checkpoint(checkpoint: pathlib.Path, trained: Stateful) -> None:
-    """Bring model, optimizer, schedule and random states back. Collective over the trainer ranks."""
+    """Bring model, optimizer, schedule and random states back. Collective over the trainer ranks.
+
+    Only tensors and plain values are read; a file that would run code is refused with pickle.UnpicklingError.
+    """
     state = trained.state_dict()
-    there = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    rank = str(dist.get_rank())
-    if f"random.{rank}" in there:  # absent when more ranks resume than saved
-        state["random"] = {rank: _random_state()}
-    dcp.load(state, checkpoint_id=checkpoint)
+    reader = PlainReader(checkpoint)
+    there, rank = reader.read_metadata().state_dict_metadata, str(dist.get_rank())
+    # absent when more ranks resume than saved, or on another kind of device
+    random = {kind: value for kind, value in _random_state().items() if f"random.{rank}.{kind}" in there}
+    if random:
+        state["random"] = {rank: random}
+    dcp.load(state, storage_reader=reader, planner=PlainPlanner())
     trained.load_state_dict(state)
-    if "random" in state:
+    if random:
         torch.set_rng_state(state["random"][rank]["cpu"])
-        if "cuda" in state["random"][rank]:
-            torch.cuda.set_rng_state(state["random"][rank]["cuda"])
+    if "cuda" in random:
+        torch.cuda.set_rng_state(state["random"][rank]["cuda"])
+
+
+class PlainReader(dcp.FileSystemReader):
+    """Reads a checkpoint whose metadata may hold only what METADATA_CLASSES names.
+
+    torch's own reader unpickles that file whatever is in it. (Tensors it reads with `weights_only`.)
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        with open(self.path / METADATA_FILE, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class PlainPlanner(dcp.DefaultLoadPlanner):
+    """Reads values that are no tensors with `weights_only`, which torch's own planner does not."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)  # it puts the value in its place, from bytes that are ours
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in METADATA_CLASSES or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"{METADATA_FILE} of a checkpoint names {module}.{name}, which no checkpoint of this project has; it may "
+            "have been tampered with, nothing of it was run"
+        )
 
 
 def _random_state() -> dict[str, torch.Tensor]:

@@ -20,8 +20,8 @@ from grpo.config.layout import describe_layout
 from grpo.config.recipes import as_recipe
 from grpo.data import toy
 from grpo.data.batches import make_batch, sample_of
-from grpo.data.chat import load_tokenizer
-from grpo.data.rows import check_columns, load_rows
+from grpo.data.chat import check_template, load_tokenizer
+from grpo.data.rows import load_rows, usable_rows
 from grpo.data.streams import PromptStream, load_eval_prompts
 from grpo.models import hf_folder
 from grpo.rewards.loading import load_functions
@@ -33,10 +33,12 @@ from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
+from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.scorer import Scorer
 from grpo.run.step_timer import StepTimer
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
 
+SCRIPT = "train_grpo.py"  # as run.json names it
 # Dynamic sampling draws as many prompts as the share of informative groups so far calls for, but expects no less.
 LEAST_INFORMATIVE_FRAC = 1 / 8
 
@@ -86,12 +88,20 @@ class Driver:
             load_functions(config.reward, columns, config.generator.max_completion_tokens)
             try_loss(config.algorithm)
             rows = load_rows(config.data.path, config.data.name, config.data.split)
-            check_columns(rows, columns, config.data.path)
-            resume_from = checkpoint.find_run(config.run_dir, resume=config.resume, overwrite=config.overwrite)
-            folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
+            data = config.data
+            usable = usable_rows(rows, [data.prompt_column], data.columns, data.path, data.bad_rows)
+            inputs = (config.model.path, config.model.reference_path, data.path, config.evaluation.path)
+            starts = {"resume": config.resume, "overwrite": config.overwrite}
+            check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
+            resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
+            mark_run_folder(config.run_dir, SCRIPT)
+            toy_rows = (rows[row] for row in usable)
+            folder = toy.build_if_toy(config.model.path, config.run_dir, toy_rows, config.seed)
+            folder = hf_folder.resolve_folder(folder)
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
             tokenizer = load_tokenizer(folder)
-            self.stream = PromptStream(rows, config, tokenizer)
+            check_template(tokenizer, data)
+            self.stream = PromptStream(rows, usable, config, tokenizer)
             evaluates = config.evaluation.interval > 0
             eval_prompts = load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
             self.first_step = 0
@@ -101,7 +111,7 @@ class Driver:
                 self.stream.load_state_dict(state["data"])
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
-        checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite and not config.resume)
+        begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=self.first_step)
         print(
             f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from grpo.text import printable
+
 # torchrun looks every 0.1 s for a dead rank and then gives the others 30 s to end
 FOLLOWER_PATIENCE_SECONDS = 15
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out")
@@ -55,12 +57,13 @@ def run_rank(main: Callable[[], Result]) -> Result:
     except BadInput as error:
         quiet = True
         if rank == "0":
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
     except BaseException as error:
         if any(sign in str(error) for sign in LOST_PEER):
             time.sleep(FOLLOWER_PATIENCE_SECONDS)
-        traceback.print_exc()
-        print(f"error: rank {rank} ({_place['role']}) failed in phase {_place['phase']}: {error}", file=sys.stderr)
+        message = f"error: rank {rank} ({_place['role']}) failed in phase {_place['phase']}: {error}"
+        # printable: it may quote a completion
+        print(printable(f"{traceback.format_exc()}{message}"), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     if code and rank != "0" and quiet:

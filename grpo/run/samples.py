@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from grpo.run.formats import number_or_none
-from grpo.text import one_line, shorten
+from grpo.text import one_line, printable, shorten, without_surrogates
 from grpo.types import Rollout
 
 # In samples, prompts and their columns (an answer, test cases, ...) are cut to this many characters.
@@ -18,21 +18,24 @@ TABLE_HEADER = ("prompt", "completion", "rewards", "advantage", "mismatch", "fin
 
 
 def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict[str, Any]]:
-    """What the .jsonl files tell about each completion, except step and kind; None where there is no finite number."""
+    """What the .jsonl files tell about each completion, except step and kind; None where there is no finite number.
+
+    Texts are whole and as they are (JSON escapes what acts on a terminal), except that JSON takes no lone surrogates.
+    """
     if len(prompts) != len(rollouts):
         raise ValueError(f"{len(prompts)} prompt texts for {len(rollouts)} rollouts; pass one for each rollout")
     return [
         {
             "row": rollout.prompt.row,
-            "prompt": prompt,
-            "completion": rollout.text,
+            "prompt": without_surrogates(prompt),
+            "completion": without_surrogates(rollout.text),
             "rewards": {name: finite_or_none(value) for name, value in rollout.rewards.items()},
             "reward": finite_or_none(rollout.reward),
             "advantage": finite_or_none(rollout.advantage),
             "mismatch": finite_or_none(rollout.mismatch),
             "finish_reason": _finish_reason(rollout),
             "num_tokens": rollout.completion.num_tokens,
-            "failures": rollout.failures,
+            "failures": {name: without_surrogates(reason) for name, reason in rollout.failures.items()},
         }
         for rollout, prompt in zip(rollouts, prompts, strict=True)
     ]
@@ -46,7 +49,7 @@ def spread_by_reward(rewards: list[float | None], count: int) -> list[int]:
 
 
 def describe_rollout(rollout: Rollout, prompt: str) -> str:
-    """A rollout as readable text: a line of numbers, failures, the prompt, its other columns, the completion."""
+    """A rollout as readable, printable text: a line of numbers, failures, prompt, its other columns, completion."""
     numbers = [
         *_reward_texts(rollout),
         f"advantage {number_or_none(rollout.advantage)}",
@@ -64,7 +67,7 @@ def describe_rollout(rollout: Rollout, prompt: str) -> str:
         *columns,
         f"completion: {rollout.text}",
     ]
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
@@ -79,7 +82,9 @@ def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
             number_or_none(rollout.mismatch),
             _finish_reason(rollout),
         ]
-        lines.append(f"| {' | '.join('<br>'.join(cell.translate(ENTITIES).splitlines()) for cell in cells)} |")
+        lines.append(
+            f"| {' | '.join('<br>'.join(printable(cell).translate(ENTITIES).splitlines()) for cell in cells)} |"
+        )
     return "\n".join(lines)
 
 

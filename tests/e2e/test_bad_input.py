@@ -10,12 +10,15 @@ import time
 
 import pytest
 
-from grpo.config import GRPOConfig
+import train_sft
+from grpo import evaluate
+from grpo.config import DataConfig, GRPOConfig, ModelConfig, SFTConfig, change
 from grpo.config.layout import check_world_size
 from grpo.config.recipes import load, load_recipe
 from grpo.data import toy
 from grpo.run.driver import Driver
 from grpo.run.failures import BadInput
+from grpo.run.run_folder import mark_run_folder
 from grpo.run.step_timer import StepTimer
 from tests.e2e.runs import TINY, read_metrics
 from tests.torchrun import run_torchrun
@@ -105,11 +108,32 @@ def no_chat_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     return target
 
 
+def endless_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    copy_of(model, target)
+    (target / "chat_template.jinja").write_text("{% for i in range(10**9) %}a{% endfor %}")
+    return target
+
+
+def linked_tokenizer(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    copy_of(model, target, without="tokenizer.json")
+    (target / "tokenizer.json").symlink_to(model / "tokenizer.json")
+    return target
+
+
+def pickled_weights(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    copy_of(model, target, without="*.safetensors")
+    (target / "pytorch_model.bin").write_bytes(b"")
+    return target
+
+
 # name: (how to spoil a copy of the model, what the message must contain in addition to the folder)
 BAD_MODELS = {
     "no folder": (lambda model, target: target, []),
     "no config.json": (lambda model, target: copy_of(model, target, without="config.json"), ["config.json"]),
     "no weights": (lambda model, target: copy_of(model, target, without="*.safetensors"), [".safetensors"]),
+    "endless chat template": (endless_template, ["the chat template of", "OverflowError: Range too big"]),
+    "a link out of the folder": (linked_tokenizer, ["tokenizer.json is a link to", "put a copy of it there"]),
+    "weights that are a pickle": (pickled_weights, [".safetensors"]),
     "no chat template": (no_chat_template, ["has no chat template"]),
     "no tokenizer": (lambda model, target: copy_of(model, target, without="*token*"), ["tokenizer"]),
     "too short": (
@@ -142,7 +166,15 @@ BAD_DATA = {
     "no rows": ("\n", ["no rows"]),
     "broken line": (GOOD_LINE + "\n" + '{"question": "1+2", "ans\n', ["line 3", "not JSON"]),
     "missing column": ('{"question": "1+2", "solution": "3"}\n', ["'answer'", "columns there: question, solution"]),
-    "missing in one row": (GOOD_LINE + '{"question": "1+2"}\n', ["'answer'", "1 of 2 rows", "row 2"]),
+    "missing in one row": (
+        GOOD_LINE + '{"question": "1+2"}\n',
+        ["'answer'", "1 of 2 rows", "row 2", "--data.bad-rows"],
+    ),
+    "no text": (
+        GOOD_LINE + '{"question": ["1+2"], "answer": "3"}\n',
+        ["row 2: column 'question' holds list, not text"],
+    ),
+    "half a character": (GOOD_LINE + '{"question": "1", "answer": "\\ud800"}\n', ["row 2", "'answer'", "surrogate"]),
 }
 
 
@@ -193,7 +225,8 @@ def test_losses_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path)
 
 
 def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib.Path):
-    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    mark_run_folder(str(tmp_path / "run"), "train_grpo.py")
+    (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
     (tmp_path / "run/metrics.jsonl").write_text("{}\n")
     refusal("--model.path", tmp_path / "no model", "--run-dir", tmp_path / "run", "--overwrite")
     assert (tmp_path / "run/checkpoints").is_dir() and (tmp_path / "run/metrics.jsonl").read_text() == "{}\n"
@@ -202,6 +235,10 @@ def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib
 
 
 def test_existing_run_folder(model: pathlib.Path, tmp_path: pathlib.Path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert "no run.json" in refusal("--model.path", model, "--run-dir", tmp_path, "--overwrite")
+    (tmp_path / "metrics.jsonl").unlink()
+    mark_run_folder(str(tmp_path), "train_grpo.py")
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     message = refusal("--model.path", model, "--run-dir", tmp_path)
     for part in (str(tmp_path), "metrics.jsonl", "--resume", "--overwrite", "--run-dir"):
@@ -213,7 +250,51 @@ def test_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Pat
     """What a refused run left in the run folder is not an earlier run that the corrected one must not overwrite."""
     short = copy_of(model, tmp_path / "short", max_position_embeddings=20)
     refusal("--model.path", short, "--run-dir", tmp_path / "run")
+    long = ("--data.max-prompt-tokens", 501, "--trainer.micro-batch-tokens", 600)  # the toy model has 512 positions
+    refusal("--model.path", "toy:addition", "--run-dir", tmp_path / "run", *long)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "initial_model"}
     start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
+
+
+def test_rows_that_sft_cannot_use(model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+2", "completion": "3"}\n{"question": "1+3"}\n{"question": 4, "completion": "3"}\n')
+    data = DataConfig(path=str(rows), columns=())
+    config = SFTConfig(
+        model=ModelConfig(path=str(model)), data=data, run_dir=str(tmp_path / "run"), max_sequence_tokens=64
+    )
+    with pytest.raises(BadInput) as refused:
+        train_sft.Driver.start.__wrapped__(train_sft.Driver(config, roles=None, timer=StepTimer()))
+    assert "2 of 3 rows" in str(refused.value) and "row 2: column 'completion' is missing" in str(refused.value)
+    assert "row 3: column 'question' holds int, not text" in str(refused.value)
+    assert not (tmp_path / "run").exists()
+    config = change(config, {"data.bad_rows": "skip"})
+    train_sft.Driver.start.__wrapped__(driver := train_sft.Driver(config, roles=None, timer=StepTimer()))
+    driver.run_log.close()
+    assert "warning: 2 of 3 rows of" in capsys.readouterr().out
+    assert len(driver.stream.draw(4)) == 4
+    marker = json.loads((tmp_path / "run/run.json").read_text())
+    assert (marker["script"], marker["format"]) == ("train_sft.py", 1)
+
+
+def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_path: pathlib.Path):
+    def start(name: str) -> None:
+        flags = ("--run-dir", tmp_path / name, "--data.columns", "answer", "--evaluation.num-prompts", 2)
+        config = evaluate.load_config(str(model), [TINY, *map(str, flags)], world_size=1)
+        driver = evaluate.Driver(config, roles=None)
+        evaluate.Driver.start.__wrapped__(driver)
+        driver.scorer.pool.close()
+
+    start("alone")
+    (tmp_path / "alone/evaluation.jsonl").write_text("{}\n")
+    start("alone")  # which is written anew each time
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes").write_text("")
+    with pytest.raises(BadInput, match="no run.json"):
+        start("mine")
+    start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
+    with pytest.raises(ValueError, match="holds a run, whose log would be lost"):
+        start("run")
 
 
 def refusal(*arguments: object) -> str:

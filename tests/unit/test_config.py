@@ -184,6 +184,8 @@ OF_ANOTHER_TYPE = [
     ("num_steps", True, AT_LEAST_1),  # True is an int to Python
     ("resume", 1, "must be True or False"),
     ("run_dir", pathlib.PurePosixPath("runs/a"), "must be text; write 'runs/a'"),
+    ("data.system_prompt", "f\udcfcr", "must be text"),
+    ("data.bad_rows", "ignore", "must be one of refuse, skip"),
     ("trainer.learning_rate", "1e-4", f"{AT_LEAST_0}; write 0.0001"),
     ("trainer.schedule", "line", "must be one of constant, linear, cosine"),
     ("algorithm.advantages", "gruop_std", "must be None or one of group_std, group_mean, batch_std, rloo, none"),

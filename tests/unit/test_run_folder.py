@@ -1,0 +1,277 @@
+"""A run writes into and deletes from its own folder only, and begins there however the start before it ended."""
+
+import os
+import pathlib
+import re
+import shutil
+
+import pytest
+
+from grpo.config import GRPOConfig
+from grpo.config.recipes import as_recipe, load
+from grpo.run.run_folder import (
+    RUN_FILES,
+    begin_run,
+    check_run_folder,
+    mark_run_folder,
+    read_marker,
+    step_folders,
+)
+
+ROOT = pathlib.Path(__file__).parents[2]
+GRPO, SFT = "train_grpo.py", "train_sft.py"
+
+
+def check(run_dir: str | pathlib.Path, script: str = GRPO, inputs: tuple[str, ...] = (), **flags: bool) -> None:
+    check_run_folder(str(run_dir), script, inputs, **flags)
+
+
+def started_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
+    """As a run leaves its folder before its first step."""
+    check(folder, script)
+    mark_run_folder(str(folder), script)
+    begin_run(str(folder), script, "config = 1\n")
+    return folder
+
+
+def finished_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
+    started_run(folder, script)
+    for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "samples.txt", "metrics.jsonl.tmp"):
+        (folder / name).write_text("{}\n")
+    for name in ("tensorboard", "model", "model.partial", "initial_model", "checkpoints/step-00000003"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_text("")
+    return folder
+
+
+def tree(folder: pathlib.Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose folder
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}], ids=["plain", "resume", "overwrite"])
+@pytest.mark.parametrize("run_dir", [ROOT / "grpo", ROOT / "configs", ROOT, "/", pathlib.Path.home(), ".", ""])
+def test_a_folder_with_other_files_is_refused(run_dir, flags, tmp_path, monkeypatch):
+    (tmp_path / "thesis.tex").write_text("")
+    monkeypatch.chdir(tmp_path)  # so that "." is no empty folder
+    if run_dir == pathlib.Path.home() and not any(run_dir.iterdir()):
+        pytest.skip("this home is empty")
+    with pytest.raises(ValueError, match=r"has files \(.*\) but no run.json.*choose another --run-dir"):
+        check(run_dir, **flags)
+
+
+def test_absent_and_empty_folders_are_taken(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")  # a link to a larger disk, for example
+    for name in ("empty", "link", "absent/deeper"):
+        check(tmp_path / name)
+    assert tree(tmp_path) == {"empty", "link"}  # nothing was changed
+    started_run(tmp_path / "link")
+    assert tree(tmp_path / "empty") == {"run.json", "config.py"}
+
+
+def test_what_cannot_be_a_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    for name, message in (
+        ("file", "run_dir .*/file is a file"),
+        ("file/run", "cannot be written: .*/file is no writable folder"),
+        ("nowhere", "nowhere is a link to nowhere"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(tmp_path / name)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ValueError, match="is no writable folder"):
+        check(tmp_path / "run")
+    tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"script": "train_grpo.py"}', '{"format": 1}', '{"script": 1, "format": 1}', "[" * 100_000]
+    + ['{"script": "train_grpo.py", "format": true}', "\x00\xff"],
+)
+def test_another_run_json_is_no_marker(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match="no run.json, with which a run marks its folder"):
+        check(tmp_path, overwrite=True)
+
+
+def test_a_marker_that_is_a_link_is_none(tmp_path):
+    started_run(tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/run.json").symlink_to(tmp_path / "run/run.json")
+    with pytest.raises(ValueError, match="no run.json"):
+        check(tmp_path / "other", overwrite=True)
+
+
+def test_a_folder_of_a_later_version(tmp_path):
+    started_run(tmp_path)
+    (tmp_path / "run.json").write_text('{"script": "train_grpo.py", "format": 2}')
+    with pytest.raises(ValueError, match="has format 2, this version writes 1; use the version that wrote it"):
+        check(tmp_path, resume=True)
+
+
+def test_runs_from_before_there_was_a_marker(tmp_path):
+    finished_run(tmp_path)
+    (tmp_path / "run.json").unlink()
+    for flags in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(ValueError, match=r"no run.json, .* \(runs of earlier versions did not\); .* --run-dir, or"):
+            check(tmp_path, **flags)
+
+
+def test_what_the_marker_says(tmp_path):
+    marker = read_marker(started_run(tmp_path))
+    assert (marker["script"], marker["format"]) == (GRPO, 1)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", marker["created"])
+    assert list(marker["versions"]) == ["python", "torch", "torchtitan", "vllm", "transformers"]
+    assert marker["versions"]["torch"].startswith("2.") and marker["versions"]["vllm"]
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        assert re.fullmatch("[0-9a-f]{40}", marker["commit"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Earlier runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_is_continued_or_deleted_only_when_asked_for(tmp_path):
+    finished_run(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"holds an earlier run \(metrics.jsonl, .*model\); continue it with --resume, delete"
+    ):
+        check(tmp_path)
+    check(tmp_path, resume=True)
+    check(tmp_path, overwrite=True)
+    check(tmp_path, SFT, overwrite=True)
+    with pytest.raises(ValueError, match="holds a run of train_grpo.py, which train_sft.py cannot resume"):
+        check(tmp_path, SFT, resume=True)
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.py", "tensorboard", "initial_model"])
+def test_a_start_that_failed_does_not_block_the_next(tmp_path, name):
+    """Refused after the marker was written, or lost while models were loaded."""
+    mark_run_folder(str(tmp_path), SFT)
+    if name != "run.json":
+        (tmp_path / name).mkdir()
+    check(tmp_path)
+    check(tmp_path, resume=True)
+    begin_run(str(tmp_path), GRPO, "config = 2\n") if name != "config.py" else None
+    assert name == "config.py" or read_marker(tmp_path)["script"] == GRPO
+
+
+def test_overwrite_deletes_what_runs_wrote_and_nothing_else(tmp_path):
+    finished_run(tmp_path / "run")
+    theirs = {
+        "notes.md",
+        "data.jsonl",
+        "my_model",
+        "checkpoints/best",
+        "checkpoints/step-abcdefgh",
+        "checkpoints/step-00000004.bak",
+        "checkpoints/step-4",
+        "config.py.orig",
+    }
+    for name in theirs:
+        (tmp_path / "run" / name).mkdir()
+    begin_run(str(tmp_path / "run"), SFT, "config = 2\n", overwrite=True)
+    assert tree(tmp_path / "run") == theirs | {
+        "checkpoints",
+        "run.json",
+        "config.py",
+        "initial_model",
+        "initial_model/file",
+    }
+    assert (tmp_path / "run/config.py").read_text() == "config = 2\n"
+    assert read_marker(tmp_path / "run")["script"] == SFT
+
+
+def test_overwrite_leaves_what_links_lead_to(tmp_path):
+    run = finished_run(tmp_path / "run")
+    for name in ("model", "checkpoints"):
+        (run / name).rename(tmp_path / name)
+        (run / name).symlink_to(tmp_path / name)
+    begin_run(str(run), GRPO, "", overwrite=True)
+    assert (tmp_path / "model/file").exists() and not (run / "model").is_symlink()
+    assert tree(tmp_path / "checkpoints") == set()  # the checkpoints themselves were the run's
+
+
+def test_a_folder_stays_a_runs_wherever_the_process_is_killed(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json.tmp").write_text("{")  # while the marker was being written
+    check(run)
+    finished_run(run)
+
+    def killed(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)  # while the earlier run was being deleted
+    with pytest.raises(KeyboardInterrupt):
+        begin_run(str(run), SFT, "", overwrite=True)
+    assert not (run / "metrics.jsonl").exists() and read_marker(run)["script"] == GRPO
+    check(run, overwrite=True)
+
+
+def test_resume_deletes_nothing_whatever_else_is_asked_for(tmp_path):
+    before = tree(finished_run(tmp_path))
+    begin_run(str(tmp_path), GRPO, "config = 2\n", resume=True, overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_a_run_does_not_replace_what_it_reads(tmp_path):
+    finished_run(tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run/model")
+    (tmp_path / "run/rows.jsonl").write_text("")
+    lost = ("run/model", "link", "run/initial_model", "run/completions.jsonl", "run/checkpoints/step-00000003/file")
+    for path in (str(tmp_path / name) for name in lost):
+        with pytest.raises(ValueError, match=f"^{path} lies in the run folder .* replace or delete it"):
+            check(tmp_path / "run", GRPO, ("toy:addition", path), overwrite=True)
+    kept = ("toy:addition", "", "Qwen/Qwen3-1.7B", str(tmp_path / "run/rows.jsonl"), str(tmp_path / "run/model/absent"))
+    check(tmp_path / "run", GRPO, kept, overwrite=True)
+    check(tmp_path / "other", GRPO, (str(tmp_path / "run/model"),))
+
+
+def test_the_quickstarts_own_config_does_not_delete_the_run_it_describes(tmp_path):
+    """As launch/quickstart.sh starts it, with --overwrite; then its config.py as a recipe."""
+    recipe = str(ROOT / "configs/toy_arithmetic.py")
+    config = load(GRPOConfig, recipe, [recipe, "--overwrite", "--run-dir", str(tmp_path)])
+    assert config.overwrite
+    check(tmp_path, overwrite=config.overwrite)
+    finished_run(tmp_path)
+    begin_run(str(tmp_path), GRPO, as_recipe(config), resume=True)
+    before = tree(tmp_path)
+    again = load(GRPOConfig, recipe, [str(tmp_path / "config.py")])
+    assert (again.run_dir, again.overwrite, again.resume) == (str(tmp_path), False, False)
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        check(again.run_dir, resume=again.resume, overwrite=again.overwrite)
+    assert tree(tmp_path) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoint folders
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_digits(tmp_path):
+    names = ["step-00000010", "step-00000002", "step-123456789", "step-abcdefgh", "step-00000004.bak", "step-٠٠٠٠٠٠٠١"]
+    for name in [*names, "step-00000011.partial", "step-1", "step-"]:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000005").write_text("a file")
+    found = [path.name for path in step_folders(tmp_path)]
+    assert found == ["step-00000002", "step-00000010", "step-123456789"]
+    assert step_folders(tmp_path / "absent") == []
+
+
+def test_run_files_are_listed_in_the_readme():
+    page = (ROOT / "configs/README.md").read_text()
+    for name in RUN_FILES:
+        assert f"| `{name}` |" in page or f"| `{name}/` |" in page, name
