@@ -121,6 +121,14 @@ def _check_sampling(config: GRPOConfig) -> None:
         raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
     if not reward.functions:
         raise ValueError("reward.functions is empty; name at least one, such as --reward.functions math_reward 1.0")
+    if config.checkpoint.keep_best and (
+        not config.evaluation.interval or config.checkpoint.interval % config.evaluation.interval
+    ):
+        raise ValueError(
+            f"checkpoint.keep_best={config.checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
+            f"checkpoint.interval={config.checkpoint.interval} must be a multiple of "
+            f"evaluation.interval={config.evaluation.interval}, and that not 0"
+        )
     for name, section in (("evaluation", config.evaluation), ("checkpoint", config.checkpoint)):
         if section.interval % config.sync_interval:
             raise ValueError(

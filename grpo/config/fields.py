@@ -299,6 +299,8 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves only at the end."""
     keep: Annotated[int, AtLeast(1)] = 2
     """How many of the newest checkpoints are kept."""
+    keep_best: str = ""
+    """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
     export: bool = True
     """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
 

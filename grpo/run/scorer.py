@@ -3,6 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import GRPOConfig
+from grpo.config.user_files import near_miss
 from grpo.models import hf_folder
 from grpo.rewards.pool import RewardPool
 from grpo.roles.comm import gather_completions
@@ -72,7 +73,13 @@ class Scorer:
                 scored[kind] = self.collect("evaluation: ")
                 run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
         num_samples = self.config.evaluation.num_samples
-        run_log.log_evaluation(step, evaluation_metrics(*scored.values(), num_samples, self.pass_function))
+        metrics = evaluation_metrics(*scored.values(), num_samples, self.pass_function)
+        if (best := self.config.checkpoint.keep_best) and best not in metrics:
+            raise ValueError(
+                f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, metrics)}: "
+                f"{', '.join(metrics)}"
+            )
+        run_log.log_evaluation(step, metrics)
 
     def _text(self, completion: Completion) -> str:
         ids = completion.ids_T.tolist()

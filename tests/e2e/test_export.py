@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from safetensors.torch import load_file
 
 from grpo.config import ModelConfig
 from grpo.models.architecture import titan_config
 from grpo.models.build import Qwen3StateDictAdapter
 from grpo.models.hf_folder import read_hf_config
 from tests.e2e.runs import TINY, read_metrics
-from tests.torchrun import torchrun
+from tests.torchrun import run_python, torchrun
 
 # float32
 TOLERANCE = 1e-5
@@ -59,6 +60,18 @@ def test_export_is_the_last_checkpoint(
         logits_BTV = transformers.AutoModelForCausalLM.from_pretrained(exported)(ids_BT).logits
     torch.testing.assert_close(logits_BTV, expected_BTV, atol=TOLERANCE, rtol=TOLERANCE)
     assert (expected_BTV - before_BTV).abs().max() > 0.1  # training changed them
+
+
+def test_any_checkpoint_is_exported(exported: pathlib.Path, finished_run: tuple[pathlib.Path, list[str]], tmp_path):
+    run_dir = finished_run[0]
+    newest, older = tmp_path / "newest", tmp_path / "older"
+    assert f"step-00000006 -> {newest}" in run_python("-m", "grpo.export", run_dir, "--to", newest)
+    torchrun("grpo.export", run_dir, "--step", 3, "--to", older, nproc=2)
+    expected, same, other = (load_file(folder / "model.safetensors") for folder in (exported, newest, older))
+    assert expected.keys() == same.keys() == other.keys()
+    assert all(torch.equal(expected[name], same[name]) for name in expected)
+    assert not any(torch.equal(expected[name], other[name]) for name in expected)
+    assert (newest / "tokenizer.json").read_bytes() == (exported / "tokenizer.json").read_bytes()
 
 
 def test_vllm_serves_the_export(exported: pathlib.Path, tmp_path: pathlib.Path):
