@@ -13,7 +13,9 @@ import uuid
 
 import pytest
 
-from grpo.rewards import sandbox
+from grpo.config import RewardConfig
+from grpo.rewards import programs, sandbox
+from grpo.rewards.programs import check_sandbox
 from grpo.rewards.sandbox import Isolation, Measures, Outcome, SandboxError, isolation, run_python
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -393,3 +395,14 @@ def test_the_report_says_what_is_missing():
     assert "no network, ALL FILES THAT ITS USER CAN OPEN, threads but no processes" in str(weak)
     for measures in (Measures(True, True, False, False), Measures(False, False, True, False)):
         assert Isolation(measures, user=True, capability=False).weakness is None
+
+
+def test_a_run_is_refused_whose_programs_could_open_the_files_of_the_machine(monkeypatch):
+    with_code = RewardConfig(functions={"code_reward": 1.0})
+    assert check_sandbox(RewardConfig()) is None
+    assert check_sandbox(with_code) == str(GRANTED)
+    weak = Isolation(Measures(False, False, landlock=False, leave_root=False), user=True, capability=False)
+    monkeypatch.setattr(programs, "isolation", lambda: weak)
+    with pytest.raises(ValueError, match=r"the files of this machine: Linux .* set --reward.allow-weak-sandbox$"):
+        check_sandbox(with_code)
+    assert check_sandbox(dataclasses.replace(with_code, allow_weak_sandbox=True)) == str(weak)
