@@ -68,7 +68,7 @@ def main() -> None:
     with _reporting(report_fd):
         with open(0, "rb", closefd=False) as job_file:
             job = json.loads(job_file.read())
-        job["id"] = _FIRST_ID + os.getpid()
+        job["id"] = _free_user()
         if job["namespaces"]:
             with _may_be_refused("namespaces"):
                 _make_namespaces(job)
@@ -261,15 +261,19 @@ def _replace_stdin(content: bytes) -> None:
 
 def _num_other_tasks(job: dict[str, Any]) -> int:
     """Tasks that the limit on processes counts with the program's: all of its user, in its user namespace."""
-    if os.geteuid() == 0:
-        return 0  # it becomes a user who has no others; `nobody` may have, which only makes the limit tighter
-    if job["namespaces"]:
+    user = os.geteuid()
+    if user == 0 and job["leave_root"]:
+        if job["id"] != _NOBODY:
+            return 0
+        user = _NOBODY
+    elif job["namespaces"]:
         return 2  # launcher and init
     count = 0
     for process in os.listdir("/proc"):
-        if process.isdecimal():
-            with contextlib.suppress(OSError):
-                count += len(os.listdir(f"/proc/{process}/task"))
+        if process.isdecimal() and process != str(os.getpid()):
+            with contextlib.suppress(OSError), open(f"/proc/{process}/status") as status:  # it may have ended
+                fields = dict(line.split(":", 1) for line in status)
+                count += int(fields["Threads"]) if int(fields["Uid"].split()[0]) == user else 0
     return count
 
 
@@ -290,18 +294,21 @@ def _leave_root(job: dict[str, Any], folder: str) -> list[int]:
     return kept
 
 
+def _free_user() -> int:
+    """A number that no other program has; `nobody` in a container that has no such numbers."""
+    number = _FIRST_ID + os.getpid()
+    with open("/proc/self/uid_map") as lines:
+        ranges = [tuple(map(int, line.split())) for line in lines]
+    return number if any(first <= number < first + count for first, _, count in ranges) else _NOBODY
+
+
 def _change_user(number: int, *folders: str) -> None:
-    for candidate in (number, _NOBODY):
-        try:
-            for folder in folders:
-                os.chown(folder, candidate, candidate)
-            os.setgroups([])
-            os.setresgid(candidate, candidate, candidate)
-            os.setresuid(candidate, candidate, candidate)
-            return
-        except OSError as error:
-            if candidate == _NOBODY:
-                raise Refused(f"another user than root: {error.strerror}") from error
+    with _may_be_refused("another user than root"):
+        for folder in folders:
+            os.chown(folder, number, number)
+        os.setgroups([])
+        os.setresgid(number, number, number)
+        os.setresuid(number, number, number)
 
 
 def _check_readable(job: dict[str, Any]) -> None:

@@ -289,6 +289,11 @@ _ALLOW, _DENY, _UNKNOWN, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x0005000
 _X32 = 0x40000000  # system calls of x86_64 with short pointers, numbered from here
 
 
+def call_number(name: str) -> int | None:
+    """Number of a system call on this machine; None if this architecture has no such call."""
+    return _NUMBERS[name][_ARCHITECTURES[os.uname().machine][0]]
+
+
 def deny_calls(*sets: Calls) -> None:
     """From now on the system calls of these sets fail: PermissionError, clone3 as if the kernel did not know it.
 
@@ -299,11 +304,11 @@ def deny_calls(*sets: Calls) -> None:
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call numbers of {machine}; known are {', '.join(_ARCHITECTURES)}")
-    column, architecture = _ARCHITECTURES[machine]
+    architecture = _ARCHITECTURES[machine][1]
     filters = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     filters += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]
     for name, conditions in _joined(sets).items():
-        number = _NUMBERS[name][column]
+        number = call_number(name)
         if number is not None:
             then = _checks(conditions) if conditions else [(_RETURN, 0, 0, _UNKNOWN if name == "clone3" else _DENY)]
             filters += [(_EQUAL, 0, len(then), number), *then]

@@ -8,6 +8,8 @@ import resource
 import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
 import uuid
 
@@ -406,3 +408,62 @@ def test_a_run_is_refused_whose_programs_could_open_the_files_of_the_machine(mon
     with pytest.raises(ValueError, match=r"the files of this machine: Linux .* set --reward.allow-weak-sandbox$"):
         check_sandbox(with_code)
     assert check_sandbox(dataclasses.replace(with_code, allow_weak_sandbox=True)) == str(weak)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="others run programs as the user that owns the interpreter")
+def test_an_environment_that_only_root_may_read_does_not_mean_running_as_root(any_measures):
+    """Made under umask 077, in a folder that only root may enter. Capability 1 or 2 is to read."""
+    measures = sandbox._measures()
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        make = f"umask 077; mkdir {folder}/e; {sys.executable} -m venv --without-pip {folder}/e/env"
+        subprocess.run(["sh", "-c", make], check=True, timeout=120)
+        package = pathlib.Path(sysconfig.get_path("purelib", vars={"base": f"{folder}/e/env"})) / "package.py"
+        package.write_text("print('imported')")
+        package.chmod(0o600)
+        code = (
+            "import ctypes, os, package, struct\n"
+            "data = ctypes.create_string_buffer(24)\n"
+            "ctypes.CDLL(None).capget(struct.pack('Ii', 0x20080522, 0), data)\n"
+            "capabilities = struct.unpack('6I', data.raw)[1]\n"
+            "print(0 in (*os.getresuid(), *os.getresgid(), *os.getgroups()), capabilities & ~0b110)\n"
+            f"open({str(package)!r}, 'a')"
+        )
+        program = (
+            "from grpo.rewards import sandbox\n"
+            f"sandbox._measures = lambda: sandbox.{measures!r}\n"
+            f"print(sandbox.isolation())\nprint(sandbox.run_python({code!r}, timeout_seconds=20, memory_gib=1))"
+        )
+        result = subprocess.run(
+            [f"{folder}/e/env/bin/python", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+    line, outcome = result.stdout.splitlines()
+    assert "one capability, to read the interpreter" in line
+    assert r"stdout='imported\nFalse 0\n'" in outcome
+    assert "PermissionError" in outcome or "Read-only file system" in outcome
+
+
+@pytest.mark.parametrize("killed", ["supervisor", "driver"])
+def test_no_program_is_left_when_the_reward_processes_are_killed(killed):
+    marker = f"marker-{uuid.uuid4()}"
+    program = (
+        "import types\n"
+        "from grpo.config import RewardConfig\n"
+        "from grpo.rewards.pool import RewardPool\n"
+        "pool = RewardPool(RewardConfig(functions={'code_reward': 1.0}, num_workers=2, timeout_seconds=100,\n"
+        "    options={'code_reward': {'timeout_seconds': 90}}), 10)\n"
+        "print(pool.supervisor.pid, flush=True)\n"
+        f"code = '```python\\nimport os, sys\\n' + {sleeper(marker)!r} + '\\n```'\n"
+        "prompt = types.SimpleNamespace(columns={'tests': 'assert True'})\n"
+        "completion = types.SimpleNamespace(num_tokens=1, truncated=False)\n"
+        "pool.submit([types.SimpleNamespace(text=code, prompt=prompt, completion=completion)] * 2, 1)\n"
+        "input()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes)
+    supervisor = int(driver.stdout.readline())
+    programs = f"\0{marker}\0"
+    assert wait_until(lambda: len(find(programs)) == 2, 60)
+    os.kill(supervisor if killed == "supervisor" else driver.pid, signal.SIGKILL)
+    assert wait_until(lambda: find(programs) == [])
+    driver.kill()
+    driver.communicate()
