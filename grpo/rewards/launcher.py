@@ -39,10 +39,9 @@ LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 # A kernel that says this says no, and will say so again. Anything else (EAGAIN, ENOMEM, ...) may be for now.
-REFUSALS = (
-    *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EOPNOTSUPP),
-    *(errno.ENOSPC, errno.EUSERS),  # no further namespace
-)
+REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EOPNOTSUPP)
+# No further namespace: for now, unless none is allowed at all.
+_TOO_MANY = (errno.ENOSPC, errno.EUSERS)
 
 # User and group ids of programs when root calls: this plus the launcher's process id, so that no two programs share
 # one. The second is `nobody`, for where only a container's 65536 ids exist.
@@ -65,6 +64,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)  # what the caller ignores would stay ignored
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.umask(0o022)  # what is made on the way to the interpreter must be open to the program's user
     with _reporting(report_fd):
         with open(0, "rb", closefd=False) as job_file:
             job = json.loads(job_file.read())
@@ -100,9 +100,17 @@ def _may_be_refused(what: str):
     try:
         yield
     except OSError as error:
-        if error.errno in REFUSALS:
+        if error.errno in REFUSALS or (error.errno in _TOO_MANY and _no_namespaces_allowed()):
             raise Refused(f"{what}: {error.strerror}") from error
         raise
+
+
+def _no_namespaces_allowed() -> bool:
+    for kind in ("user", "mnt", "pid", "net", "ipc"):
+        with contextlib.suppress(OSError), open(f"/proc/sys/user/max_{kind}_namespaces") as limit:
+            if int(limit.read()) == 0:
+                return True
+    return False
 
 
 def _report(report_fd: int, **values: Any) -> None:
@@ -180,8 +188,9 @@ def _init(job: dict[str, Any], report_fd: int) -> None:
         while True:
             os.wait()  # sooner or later orphans are this process's children
     if not job["own_root"]:
-        # Not shutil.rmtree, which a deep tree makes run out of its stack.
-        os.spawnv(os.P_WAIT, "/bin/sh", ["sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', folder])
+        # Not shutil.rmtree, which a deep tree makes run out of its stack. Folders may have been made without rights.
+        remove = 'rm -rf "$0" 2>/dev/null || { chmod -R u+rwX "$0"; rm -rf "$0"; }'
+        os.spawnv(os.P_WAIT, "/bin/sh", ["sh", "-c", remove, folder])
     if status is None:
         _report(report_fd, timeout=True)
     else:

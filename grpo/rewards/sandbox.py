@@ -231,15 +231,12 @@ def _readable(executable: str) -> list[str]:
     Of a prefix only the folders of programs and libraries: an environment may have been made in a project's folder.
     """
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
-    hop = executable
-    for _ in range(40):  # a virtual environment's python is a link, perhaps to another link
-        prefixes.add(os.path.dirname(os.path.dirname(hop)))
-        if not os.path.islink(hop):
-            break
-        hop = os.path.normpath(os.path.join(os.path.dirname(hop), os.readlink(hop)))
+    hops = [executable]  # a virtual environment's python is a link, perhaps to another link
+    while os.path.islink(hops[-1]) and len(hops) < 40:
+        hops.append(os.path.normpath(os.path.join(os.path.dirname(hops[-1]), os.readlink(hops[-1]))))
     prefixes |= set(map(os.path.realpath, prefixes))
     parts = ("bin", "lib", "lib64", "pyvenv.cfg")
-    places = {os.path.join(prefix, part) for prefix in prefixes for part in parts}
+    places = {os.path.join(prefix, part) for prefix in prefixes for part in parts} | set(hops)
     places |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"}
     places |= {"/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", *glob.glob("/etc/python3*")}
     for name in launcher.LOADER_VARIABLES:
