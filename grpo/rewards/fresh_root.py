@@ -18,6 +18,9 @@ from grpo.rewards.lockdown import libc, system_call
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
+# Files and folders that a program may make.
+MAX_FILES = 4096
+
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 # The same numbers on all architectures.
@@ -49,7 +52,7 @@ def enter_fresh_root(places: Iterable[str], file_bytes: int) -> None:
         else:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 fds[path] = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    _mount("tmpfs", _PLACE, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={file_bytes},nr_inodes=4096,mode=755")
+    _mount("tmpfs", _PLACE, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={file_bytes},nr_inodes={MAX_FILES},mode=755")
     for path, fd in fds.items():
         target = _PLACE + path
         if stat.S_ISDIR(os.fstat(fd).st_mode):

@@ -178,11 +178,22 @@ def test_a_1_gb_file_is_not_written(any_measures):
     assert "File too large" in outcome.stderr or "No space left on device" in outcome.stderr
 
 
-@needs("process_tree")
-def test_many_small_files_share_the_limit():
-    code = "for i in range(100):\n    with open(str(i), 'wb') as file: file.write(bytes(1_000_000))"
-    outcome = run(code, file_bytes=8 << 20)
-    assert (outcome.status, "No space left on device" in outcome.stderr) == ("failed", True)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True:\n    with open(str(n := n + 1), 'wb') as file: file.write(bytes(500_000))\n    time.sleep(0.01)",
+        "while True:\n    open(str(n := n + 1), 'w').close()",
+        "while True:\n    os.mkdir('d'); os.chdir('d')",
+        "os.mkdir('d', 0o300); os.chdir('d')\nwhile True:\n    open(str(n := n + 1), 'wb').write(bytes(500_000))",
+    ],
+)
+def test_all_files_share_the_limit(any_measures, code):
+    """With a file system of its own there is no more space; elsewhere the program is killed."""
+    outcome = run("import os, time\nn = 0\n" + code, file_bytes=8 << 20)
+    if sandbox._measures().own_root:
+        assert (outcome.status, "No space left on device" in outcome.stderr) == ("failed", True)
+    else:
+        assert outcome.status == "killed"
 
 
 def test_the_environment_is_empty(any_measures, monkeypatch):
