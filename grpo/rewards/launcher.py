@@ -180,8 +180,9 @@ def _init(job: dict[str, Any], report_fd: int) -> None:
     status = None
     while status is None:
         seconds_left = max(0.0, deadline - time.monotonic())
-        received = signal.sigtimedwait(watched, seconds_left if job["own_root"] else min(seconds_left, LOOK_SECONDS))
-        if received is None and seconds_left > LOOK_SECONDS:
+        seconds = seconds_left if job["own_root"] else min(seconds_left, LOOK_SECONDS)
+        received = signal.sigtimedwait(watched, seconds)
+        if received is None and seconds < seconds_left:
             if _has_too_many_files(folder, job["file_bytes"]):
                 os.kill(program, signal.SIGKILL)
         elif received is None or received.si_signo == signal.SIGTERM:
