@@ -165,7 +165,7 @@ def _init(job: dict[str, Any], report_fd: int) -> None:
     if job["own_root"]:
         with _may_be_refused("a root folder of its own"):
             enter_fresh_root(job["readable"], job["file_bytes"])
-    folder = f"{'/tmp' if job['own_root'] else job['temporary']}/sandbox-{os.urandom(8).hex()}"
+    folder = job["folder"]
     os.mkdir(folder, 0o700)
     watched = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -198,13 +198,18 @@ def _init(job: dict[str, Any], report_fd: int) -> None:
         while True:
             os.wait()  # sooner or later orphans are this process's children
     if not job["own_root"]:
-        # Not shutil.rmtree, which a deep tree makes run out of its stack. Folders may have been made without rights.
-        remove = 'rm -rf "$0" 2>/dev/null || { chmod -R u+rwX "$0"; rm -rf "$0"; }'
-        os.spawnv(os.P_WAIT, "/bin/sh", ["sh", "-c", remove, folder])
+        command = removal(folder)
+        os.spawnv(os.P_WAIT, command[0], command)
     if status is None:
         _report(report_fd, timeout=True)
     else:
         _report(report_fd, exit=os.waitstatus_to_exitcode(status))
+
+
+def removal(folder: str) -> list[str]:
+    """Command that removes a program's folder, whatever it left there."""
+    # Not shutil.rmtree, which a deep tree makes run out of its stack. Folders may have been made without rights.
+    return ["/bin/sh", "-c", 'rm -rf "$0" 2>/dev/null || { chmod -R u+rwX "$0"; rm -rf "$0"; }', folder]
 
 
 def _has_too_many_files(folder: str, file_bytes: int) -> bool:

@@ -8,7 +8,8 @@ it started ends with it, and it ends with whoever called. Wherever it runs,
 - it calls no part of the kernel that programs do without (lockdown.py has the lists): no memory outside its address
   space, no keyrings, no further namespaces, no mounts, no tracing, no other process's limits or priority;
 - it has no capability, and is another user than root, if it is root who calls: one who owns nothing and has not run
-  before, so that a fork bomb is bounded and meets no other program's.
+  before, so that a fork bomb is bounded and meets no other program's. One exception: where other users cannot
+  read the interpreter, it keeps the capability to read, confined to the whitelist.
 
 As far as the kernel grants it (`isolation()` says how far; it is tried out once, with a real program, and from then on
 insisted upon) it also has
@@ -276,12 +277,13 @@ def _open_to_all(path: str) -> bool:
 
 
 def _launch(code: str, stdin: str, measures: Measures, limits: dict[str, Any], output_bytes: int) -> Outcome:
+    folder = os.path.join("/tmp" if measures.own_root else tempfile.gettempdir(), f"sandbox-{os.urandom(8).hex()}")
     job = {
         "code": code,
         "stdin": stdin,
         "python": sys.executable,
         "readable": _readable(sys.executable),
-        "temporary": tempfile.gettempdir(),
+        "folder": folder,
         **vars(measures),
         **(_closed(sys.executable) if os.geteuid() == 0 else {"closed_files": "", "closed_folders": ""}),
         **limits,
@@ -314,6 +316,8 @@ def _launch(code: str, stdin: str, measures: Measures, limits: dict[str, Any], o
             process.wait()
             process.stdout.close()
             process.stderr.close()
+            if not measures.own_root and os.path.lexists(folder):  # the launcher was killed
+                subprocess.run(launcher.removal(folder), stdin=subprocess.DEVNULL, check=False)
     stdout, stderr = (text.decode(errors="replace") for text in written)
     reports = [json.loads(line) for line in reported.splitlines()]
     for refusal in (report["refused"] for report in reports if "refused" in report):

@@ -307,7 +307,7 @@ def started_by(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("killed", ["caller", "launcher", "init"])
-def test_whoever_is_killed_no_program_is_left(any_measures, killed):
+def test_whoever_is_killed_no_program_is_left(any_measures, killed, tmp_path):
     """The program tries to outlive it: no death signal, a session of its own, children where it may have any."""
     marker = f"marker-{uuid.uuid4()}"
     measures = sandbox._measures()
@@ -326,6 +326,7 @@ def test_whoever_is_killed_no_program_is_left(any_measures, killed):
             f"sandbox._measures = lambda: sandbox.{measures!r}\n"
             f"print(sandbox.run_python({code!r}, timeout_seconds=120, memory_gib=1).status)",
         ],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -333,11 +334,12 @@ def test_whoever_is_killed_no_program_is_left(any_measures, killed):
     programs = f"\0{marker}\0"  # as an argument of its own; the caller has it inside another
     assert wait_until(lambda: len(find(programs)) == (2 if measures.namespaces else 1))
     launcher, *others = started_by(caller.pid)
+    assert len(list(tmp_path.iterdir())) == (0 if measures.own_root else 1)
     init = others[0] if measures.namespaces else launcher
     os.kill({"caller": caller.pid, "launcher": launcher, "init": init}[killed], signal.SIGKILL)
     stdout, _ = caller.communicate(timeout=30)
     assert stdout == ("" if killed == "caller" else "killed\n")
-    assert wait_until(lambda: find(programs) == [])
+    assert wait_until(lambda: find(programs) == [] and list(tmp_path.iterdir()) == [])
 
 
 @needs("process_limit", "process_tree")
