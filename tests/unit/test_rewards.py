@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -609,13 +610,14 @@ def test_load_functions_gives_every_built_in_its_options():
         "thinking_reward": [0.0],
         "length_penalty": [-0.8],
         "overlong_penalty": [-0.6],
+        "cosine_length_reward": [pytest.approx(-5 * (1 + math.cos(0.9 * math.pi)))],
         "repetition_penalty": [pytest.approx(-0.2)],  # 8 of 10 are distinct
         "language_reward": [0.8],  # αβγγ and x
     }
-    (math, _), (group, _) = functions["math_reward"], functions["group_length_reward"]
-    assert math(["#### 120"], **columns) == [0.3]
+    (equal, _), (group, _) = functions["math_reward"], functions["group_length_reward"]
+    assert equal(["#### 120"], **columns) == [0.3]
     assert group(["#### 109", "#### 111"], answer=["100"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.5, -0.5]
-    assert is_group_level(group) and not is_group_level(math)
+    assert is_group_level(group) and not is_group_level(equal)
 
 
 @pytest.mark.parametrize(
@@ -667,10 +669,10 @@ def test_load_functions_refuses_options(name, options, message):
         load_functions(config, max_completion_tokens=200)
 
 
-@pytest.mark.parametrize("name", ["length_penalty", "overlong_penalty"])
+@pytest.mark.parametrize("name", ["length_penalty", "overlong_penalty", "cosine_length_reward"])
 def test_length_rewards_need_the_longest_completion(name):
-    options = {"length_penalty": {"target_tokens": 5}, "overlong_penalty": {}}
-    config = RewardConfig(functions={name: 1.0}, options={name: options[name]})
+    options = {"length_penalty": {"target_tokens": 5}}
+    config = RewardConfig(functions={name: 1.0}, options={name: options.get(name, {})})
     with pytest.raises(ValueError, match=f"{name} needs max_completion_tokens; give it"):
         load_functions(config)
 
