@@ -1,7 +1,7 @@
 """Answers judged by hand: what was given, the reference, whether a careful reader would call it right, and why.
 
 The verdicts were written before the code that has to reach them. PAIRS holds for every format; LATEX_PAIRS needs
-expressions, so a boxed answer.
+expressions, so a boxed answer; TAG_PAIRS is about answers in tags, where there are no expressions and may be boxes.
 """
 
 RIGHT, WRONG = True, False
@@ -35,12 +35,6 @@ PAIRS = [
     ("$42$", "42", RIGHT, "a formula"),
     ("\\(42\\)", "42", RIGHT, "a formula"),
     ("\\[42\\]", "42", RIGHT, "a formula"),
-    ("\\boxed{42}", "42", RIGHT, "a box inside the answer"),
-    ("The answer is \\boxed{42}.", "42", RIGHT, "a box inside the answer"),
-    ("\\boxed{42} \\boxed{43}", "43", WRONG, "two boxes"),
-    ("\\boxed{42} or maybe \\boxed{43}", "43", WRONG, "two boxes"),
-    ("\\boxed{} \\boxed{42}", "42", RIGHT, "an empty box says nothing"),
-    ("\\boxed{42}\\boxed{42}", "42", RIGHT, "the same twice"),
     ("\uff14\uff12", "42", RIGHT, "full-width digits"),
     ("\uff0d\uff14\uff12", "-42", RIGHT, "full-width, with a sign"),
     ("42\u200b", "42", RIGHT, "a zero-width space"),
@@ -120,7 +114,6 @@ PAIRS = [
     ("6/8", "3/4", RIGHT, "not in lowest terms"),
     ("4/3", "3/4", WRONG, "upside down"),
     ("3/0", "3", WRONG, "no number"),
-    ("1/2/3", "1/6", WRONG, "two divisions"),
     ("3/4 cup", "0.75", RIGHT, "a unit"),
     # Scales
     ("5 million", "5000000", RIGHT, "understood"),
@@ -174,7 +167,6 @@ PAIRS = [
     ("5\\pi", "5", WRONG, "pi"),
     ("5 pi", "5", WRONG, "pi"),
     ("5\u03c0", "5", WRONG, "pi"),
-    ("|5|", "5", WRONG, "not written as a number"),
     ("0.1\\overline{6}", "0.1", WRONG, "a repeating decimal"),
     ("0.333...", "0.333", WRONG, "a number that goes on"),
     ("12_5", "12", WRONG, "another base"),
@@ -260,10 +252,8 @@ PAIRS = [
     ("42 - no, wait", "42", WRONG, "taken back"),
     ("42 is wrong", "42", WRONG, "taken back"),
     ("5-3", "5", WRONG, "a difference"),
-    ("5-3", "2", WRONG, "not worked out"),
     ("5-3", "53", WRONG, "a difference"),
     ("40-42", "42", WRONG, "a range"),
-    ("6*7", "42", WRONG, "not worked out"),
     ("H2O", "2", WRONG, "a formula of chemistry"),
     ("A42", "42", WRONG, "a name"),
     ("", "42", WRONG, "empty"),
@@ -371,4 +361,17 @@ LATEX_PAIRS = [
     ("\\alpha + 1", "1 + \\alpha", RIGHT, "a Greek letter"),
     ("\\log 100", "2", RIGHT, "worked out"),
     ("f(x) = x^2", "x^2", RIGHT, "the name of a function on the left"),
+]
+
+TAG_PAIRS = [
+    ("\\boxed{42}", "42", RIGHT, "a box inside the answer"),
+    ("The answer is \\boxed{42}.", "42", RIGHT, "a box inside the answer"),
+    ("\\boxed{42} \\boxed{43}", "43", WRONG, "two boxes"),
+    ("\\boxed{42} or maybe \\boxed{43}", "43", WRONG, "two boxes"),
+    ("\\boxed{} \\boxed{42}", "42", RIGHT, "an empty box says nothing"),
+    ("\\boxed{42}\\boxed{42}", "42", RIGHT, "the same twice"),
+    ("1/2/3", "1/6", WRONG, "two divisions"),
+    ("|5|", "5", WRONG, "not written as a number"),
+    ("5-3", "2", WRONG, "not worked out"),
+    ("6*7", "42", WRONG, "not worked out"),
 ]
