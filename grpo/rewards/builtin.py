@@ -14,13 +14,11 @@ No torch, nor anything that imports it: worker processes load this file and must
 
 import functools
 import importlib
-import logging
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
-from grpo.rewards.answers import LATEX_SECONDS, extract_answer, same_answer
+from grpo.rewards.answers import extract_answer, find_answer, is_expression, same_answer
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
 from grpo.rewards.programs import last_program, passes, read_tests
 
@@ -48,10 +46,17 @@ def math_reward(
 ) -> list[float | None]:
     """1.0 where the completion's answer equals the reference in `answer`, else 0.0.
 
-    Equal: both are one number (see parse_number: units are dropped) and differ by at most `tolerance`, relative to the
-    reference or absolute if that is below 1; or the texts agree except for case, blanks, Markdown and a final period;
-    or, with answer_format="boxed", math-verify takes the two LaTeX expressions as equal (it needs the process's main
-    thread). A reference with #### (GSM8K's solutions) counts from the last one on.
+    The answer is what extract_answer finds: thoughts are none, and a choice such as "42 or 43" earns nothing. Equal:
+      - both are one number (see read_quantity) with the same unit, or one of them without a unit. Integers must be the
+        same; other numbers may differ by `tolerance`, relative to the reference, also below 1. "5 cm" is neither "5 m"
+        nor converted to "50 mm", and "50%" is 50;
+      - or lists, pairs and intervals of equal items in the same brackets, in any order without brackets or in \\{\\};
+      - or equations of the same name with equal right sides; a name and "=" may be missing on one side, but anything
+        else on the left is no name;
+      - or the texts agree except for case, blanks, Markdown, parentheses around an option's letter and a final period;
+      - or, with answer_format="boxed", math-verify takes the two LaTeX expressions as equal (see latex.py; it needs the
+        process's main thread). Words are never taken for products of their letters.
+    A reference with #### (GSM8K's solutions) counts from the last one on.
 
     Returns `partial_credit` (0 to 1) for an answer in the right form that is wrong, None where the reference is empty
     or None.
@@ -82,36 +87,33 @@ def _compare(
 
 def _reference_answer(reference: Any) -> str | None:
     text = "" if reference is None else str(reference).strip()
-    return extract_answer(text, "hashes") if "####" in text else text or None
+    if "####" in text:
+        return extract_answer(text, "hashes")
+    return extract_answer(text, "boxed") or text if "\\boxed" in text else text or None
 
 
-# A box without content parses as the empty set, which some references are.
-_EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
+def math_verify(
+    completions: list[str], answer: list[Any], *, tolerance: float = 1e-6, **columns: list
+) -> list[float | None]:
+    """1.0 where the answer found anywhere in the completion equals the one in `answer`, also as LaTeX, else 0.0.
 
-
-def math_verify(completions: list[str], answer: list[Any], **columns: list) -> list[float | None]:
-    """1.0 where the expression that the math-verify library finds in the completion equals the one in `answer`, else 0.
-
-    It looks at the whole completion: first for \\boxed{} and "final answer is", then LaTeX between dollars, then plain
-    numbers, of several the last. Looser than math_reward, so a completion that just ends in many numbers can be lucky.
-    A reference with #### (GSM8K's solutions) counts from the last one on; None where it is empty or no expression.
+    Equal is what it is for math_reward with answer_format="boxed". The answer is looked for in this order: in <answer>,
+    in \\boxed{}, behind "final answer is", as LaTeX between dollars or the like, as a plain number; of several the
+    last. Looser than math_reward, so a completion that just ends in many numbers can be lucky. A reference with ####
+    (GSM8K's solutions) counts from the last one on; None where it is empty or no expression: a sentence, or LaTeX that
+    does not parse.
 
     Needs the process's main thread: the library limits each parse and comparison with SIGALRM.
     """
-    import math_verify as library  # sympy takes a second to load
-
-    # On a timeout the library logs the text it parsed, all of it, as a warning.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    importlib.import_module("math_verify")  # at the start, not within the deadline of the first comparison
     rewards = []
     for text, reference in zip(completions, map(_reference_answer, answer), strict=True):
-        if reference is None:
+        if reference is None or not is_expression(reference):
             rewards.append(None)
-            continue
-        written = reference if "$" in reference or "\\boxed" in reference else rf"\boxed{{{reference}}}"
-        gold = library.parse(written, parsing_timeout=LATEX_SECONDS)
-        found = [] if _EMPTY_BOX.search(text) else library.parse(text, parsing_timeout=LATEX_SECONDS)
-        equal = bool(gold and found) and library.verify(gold, found, timeout_seconds=LATEX_SECONDS)
-        rewards.append((1.0 if equal else 0.0) if gold else None)
+        else:
+            given = find_answer(text)
+            equal = given is not None and same_answer(given, reference, tolerance, latex=True)
+            rewards.append(1.0 if equal else 0.0)
     return rewards
 
 
