@@ -186,6 +186,7 @@ Calls = Mapping[str, tuple[If | Unless, ...]]
 """Names of system calls to deny; one with conditions is denied if any of them says so, one without always."""
 
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
+_THREAD = 0x00010000  # CLONE_THREAD
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: cgroup, mount, IPC, host name, user, process ids, network
 
 
@@ -236,6 +237,10 @@ METADATA: Calls = _always(
     "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat setxattr lsetxattr "
     "fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat file_setattr"
 )
+# More processes; threads remain.
+NEW_PROCESSES: Calls = {**_always("fork vfork"), "clone": (Unless(0, _THREAD, _THREAD),), "clone3": ()}
+# What ends a process with its parent could be taken back.
+PARENT_DEATH: Calls = {"prctl": (If(0, PR_SET_PDEATHSIG),)}
 # Landlock refuses it from its third version on.
 TRUNCATION: Calls = _always("truncate")
 
@@ -253,8 +258,8 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "clock_adjtime": (305, 266), "clock_settime": (227, 112), "clone": (56, 220), "clone3": (435, 435),
     "connect": (42, 203), "delete_module": (176, 106), "fanotify_init": (300, 262), "fchmod": (91, 52),
     "fchmodat": (268, 53), "fchmodat2": (452, 452), "fchown": (93, 55), "fchownat": (260, 54), "fcntl": (72, 25),
-    "file_setattr": (469, 469), "finit_module": (313, 273), "fremovexattr": (199, 16), "fsconfig": (431, 431),
-    "fsetxattr": (190, 7), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433),
+    "file_setattr": (469, 469), "finit_module": (313, 273), "fork": (57, None), "fremovexattr": (199, 16),
+    "fsconfig": (431, 431), "fsetxattr": (190, 7), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433),
     "futimesat": (261, None), "get_robust_list": (274, 100), "init_module": (175, 105), "inotify_init": (253, None),
     "inotify_init1": (294, 26), "io_setup": (206, 0), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
     "io_uring_setup": (425, 425), "ioctl": (16, 29), "ioperm": (173, None), "iopl": (172, None),
@@ -265,23 +270,28 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "mount_setattr": (442, 442), "move_mount": (429, 429), "move_pages": (279, 239), "mq_open": (240, 180),
     "msgget": (68, 186), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "open_tree": (428, 428),
     "open_tree_attr": (467, 467), "perf_event_open": (298, 241), "pidfd_getfd": (438, 438), "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424), "pivot_root": (155, 41), "prlimit64": (302, 261), "process_madvise": (440, 440),
-    "process_mrelease": (448, 448), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "ptrace": (101, 117), "quotactl": (179, 60), "quotactl_fd": (443, 443), "reboot": (169, 142),
-    "removexattr": (197, 14), "removexattrat": (466, 466), "request_key": (249, 218), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semget": (64, 190), "setdomainname": (171, 162),
-    "sethostname": (170, 161), "setns": (308, 268), "setpriority": (141, 140), "settimeofday": (164, 170),
-    "setxattr": (188, 5), "setxattrat": (463, 463), "shmat": (30, 196), "shmget": (29, 194), "socket": (41, 198),
-    "socketpair": (53, 199), "statmount": (457, 457), "swapoff": (168, 225), "swapon": (167, 224),
-    "syslog": (103, 116), "tgkill": (234, 131), "tkill": (200, 130), "truncate": (76, 45), "umount2": (166, 39),
-    "unshare": (272, 97), "uselib": (134, None), "userfaultfd": (323, 282), "utime": (132, None),
-    "utimensat": (280, 88), "utimes": (235, None), "vhangup": (153, 58),
+    "pidfd_send_signal": (424, 424), "pivot_root": (155, 41), "prctl": (157, 167), "prlimit64": (302, 261),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "ptrace": (101, 117), "quotactl": (179, 60), "quotactl_fd": (443, 443),
+    "reboot": (169, 142), "removexattr": (197, 14), "removexattrat": (466, 466), "request_key": (249, 218),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semget": (64, 190),
+    "setdomainname": (171, 162), "sethostname": (170, 161), "setns": (308, 268), "setpriority": (141, 140),
+    "settimeofday": (164, 170), "setxattr": (188, 5), "setxattrat": (463, 463), "shmat": (30, 196),
+    "shmget": (29, 194), "socket": (41, 198), "socketpair": (53, 199), "statmount": (457, 457), "swapoff": (168, 225),
+    "swapon": (167, 224), "syslog": (103, 116), "tgkill": (234, 131), "tkill": (200, 130), "truncate": (76, 45),
+    "umount2": (166, 39), "unshare": (272, 97), "uselib": (134, None), "userfaultfd": (323, 282),
+    "utime": (132, None), "utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None), "vhangup": (153, 58),
 }  # fmt: skip
 
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06  # linux/bpf_common.h
 _ALLOW, _DENY, _UNKNOWN, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
 _X32 = 0x40000000  # system calls of x86_64 with short pointers, numbered from here
+
+
+def call_number(name: str) -> int | None:
+    """Number of a system call on this machine; None if this architecture has no such call."""
+    return _NUMBERS[name][_ARCHITECTURES[os.uname().machine][0]]
 
 
 def deny_calls(*sets: Calls) -> None:
@@ -294,11 +304,11 @@ def deny_calls(*sets: Calls) -> None:
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call numbers of {machine}; known are {', '.join(_ARCHITECTURES)}")
-    column, architecture = _ARCHITECTURES[machine]
+    architecture = _ARCHITECTURES[machine][1]
     filters = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     filters += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]
-    for name, conditions in {name: conditions for calls in sets for name, conditions in calls.items()}.items():
-        number = _NUMBERS[name][column]
+    for name, conditions in _joined(sets).items():
+        number = call_number(name)
         if number is not None:
             then = _checks(conditions) if conditions else [(_RETURN, 0, 0, _UNKNOWN if name == "clone3" else _DENY)]
             filters += [(_EQUAL, 0, len(then), number), *then]
@@ -307,6 +317,15 @@ def deny_calls(*sets: Calls) -> None:
     header = struct.pack("@HP", len(filters), ctypes.addressof(program))
     forbid_new_privileges()
     libc("prctl", _PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+def _joined(sets: Iterable[Calls]) -> Calls:
+    joined: dict[str, tuple[If | Unless, ...]] = {}
+    for calls in sets:
+        for name, conditions in calls.items():
+            always = not conditions or joined.get(name) == ()
+            joined[name] = () if always else joined.get(name, ()) + conditions
+    return joined
 
 
 def _checks(conditions: tuple[If | Unless, ...]) -> list[tuple[int, int, int, int]]:
@@ -335,7 +354,8 @@ def drop_capabilities(keep: Collection[int] = ()) -> None:
     meaningless. Raises OSError if one of `keep` is not there to be kept.
     """
     forbid_new_privileges()
-    # To change the bounding set and the ambient one takes what is dropped last.
+    permitted = permitted_capabilities()
+    _set_capabilities(permitted, permitted, 0)  # a change of user has left them permitted at most
     with contextlib.suppress(OSError):  # EINVAL after the last capability, EPERM where it may not
         for capability in range(64):
             if capability not in keep:
@@ -343,11 +363,15 @@ def drop_capabilities(keep: Collection[int] = ()) -> None:
     with contextlib.suppress(OSError):  # Linux 4.3
         prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL)
     kept = sum(1 << capability for capability in keep)
-    low, high = kept & 0xFFFFFFFF, kept >> 32
-    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    libc("capset", header, struct.pack("=6I", low, low, low, high, high, high))
+    _set_capabilities(kept, kept, kept)
     for capability in keep:
         prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_RAISE, capability)
+
+
+def _set_capabilities(*sets: int) -> None:
+    """Effective, permitted and inheritable ones, as bit masks."""
+    halves = [value & 0xFFFFFFFF for value in sets] + [value >> 32 for value in sets]
+    libc("capset", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", *halves))
 
 
 def permitted_capabilities() -> int:

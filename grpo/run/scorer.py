@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config import GRPOConfig
 from grpo.models import hf_folder
 from grpo.rewards.pool import RewardPool
+from grpo.rewards.programs import check_sandbox
 from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
@@ -28,7 +29,12 @@ class Scorer:
     """Decodes completions and has worker processes score them."""
 
     def __init__(self, config: GRPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase):
-        """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded."""
+        """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded.
+
+        With code_reward, prints what programs run under, and raises ValueError if that is too little.
+        """
+        if line := check_sandbox(config.reward):
+            print(line, flush=True)
         self.config, self.tokenizer = config, tokenizer
         self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer)
         # The function whose value of at least 1 means that a completion passed
