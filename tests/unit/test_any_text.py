@@ -6,8 +6,8 @@ Texts are made of what policies write and parsers trip over, up to 100 kB. The e
 import contextlib
 import functools
 import math
+import re
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -143,9 +143,9 @@ OPTIONS = {
     "code_reward": {"timeout_seconds": 1.0},
 }
 # Those that compare LaTeX take up to 2 s for each parse and comparison, code_reward starts a process.
-NUM_EXAMPLES = 200
-SLOW = {"math_verify": 25, "code_reward": 40} | dict.fromkeys(
-    ("math_reward boxed", "group_length_reward boxed", "cosine_length_reward boxed"), 60
+NUM_EXAMPLES = 300
+SLOW = {"math_verify": 60, "code_reward": 40} | dict.fromkeys(
+    ("math_reward boxed", "group_length_reward boxed", "cosine_length_reward boxed"), 120
 )
 RANGES = {
     "thinking_reward": (0, 1),
@@ -195,11 +195,8 @@ def check(case: str, text: str, reference: str | None) -> None:
     number = len(completions)
     columns = {"answer": [reference] * number, "tests": ["assert True"] * number}
     columns |= {"num_tokens": [min(len(text), 2000)] + [1] * (number - 1), "truncated": [False] * number}
-    start = time.perf_counter()
     with ended_after(DEADLINE * number, f"{case} takes too long for {len(text)} characters: {text[:200]!r}"):
         values = function(completions, **columns)
-    seconds = time.perf_counter() - start
-    assert seconds < DEADLINE * number, f"{case} took {seconds:.1f} s for {len(text)} characters: {text[:200]!r}"
     lowest, highest = RANGES.get(case.partition(" ")[0], (0, 1))
     assert len(values) == number
     for value in values:
@@ -238,5 +235,11 @@ def test_the_texts_are_of_all_kinds():
         wide += any(sign > "\x7f" for sign in text)
 
     look()
-    assert max(lengths) >= MOST_CHARACTERS and sorted(lengths)[len(lengths) // 2] > 50
+    assert max(lengths) >= MOST_CHARACTERS and sum(length > 1000 for length in lengths) > 30
     assert min(tags, wide) > 50
+
+
+def test_a_text_that_takes_too_long_would_be_noticed():
+    """In a regular expression that tries 2^40 ways; Python looks for signals there too."""
+    with pytest.raises(TooLong, match="two to the forty"), ended_after(0.2, "two to the forty"):
+        re.fullmatch("(a|a)*b", "a" * 40)
