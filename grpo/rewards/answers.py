@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from grpo.rewards.extract import extract_answer, find_answer
 from grpo.rewards.latex import LATEX_CHARACTERS, parse_expression, same_expression
-from grpo.rewards.numbers import Quantity, parse_number, plain_text, read_quantity
+from grpo.rewards.numbers import NAME, Quantity, parse_number, plain_text, read_quantity
 
 __all__ = ["extract_answer", "find_answer", "is_expression", "parse_number", "same_answer"]
 
@@ -148,10 +148,7 @@ def _same_items(given: list[str], reference: list[str], unordered: bool, toleran
 # Equations
 
 _EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
-# x, x_1, f(x), \theta, Area: an equation with such a left side says the value of its name.
-_NAME = re.compile(
-    r"(?:\\?[a-zA-Z]|\\[a-zA-Z]+|[a-zA-Z]{3,20})(?:_(?:\w|\{\w{1,8}\}))?'?(?: ?\([a-zA-Z](?:, ?[a-zA-Z])*\))?"
-)
+_NAME = re.compile(NAME)
 
 
 def _sides(text: str) -> tuple[str, str] | None:

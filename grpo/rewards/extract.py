@@ -66,10 +66,10 @@ _FORMULA = re.compile(
     r"\$\$[^$]{1,300}\$\$|(?<![\\\d])\$[^$\n]{1,300}(?<!\\)\$|\\\(.{1,300}?\\\)|\\\[.{1,300}?\\\]", re.DOTALL
 )
 _PROSE = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{2,}(?![a-zA-Z}])")
-# With its sign and the rest of its clause, which may say millions.
+# With its sign and the rest of its clause, which may say millions or go on calculating.
 _NUMBER_IN_PROSE = re.compile(
     r"(?<![\w.,/^])[-+±\u2010-\u2015\u2212$€£¥₹]{0,3} ?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?: ?/ ?[0-9]+)?(?![0-9])"
-    r"[^\n.,;:!?=()0-9]{0,60}[!^]?"
+    r"[^\n.,;:!?=()0-9+*/^\\<>-]{0,60}[!+*/^\\<>-]?"
 )
 
 

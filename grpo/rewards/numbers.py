@@ -26,9 +26,15 @@ class Quantity:
     unit: str = ""
 
 
+# x, x_1, f(x), \theta, Area: an equation with such a left side says the value of its name.
+NAME = r"(?:\\?[a-zA-Z]|\\[a-zA-Z]+|[a-zA-Z]{3,20})(?:_(?:\w|\{\w{1,8}\}))?'?(?: ?\([a-zA-Z](?:, ?[a-zA-Z]){0,4}\))?"
+_NAMED = re.compile(NAME + r" ?= ?")
+
+
 def parse_number(text: str) -> Fraction | None:
-    """The one number in a text without its unit, or None: see read_quantity."""
-    quantity = read_quantity(text)
+    """The one number in a text without its unit, or None: see read_quantity. `x = 7` is 7."""
+    named = _NAMED.match(text[:NUMBER_CHARACTERS])
+    quantity = read_quantity(text[named.end() :] if named else text)
     return quantity.value if quantity else None
 
 
@@ -173,7 +179,8 @@ def _read_before(text: str) -> tuple[int, str] | None:
 
 _TOKEN = re.compile(r"[a-zA-Z]+(?:\^?\{?[23²³]\}?)?|[%°$€£¥₹/]")
 _AFTER = re.compile(
-    r"-?(?:[a-zA-Z '%°$€£¥₹]|(?<=[a-zA-Z])(?:\^\{[23]\}|\^?[23²³]|/|-(?=[a-zA-Z])|\.(?=[a-zA-Z ]))|(?<= )/)*\.?"
+    r"(?:-|/(?=[a-zA-Z]))?"
+    r"(?:[a-zA-Z '%°$€£¥₹]|(?<=[a-zA-Z])(?:\^\{[23]\}|\^?[23²³]|/|-(?=[a-zA-Z])|\.(?=[a-zA-Z ]))|(?<= )/)*\.?"
 )
 
 

@@ -181,7 +181,10 @@ def test_cosine_length_reward():
 
 
 def test_cosine_length_reward_is_as_right_as_math_reward():
-    completions, columns = ["#### 11", "#### 13", "5", "#### 1"], {"num_tokens": [0] * 4, "max_completion_tokens": 8}
+    completions, columns = (
+        ["#### 11.5", "#### 13.5", "5", "#### 1"],
+        {"num_tokens": [0] * 4, "max_completion_tokens": 8},
+    )
     values = cosine_length_reward(
         completions, answer=["10", "10", "10", None], answer_format="hashes", tolerance=0.2, **columns
     )
