@@ -18,6 +18,9 @@ from grpo.rewards.lockdown import libc, system_call
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
+# Files and folders that a program may make.
+MAX_FILES = 4096
+
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 # The same numbers on all architectures.
@@ -30,19 +33,26 @@ _PLACE = "/tmp"
 def enter_fresh_root(places: Iterable[str], file_bytes: int) -> None:
     """Make an empty file system the root, with `places` and four devices bound read-only under their own names.
 
-    places: absolute paths of folders and files; those that do not exist are left out, symbolic links are followed. In
-    addition there are an empty /tmp that anybody may write to, and a /proc of the process's own PID namespace if the
+    places: absolute paths of folders and files; those that do not exist are left out. A symbolic link into one of them
+    is one again, since python finds its libraries by where its own link leads; others are followed. In addition there
+    are an empty /tmp that anybody may write to, and a /proc of the process's own PID namespace if the
     kernel grants one. file_bytes: of all files that are written.
 
     The calling process must be alone in its mount namespace and have CAP_SYS_ADMIN over it. Raises OSError.
     """
     _mount("none", "/", "none", _MS_REC | _MS_PRIVATE)
-    fds = {}
-    for path in sorted({*places, *DEVICES}):
-        if not any(path.startswith(f"{outer}/") for outer in fds):
+    fds, links, wanted = {}, {}, {*places, *DEVICES}
+    for path in sorted(wanted):
+        if _is_inside(path, fds.keys() | links.keys()):
+            continue
+        link = os.readlink(path) if os.path.islink(path) else ""
+        target = os.path.normpath(os.path.join(os.path.dirname(path), link))
+        if link and (target in wanted or _is_inside(target, wanted)):
+            links[path] = link
+        else:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 fds[path] = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    _mount("tmpfs", _PLACE, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={file_bytes},nr_inodes=4096,mode=755")
+    _mount("tmpfs", _PLACE, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={file_bytes},nr_inodes={MAX_FILES},mode=755")
     for path, fd in fds.items():
         target = _PLACE + path
         if stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -53,9 +63,12 @@ def enter_fresh_root(places: Iterable[str], file_bytes: int) -> None:
         _mount(f"/proc/self/fd/{fd}", target, "none", _MS_BIND | _MS_REC)
         _make_read_only(target)
         os.close(fd)
+    for path, link in links.items():
+        os.makedirs(os.path.dirname(_PLACE + path), 0o755, exist_ok=True)
+        os.symlink(link, _PLACE + path)
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         os.symlink(f"/proc/self/fd/{number}", f"{_PLACE}/dev/{name}")
-    os.mkdir(f"{_PLACE}/tmp")
+    os.makedirs(f"{_PLACE}/tmp", exist_ok=True)  # the interpreter may be in it
     os.chmod(f"{_PLACE}/tmp", 0o1777)
     os.mkdir(f"{_PLACE}/proc", 0o755)
     with contextlib.suppress(OSError):  # containers hide parts of /proc, and the kernel then grants no whole one
@@ -65,6 +78,10 @@ def enter_fresh_root(places: Iterable[str], file_bytes: int) -> None:
     system_call(_PIVOT_ROOT[os.uname().machine], "pivot_root", b".", b".")
     libc("umount2", b".", _MNT_DETACH)
     os.chdir("/")
+
+
+def _is_inside(path: str, folders: Iterable[str]) -> bool:
+    return any(path.startswith(f"{folder}/") for folder in folders)
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:

@@ -24,13 +24,14 @@ import json
 import os
 import resource
 import signal
+import stat
 import sys
 import time
 import traceback
 from typing import Any
 
 from grpo.rewards import lockdown
-from grpo.rewards.fresh_root import DEVICES, enter_fresh_root
+from grpo.rewards.fresh_root import DEVICES, MAX_FILES, enter_fresh_root
 
 # What of the caller's environment the interpreter needs to start at all.
 LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
@@ -39,10 +40,12 @@ LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 # A kernel that says this says no, and will say so again. Anything else (EAGAIN, ENOMEM, ...) may be for now.
-REFUSALS = (
-    *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EOPNOTSUPP),
-    *(errno.ENOSPC, errno.EUSERS),  # no further namespace
-)
+REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EOPNOTSUPP)
+# No further namespace: for now, unless none is allowed at all.
+_TOO_MANY = (errno.ENOSPC, errno.EUSERS)
+
+# Where no file system of its own limits what a program writes, its folder is looked at this often, in seconds.
+LOOK_SECONDS = 0.2
 
 # User and group ids of programs when root calls: this plus the launcher's process id, so that no two programs share
 # one. The second is `nobody`, for where only a container's 65536 ids exist.
@@ -65,6 +68,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)  # what the caller ignores would stay ignored
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.umask(0o022)  # what is made on the way to the interpreter must be open to the program's user
     with _reporting(report_fd):
         with open(0, "rb", closefd=False) as job_file:
             job = json.loads(job_file.read())
@@ -100,9 +104,17 @@ def _may_be_refused(what: str):
     try:
         yield
     except OSError as error:
-        if error.errno in REFUSALS:
+        if error.errno in REFUSALS or (error.errno in _TOO_MANY and _no_namespaces_allowed()):
             raise Refused(f"{what}: {error.strerror}") from error
         raise
+
+
+def _no_namespaces_allowed() -> bool:
+    for kind in ("user", "mnt", "pid", "net", "ipc"):
+        with contextlib.suppress(OSError), open(f"/proc/sys/user/max_{kind}_namespaces") as limit:
+            if int(limit.read()) == 0:
+                return True
+    return False
 
 
 def _report(report_fd: int, **values: Any) -> None:
@@ -167,10 +179,16 @@ def _init(job: dict[str, Any], report_fd: int) -> None:
             _become_program(job, folder, init)
     status = None
     while status is None:
-        received = signal.sigtimedwait(watched, max(0.0, deadline - time.monotonic()))
-        if received is None or received.si_signo == signal.SIGTERM:
+        seconds_left = max(0.0, deadline - time.monotonic())
+        seconds = seconds_left if job["own_root"] else min(seconds_left, LOOK_SECONDS)
+        received = signal.sigtimedwait(watched, seconds)
+        if received is None and seconds < seconds_left:
+            if _has_too_many_files(folder, job["file_bytes"]):
+                os.kill(program, signal.SIGKILL)
+        elif received is None or received.si_signo == signal.SIGTERM:
             break
-        status = _reap(program)
+        else:
+            status = _reap(program)
     if job["namespaces"]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # all of the namespace but this one
@@ -180,12 +198,34 @@ def _init(job: dict[str, Any], report_fd: int) -> None:
         while True:
             os.wait()  # sooner or later orphans are this process's children
     if not job["own_root"]:
-        # Not shutil.rmtree, which a deep tree makes run out of its stack.
-        os.spawnv(os.P_WAIT, "/bin/sh", ["sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', folder])
+        # Not shutil.rmtree, which a deep tree makes run out of its stack. Folders may have been made without rights.
+        remove = 'rm -rf "$0" 2>/dev/null || { chmod -R u+rwX "$0"; rm -rf "$0"; }'
+        os.spawnv(os.P_WAIT, "/bin/sh", ["sh", "-c", remove, folder])
     if status is None:
         _report(report_fd, timeout=True)
     else:
         _report(report_fd, exit=os.waitstatus_to_exitcode(status))
+
+
+def _has_too_many_files(folder: str, file_bytes: int) -> bool:
+    """More than `file_bytes` or MAX_FILES in all, or what cannot be counted: hidden, or deeper than a path can say."""
+    size = count = 0
+    places = [folder]
+    while places:
+        place = places.pop()
+        try:
+            found = os.lstat(place)
+            size += found.st_blocks * 512
+            if stat.S_ISDIR(found.st_mode):
+                places += [f"{place}/{name}" for name in os.listdir(place)]
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # removed or replaced meanwhile
+        except OSError:
+            return True
+        count += 1
+        if size > file_bytes or count + len(places) > MAX_FILES:
+            return True
+    return False
 
 
 def _reap(program: int) -> int | None:

@@ -27,9 +27,10 @@ def check_sandbox(config: RewardConfig) -> str | None:
         raise ValueError(one_line(str(error))) from error
     if found.weakness and not config.allow_weak_sandbox:
         raise ValueError(
-            f"code_reward is refused because {found.weakness}: Linux {os.uname().release} has Landlock version "
-            f"{offered().landlock} (1, of Linux 5.13, would do) and grants no namespaces; use another kernel, or, if "
-            "this machine holds nothing that must stay private, set --reward.allow-weak-sandbox"
+            f"code_reward is refused because {found.weakness}: Linux {os.uname().release} has or allows Landlock "
+            f"version {offered().landlock} (1, of Linux 5.13, would do) and no mount namespaces; use another kernel or "
+            "a container whose filter allows Landlock, or, if this machine holds nothing that must stay private, set "
+            "--reward.allow-weak-sandbox"
         )
     return str(found)
 

@@ -19,11 +19,11 @@ insisted upon) it also has
 - a process tree of its own, which nothing outlives, and in which it sees no other process: Linux namespaces, which root
   gets, others where the kernel lets users make them. Without, it may start threads but no processes.
 
-What this does not stop: using `processes` times the memory, as limits are per process; filling the disk of the
-temporary folder where there are no namespaces, as the limit is per file; bugs of the kernel in the calls that remain;
-side channels. Without namespaces it can also see whether a file of a known name exists, and how large it is. For
-programs of somebody who studies the machine run the whole job in a container or virtual machine that has nothing to
-lose.
+What this does not stop: using `processes` times the memory, as limits are per process; filling a disk for a fifth of a
+second where there are no namespaces, which is how often the program's folder is looked at; bugs of the kernel in the
+calls that remain; side channels. Without namespaces it can also see whether a file of a known name exists, and how
+large it is. For programs of somebody who studies the machine run the whole job in a container or virtual machine that
+has nothing to lose.
 
 Linux on x86_64 or aarch64, standard library only.
 """
@@ -149,7 +149,7 @@ def run_python(
 
     Returns after at most `timeout_seconds` of wall clock, plus starting (about 0.1 s) and, if something is very wrong,
     GRACE_SECONDS. memory_gib: address space of each of its processes. output_bytes: of stdout and of stderr, each.
-    file_bytes: of one file, and of all files where it has a root folder of its own. processes: with threads.
+    file_bytes: of one file, and of all files together. processes: with threads.
 
     Raises SandboxError if the program could not be run, or not with the measures that isolation() names.
     """
@@ -231,15 +231,12 @@ def _readable(executable: str) -> list[str]:
     Of a prefix only the folders of programs and libraries: an environment may have been made in a project's folder.
     """
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
-    hop = executable
-    for _ in range(40):  # a virtual environment's python is a link, perhaps to another link
-        prefixes.add(os.path.dirname(os.path.dirname(hop)))
-        if not os.path.islink(hop):
-            break
-        hop = os.path.normpath(os.path.join(os.path.dirname(hop), os.readlink(hop)))
+    hops = [executable]  # a virtual environment's python is a link, perhaps to another link
+    while os.path.islink(hops[-1]) and len(hops) < 40:
+        hops.append(os.path.normpath(os.path.join(os.path.dirname(hops[-1]), os.readlink(hops[-1]))))
     prefixes |= set(map(os.path.realpath, prefixes))
     parts = ("bin", "lib", "lib64", "pyvenv.cfg")
-    places = {os.path.join(prefix, part) for prefix in prefixes for part in parts}
+    places = {os.path.join(prefix, part) for prefix in prefixes for part in parts} | set(hops)
     places |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"}
     places |= {"/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", *glob.glob("/etc/python3*")}
     for name in launcher.LOADER_VARIABLES:

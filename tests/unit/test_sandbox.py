@@ -158,6 +158,14 @@ def test_a_caller_that_ignores_signals_changes_nothing(any_measures):
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_caller_whose_files_are_private_changes_nothing(any_measures):
+    before = os.umask(0o077)
+    try:
+        assert run("print(42)").stdout == "42\n"
+    finally:
+        os.umask(before)
+
+
 def test_output_up_to_the_limit_is_fine():
     assert run("print('x' * 99_999)", output_bytes=100_000) == Outcome("ok", "x" * 99_999 + "\n", "")
     assert run("print('x' * 100_000)", output_bytes=100_000).status == "output"
@@ -170,11 +178,22 @@ def test_a_1_gb_file_is_not_written(any_measures):
     assert "File too large" in outcome.stderr or "No space left on device" in outcome.stderr
 
 
-@needs("process_tree")
-def test_many_small_files_share_the_limit():
-    code = "for i in range(100):\n    with open(str(i), 'wb') as file: file.write(bytes(1_000_000))"
-    outcome = run(code, file_bytes=8 << 20)
-    assert (outcome.status, "No space left on device" in outcome.stderr) == ("failed", True)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True:\n    with open(str(n := n + 1), 'wb') as file: file.write(bytes(500_000))\n    time.sleep(0.01)",
+        "while True:\n    open(str(n := n + 1), 'w').close()",
+        "while True:\n    os.mkdir('d'); os.chdir('d')",
+        "os.mkdir('d', 0o300); os.chdir('d')\nwhile True:\n    open(str(n := n + 1), 'wb').write(bytes(500_000))",
+    ],
+)
+def test_all_files_share_the_limit(any_measures, code):
+    """With a file system of its own there is no more space; elsewhere the program is killed."""
+    outcome = run("import os, time\nn = 0\n" + code, file_bytes=8 << 20)
+    if sandbox._measures().own_root:
+        assert (outcome.status, "No space left on device" in outcome.stderr) == ("failed", True)
+    else:
+        assert outcome.status == "killed"
 
 
 def test_the_environment_is_empty(any_measures, monkeypatch):
@@ -467,3 +486,51 @@ def test_no_program_is_left_when_the_reward_processes_are_killed(killed):
     assert wait_until(lambda: find(programs) == [])
     driver.kill()
     driver.communicate()
+
+
+def test_a_kernel_without_landlock_and_namespaces_still_runs_programs_if_that_is_allowed():
+    """Signals are then refused by the filter of system calls."""
+    measures = Measures(False, False, landlock=False, leave_root=False)
+    code = (
+        f"import os\nos.kill(os.getpid(), 0)\nprint(len(open({__file__!r}).read()) > 0)\n"
+        f"try: os.kill({os.getpid()}, 0)\nexcept PermissionError: print('refused')\n"
+        "try: os.fork()\nexcept PermissionError: print('refused')"
+    )
+    limits = {"timeout_seconds": 20, "memory_bytes": 1 << 30, "file_bytes": 1 << 20, "processes": 8}
+    assert sandbox._launch(code, "", measures, limits, 1 << 16) == Outcome("ok", "True\nrefused\nrefused\n", "")
+
+
+def test_folders_without_rights_are_removed_too(any_measures):
+    code = "import os\nos.makedirs('a/b'); os.mkdir('c', 0)\nopen('a/b/file', 'w').close()\nprint(os.getcwd())"
+    folder = run(code).stdout.strip()
+    assert folder.startswith("/tmp/sandbox-") and not os.path.exists(folder)
+
+
+def test_the_whitelist_holds_libraries_and_not_the_places_around_them(monkeypatch, tmp_path):
+    """An environment may lie in a project's folder, beside its data; and python may be a link to a link."""
+    project = tmp_path / "project"
+    (project / "bin").mkdir(parents=True)
+    (project / "lib").mkdir()
+    (project / "data").mkdir()
+    (tmp_path / "current").symlink_to(sys.base_prefix)
+    (project / "bin" / "python").symlink_to(tmp_path / "current" / "bin" / "python3")
+    monkeypatch.setattr(sys, "prefix", str(project))
+    places = sandbox._readable.__wrapped__(str(project / "bin" / "python"))
+    links = {str(project / "bin/python"), str(tmp_path / "current/bin/python3")}
+    assert {str(project / "bin"), str(project / "lib"), "/usr/lib", *links} <= set(places)
+    private = (project, project / "data", ROOT, pathlib.Path.home(), pathlib.Path("/etc/passwd"), "/", "/usr", "/tmp")
+    assert [str(place) for place in private if str(place) in places] == []
+    assert [place for place in places if pathlib.Path(place) in ROOT.parents] == []
+
+
+def test_an_interpreter_behind_links_is_found(tmp_path):
+    """The interpreter is called by a link to a link, as version managers make them."""
+    (tmp_path / "current").symlink_to(os.path.dirname(sys.executable))
+    (tmp_path / "python").symlink_to(tmp_path / "current" / os.path.basename(sys.executable))
+    program = (
+        "from grpo.rewards import sandbox; print(sandbox.run_python('print(42)', timeout_seconds=20, memory_gib=1))"
+    )
+    result = subprocess.run(
+        [str(tmp_path / "python"), "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert "stdout='42\\n'" in result.stdout, result.stderr
