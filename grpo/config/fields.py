@@ -94,7 +94,7 @@ class RewardConfig:
     options: Table[Options] = field(default_factory=dict)
     """Keyword arguments of a reward function, by its name: `--reward.options overlong_penalty '{"tokens": 256}'`."""
     num_workers: Annotated[int, AtLeast(1)] = 4
-    """Processes that run the reward functions."""
+    """Processes that run the reward functions; where built-in ones and your own (or code_reward) meet, of each kind."""
     timeout_seconds: Annotated[float, Above(0)] = 10.0
     """Per completion: a call that takes longer is ended, reward None; for a whole group, times its size."""
     memory_gib: Annotated[float, Above(0)] = 4.0
@@ -104,6 +104,8 @@ class RewardConfig:
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
     """Where functions find the answer. answer_tag: in the last <answer>..</answer>; boxed: in the last \\boxed{};
     hashes: after the last ####."""
+    environment: tuple[str, ...] = ()
+    """Environment variables that your own functions get on top of what Python needs, such as a judge's key."""
 
 
 @dataclass(frozen=True, kw_only=True)
