@@ -85,9 +85,9 @@ _CHARACTERS = (
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _SUPERSCRIPT_POWER = re.compile(r"(?<![0-9])10([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
-_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([-+]?[0-9.]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9.]+)\s*\}|([0-9]))")
-_TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox|operatorname)\s*\{([^{}]*)\}")
-_DEGREES = re.compile(r"\^?\s*\{?\s*(?:\\circ|\\degrees?|°)(?![a-zA-Z])\s*\}?")
+_FRACTION = re.compile(r"\\[dtc]?frac ?(?:\{ ?([-+]?[0-9.]+) ?\}|([0-9])) ?(?:\{ ?([0-9.]+) ?\}|([0-9]))")
+_TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox|operatorname) ?\{([^{}]*)\}")
+_DEGREES = re.compile(r"\^? ?\{? ?(?:\\circ|\\degrees?|°)(?![a-zA-Z]) ?\}?")
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|~")
 _WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
@@ -97,6 +97,7 @@ def plain_text(text: str) -> str:
 
     All dashes are `-`, full-width characters are ASCII, Markdown and the dollars or brackets of a formula are gone.
     """
+    text = " ".join(text.split())
     if not text.isascii():
         text = _SUPERSCRIPT_POWER.sub(lambda match: "10^" + match[1].translate(_SUPERSCRIPTS), text)
         text = _VULGAR_FRACTION.sub(lambda match: f" {unicodedata.normalize('NFKC', match[0])} ", text)
