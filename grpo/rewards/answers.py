@@ -4,6 +4,7 @@ Where an answer stands is extract.py's, which number it is numbers.py's, what an
 careful reader could doubt, the answer is not the same.
 """
 
+import functools
 import re
 from fractions import Fraction
 
@@ -80,7 +81,12 @@ def _same_quantity(given: Quantity, reference: Quantity, tolerance: float) -> bo
         return False
     if given.value.denominator == 1 and reference.value.denominator == 1:
         return given.value == reference.value
-    return abs(given.value - reference.value) <= Fraction(str(tolerance)) * abs(reference.value)
+    return abs(given.value - reference.value) <= _exactly(tolerance) * abs(reference.value)
+
+
+@functools.cache
+def _exactly(tolerance: float) -> Fraction:
+    return Fraction(str(tolerance))  # a millionth, and not the float next to it
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,6 +94,7 @@ def _same_quantity(given: Quantity, reference: Quantity, tolerance: float) -> bo
 
 _OPENING = {"(": ")", "[": "]", "\\{": "\\}"}
 _UNORDERED = ("", "\\{\\}")
+_LISTED = re.compile(r"[,;]|\\\{|\\lbrace")
 _BRACKET = re.compile(r"\\[{}]|[()\[\]{},;]")
 # A text that stands for several values without listing them.
 _SEVERAL = re.compile(r"\\pm|±|\\mp|[<>≤≥∈]|\\(?:leq?|geq?|lt|gt|in)(?![a-zA-Z])|\\cup|∪")
@@ -95,6 +102,8 @@ _SEVERAL = re.compile(r"\\pm|±|\\mp|[<>≤≥∈]|\\(?:leq?|geq?|lt|gt|in)(?![a
 
 def _list(text: str) -> tuple[str, list[str]]:
     """Its brackets ("", "()", "[)", "\\{\\}" ..) and its items; no items if the text is no list."""
+    if not _LISTED.search(text):
+        return "", []
     text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     brackets, inner = "", text
     opening = next((name for name in _OPENING if text.startswith(name)), "")

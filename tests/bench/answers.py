@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 
-ROUNDS = 3
+ROUNDS = 7
 
 PROGRAM = """
 import random, sys, time
@@ -20,20 +20,20 @@ sentence = "Natalia sold {} / 2 = <<{} / 2 = {}>>{} clips in May, and together {
 tagged, boxed, references = [], [], []
 for index in range(1024):
     numbers = [draw.randint(1, 2000) for _ in range(5)]
+    if index % 8 == 0:  # groups of 8
+        reference = numbers[0]
+    number = reference if draw.random() < 0.5 else numbers[0]
     thoughts = "".join(sentence.format(*draw.choices(numbers, k=5)) for _ in range(5))
-    answer = draw.choice([str(numbers[0]), f"${numbers[0]:,}", f"{numbers[0]} clips", f"{numbers[0]}.50", "unknown"])
+    answer = draw.choice([str(number)] * 5 + [f"${number:,}", f"{number} clips", f"{number}.50", "unknown"])
     tagged.append(f"<think>{thoughts}</think>\\n<answer>{answer}</answer>")
-    boxed.append(f"{thoughts} So \\\\boxed{{{numbers[0]}}}.")
-    references.append(str(numbers[index % 2]))
-math_reward(boxed[:8], references[:8], answer_format="boxed")
+    boxed.append(f"{thoughts} So \\\\boxed{{{number}}}.")
+    references.append(str(reference))
+math_reward(["\\\\boxed{x+1}"], ["1+x"], answer_format="boxed")  # loads sympy
 for completions, answer_format in ((tagged, "answer_tag"), (boxed, "boxed")):
-    one_by_one = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for text, reference in zip(completions, references):  # as a worker calls it
-            math_reward([text], [reference], answer_format=answer_format)
-        one_by_one.append(time.perf_counter() - start)
-    print(min(one_by_one))
+    start = time.perf_counter()
+    for text, reference in zip(completions, references):  # as a worker calls it
+        math_reward([text], [reference], answer_format=answer_format)
+    print(time.perf_counter() - start)
 """
 
 
