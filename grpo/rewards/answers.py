@@ -29,6 +29,8 @@ def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bo
     found, expected = read_quantity(given), read_quantity(reference)
     if found and expected:
         return _same_quantity(found, expected, tolerance)
+    if not latex and (found or expected) and "=" not in given + reference:
+        return False
     given, reference = plain_text(given), plain_text(reference)
     if not given or not reference:
         return False

@@ -40,7 +40,7 @@ def parse_number(text: str) -> int | Fraction | None:
 
 
 # The usual answer, without the long way.
-_USUAL = re.compile(r"(\$?)([-+]?[0-9]{1,3}(?:,[0-9]{3})+|[-+]?[0-9]+)(?:\.([0-9]+))?")
+_USUAL = re.compile(r"(\$?)([-+]?[0-9]{1,3}(?:,[0-9]{3})+|[-+]?[0-9]+)(?:\.([0-9]+))?( [a-z]+)?")
 
 
 @functools.lru_cache(maxsize=4096)  # the completions of a group have one reference, and often one answer
@@ -56,7 +56,12 @@ def read_quantity(text: str) -> Quantity | None:
     if usual := _USUAL.fullmatch(text):
         whole, decimals = usual[2].replace(",", ""), usual[3] or ""
         value = Fraction(int(whole + decimals), 10 ** len(decimals)) if decimals else int(whole)
-        return Quantity(value, "dollar" if usual[1] else "")
+        scale, unit = (_read_after(usual[4]) or (0, [])) if usual[4] else (1, [])
+        if usual[1]:
+            unit = ["dollar", *(unit[1:] if unit[:1] == ["dollar"] else unit)]
+        return Quantity(value * scale, " ".join(unit)) if scale else None
+    if text.isascii() and not _DIGIT.search(text):
+        return None
     text = plain_text(text)
     if text[:1] == "(" and text[-1:] == ")" and "," not in text:
         text = text[1:-1].strip()
@@ -132,6 +137,7 @@ def plain_text(text: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # The value
 
+_DIGIT = re.compile("[0-9]")
 _FIRST_DIGIT = re.compile(r"\.?[0-9]")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
 _PLAIN = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,4}}(?![0-9]))?"

@@ -1,4 +1,4 @@
-"""Seconds that math_reward takes for 1024 completions: answers in tags with GSM8K-like thoughts, and boxed integers.
+"""CPU seconds of math_reward for 1024 completions: answers in tags behind thoughts like GSM8K's, and boxed integers.
 
     python tests/bench/answers.py OLD_CHECKOUT NEW_CHECKOUT
 
@@ -30,10 +30,10 @@ for index in range(1024):
     references.append(str(reference))
 math_reward(["\\\\boxed{x+1}"], ["1+x"], answer_format="boxed")  # loads sympy
 for completions, answer_format in ((tagged, "answer_tag"), (boxed, "boxed")):
-    start = time.perf_counter()
+    start = time.process_time()
     for text, reference in zip(completions, references):  # as a worker calls it
         math_reward([text], [reference], answer_format=answer_format)
-    print(time.perf_counter() - start)
+    print(time.process_time() - start)
 """
 
 
