@@ -27,6 +27,8 @@ def extract_answer(text: str, answer_format: str) -> str | None:
     """
     if answer_format not in ("answer_tag", "boxed", "hashes"):
         raise ValueError(f"answer_format={answer_format!r} is unknown; use answer_tag, boxed or hashes")
+    if not text:
+        return None
     text = without_thoughts(text)
     tagged = tagged_answer(text)
     if answer_format == "answer_tag":
@@ -54,7 +56,7 @@ def find_answer(text: str) -> str | None:
         return _last(text, found).strip() or None
     _, announced, rest = text.rpartition("inal answer is")
     rest = rest if announced else text
-    formulas = [formula for match in _FORMULA.finditer(rest) if not _PROSE.search(formula := match[0].strip("$"))]
+    formulas = [match[0].strip("$") for match in _FORMULA.finditer(rest) if not _PROSE.search(match[0])]
     if formulas:
         return formulas[-1]
     numbers = list(_NUMBER_IN_PROSE.finditer(rest))
@@ -68,8 +70,9 @@ _FORMULA = re.compile(
 _PROSE = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{2,}(?![a-zA-Z}])")
 # With its sign and the rest of its clause, which may say millions or go on calculating.
 _NUMBER_IN_PROSE = re.compile(
-    r"(?<![\w.,/^])[-+±\u2010-\u2015\u2212$€£¥₹]{0,3} ?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?: ?/ ?[0-9]+)?(?![0-9])"
-    r"[^\n.,;:!?=()0-9+*/^\\<>-]{0,60}[!+*/^\\<>-]?"
+    r"(?<![\w.,/^$€£¥₹-])[-+±\u2010-\u2015\u2212$€£¥₹]{0,3} ?"
+    r"(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)(?: ?/ ?[0-9]+)?(?![0-9])"
+    r"[^\n.,;:!?=()0-9+*/^\\<>-]{0,60}(?:[!+*/^<>-]|\\(?!f?box))?"
 )
 
 

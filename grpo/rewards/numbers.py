@@ -5,6 +5,7 @@ What would change the value is understood or refused, never dropped: signs, scal
 than that. Values are fractions, because 10000000000000001 and ..02 are the same float.
 """
 
+import functools
 import re
 import unicodedata
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ LARGEST_EXPONENT = 308
 class Quantity:
     """A number as written: `unit` is made of canonical names ("cm", "dollar / h"), "" without one."""
 
-    value: Fraction
+    value: int | Fraction
     unit: str = ""
 
 
@@ -31,13 +32,18 @@ NAME = r"(?:\\?[a-zA-Z]|\\[a-zA-Z]+|[a-zA-Z]{3,20})(?:_(?:\w|\{\w{1,8}\}))?'?(?:
 _NAMED = re.compile(NAME + r" ?= ?")
 
 
-def parse_number(text: str) -> Fraction | None:
+def parse_number(text: str) -> int | Fraction | None:
     """The one number in a text without its unit, or None: see read_quantity. `x = 7` is 7."""
     named = _NAMED.match(text[:NUMBER_CHARACTERS])
     quantity = read_quantity(text[named.end() :] if named else text)
     return quantity.value if quantity else None
 
 
+# The usual answer, without the long way.
+_USUAL = re.compile(r"(\$?)([-+]?[0-9]{1,3}(?:,[0-9]{3})+|[-+]?[0-9]+)(?:\.([0-9]+))?( [a-z]+)?")
+
+
+@functools.lru_cache(maxsize=4096)  # the completions of a group have one reference, and often one answer
 def read_quantity(text: str) -> Quantity | None:
     """The one number in a text and its unit: `$1,234.50`, `12 apples`, `-3/4`, `1 1/2`, `1.5e3 km`, `5 million`, `42°`.
 
@@ -46,6 +52,15 @@ def read_quantity(text: str) -> Quantity | None:
     `5 or more`, `not 5`), or more than NUMBER_CHARACTERS.
     """
     if len(text) > NUMBER_CHARACTERS:
+        return None
+    if usual := _USUAL.fullmatch(text):
+        whole, decimals = usual[2].replace(",", ""), usual[3] or ""
+        value = Fraction(int(whole + decimals), 10 ** len(decimals)) if decimals else int(whole)
+        scale, unit = (_read_after(usual[4]) or (0, [])) if usual[4] else (1, [])
+        if usual[1]:
+            unit = ["dollar", *(unit[1:] if unit[:1] == ["dollar"] else unit)]
+        return Quantity(value * scale, " ".join(unit)) if scale else None
+    if text.isascii() and not _DIGIT.search(text):
         return None
     text = plain_text(text)
     if text[:1] == "(" and text[-1:] == ")" and "," not in text:
@@ -85,9 +100,9 @@ _CHARACTERS = (
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _SUPERSCRIPT_POWER = re.compile(r"(?<![0-9])10([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
-_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([-+]?[0-9.]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9.]+)\s*\}|([0-9]))")
-_TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox|operatorname)\s*\{([^{}]*)\}")
-_DEGREES = re.compile(r"\^?\s*\{?\s*(?:\\circ|\\degrees?|°)(?![a-zA-Z])\s*\}?")
+_FRACTION = re.compile(r"\\[dtc]?frac ?(?:\{ ?([-+]?[0-9.]+) ?\}|([0-9])) ?(?:\{ ?([0-9.]+) ?\}|([0-9]))")
+_TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox|operatorname) ?\{([^{}]*)\}")
+_DEGREES = re.compile(r"\^? ?\{? ?(?:\\circ|\\degrees?|°)(?![a-zA-Z]) ?\}?")
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|~")
 _WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
@@ -97,6 +112,7 @@ def plain_text(text: str) -> str:
 
     All dashes are `-`, full-width characters are ASCII, Markdown and the dollars or brackets of a formula are gone.
     """
+    text = " ".join(text.split())
     if not text.isascii():
         text = _SUPERSCRIPT_POWER.sub(lambda match: "10^" + match[1].translate(_SUPERSCRIPTS), text)
         text = _VULGAR_FRACTION.sub(lambda match: f" {unicodedata.normalize('NFKC', match[0])} ", text)
@@ -121,6 +137,7 @@ def plain_text(text: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # The value
 
+_DIGIT = re.compile("[0-9]")
 _FIRST_DIGIT = re.compile(r"\.?[0-9]")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
 _PLAIN = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,4}}(?![0-9]))?"
@@ -131,7 +148,7 @@ _SCIENTIFIC = re.compile(rf"(?:({_PLAIN}) ?(?:×|\\times|\\cdot|\*|x) ?)?{_POWER
 _ONE = re.compile(_PLAIN)
 
 
-def _read_value(text: str) -> tuple[Fraction, str] | None:
+def _read_value(text: str) -> tuple[int | Fraction, str] | None:
     """The value of the number that a text begins with, and what follows it."""
     if match := _SCIENTIFIC.match(text):
         exponent = int(match[2] or match[3])
@@ -143,13 +160,15 @@ def _read_value(text: str) -> tuple[Fraction, str] | None:
         return int(match[1]) + Fraction(int(match[2]), int(match[3])), text[match.end() :]
     if match := _QUOTIENT.match(text):
         top, bottom = _decimal(match[1]), _decimal(match[2])
-        return (top / bottom, text[match.end() :]) if top is not None and bottom else None
+        return (Fraction(top) / bottom, text[match.end() :]) if top is not None and bottom else None
     match = _ONE.match(text)
     value = _decimal(match[0]) if match else None
     return None if value is None else (value, text[match.end() :])
 
 
-def _decimal(digits: str) -> Fraction | None:
+def _decimal(digits: str) -> int | Fraction | None:
+    if digits.isdigit():
+        return int(digits)
     mantissa, _, exponent = re.sub("[, ]", "", digits).lower().partition("e")
     if abs(int(exponent or "0")) > LARGEST_EXPONENT:
         return None

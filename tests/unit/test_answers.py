@@ -57,7 +57,7 @@ def test_the_readme_counts_the_pairs_and_cheats():
     pairs = PAIRS + TAG_PAIRS + LATEX_PAIRS
     assert len({pair[:2] for pair in pairs}) == len(pairs)
     counts = len(pairs), sum(not right for _, _, right, _ in pairs), len(CHEATS)
-    said = re.search(r"(\d+) pairs .*?(\d+) of them wrong .*?(\d+) cheats", README.read_text(), re.DOTALL)
+    said = re.search(r"(\d+) pairs .*?(\d+) of them wrong\s.*?(\d+) cheats", README.read_text(), re.DOTALL)
     assert said and tuple(map(int, said.groups())) == counts
 
 
@@ -139,8 +139,9 @@ def test_a_text_reference_is_compared_as_text():
 
 
 PIECES = ["<answer>", "</answer>", "<think>", "</think>", "< ", "\\boxed{", "\\fbox{", "{", "}", "(", ")", "[", "\\[",
-          "\\(", "$", "1", "1,", "1 111", ",111", "5 / ", "a/", "aa/", "aa-", "a.", "10^", "\\frac{1}{2}", "\\frac", " ",
-          "\n", "-", "+-", "½", "²", "\u200b", "é", "\\text{", "m^2", "####", "=", "x = ", "a ", "EUR", "5e", "°", "^{",
+          "\\(", "$", "1", "1,", "1 111", ",111", "5 / ", "a/", "aa/", "aa-", "a.", "10^", "\\frac{1}{2}", "\\frac",
+          " ", "\n", "-",
+          "+-", "½", "²", "\u200b", "é", "\\text{", "m^2", "####", "=", "x = ", "a ", "EUR", "5e", "°", "^{",
           "~", "\\", "final answer is", "and", " or ", "'", "_{1}", "..", "*", "\ufeff"]  # fmt: skip
 
 
@@ -157,23 +158,28 @@ def _seconds(text: str) -> float:
     return time.perf_counter() - start
 
 
+ENDS = (("", ""), ("<answer>5 ", "!</answer>"), ("\\boxed{", "}"))
+
+
 def test_no_text_costs_more_than_its_length():
-    """100 kB of one piece, or of two in turns, before and behind a number. Quadratic time would be minutes."""
+    """20 kB of one piece, or of two in turns, and of the slowest 100 kB: quadratic time is 25 times as long."""
     draw = random.Random(0)
     texts = ["".join(pieces) for pieces in zip(PIECES, draw.sample(PIECES, len(PIECES)), strict=True)] + PIECES
-    slowest = max(
-        (_seconds(head + text * (100_000 // len(text)) + tail), text) for text in texts for head, tail in ENDS
-    )
-    assert slowest[0] < 3, slowest  # about 0.2 s
-
-
-ENDS = (("", ""), ("5 ", "!"), ("<answer>5 ", "</answer>"), ("\\boxed{", "}"))
+    seconds = {
+        (head, text, tail): _seconds(head + text * (20_000 // len(text)) + tail)
+        for text in texts
+        for head, tail in ENDS
+    }
+    slowest = max(seconds, key=seconds.get)
+    head, text, tail = slowest
+    assert seconds[slowest] < 1, slowest  # about 0.1 s
+    assert _seconds(head + text * (100_000 // len(text)) + tail) < 5, slowest
 
 
 def test_no_short_text_takes_exponential_time():
     """Whatever up to 200 characters are made of: all patterns work on texts of that length."""
     draw = random.Random(1)
-    for _ in range(3000):
+    for _ in range(1000):
         few = draw.sample(PIECES, draw.randint(1, 4))
         text = "5" + "".join(draw.choice(few) for _ in range(80)) + draw.choice("!x5 ")
         assert _seconds(text[:NUMBER_CHARACTERS]) < 0.5, text
