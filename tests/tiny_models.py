@@ -2,6 +2,9 @@
 
 import pathlib
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from grpo.data.toy import addition_tokenizer, make_model
 
 LLAMA3 = {
@@ -16,16 +19,42 @@ LLAMA3 = {
         "original_max_position_embeddings": 64,
     },
 }
+# Qwen2.5 and R1-Distill-Qwen. Wider, because vLLM takes its heads to be hidden_size / num_attention_heads wide.
+QWEN2 = {"model_type": "qwen2", "hidden_size": 128}
+QWEN2_YARN = QWEN2 | {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": None}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "initializer_range": 0.2}
 KINDS = {
     "qwen3-tied": {"tie_word_embeddings": True},
     "qwen3-untied": {"tie_word_embeddings": False},
+    "qwen2-tied": {"tie_word_embeddings": True} | QWEN2,
+    "qwen2-untied": {"tie_word_embeddings": False} | QWEN2,
+    "qwen2-yarn": {"tie_word_embeddings": False} | QWEN2_YARN,
     "llama3": {"tie_word_embeddings": False} | LLAMA3,
     "llama3-tied": {"tie_word_embeddings": True} | LLAMA3,
+    "mistral": {"tie_word_embeddings": False} | MISTRAL,
+    "mistral-tied": {"tie_word_embeddings": True} | MISTRAL,
 }
 
 
 def make_tiny(folder: pathlib.Path, kind: str) -> str:
     """One of KINDS with 2 layers of width 64 in `folder/kind`; returns that folder."""
     changes = SMALL | {"max_position_embeddings": 256} | KINDS[kind]
-    return str(make_model(folder / kind, addition_tokenizer(), 0, changes))
+    made = make_model(folder / kind, addition_tokenizer(), 0, changes)
+    draw_biases(made / "model.safetensors", SMALL["initializer_range"])
+    return str(made)
+
+
+def draw_biases(file: pathlib.Path, std: float) -> None:
+    """Random numbers in place of the zeros that transformers starts biases with, which could not show a lost one."""
+    tensors, generator = load_file(file), torch.Generator().manual_seed(1)
+    for name in sorted(name for name in tensors if name.endswith(".bias")):
+        tensors[name] = std * torch.randn(tensors[name].shape, generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})

@@ -3,13 +3,35 @@
 The driver uses it at the start of a run, so it does without torchtitan, whose import takes seconds.
 """
 
+import json
 import os
 import pathlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch.distributed as dist
 import transformers
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the attention of a model family differs from the others'; the rest of the decoder is the same."""
+
+    qk_norm: bool = False
+    """Queries and keys are normalized per head."""
+    qkv_bias: bool = False
+    """The projections to queries, keys and values have a bias."""
+
+
+# By the model_type of config.json
+FAMILIES = {
+    "qwen3": Family(qk_norm=True),
+    "qwen2": Family(qkv_bias=True),  # Qwen2, Qwen2.5, R1-Distill-Qwen
+    "llama": Family(),  # Llama 3, R1-Distill-Llama
+    "mistral": Family(),
+}
 
 
 def resolve_folder(path: str) -> str:
@@ -33,7 +55,10 @@ def resolve_folder(path: str) -> str:
 
     try:
         return huggingface_hub.snapshot_download(
-            path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+            path,
+            allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"],
+            # the same weights once more in other layouts, which vLLM would prefer over Hugging Face's
+            ignore_patterns=["consolidated*", "params.json", "original/*"],
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
@@ -81,13 +106,39 @@ def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase)
 
 
 def read_hf_config(folder: str) -> transformers.PretrainedConfig:
-    """Read config.json and refuse what this project cannot train. Raises ValueError naming the field."""
+    """Read config.json and refuse what this project cannot train. Raises ValueError naming the field and the reason."""
+    raw = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:  # before transformers, which knows fewer reasons
+        experts = any("expert" in name and value for name, value in raw.items())
+        raise ValueError(
+            f"{folder} is a {model_type} model{', a mixture of experts' if experts else ''}; only dense "
+            f"{', '.join(FAMILIES)} models are supported"
+        )
     config = transformers.AutoConfig.from_pretrained(folder)
-    if config.model_type not in ("qwen3", "llama"):
-        raise ValueError(f"{folder} is a {config.model_type} model; dense qwen3 and llama models are supported")
+    for reason in _unsupported(raw, config):
+        raise ValueError(f"{folder}: {reason}")
+    return config
+
+
+def _unsupported(raw: dict, config: transformers.PretrainedConfig) -> Iterator[str]:
+    """Why the model of a known family cannot be trained; `raw` is its config.json as it stands."""
+    other_heads = [name for name in raw.get("architectures") or () if not name.endswith("ForCausalLM")]
+    if other_heads:
+        yield f"a {other_heads[0]} has no language model head; use the causal model (...ForCausalLM)"
+    if raw.get("quantization_config") or raw.get("compression_config"):
+        yield "quantized weights cannot be trained; use the checkpoint in bfloat16 that it was made from"
+    if window := getattr(config, "sliding_window", None):
+        yield (
+            f"sliding_window={window} is not supported, since every layer here attends to all that came before; if no "
+            f"prompt with its completion is longer than {window} tokens, nothing differs: set it to null in config.json"
+        )
     rope_type = config.rope_parameters.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
-        raise ValueError(f"{folder}: rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}")
+        yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("use_mrope"):
+        yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        raise ValueError(f"{folder}: attention_bias and mlp_bias are not supported; these models have none")
-    return config
+        yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
+    if config.hidden_act != "silu":
+        yield f"hidden_act {config.hidden_act} is not supported, only silu"

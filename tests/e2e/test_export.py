@@ -9,8 +9,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 
 from grpo.config import ModelConfig
-from grpo.models.architecture import titan_config
-from grpo.models.build import Qwen3StateDictAdapter
+from grpo.models.architecture import Adapter, titan_config
 from grpo.models.hf_folder import read_hf_config
 from tests.e2e.runs import TINY, read_metrics
 from tests.torchrun import torchrun
@@ -47,7 +46,7 @@ def test_export_is_the_last_checkpoint(
     }
     dcp.load({"model": titan}, checkpoint_id=checkpoint, no_dist=True)
     hf = read_hf_config(str(model))
-    adapter = Qwen3StateDictAdapter(titan_config(hf, ModelConfig().attention, 64), str(model))
+    adapter = Adapter(titan_config(hf, ModelConfig().attention, 64), str(model))
 
     expected = transformers.AutoModelForCausalLM.from_pretrained(model)
     ids_BT = torch.arange(2 * 20).view(2, 20) % hf.vocab_size
