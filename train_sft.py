@@ -97,7 +97,7 @@ class Driver:
             checkpoint.find_run(config.run_dir, overwrite=config.overwrite)
             folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
-            self.stream = ChatStream(rows, config, load_tokenizer(folder))
+            self.stream = ChatStream(rows, config, load_tokenizer(folder, config.data))
         checkpoint.begin_run(config.run_dir, as_recipe(config), fresh=config.overwrite)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps)
         print(f"{as_recipe(config)}\n{config.num_trainers} trainer ranks; {config.run_dir}", flush=True)

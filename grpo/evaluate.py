@@ -97,7 +97,7 @@ class Driver:
             load_functions(config.reward, columns, config.generator.max_completion_tokens)
             folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
-            tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder, config.data)
             prompts = load_eval_prompts(config.data, config.evaluation, tokenizer)
             self.scorer = Scorer(config, folder, tokenizer)
         return folder, self.scorer.stop_token_ids, prompts

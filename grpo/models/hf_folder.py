@@ -6,7 +6,7 @@ The driver uses it at the start of a run, so it does without torchtitan, whose i
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -96,12 +96,17 @@ def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int) ->
         )
 
 
-def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a completion: the tokenizer's EOS and those of generation_config.json."""
-    ids = {tokenizer.eos_token_id}
+def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, more: Iterable[int] = ()) -> list[int]:
+    """Tokens that end a completion: the tokenizer's EOS, those of generation_config.json, and `more`.
+
+    Raises ValueError if one of `more` is not in the vocabulary.
+    """
+    if unknown := [token for token in more if token >= len(tokenizer)]:
+        raise ValueError(f"generator.stop_token_ids: {unknown} are not among the {len(tokenizer)} tokens of {folder}")
+    ids = {tokenizer.eos_token_id, *more}
     if (pathlib.Path(folder) / "generation_config.json").is_file():
-        more = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set(more if isinstance(more, list) else [] if more is None else [more])
+        eos = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+        ids |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return sorted(ids)
 
 
@@ -126,8 +131,9 @@ def _unsupported(raw: dict, config: transformers.PretrainedConfig) -> Iterator[s
     other_heads = [name for name in raw.get("architectures") or () if not name.endswith("ForCausalLM")]
     if other_heads:
         yield f"a {other_heads[0]} has no language model head; use the causal model (...ForCausalLM)"
-    if raw.get("quantization_config") or raw.get("compression_config"):
-        yield "quantized weights cannot be trained; use the checkpoint in bfloat16 that it was made from"
+    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
+        method = quantization.get("quant_method", "quantized")
+        yield f"{method} weights cannot be trained; use the checkpoint in bfloat16 that they were made from"
     if window := getattr(config, "sliding_window", None):
         yield (
             f"sliding_window={window} is not supported, since every layer here attends to all that came before; if no "

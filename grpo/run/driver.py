@@ -90,7 +90,7 @@ class Driver:
             resume_from = checkpoint.find_run(config.run_dir, resume=config.resume, overwrite=config.overwrite)
             folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, rows, config.seed))
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
-            tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder, config.data)
             self.stream = PromptStream(rows, config, tokenizer)
             evaluates = config.evaluation.interval > 0
             eval_prompts = load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
