@@ -19,8 +19,9 @@ LLAMA3 = {
         "original_max_position_embeddings": 64,
     },
 }
-# Qwen2.5 and R1-Distill-Qwen. Wider, because vLLM takes its heads to be hidden_size / num_attention_heads wide.
-QWEN2 = {"model_type": "qwen2", "hidden_size": 128}
+# Qwen2.5 and R1-Distill-Qwen. Wider, because vLLM takes its heads to be hidden_size / num_attention_heads wide; with
+# smaller weights, so that activations are as large as in the others.
+QWEN2 = {"model_type": "qwen2", "hidden_size": 128, "initializer_range": 0.14}
 QWEN2_YARN = QWEN2 | {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -48,7 +49,7 @@ def make_tiny(folder: pathlib.Path, kind: str) -> str:
     """One of KINDS with 2 layers of width 64 in `folder/kind`; returns that folder."""
     changes = SMALL | {"max_position_embeddings": 256} | KINDS[kind]
     made = make_model(folder / kind, addition_tokenizer(), 0, changes)
-    draw_biases(made / "model.safetensors", SMALL["initializer_range"])
+    draw_biases(made / "model.safetensors", changes["initializer_range"])
     return str(made)
 
 

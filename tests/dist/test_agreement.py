@@ -25,7 +25,7 @@ def test_all_roles_agree_after_every_sync(tmp_path, kind, trainers, trainer_tp, 
 @pytest.mark.slow
 @pytest.mark.parametrize("generator_tp", [1, 2])
 @pytest.mark.parametrize("layout", TRAINERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen2-yarn"])
 def test_every_model_agrees_in_every_layout(tmp_path, kind, layout, generator_tp):
     agree(tmp_path, kind, *TRAINERS[layout], generator_tp, generator_tp)
 
