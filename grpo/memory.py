@@ -8,7 +8,6 @@ config.json is then fetched.
 """
 
 import math
-import os
 import pathlib
 import sys
 
@@ -16,7 +15,7 @@ import transformers
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.models.hf_folder import FAMILIES, read_hf_config
+from grpo.models.hf_folder import FAMILIES, config_folder, read_hf_config
 from grpo.run.failures import refuse_bad_input, run_rank
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
@@ -28,7 +27,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 def main() -> None:
     with refuse_bad_input():
         config = load(GRPOConfig, DEFAULT_RECIPE)
-        hf = read_hf_config(_folder_of_config(config.model.path))
+        hf = read_hf_config(config_folder(config.model.path))
     print(f"{config.model.path}: {num_parameters(hf) / 1e9:.2f} billion parameters")
     for role, parts in (("trainer", trainer_gib(hf, config)), ("generator", generator_gib(hf, config))):
         listed = " + ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
@@ -124,22 +123,6 @@ def _num_generators(config: GRPOConfig) -> int:
 
 def _gib(parts: dict[str, float]) -> dict[str, float]:
     return {part: size / 2**30 for part, size in parts.items()}
-
-
-def _folder_of_config(path: str) -> str:
-    """The folder itself, or that of a hub model's config.json, which is fetched; ValueError if there is none."""
-    if os.path.isdir(path):
-        return path
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return os.path.dirname(huggingface_hub.hf_hub_download(path, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"the config.json of {path} could not be fetched ({type(error).__name__}); give a folder that holds it, "
-            "with --model.path"
-        ) from error
 
 
 if __name__ == "__main__":

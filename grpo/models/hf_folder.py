@@ -14,6 +14,10 @@ import transformers
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
 
+# Of a hub model. The unwanted ones are the same weights once more, in layouts that vLLM would prefer to Hugging Face's.
+WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+UNWANTED_FILES = ["consolidated*", "params.json", "original/*"]
+
 
 @dataclass(frozen=True)
 class Family:
@@ -35,15 +39,31 @@ FAMILIES = {
 
 
 def resolve_folder(path: str) -> str:
-    """A local folder as it is, a hub name as the folder it was downloaded to; FileNotFoundError says the way out."""
-    folder = pathlib.Path(path)
-    if folder.is_dir():
+    """A local folder as it is, a hub name as the folder it was downloaded to.
+
+    Raises FileNotFoundError, which says the way out, and for a hub model that cannot be trained ValueError, before its
+    weights are downloaded.
+    """
+    if pathlib.Path(path).is_dir():
+        folder = pathlib.Path(path)
         for needed in ("config.json", "tokenizer_config.json"):
             if not (folder / needed).is_file():
                 raise FileNotFoundError(
                     f"model folder {folder.resolve()} has no {needed}; it must be a Hugging Face folder"
                 )
         return str(folder)
+    read_hf_config(config_folder(path))
+    return _download(path, WANTED_FILES)
+
+
+def config_folder(path: str) -> str:
+    """A folder with the model's config.json: `path` itself, or where the hub's was downloaded to, without weights."""
+    return path if pathlib.Path(path).is_dir() else _download(path, ["config.json"])
+
+
+def _download(path: str, files: list[str]) -> str:
+    """The folder with these files of a hub model; raises FileNotFoundError if there is none such."""
+    folder = pathlib.Path(path)
     if (
         path.startswith((".", "/", "~"))
         or path.count("/") != 1
@@ -54,12 +74,7 @@ def resolve_folder(path: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return huggingface_hub.snapshot_download(
-            path,
-            allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"],
-            # the same weights once more in other layouts, which vLLM would prefer over Hugging Face's
-            ignore_patterns=["consolidated*", "params.json", "original/*"],
-        )
+        return huggingface_hub.snapshot_download(path, allow_patterns=files, ignore_patterns=UNWANTED_FILES)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"{path} is neither a local folder nor a hub model that could be downloaded ({type(error).__name__}); "

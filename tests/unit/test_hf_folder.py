@@ -2,10 +2,11 @@
 
 import json
 
+import huggingface_hub
 import pytest
 
 from grpo.data.toy import addition_tokenizer
-from grpo.models.hf_folder import FAMILIES, read_hf_config, stop_token_ids
+from grpo.models.hf_folder import FAMILIES, read_hf_config, resolve_folder, stop_token_ids
 
 QWEN2_5_7B = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -177,6 +178,20 @@ def test_refused(name, tmp_path):
     message = str(refused.value)
     assert message.startswith(folder) and reason in message
     assert "\n" not in message
+
+
+def test_a_hub_model_is_refused_before_its_weights_are_downloaded(tmp_path, monkeypatch):
+    mixtral, _ = REFUSED["Mixtral"]
+    asked = []
+
+    def snapshot_download(name, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns))
+        return folder_of(tmp_path, mixtral)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match="a mixtral model, a mixture of experts"):
+        resolve_folder("someone/mixtral")
+    assert asked == [("someone/mixtral", ["config.json"])]
 
 
 def test_what_ends_a_completion(tmp_path):
