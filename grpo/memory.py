@@ -15,7 +15,7 @@ import transformers
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.models.hf_folder import FAMILIES, config_folder, read_hf_config
+from grpo.models.hf_folder import FAMILIES, config_folder, head_dim_of, read_hf_config
 from grpo.run.failures import refuse_bad_input, run_rank
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
@@ -29,7 +29,10 @@ def main() -> None:
         config = load(GRPOConfig, DEFAULT_RECIPE)
         hf = read_hf_config(config_folder(config.model.path))
     print(f"{config.model.path}: {num_parameters(hf) / 1e9:.2f} billion parameters")
-    for role, parts in (("trainer", trainer_gib(hf, config)), ("generator", generator_gib(hf, config))):
+    roles = {"trainer": trainer_gib(hf, config), "generator": generator_gib(hf, config)}
+    if config.needs_reference and config.roles.num_references and not config.roles.colocated:
+        roles["reference"] = reference_gib(hf, config)
+    for role, parts in roles.items():
         listed = " + ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
         print(f"each {role} rank: {sum(parts.values()):.1f} GiB = {listed}")
 
@@ -45,23 +48,22 @@ def num_parameters(hf: transformers.PretrainedConfig) -> int:
 def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
     """Parts of a trainer rank's peak, at the end of the forward of a full micro-batch; GiB."""
     trainer, num_trainers, dtype_bytes = config.trainer, config.roles.num_trainers, DTYPE_BYTES[config.model.dtype]
-    parameters, tensor_parallel = num_parameters(hf), trainer.tensor_parallel
-    shards = num_trainers // trainer.data_replicas
-    products, _, _ = _block(hf)
-    block = sum(inputs * outputs for inputs, outputs in products.values())
-    # FSDP gathers two blocks at a time, and the embeddings and the LM head
-    gathered = 2 * block + hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2)
-    tokens = trainer.micro_batch_tokens
-    logits = min(tokens, trainer.logprob_chunk_tokens) * hf.vocab_size * 4
+    parameters, shards = num_parameters(hf), num_trainers // trainer.data_replicas
+    kept = trainer.micro_batch_tokens * _saved_values(hf, trainer.activation_checkpointing)
     parts = {
         "weights, gradients and moments": STATE_BYTES * parameters / shards,
-        "gathered weights": dtype_bytes * gathered / tensor_parallel,
-        "activations": dtype_bytes * tokens * _saved_values(hf, trainer.activation_checkpointing) / tensor_parallel,
-        "logits of a chunk": logits / tensor_parallel,
+        **_of_a_forward(hf, config, trainer.tensor_parallel),
+        "activations": dtype_bytes * kept / trainer.tensor_parallel,
     }
     if config.needs_reference and (config.roles.colocated or not config.roles.num_references):
         parts["reference"] = dtype_bytes * parameters / num_trainers
     return _gib(parts)
+
+
+def reference_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
+    """Parts of the peak of a rank that only holds the reference, which must be the policy's size; GiB."""
+    weights = DTYPE_BYTES[config.model.dtype] * num_parameters(hf) / config.roles.num_references
+    return _gib({"weights": weights, **_of_a_forward(hf, config, config.reference_tensor_parallel)})
 
 
 def generator_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
@@ -70,7 +72,7 @@ def generator_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict
     With less cache than that, vLLM runs fewer sequences at once.
     """
     generator, dtype_bytes = config.generator, DTYPE_BYTES[config.model.dtype]
-    per_token = 2 * hf.num_hidden_layers * hf.num_key_value_heads * _head_dim(hf) * dtype_bytes
+    per_token = 2 * hf.num_hidden_layers * hf.num_key_value_heads * head_dim_of(hf) * dtype_bytes
     num_engines = max(1, _num_generators(config) // generator.tensor_parallel)
     num_sequences = min(generator.max_num_seqs, math.ceil(config.completions_per_step / num_engines))
     cache = per_token * num_sequences * config.max_sequence_tokens
@@ -78,9 +80,22 @@ def generator_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict
     return _gib({part: size / generator.tensor_parallel for part, size in parts.items()})
 
 
+def _of_a_forward(hf: transformers.PretrainedConfig, config: GRPOConfig, tensor_parallel: int) -> dict[str, float]:
+    """Bytes of what a forward needs besides activations."""
+    products, _, _ = _block(hf)
+    block = sum(inputs * outputs for inputs, outputs in products.values())
+    # FSDP gathers two blocks at a time, and the embeddings and the LM head
+    gathered = 2 * block + hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2)
+    chunk_tokens = min(config.trainer.micro_batch_tokens, config.trainer.logprob_chunk_tokens)
+    return {
+        "gathered weights": DTYPE_BYTES[config.model.dtype] * gathered / tensor_parallel,
+        "logits of a chunk": chunk_tokens * hf.vocab_size * 4 / tensor_parallel,
+    }
+
+
 def _block(hf: transformers.PretrainedConfig) -> tuple[dict[str, tuple[int, int]], int, int]:
     """Of one transformer block: its matrix products (inputs, outputs) in their order, weights of norms and biases."""
-    family, head_dim, width = FAMILIES[hf.model_type], _head_dim(hf), hf.hidden_size
+    family, head_dim, width = FAMILIES[hf.model_type], head_dim_of(hf), hf.hidden_size
     queries, keys = hf.num_attention_heads * head_dim, hf.num_key_value_heads * head_dim
     products = {
         "q": (width, queries),
@@ -111,10 +126,6 @@ def _saved_values(hf: transformers.PretrainedConfig, checkpointing: str) -> int:
     plain = [size for name, size in outputs.items() if name not in biased]
     saved = sum(plain[::2]) + sum(outputs[name] for name in biased)
     return hf.num_hidden_layers * (saved + attention_output + block_input)
-
-
-def _head_dim(hf: transformers.PretrainedConfig) -> int:
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
 def _num_generators(config: GRPOConfig) -> int:

@@ -26,7 +26,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from grpo.models.hf_folder import FAMILIES
+from grpo.models.hf_folder import FAMILIES, head_dim_of
 from grpo.models.logprob_head import LogprobHead
 
 # Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
@@ -111,7 +111,7 @@ def titan_config(
 ) -> Decoder.Config:
     """The torchtitan model config of a Hugging Face one, for any dense size. `attention` is flex or documents."""
     family = FAMILIES[hf.model_type]
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    head_dim = head_dim_of(hf)
     # inverse frequencies [head_dim / 2] and the factor on cos and sin, as transformers' own models compute them
     rope_type = hf.rope_parameters.get("rope_type", "default")
     if rope_type == "default":

@@ -163,3 +163,8 @@ def _unsupported(raw: dict, config: transformers.PretrainedConfig) -> Iterator[s
         yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
     if config.hidden_act != "silu":
         yield f"hidden_act {config.hidden_act} is not supported, only silu"
+
+
+def head_dim_of(config: transformers.PretrainedConfig) -> int:
+    """Width of one attention head; some models leave it to follow from the others."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

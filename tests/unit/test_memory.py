@@ -12,7 +12,7 @@ import transformers
 from grpo import config as c
 from grpo.config.layout import describe_layout
 from grpo.config.recipes import load
-from grpo.memory import DEFAULT_RECIPE, generator_gib, main, num_parameters, trainer_gib
+from grpo.memory import DEFAULT_RECIPE, generator_gib, main, num_parameters, reference_gib, trainer_gib
 from tests.unit.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B
 from tests.unit.test_readme import table
 
@@ -82,6 +82,9 @@ def test_parts_of_a_trainer_by_hand():
     assert with_kl["reference"] == pytest.approx(1_720_574_976 * 2 / 2 / 2**30)
     apart = config_of("--roles.num-trainers", 2, "--roles.num-references", 1, "--algorithm.kl-coef", 0.1)
     assert "reference" not in trainer_gib(hf(QWEN3_1_7B), apart)
+    shared = {part: parts[part] for part in ("gathered weights", "logits of a chunk")}
+    weights = pytest.approx(1_720_574_976 * 2 / 2**30)
+    assert reference_gib(hf(QWEN3_1_7B), apart) == {"weights": weights} | shared
 
 
 def test_checkpointing_and_tensor_parallelism_save_memory():
