@@ -1,5 +1,6 @@
 """Tiny checkpoints for tests: random weights large enough that log-probs differ from token to token."""
 
+import json
 import pathlib
 
 import torch
@@ -50,6 +51,8 @@ def make_tiny(folder: pathlib.Path, kind: str) -> str:
     changes = SMALL | {"max_position_embeddings": 256} | KINDS[kind]
     made = make_model(folder / kind, addition_tokenizer(), 0, changes)
     draw_biases(made / "model.safetensors", changes["initializer_range"])
+    if kind == "mistral":
+        add_second_layout(made)
     return str(made)
 
 
@@ -59,3 +62,16 @@ def draw_biases(file: pathlib.Path, std: float) -> None:
     for name in sorted(name for name in tensors if name.endswith(".bias")):
         tensors[name] = std * torch.randn(tensors[name].shape, generator=generator)
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def add_second_layout(folder: pathlib.Path) -> None:
+    """As Mistral's folders on the hub: an index, and beside it config and weights in a layout of their own.
+
+    Of the latter, one tensor of a wrong shape, which whoever reads it by mistake cannot load.
+    """
+    shard = "model-00001-of-00001.safetensors"
+    names = list(load_file((folder / "model.safetensors").rename(folder / shard)))
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"norm.weight": torch.zeros(4)}, folder / "consolidated.safetensors")
+    (folder / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 2}))

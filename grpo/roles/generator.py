@@ -256,7 +256,8 @@ def _start_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature
         generation_config="vllm",  # sampling options come from our config alone
-        config_format="hf",  # a Mistral folder may have its weights in two formats
+        config_format="hf",  # a Mistral folder may hold a second config and its weights once more, which vLLM prefers
+        load_format="safetensors",
         tokenizer=tokenizer_folder,
         skip_tokenizer_init=not options.stop,
         disable_log_stats=True,
