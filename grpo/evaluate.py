@@ -100,7 +100,7 @@ class Driver:
             mark_run_folder(config.run_dir, SCRIPT)
             folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
-            tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder, config.data)
             check_template(tokenizer, config.data)
             prompts = load_eval_prompts(config.data, config.evaluation, tokenizer)
             self.scorer = Scorer(config, folder, tokenizer)

@@ -12,6 +12,11 @@ WIDE_GSPO_CLIP = 0.05
 def validate(config: GRPOConfig | SFTConfig) -> None:
     """Refuse what cannot work, before anything is loaded. Raises ValueError with the numbers and the way out."""
     check_fields(config)
+    if config.data.is_text_template and "{question}" not in config.data.prompt_template:
+        raise ValueError(
+            f"data.prompt_template={config.data.prompt_template!r} has no {{question}}, where the text of column "
+            f"{config.data.prompt_column!r} would go; add it, or give the path of a .jinja file"
+        )
     if isinstance(config, GRPOConfig):
         _check_generators(config)
         _check_algorithm(complete(config).algorithm, config)
@@ -139,9 +144,12 @@ def _check_sampling(config: GRPOConfig) -> None:
 
 def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     """What is allowed but may surprise, one sentence each; `load` prints them once."""
+    data, found = config.data, []
+    if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
+        found.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
     if not isinstance(config, GRPOConfig):
-        return []
-    generator, algorithm, found = config.generator, config.algorithm, []
+        return found
+    generator, algorithm = config.generator, config.algorithm
     if algorithm.loss == "gspo" and (algorithm.clip_high or 0) > WIDE_GSPO_CLIP:
         found.append(
             f"algorithm.clip_high={algorithm.clip_high} hardly ever clips a sequence's ratio; gspo's paper has 4e-4 (a "

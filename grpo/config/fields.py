@@ -26,7 +26,7 @@ Temperature = Annotated[float, Above(0, "greedy samples cannot be compared"), Be
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy: any dense Qwen3 or Llama-3 checkpoint."""
+    """The policy: any dense Qwen3, Qwen2, Llama 3 or Mistral checkpoint."""
 
     path: str = "Qwen/Qwen3-1.7B"
     """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
@@ -74,6 +74,9 @@ class DataConfig:
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
     """System message before every prompt; empty for none."""
+    prompt_template: str = ""
+    """Replaces the model's chat template, which base models lack: a .jinja file, or text with {question} for the prompt
+    column's text and, where wanted, {system_prompt}; empty takes the model's own."""
     chat_template_kwargs: Table[Scalar] = field(default_factory=dict)
     """Extra keyword arguments for the tokenizer's chat template, e.g. enable_thinking false."""
     max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
@@ -83,6 +86,11 @@ class DataConfig:
     refuse: an error before the start that lists them; skip: leave them out and say how many."""
     shuffle: bool = True
     """Draw the prompts of each epoch in a new random order, which follows from `seed`; off takes the file's order."""
+
+    @property
+    def is_text_template(self) -> bool:
+        """Whether `prompt_template` is text with placeholders, and neither empty nor the path of a file."""
+        return bool(self.prompt_template) and not self.prompt_template.endswith(".jinja")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +127,9 @@ class GeneratorConfig:
     temperature: tuple[Temperature, ...] = (1.0,)
     """Sampling temperature, also of the trainer's log-probs; several take turns over the completions of a group."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion, in addition to the model's own stop tokens; the completion keeps them."""
+    """Texts that end a completion, in addition to the model's own stop tokens; the completion keeps them."""
+    stop_token_ids: tuple[Annotated[int, AtLeast(0)], ...] = ()
+    """Token ids that end a completion, in addition to the model's own."""
     top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
     """Nucleus sampling; below 1 the sampled distribution is not the one that is trained, and a warning says so."""
     top_k: Annotated[int, AtLeast(0)] = 0

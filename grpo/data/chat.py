@@ -1,6 +1,6 @@
-"""A model's tokenizer and its chat template: texts in, token ids out, within bounds.
+"""A model's tokenizer and its chat template, or the user's prompt template: texts in, token ids out, within bounds.
 
-The template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
+A chat template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
 attribute of Python's; a loop has at most 100,000 rounds there, but loops may be nested, and texts and numbers grow
 without a bound. So it is tried once in a process of its own before the run (`check_template`), and has a deadline and a
 longest result each time.
@@ -9,6 +9,7 @@ longest result each time.
 import contextlib
 import functools
 import json
+import pathlib
 import signal
 import subprocess
 import sys
@@ -33,7 +34,10 @@ TRIAL_BYTES = 2**30
 # 10,000.
 TEMPLATE_CHARACTERS = 1_000_000
 QUOTED_CHARACTERS = 300
-# Run in a process of its own: {"messages", "template", "arguments", "seconds"} from stdin -> the number of characters.
+# Stands for a prompt, to see whether a template writes it
+PROBE = "grpo probe 1867"
+# Run in a process of its own: {"messages", "template", "arguments", "seconds", "probe"} from stdin -> the number of
+# characters, and 1 if the probe is among them, else 0.
 TRIAL = f"""
 import json, math, resource, sys, time
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -47,7 +51,7 @@ try:
     rendered, _ = render_jinja_template([job["messages"]], chat_template=job["template"], **job["arguments"])
 except BaseException as error:
     sys.exit(f"{{type(error).__name__}}: {{str(error)[:1000]}}".encode("ascii", "backslashreplace").decode())
-print(len(rendered[0]))
+print(len(rendered[0]), int(job["probe"] in rendered[0]))
 """
 
 
@@ -59,15 +63,26 @@ class TooLong(Exception):
         self.num_tokens = num_tokens
 
 
-def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model folder; raises ValueError if it has no chat template or no EOS token, or brings code."""
+def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model folder, with the chat template of `data.prompt_template` if that is a file.
+
+    Raises ValueError if there is no template or no EOS token, or the folder brings code.
+    """
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    if not tokenizer.chat_template:
+    data = data or DataConfig()
+    if (pathlib.Path(folder) / "tokenizer.json").is_file():
+        # As the file has it. AutoTokenizer rebuilds it after the name of a class, which is the wrong one where a Llama
+        # has another tokenizer (R1-Distill): silently other tokens.
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if data.prompt_template and not data.is_text_template:
+        tokenizer.chat_template = _read_template(data.prompt_template)
+    if not tokenizer.chat_template and not data.prompt_template:
         raise ValueError(
-            f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or put a "
-            "chat_template.jinja into the model's folder"
+            f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or say what a prompt "
+            "looks like, such as --data.prompt-template 'Question: {question} Answer:' (or a .jinja file)"
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -77,16 +92,25 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def _read_template(path: str) -> str:
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"data.prompt_template file {pathlib.Path(path).absolute()} does not exist")
+    return pathlib.Path(path).read_text()
+
+
 def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, seconds: float = TEMPLATE_SECONDS) -> None:
     """Try the chat template on a short message, in a process with bounds. Takes about a second.
 
-    Raises ValueError if it needs more than `seconds` of the CPU's time, TRIAL_BYTES or TEMPLATE_CHARACTERS, or raises.
+    Raises ValueError if it needs more than `seconds` of the CPU's time, TRIAL_BYTES or TEMPLATE_CHARACTERS, or raises,
+    or leaves the message out.
     """
-    arguments = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **config.chat_template_kwargs}
+    if config.is_text_template:  # nothing is run
+        return
+    arguments = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **_template_arguments(config, PROBE)}
     template = tokenizer.get_chat_template(arguments.pop("chat_template", None))
-    messages = _messages(config, "1 + 1 = ?")
-    job = {"messages": messages, "template": template, "arguments": arguments, "seconds": seconds}
-    wrong = f"the chat template of {tokenizer.name_or_path}"
+    messages = _messages(config, PROBE)
+    job = {"messages": messages, "template": template, "arguments": arguments, "seconds": seconds, "probe": PROBE}
+    wrong = _template_name(tokenizer, config)
     way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
     command = [sys.executable, "-P", "-c", TRIAL]  # -P: no module out of the folder that the run starts in
     try:
@@ -101,26 +125,53 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, sec
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         reason = one_line(shorten(lines[-1], QUOTED_CHARACTERS))
         raise ValueError(f"{wrong} failed with one short message within {TRIAL_BYTES >> 30} GiB: {reason}; {way_out}")
-    most = TEMPLATE_CHARACTERS + sum(len(message["content"]) for message in messages)
-    if int(done.stdout.split()[-1]) > most:
-        raise ValueError(f"{wrong} makes {done.stdout.split()[-1]} characters of one short message; {way_out}")
+    num_characters, has_probe = map(int, done.stdout.split()[-2:])
+    if num_characters > TEMPLATE_CHARACTERS + sum(len(message["content"]) for message in messages):
+        raise ValueError(f"{wrong} makes {num_characters} characters of one short message; {way_out}")
+    if not has_probe:
+        raise ValueError(
+            f"{wrong} leaves the prompt out; write it as the content of `messages`"
+            + (", or as {{ question }}" if config.prompt_template else "")
+        )
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, text: str, max_tokens: int) -> list[int]:
-    """Token ids of one chat: the system prompt unless empty, `text` as the user's message, the assistant's opening.
+    """Token ids of one prompt.
+
+    By the chat template: the system prompt unless empty, `text` as the user's message, the assistant's opening. By a
+    text template: that text with its placeholders filled in, after the tokenizer's own beginning of a text (BOS), if
+    it has one.
 
     Raises TooLong for more than `max_tokens`, and ValueError if the template takes longer than TEMPLATE_SECONDS.
     """
     check_characters(tokenizer, text, max_tokens)
-    with _deadline(TEMPLATE_SECONDS, f"the chat template of {tokenizer.name_or_path}"):
-        chat = tokenizer.apply_chat_template(
-            _messages(config, text), add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
-        )
+    if config.is_text_template:
+        # the question last, so that nothing within it is taken for a placeholder
+        chat = config.prompt_template.replace("{system_prompt}", config.system_prompt).replace("{question}", text)
+    else:
+        with _deadline(TEMPLATE_SECONDS, _template_name(tokenizer, config)):
+            chat = tokenizer.apply_chat_template(
+                _messages(config, text),
+                add_generation_prompt=True,
+                tokenize=False,
+                **_template_arguments(config, text),
+            )
     check_characters(tokenizer, chat, max_tokens)
-    ids = tokenizer(chat, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(chat, add_special_tokens=config.is_text_template)["input_ids"]
+    if config.is_text_template and ids[-1:] == [tokenizer.eos_token_id]:
+        ids = ids[:-1]  # some tokenizers close every text
     if len(ids) > max_tokens:
         raise TooLong(len(ids), exact=True)
     return ids
+
+
+def _template_arguments(config: DataConfig, text: str) -> dict[str, Any]:
+    return ({"question": text} if config.prompt_template else {}) | dict(config.chat_template_kwargs)
+
+
+def _template_name(tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> str:
+    own = config.prompt_template
+    return f"data.prompt_template {own}" if own else f"the chat template of {tokenizer.name_or_path}"
 
 
 def check_characters(tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int) -> None:

@@ -3,13 +3,18 @@
 Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's.
 """
 
+import contextlib
 import gc
 import os
+import pathlib
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from grpo.config import GRPOConfig
+from grpo.data.chat import load_tokenizer
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt
 
@@ -58,7 +63,8 @@ class Generator:
         self.stop_token_ids = list(stop_token_ids)
         self.version = 0
         self.asleep = False
-        self.llm = _start_engine(config, folder, roles)
+        with _saved_tokenizer(config, folder) as tokenizer_folder:
+            self.llm = _start_engine(config, folder, tokenizer_folder, roles)
 
     def generate(
         self,
@@ -129,6 +135,7 @@ class Generator:
             stop_token_ids=self.stop_token_ids,
             stop=list(options.stop),
             detokenize=bool(options.stop),  # the engine reads text only to find these strings
+            skip_special_tokens=False,  # one of them may be a special token's
             include_stop_str_in_output=True,
             logprobs=0,  # the sampled token's own
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -191,7 +198,22 @@ class Generator:
         destroy_distributed_environment()
 
 
-def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
+@contextlib.contextmanager
+def _saved_tokenizer(config: GRPOConfig, folder: str) -> Iterator[str | None]:
+    """A folder with the driver's tokenizer while vLLM loads it, if it looks for stop texts; else None.
+
+    From the model's folder, vLLM would load what AutoTokenizer makes of it, see `load_tokenizer`.
+    """
+    if not config.generator.stop:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as tokenizer_folder:
+        load_tokenizer(folder, config.data).save_pretrained(tokenizer_folder)
+        shutil.copy(pathlib.Path(folder) / "config.json", tokenizer_folder)
+        yield tokenizer_folder
+
+
+def _start_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, roles: Roles):
     on_cpu = roles.device.type == "cpu"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -234,6 +256,9 @@ def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature
         generation_config="vllm",  # sampling options come from our config alone
+        config_format="hf",  # a Mistral folder may hold a second config and its weights once more, which vLLM prefers
+        load_format="safetensors",
+        tokenizer=tokenizer_folder,
         skip_tokenizer_init=not options.stop,
         use_tqdm_on_load=False,
         disable_log_stats=True,

@@ -99,7 +99,7 @@ class Driver:
             folder = toy.build_if_toy(config.model.path, config.run_dir, toy_rows, config.seed)
             folder = hf_folder.resolve_folder(folder)
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
-            tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder, data)
             check_template(tokenizer, data)
             self.stream = PromptStream(rows, usable, config, tokenizer)
             evaluates = config.evaluation.interval > 0

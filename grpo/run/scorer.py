@@ -37,7 +37,11 @@ class Scorer:
         if line := check_sandbox(config.reward):
             print(line, flush=True)
         self.config, self.tokenizer = config, tokenizer
-        self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer)
+        generator = config.generator
+        self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, generator.stop_token_ids)
+        ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
+        ends += [f"the text {text!r}" for text in generator.stop]
+        print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
         # The function whose value of at least 1 means that a completion passed
         self.pass_function = next(iter(config.reward.functions))
         self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
