@@ -71,6 +71,29 @@ def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int) ->
         )
 
 
+def check_reference(folder: str, policy_folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Refuse a reference, or teacher, that would read other tokens than the policy's `tokenizer` writes.
+
+    It must have every token of the policy under the same id, and a row for every id that the policy can sample. Raises
+    ValueError with the first token that differs.
+    """
+    ours, theirs = tokenizer.get_vocab(), transformers.AutoTokenizer.from_pretrained(folder).get_vocab()
+    different = [token for token, index in ours.items() if theirs.get(token) != index]
+    if different:
+        first = min(different, key=ours.get)
+        raise ValueError(
+            f"reference {folder} has another vocabulary than {policy_folder}: {len(different)} of {len(ours)} tokens, "
+            f"the first is {first!r}, which is {ours[first]} and there {theirs.get(first, 'missing')}; take a model of "
+            "the policy's family"
+        )
+    rows, their_rows = read_hf_config(policy_folder).vocab_size, read_hf_config(folder).vocab_size
+    if their_rows < rows:
+        raise ValueError(
+            f"reference {folder} has {their_rows} vocabulary entries and {policy_folder} {rows}; it must have at least "
+            "as many, because the policy may sample any of them"
+        )
+
+
 def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end a completion: the tokenizer's EOS and those of generation_config.json."""
     ids = {tokenizer.eos_token_id}

@@ -31,8 +31,8 @@ class Scorer:
         """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded."""
         self.config, self.tokenizer = config, tokenizer
         self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer)
-        # The function whose value of at least 1 means that a completion passed
-        self.pass_function = next(iter(config.reward.functions))
+        # The function whose value of at least 1 means that a completion passed; none if a teacher alone judges
+        self.pass_function = next(iter(config.reward.functions), "")
         self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
 
     def submit(self, prompts: list[Prompt], completions: list[Completion], version: int) -> list[Rollout]:
