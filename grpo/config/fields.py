@@ -206,7 +206,7 @@ class AlgorithmConfig:
     grpo, dr_grpo, dapo, gspo: '{"dual_clip": 3}'; reinforce: '{"max_importance_weight": 2}';
     sapo: '{"temperature_positive": 1, "temperature_negative": 1.05}'; your own function: what it takes."""
     kl_coef: Annotated[float, AtLeast(0)] = 0.0
-    """Weight of the KL to the reference; 0 needs no reference."""
+    """Weight of the KL to the reference; 0 leaves it out."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
     """Estimate of that KL per token, where d = log policy - log reference.
     k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d; k3_k2_gradient: the value of k3 with the gradient of k2."""

@@ -1,6 +1,7 @@
 """On-policy distillation in whole runs: a teacher alone, and beside rewards; who may be a teacher."""
 
 import pathlib
+import shutil
 
 import pytest
 
@@ -25,13 +26,13 @@ def test_a_teacher_alone_and_its_exact_resume(model: pathlib.Path, teacher: path
     layout = ("--roles.num-trainers", 1, "--roles.num-references", 2, "--model.reference-tensor-parallel", 2)
     distill = ("--model.reference-path", teacher, "--algorithm.distill-coef", 1, "--algorithm.kl-coef", 0)
     alone = ("--reward.functions", "--group-size", 1, "--prompts-per-step", 32, "--algorithm.loss", "reinforce")
-    arguments = (TINY, *layout, "--model.path", model, *distill, *alone)
+    arguments = (TINY, *layout, "--model.path", model, *distill, *alone, "--num-steps", 6, "--checkpoint.interval", 3)
 
     def run(name: str, *flags: object) -> list[dict]:
         torchrun("train_grpo.py", *arguments, "--run-dir", tmp_path / name, *flags, nproc=4, deadline=240)
         return read_metrics(tmp_path / name)
 
-    metrics = run("whole", "--num-steps", 6)
+    metrics = run("whole")
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
     for m in metrics:
         assert m["reward/mean"] is None and m["reward/none_count"] == 32 and m["loss/active_frac"] == 1
@@ -41,8 +42,9 @@ def test_a_teacher_alone_and_its_exact_resume(model: pathlib.Path, teacher: path
     for line in read_completions(tmp_path / "whole"):
         assert line["reward"] is None and line["advantage"] is not None
 
-    run("resumed", "--num-steps", 3)
-    resumed = run("resumed", "--num-steps", 6, "--resume")
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000006")
+    resumed = run("resumed", "--resume")
     assert [without_clocks(m) for m in resumed] == [without_clocks(m) for m in metrics]
 
 
