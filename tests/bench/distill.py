@@ -24,7 +24,8 @@ METHODS = {
     "distill": ["configs/toy_distill.py"],
     "mixed": ["configs/toy_distill.py", *MIXED],
 }
-LEVELS = (0.7, 0.75, 0.8, 0.85, 0.9)
+TEACHER = ROOT / "runs" / "toy_arithmetic"
+LEVELS = (0.75, 0.8, 0.85, 0.9)
 
 
 def main() -> None:
@@ -58,28 +59,28 @@ def train(method: str, seed: int, flags: list[str]) -> None:
         (folder / "finished").touch()
 
 
-def curve_of(method: str, seed: int) -> tuple[list[tuple[int, float]], float]:
-    """(step, accuracy) of each evaluation, and the mean seconds of a step; empty while the run is not finished."""
-    if not (folder_of(method, seed) / "finished").exists():
-        return [], 0.0
-    lines = [json.loads(line) for line in (folder_of(method, seed) / "metrics.jsonl").read_text().splitlines()]
-    seconds = [line["time/step"] for line in lines if "time/step" in line]
-    evaluations = [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
-    return evaluations, sum(seconds) / len(seconds)
+def curve_of(folder: pathlib.Path) -> list[tuple[int, float]]:
+    """(step, accuracy) of each evaluation of a run."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
 
 
 def table(methods: list[str], seeds: list[int]) -> str:
     """Markdown: one row per run; the first step at which an evaluation reached each level, or - if none did."""
-    header = ["method", "seed", "start", "end", "best", *(f"to {level}" for level in LEVELS), "s per step"]
+    teacher = curve_of(TEACHER)[-1][1]
+    levels = (*LEVELS, teacher)
+    header = ["method", "seed", "start", "end", "best", *(f"to {level:.3g}" for level in LEVELS)]
+    header.append(f"to the teacher's {teacher:.3f}")
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     for method in methods:
         for seed in seeds:
-            curve, seconds = curve_of(method, seed)
-            if curve:
-                accuracies = [accuracy for _, accuracy in curve]
-                reached = [next((str(step) for step, a in curve if a >= level), "-") for level in LEVELS]
-                ends = [f"{a:.3f}" for a in (accuracies[0], accuracies[-1], max(accuracies))]
-                lines.append(f"| {' | '.join([method, str(seed), *ends, *reached, f'{seconds:.2f}'])} |")
+            if not (folder_of(method, seed) / "finished").exists():
+                continue
+            curve = curve_of(folder_of(method, seed))
+            accuracies = [accuracy for _, accuracy in curve]
+            reached = [next((str(step) for step, a in curve if a >= level), "-") for level in levels]
+            ends = [f"{a:.3f}" for a in (accuracies[0], accuracies[-1], max(accuracies))]
+            lines.append(f"| {' | '.join([method, str(seed), *ends, *reached])} |")
     return "\n".join(lines)
 
 
