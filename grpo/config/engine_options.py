@@ -8,7 +8,6 @@ import ast
 import functools
 import importlib.util
 import pathlib
-from collections.abc import Collection
 
 from grpo.config.fields import GeneratorConfig, Table
 from grpo.config.user_files import near_miss
@@ -21,13 +20,14 @@ IDS = "the generator takes token ids, which the driver decodes"
 
 # EngineArgs that the project sets itself, and what decides instead.
 ENGINE_SET_HERE = {
-    "model": FOLDER,
-    "model_weights": FOLDER,
-    "hf_config_path": FOLDER,
-    "tokenizer": FOLDER,
-    "revision": FOLDER,
-    "code_revision": FOLDER,
-    "tokenizer_revision": FOLDER,
+    **dict.fromkeys(("model", "model_weights", "hf_config_path", "tokenizer"), FOLDER),
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), FOLDER),
+    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"), REPLICA),
+    **dict.fromkeys(("distributed_executor_backend", "nnodes", "node_rank", "device_ids"), REPLICA),
+    **dict.fromkeys(("master_addr", "master_port"), REPLICA),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config"), "sampling is set by the section generator alone"
+    ),
     "skip_tokenizer_init": "an engine has a tokenizer if generator.stop or generator.sampling needs one",
     "dtype": "use model.dtype",
     "seed": "every request has a seed of its own; use the field seed",
@@ -38,58 +38,26 @@ ENGINE_SET_HERE = {
     "enforce_eager": "use generator.enforce_eager",
     "enable_sleep_mode": "use generator.sleep",
     "tensor_parallel_size": "use generator.tensor_parallel",
-    "pipeline_parallel_size": REPLICA,
-    "data_parallel_size": REPLICA,
-    "prefill_context_parallel_size": REPLICA,
-    "distributed_executor_backend": REPLICA,
-    "nnodes": REPLICA,
-    "node_rank": REPLICA,
-    "master_addr": REPLICA,
-    "master_port": REPLICA,
-    "device_ids": REPLICA,
     "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled from (processed_logprobs)",
-    "generation_config": "sampling options come from the section generator alone",
-    "override_generation_config": "sampling options come from the section generator alone",
 }
 # The same of SamplingParams.
 SAMPLING_SET_HERE = {
     "n": "use group_size",
     "seed": "every request has a seed of its own; use the field seed",
-    "temperature": "use generator.temperature",
-    "top_p": "use generator.top_p",
-    "top_k": "use generator.top_k",
-    "min_p": "use generator.min_p",
     "max_tokens": "use generator.max_completion_tokens",
-    "stop": "use generator.stop",
-    "stop_token_ids": STOPS,
-    "ignore_eos": STOPS,
-    "logprobs": LOGPROB,
-    "prompt_logprobs": LOGPROB,
-    "prompt_logprob_token_ids": LOGPROB,
-    "prompt_logprob_start": LOGPROB,
-    "logprob_token_ids": LOGPROB,
-    "flat_logprobs": LOGPROB,
-    "detokenize": IDS,
-    "skip_special_tokens": IDS,
-    "spaces_between_special_tokens": IDS,
-    "include_stop_str_in_output": IDS,
-    "output_text_buffer_length": IDS,
-    "output_kind": IDS,
-    "stream_interval": IDS,
-    "skip_clone": IDS,
+    **{name: f"use generator.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
+    **dict.fromkeys(("stop_token_ids", "ignore_eos"), STOPS),
+    **dict.fromkeys(("logprobs", "flat_logprobs", "logprob_token_ids"), LOGPROB),
+    **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), LOGPROB),
+    **dict.fromkeys(("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"), IDS),
+    **dict.fromkeys(("include_stop_str_in_output", "output_text_buffer_length", "stream_interval", "skip_clone"), IDS),
 }
 # SamplingParams after which tokens are drawn from another distribution than the model's. vLLM's log-probs stay those of
 # the distribution sampled from, but the trainer's are the model's.
 RESHAPING = (
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "allowed_token_ids"),
-    *(
-        "bad_words",
-        "structured_outputs",
-        "thinking_token_budget",
-        "watermarking",
-        "extra_args",
-        "trace_decode_token_ids",
-    ),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "thinking_token_budget"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
+    *("watermarking", "extra_args", "trace_decode_token_ids"),
 )
 # vLLM quantizes the checkpoint's weights itself, at the start and again in every weight sync. Under its other names
 # ("fp8" among them) it expects a checkpoint that is quantized already, which a policy's new weights are not.
@@ -142,7 +110,7 @@ def _check_names(table: str, options: Table, file: str, class_name: str, set_her
     for name in options:
         if name in set_here:
             raise ValueError(f"generator.{table} {name} is set by the project: {set_here[name]}")
-        known: Collection[str] = argument_names(file, class_name)
+        known = argument_names(file, class_name)
         if known and name not in known:
             near = near_miss(name, [other for other in known if other not in set_here])
             raise ValueError(f"generator.{table} {name}: vLLM's {class_name} has no argument of that name{near}")

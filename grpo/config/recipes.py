@@ -51,9 +51,9 @@ def _value_parsers():
     @registry.primitive_rule
     def rule(info):
         kinds = {Options: (dict, "JSON"), Scalar: (Scalar, "VALUE"), Json: (Json, "JSON")}
-        kind, metavar = next((known for of, known in kinds.items() if info.type == of), (None, ""))
-        if kind is None:
+        if info.type not in kinds:
             return None
+        kind, metavar = kinds[info.type]
 
         def parse(words: list[str]) -> Any:
             """`{"tokens": 256}` -> a dict, `false` and `False` -> False, `3` -> 3; what is no such JSON stays text."""
