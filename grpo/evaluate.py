@@ -16,7 +16,7 @@ import os
 import pathlib
 import sys
 
-from grpo.config import GRPOConfig, RolesConfig
+from grpo.config import AlgorithmConfig, GRPOConfig, RolesConfig
 from grpo.config.checks import validate
 from grpo.config.recipes import as_recipe, load
 from grpo.data import toy
@@ -64,7 +64,7 @@ def load_config(model: str, arguments: list[str], world_size: int) -> GRPOConfig
         config,
         model=dataclasses.replace(config.model, path=model),
         roles=RolesConfig(colocated=True, num_trainers=world_size, num_references=0),
-        algorithm=dataclasses.replace(config.algorithm, kl_coef=0.0, kl_in="loss", num_mini_batches=1),
+        algorithm=AlgorithmConfig(advantages="none"),
         trainer=dataclasses.replace(config.trainer, tensor_parallel=1, data_replicas=1),
         prompts_per_step=world_size,
         run_dir=config.run_dir if given else "",  # the driver finds a new one

@@ -17,6 +17,8 @@ Value = TypeVar("Value")
 Table = MutableMapping[str, Value]
 # What a table may hold whose names belong to a library: booleans stay booleans (`false` on the command line).
 Scalar = bool | int | float | str
+# What a table may hold whose values a library reads: whatever JSON can say; a word that is no JSON is text.
+Json = bool | int | float | str | list | dict | None
 # Keyword arguments of one function; one JSON object on the command line.
 Options = dict[str, Any]
 # Every so many steps, never at 0.
@@ -31,7 +33,9 @@ class ModelConfig:
     path: str = "Qwen/Qwen3-1.7B"
     """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
     reference_path: str = ""
-    """Folder or hub name of the frozen reference; empty takes the policy's starting weights."""
+    """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
+    reference_tensor_parallel: Annotated[int, AtLeast(0)] = 0
+    """Ranks that share each layer of the reference; 0 takes `trainer.tensor_parallel` as far as its ranks allow."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights and optimizer are always float32."""
     attention: Literal["auto", "flex", "documents"] = "auto"
@@ -47,7 +51,8 @@ class RolesConfig:
     num_trainers: Annotated[int, AtLeast(1)] = 4
     """Trainer ranks; with `colocated` every rank is trainer, reference and generator at once."""
     num_references: Annotated[int, AtLeast(0)] = 0
-    """Ranks that only hold the reference; at 0 the trainer ranks hold it, if `algorithm.kl_coef` needs one."""
+    """Ranks that only hold the reference; at 0 the trainer ranks hold it.
+    It is needed if `algorithm.kl_coef` or `algorithm.distill_coef` is above 0."""
     num_generators: Annotated[int, AtLeast(0)] = 4
     """Generator ranks, split into replicas of `generator.tensor_parallel`; ignored when `colocated`."""
     colocated: bool = False
@@ -98,7 +103,8 @@ class RewardConfig:
     """What a completion is worth: a weighted sum of functions."""
 
     functions: Table[float] = field(default_factory=lambda: {"math_reward": 1.0, "thinking_reward": 0.2})
-    """Weights by name: a built-in (see `grpo/rewards/builtin.py`) or your own `path/file.py:function`."""
+    """Weights by name: a built-in (see `grpo/rewards/builtin.py`) or your own `path/file.py:function`.
+    Weight 0 measures only."""
     options: Table[Options] = field(default_factory=dict)
     """Keyword arguments of a reward function, by its name: `--reward.options overlong_penalty '{"tokens": 256}'`."""
     num_workers: Annotated[int, AtLeast(1)] = 4
@@ -146,6 +152,10 @@ class GeneratorConfig:
     """Skip CUDA graphs and compilation: faster start, slower decoding; on a CPU always on."""
     sleep: bool = False
     """Colocated only: the engine gives its memory back while the trainer works."""
+    engine: Table[Json] = field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor block_size 32`."""
+    sampling: Table[Json] = field(default_factory=dict)
+    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling min_tokens 8`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +223,15 @@ class AlgorithmConfig:
     grpo, dr_grpo, dapo, gspo: '{"dual_clip": 3}'; reinforce: '{"max_importance_weight": 2}';
     sapo: '{"temperature_positive": 1, "temperature_negative": 1.05}'; your own function: what it takes."""
     kl_coef: Annotated[float, AtLeast(0)] = 0.0
-    """Weight of the KL to the reference; 0 needs no reference."""
+    """Weight of the KL to the reference; 0 leaves it out."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
     """Estimate of that KL per token, where d = log policy - log reference.
     k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d; k3_k2_gradient: the value of k3 with the gradient of k2."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL goes. loss: a token's is added to its loss; reward: a completion's sum is taken off its reward."""
+    distill_coef: Annotated[float, AtLeast(0)] = 0.0
+    """On-policy distillation: weight of log teacher - log policy, which is added to each token's advantage.
+    The teacher is `model.reference_path`; 0 is none. Rewards may be left out (`--reward.functions` with nothing)."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
     mask_truncated: bool = False
@@ -390,7 +403,7 @@ class GRPOConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether any rank holds a frozen reference."""
-        return self.algorithm.kl_coef > 0
+        return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
 
     @property
     def largest_tensor_parallel(self) -> int:
@@ -398,10 +411,16 @@ class GRPOConfig:
         return math.lcm(self.trainer.tensor_parallel, self.generator.tensor_parallel)
 
     @property
+    def num_reference_ranks(self) -> int:
+        """Ranks that hold the reference, if there is one."""
+        num_references = 0 if self.roles.colocated else self.roles.num_references
+        return num_references or self.roles.num_trainers
+
+    @property
     def reference_tensor_parallel(self) -> int:
-        """The reference is sharded like the trainer as far as its ranks allow."""
-        num_references = self.roles.num_trainers if self.roles.colocated else self.roles.num_references
-        return math.gcd(num_references or self.roles.num_trainers, self.trainer.tensor_parallel)
+        """Unless set, the reference is sharded like the trainer as far as its ranks allow."""
+        shared = math.gcd(self.num_reference_ranks, self.trainer.tensor_parallel)
+        return self.model.reference_tensor_parallel or shared
 
     @property
     def largest_mismatch(self) -> float:

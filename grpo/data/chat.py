@@ -68,15 +68,8 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
 
     Raises ValueError if there is no template or no EOS token, or the folder brings code.
     """
-    import transformers
-
     data = data or DataConfig()
-    if (pathlib.Path(folder) / "tokenizer.json").is_file():
-        # As the file has it. AutoTokenizer rebuilds it after the name of a class, which is the wrong one where a Llama
-        # has another tokenizer (R1-Distill): silently other tokens.
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = open_tokenizer(folder)
     if data.prompt_template and not data.is_text_template:
         tokenizer.chat_template = _read_template(data.prompt_template)
     if not tokenizer.chat_template and not data.prompt_template:
@@ -90,6 +83,17 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
             "set eos_token in tokenizer_config.json"
         )
     return tokenizer
+
+
+def open_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer as tokenizer.json has it, if there is one; no code that a folder brings is run."""
+    import transformers
+
+    if (pathlib.Path(folder) / "tokenizer.json").is_file():
+        # AutoTokenizer rebuilds it after the name of a class, which is the wrong one where a Llama has another
+        # tokenizer (R1-Distill): silently other tokens.
+        return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _read_template(path: str) -> str:

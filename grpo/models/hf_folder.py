@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 import transformers
 
+from grpo.data.chat import open_tokenizer
+
 # What an exported model takes from the one that training started from, besides config.json: what a tokenizer reads.
 # By name, so that neither code nor pickles, nor anything else that lies there, travels on.
 COPIED_FILES = (
@@ -145,6 +147,29 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
                 f"{file} is a link to {file.resolve()}, which is not in the model's folder; put a copy of it there"
             )
     return files
+
+
+def check_reference(folder: str, policy_folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Refuse a reference, or teacher, that would read other tokens than the policy's `tokenizer` writes.
+
+    It must have every token of the policy under the same id, and a row for every id that the policy can sample. Raises
+    ValueError with the first token that differs.
+    """
+    ours, theirs = tokenizer.get_vocab(), open_tokenizer(folder).get_vocab()
+    different = [token for token, index in ours.items() if theirs.get(token) != index]
+    if different:
+        first = min(different, key=ours.get)
+        raise ValueError(
+            f"reference {folder} has another vocabulary than {policy_folder}: {len(different)} of {len(ours)} tokens, "
+            f"the first is {first!r}, which is {ours[first]} and there {theirs.get(first, 'missing')}; take a model of "
+            "the policy's family"
+        )
+    rows, their_rows = read_hf_config(policy_folder).vocab_size, read_hf_config(folder).vocab_size
+    if their_rows < rows:
+        raise ValueError(
+            f"reference {folder} has {their_rows} vocabulary entries and {policy_folder} {rows}; it must have at least "
+            "as many, because the policy may sample any of them"
+        )
 
 
 def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, more: Iterable[int] = ()) -> list[int]:

@@ -42,8 +42,8 @@ class Scorer:
         ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
         ends += [f"the text {text!r}" for text in generator.stop]
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
-        # The function whose value of at least 1 means that a completion passed
-        self.pass_function = next(iter(config.reward.functions))
+        # The function whose value of at least 1 means that a completion passed; none if a teacher alone judges
+        self.pass_function = next(iter(config.reward.functions), "")
         self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
 
     def submit(self, prompts: list[Prompt], completions: list[Completion], version: int) -> list[Rollout]:

@@ -235,7 +235,7 @@ def test_the_texts_are_of_all_kinds():
         wide += any(sign > "\x7f" for sign in text)
 
     look()
-    assert max(lengths) >= MOST_CHARACTERS and sum(length > 1000 for length in lengths) > 30
+    assert max(lengths) >= MOST_CHARACTERS and sum(length > 1000 for length in lengths) > 15
     assert min(tags, wide) > 50
 
 

@@ -45,7 +45,9 @@ def test_a_bad_template_is_refused_within_seconds(template):
     assert "use another model" in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("template", [toy.CHAT_TEMPLATE, "{{ eos_token }}{{ 1 / (level - 1) }}{{ messages[-1].content }}"])
+@pytest.mark.parametrize(
+    "template", [toy.CHAT_TEMPLATE, "{{ eos_token }}{{ 1 / (level - 1) }}{{ messages[-1].content }}"]
+)
 def test_good_templates_pass(template):
     arguments = {"level": 2, "chat_template": template}  # which takes the place of the model's own
     check_template(tokenizer_with("{{ undefined.entry }}"), DataConfig(chat_template_kwargs=arguments))

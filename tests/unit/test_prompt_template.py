@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
 from grpo.config.checks import cautions, validate
-from grpo.data.chat import encode_prompt, load_tokenizer
+from grpo.data.chat import check_template, encode_prompt, load_tokenizer
 from grpo.data.toy import make_model, trained_tokenizer
 from tests.tiny_models import KINDS, SMALL
 
@@ -39,7 +39,7 @@ def save_base(folder: pathlib.Path, pattern: str) -> str:
 
 def encoded(folder: str, config: DataConfig, text: str) -> str:
     """The prompt's tokens as words."""
-    return " ".join(WORDS[token] for token in encode_prompt(load_tokenizer(folder, config), config, text))
+    return " ".join(WORDS[token] for token in encode_prompt(load_tokenizer(folder, config), config, text, 20))
 
 
 def test_text_template(base):
@@ -76,13 +76,14 @@ def test_templates_that_cannot_be_used(base, tmp_path):
     with pytest.raises(ValueError, match=r"file .*/none\.jinja does not exist"):
         load_tokenizer(base, data(str(tmp_path / "none.jinja")))
     for text, message in {
-        "Q: A:": r"leaves the prompt out; write it as \{\{ question \}\}",
+        "Q: A:": r"leaves the prompt out; .*, or as \{\{ question \}\}",
         "{% for %}": "TemplateSyntaxError",
         "{{ raise_exception('only users') }}": "TemplateError: only users",
     }.items():
         (tmp_path / "bad.jinja").write_text(text)
+        config = data(str(tmp_path / "bad.jinja"))
         with pytest.raises(ValueError, match=message):
-            load_tokenizer(base, data(str(tmp_path / "bad.jinja")))
+            check_template(load_tokenizer(base, config), config)
 
 
 @pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig])

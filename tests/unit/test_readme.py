@@ -42,7 +42,7 @@ METRICS = {
     "grpo/algorithm/importance.py": "mismatch/mean mismatch/max mismatch/kl mismatch/ess mismatch/corrected_frac",
     "grpo/roles/metrics.py": "loss",
     "grpo/roles/trainer.py": "entropy grad_norm learning_rate",
-    "train_grpo.py": "kl reward/kl_penalty",
+    "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
     "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
     "sampling/informative_frac sampling/full_frac sampling/filtered",
 }
@@ -100,7 +100,7 @@ def test_metrics_are_logged(file):
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss"
+    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss|distill"
     for file, source in SOURCES.items():
         found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
         assert found <= NAMED | phases() | INGREDIENTS, file
