@@ -14,7 +14,7 @@ from grpo.config.user_files import near_miss
 
 REPLICA = "a replica is generator.tensor_parallel neighbouring ranks of torchrun"
 FOLDER = "an engine loads the folder of model.path"
-STOPS = "a completion ends at the stop tokens of model.path and at the strings of generator.stop"
+STOPS = "a completion ends at the stop tokens of model.path, besides generator.stop and generator.stop_token_ids"
 LOGPROB = "the generator takes the log-prob of the sampled token and no other"
 IDS = "the generator takes token ids, which the driver decodes"
 
@@ -22,6 +22,7 @@ IDS = "the generator takes token ids, which the driver decodes"
 ENGINE_SET_HERE = {
     **dict.fromkeys(("model", "model_weights", "hf_config_path", "tokenizer"), FOLDER),
     **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), FOLDER),
+    **dict.fromkeys(("config_format", "load_format"), "trainer and engine read the same files, Hugging Face's"),
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"), REPLICA),
     **dict.fromkeys(("distributed_executor_backend", "nnodes", "node_rank", "device_ids"), REPLICA),
     **dict.fromkeys(("master_addr", "master_port"), REPLICA),
@@ -45,8 +46,8 @@ SAMPLING_SET_HERE = {
     "n": "use group_size",
     "seed": "every request has a seed of its own; use the field seed",
     "max_tokens": "use generator.max_completion_tokens",
-    **{name: f"use generator.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
-    **dict.fromkeys(("stop_token_ids", "ignore_eos"), STOPS),
+    **{name: f"use generator.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")},
+    "ignore_eos": STOPS,
     **dict.fromkeys(("logprobs", "flat_logprobs", "logprob_token_ids"), LOGPROB),
     **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), LOGPROB),
     **dict.fromkeys(("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"), IDS),

@@ -281,7 +281,7 @@ def _start_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None,
     for name in options.engine if on_cpu else ():
         if name in WRONG_ON_CPU:
             raise ValueError(f"generator.engine {name} needs a GPU: {WRONG_ON_CPU[name]}")
-    defaults = {"enable_prefix_caching": True, "disable_log_stats": True}
+    defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
     return LLM(
         model=folder,
         tensor_parallel_size=options.tensor_parallel,
@@ -299,7 +299,6 @@ def _start_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None,
         load_format="safetensors",
         tokenizer=tokenizer_folder,
         skip_tokenizer_init=not _needs_texts(config),
-        use_tqdm_on_load=False,
         seed=config.seed,
         **(whole_prompts if on_cpu else {}),
         **(defaults | options.engine),
