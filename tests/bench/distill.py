@@ -48,13 +48,14 @@ def train(method: str, seed: int, flags: list[str]) -> None:
     folder = folder_of(method, seed)
     if (folder / "finished").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    log_file = folder.with_suffix(".log")  # beside the folder, which is the run's own
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
     command += [*METHODS[method], *COMMON, "--seed", str(seed), "--run-dir", str(folder), *flags]
-    with open(folder / "log.txt", "w") as log:
+    with open(log_file, "w") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env=environment).returncode
-    print(f"{method} seed {seed}: {'done' if code == 0 else f'FAILED, see {folder}/log.txt'}", flush=True)
+    print(f"{method} seed {seed}: {'done' if code == 0 else f'FAILED, see {log_file}'}", flush=True)
     if code == 0:
         (folder / "finished").touch()
 

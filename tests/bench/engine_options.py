@@ -63,12 +63,13 @@ def folder_of(variant: str, number: int) -> pathlib.Path:
 
 def run(variant: str, number: int, model: pathlib.Path, options: argparse.Namespace) -> None:
     folder = folder_of(variant, number)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    log_file = folder.with_suffix(".log")  # beside the folder, which is the run's own
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
     command += ["tests/bench/colocated.py", "--model.path", str(model), "--data.path", str(model / "prompts.jsonl")]
     command += ["--run-dir", str(folder), "--num-steps", str(options.steps), "--sync-check-tolerance", "1"]
     command += [*VARIANTS[variant], *options.flags]
-    with open(folder / "log.txt", "w") as log:
+    with open(log_file, "w") as log:
         environment = {"OMP_NUM_THREADS": "8"} | os.environ
         try:
             code = subprocess.run(
@@ -76,8 +77,8 @@ def run(variant: str, number: int, model: pathlib.Path, options: argparse.Namesp
             ).returncode
         except subprocess.TimeoutExpired:
             code = f"no end after {options.limit} s"
-    errors = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("error:")]
-    outcome = "done" if code == 0 else f"FAILED ({code}): {errors[0] if errors else f'see {folder}/log.txt'}"
+    errors = [line for line in log_file.read_text().splitlines() if line.startswith("error:")]
+    outcome = "done" if code == 0 else f"FAILED ({code}): {errors[0] if errors else f'see {log_file}'}"
     print(f"{variant} round {number}: {outcome}", flush=True)
 
 
