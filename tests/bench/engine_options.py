@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import pathlib
+import signal
 import statistics
 import subprocess
 import sys
@@ -71,12 +72,12 @@ def run(variant: str, number: int, model: pathlib.Path, options: argparse.Namesp
     command += [*VARIANTS[variant], *options.flags]
     with open(log_file, "w") as log:
         environment = {"OMP_NUM_THREADS": "8"} | os.environ
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
-            code = subprocess.run(
-                command, cwd=ROOT, stdout=log, stderr=log, env=environment, timeout=options.limit
-            ).returncode
+            code = process.wait(options.limit)
         except subprocess.TimeoutExpired:
             code = f"no end after {options.limit} s"
+            os.killpg(process.pid, signal.SIGKILL)  # the launcher's ranks too, which hold the GPU
     errors = [line for line in log_file.read_text().splitlines() if line.startswith("error:")]
     outcome = "done" if code == 0 else f"FAILED ({code}): {errors[0] if errors else f'see {log_file}'}"
     print(f"{variant} round {number}: {outcome}", flush=True)
