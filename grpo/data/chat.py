@@ -33,6 +33,10 @@ TRIAL_BYTES = 2**30
 # 10,000.
 TEMPLATE_CHARACTERS = 1_000_000
 QUOTED_CHARACTERS = 300
+# Tokenized together: 300 bytes of memory for each.
+TOKENIZED_CHARACTERS = 500_000
+# One turn of a chat: role, content, perhaps tool_calls.
+Message = dict[str, Any]
 # Run in a process of its own: {"messages", "template", "arguments", "seconds"} from stdin -> the number of characters.
 TRIAL = f"""
 import json, math, resource, sys, time
@@ -57,6 +61,10 @@ class TooLong(Exception):
     def __init__(self, num_tokens: int, exact: bool):
         super().__init__(f"{'' if exact else 'at least '}{num_tokens} tokens")
         self.num_tokens = num_tokens
+
+
+class Refused(Exception):
+    """The chat template does not take a prompt; the message says why."""
 
 
 def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
@@ -106,21 +114,61 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, sec
         raise ValueError(f"{wrong} makes {done.stdout.split()[-1]} characters of one short message; {way_out}")
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, text: str, max_tokens: int) -> list[int]:
-    """Token ids of one chat: the system prompt unless empty, `text` as the user's message, the assistant's opening.
+def encode_prompt(
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+    prompt: str | list[Message],
+    max_tokens: int,
+    tools: list[Any] | None = None,
+) -> list[int]:
+    """Token ids of one chat: system prompt, `prompt`, the assistant's opening; see `render_prompt`.
 
-    Raises TooLong for more than `max_tokens`, and ValueError if the template takes longer than TEMPLATE_SECONDS.
+    Raises TooLong for more than `max_tokens`, and what `render_prompt` raises.
     """
-    check_characters(tokenizer, text, max_tokens)
-    with _deadline(TEMPLATE_SECONDS, f"the chat template of {tokenizer.name_or_path}"):
-        chat = tokenizer.apply_chat_template(
-            _messages(config, text), add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
-        )
-    check_characters(tokenizer, chat, max_tokens)
-    ids = tokenizer(chat, add_special_tokens=False)["input_ids"]
+    (ids,) = tokenize(tokenizer, [render_prompt(tokenizer, config, prompt, max_tokens, tools)])
     if len(ids) > max_tokens:
         raise TooLong(len(ids), exact=True)
     return ids
+
+
+def render_prompt(
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+    prompt: str | list[Message],
+    max_tokens: int,
+    tools: list[Any] | None = None,
+) -> str:
+    """The text of one chat: the system prompt unless empty, `prompt` as the user's message, the assistant's opening.
+
+    A prompt that is a list of messages follows the system prompt, or begins with its own. `tools` are for the template.
+    Raises TooLong if it has more characters than `max_tokens` tokens stand for, Refused if the template raises, and
+    ValueError if it takes longer than TEMPLATE_SECONDS.
+    """
+    import jinja2
+
+    messages = _messages(config, prompt)
+    check_characters(tokenizer, "".join(message["content"] for message in messages), max_tokens)
+    options = {**config.chat_template_kwargs, **({"tools": tools} if tools else {})}
+    try:
+        with _deadline(TEMPLATE_SECONDS, f"the chat template of {tokenizer.name_or_path}"):
+            chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
+    except (jinja2.TemplateError, TypeError) as error:
+        reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
+        raise Refused(f"the chat template refuses it ({reason})") from error
+    check_characters(tokenizer, chat, max_tokens)
+    return chat
+
+
+def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
+    """Token ids of texts that have their special tokens already; so many at a time as memory allows."""
+    ids, waiting, num_characters = [], [], 0
+    for text in texts:
+        if waiting and num_characters + len(text) > TOKENIZED_CHARACTERS:
+            ids += tokenizer(waiting, add_special_tokens=False)["input_ids"]
+            waiting, num_characters = [], 0
+        waiting.append(text)
+        num_characters += len(text)
+    return ids + (tokenizer(waiting, add_special_tokens=False)["input_ids"] if waiting else [])
 
 
 def check_characters(tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int) -> None:
@@ -143,9 +191,11 @@ def _longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
-def _messages(config: DataConfig, text: str) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
-    return [*system, {"role": "user", "content": text}]
+def _messages(config: DataConfig, prompt: str | list[Message]) -> list[Message]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    brings_one = messages[0]["role"] in ("system", "developer")
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt and not brings_one else []
+    return [*system, *messages]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo.config import RewardConfig
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.loading import is_group_level, load_functions
+from grpo.rewards.loading import call_arguments, is_group_level, load_functions
 from grpo.text import one_line, shorten
 
 # Characters of an error message, repr or completion that are shown.
@@ -76,7 +76,8 @@ def make_call(function: RewardFunction, payload: bytes) -> tuple[list[float | No
         completions, columns = pickle.loads(payload)
         number = len(completions)  # the function may change the list
         try:
-            values = function(completions, **columns)
+            arguments, named = call_arguments(function, completions, columns)
+            values = function(*arguments, **named)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would strike a later call
         return check_values(values, number), False
@@ -85,11 +86,14 @@ def make_call(function: RewardFunction, payload: bytes) -> tuple[list[float | No
 
 
 def check_values(values: Any, number: int) -> list[float | None] | str:
-    """The values as floats, or what is wrong with them."""
+    """The values as floats, or what is wrong with them. Arrays and tensors count as lists, their scalars as numbers."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
     if not isinstance(values, list | tuple):
         return f"returned {shown(repr(values))} ({type(values).__name__}), not a list with {number} values"
     if len(values) != number:
         return f"returned {len(values)} values for {number} completions"
+    values = [value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value for value in values]
     for value in values:
         if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
             return f"returned {shown(repr(value))} ({type(value).__name__}), not a finite number or None"

@@ -4,12 +4,13 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config import GRPOConfig
 from grpo.models import hf_folder
+from grpo.rewards.loading import answer_format_of, load_functions
 from grpo.rewards.pool import RewardPool
 from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.run.log import RunLog
-from grpo.run.rollout_metrics import evaluation_metrics
+from grpo.run.rollout_metrics import evaluation_metrics_of_sets
 from grpo.run.samples import failure_lines
 from grpo.types import Completion, Prompt, Rollout
 
@@ -33,11 +34,14 @@ class Scorer:
         self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer)
         # The function whose value of at least 1 means that a completion passed
         self.pass_function = next(iter(config.reward.functions))
+        functions = load_functions(config.reward, None, config.generator.max_completion_tokens)
+        self.answer_format = answer_format_of(functions)
         self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
 
-    def submit(self, prompts: list[Prompt], completions: list[Completion], version: int) -> list[Rollout]:
+    def submit(self, prompts: list[Prompt], completions: list[Completion], version: int, step: int) -> list[Rollout]:
         """Join prompts and their completions, group after group, decode, begin to score; returns at once.
 
+        version: steps in the weights that sampled. step: what reward functions are told, the step as the log counts it.
         Raises RuntimeError if a completion was not sampled with weights of this version.
         """
         if versions := {c.version for c in completions} - {version}:
@@ -47,7 +51,7 @@ class Scorer:
             )
         group_size = len(completions) // len(prompts)
         rollouts = [Rollout(prompts[i // group_size], c, self._text(c)) for i, c in enumerate(completions)]
-        self.pool.submit(rollouts, group_size)
+        self.pool.submit(rollouts, group_size, step)
         return rollouts
 
     def collect(self, where: str = "") -> list[Rollout]:
@@ -68,11 +72,12 @@ class Scorer:
         scored: dict[str, list[Rollout]] = {"greedy": [], "sample": []}
         for kind, completions in (("greedy", greedy), ("sample", samples)):
             if completions:  # perhaps no samples were asked for
-                self.submit(prompts, completions, step)
+                self.submit(prompts, completions, step, step)
                 scored[kind] = self.collect("evaluation: ")
                 run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
         num_samples = self.config.evaluation.num_samples
-        run_log.log_evaluation(step, evaluation_metrics(*scored.values(), num_samples, self.pass_function))
+        metrics = evaluation_metrics_of_sets(*scored.values(), num_samples, self.pass_function, self.answer_format)
+        run_log.log_evaluation(step, metrics)
 
     def _text(self, completion: Completion) -> str:
         ids = completion.ids_T.tolist()

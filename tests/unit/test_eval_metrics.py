@@ -89,8 +89,8 @@ def test_pass_rates_go_by_row_and_leave_out_what_has_no_value():
         *(make_rollout(1.0, row=-1) for _ in range(4)),  # no row of a data set
         *(make_rollout(value, row=7) for value in (1.0, 1.0, 1.0, 0.0)),  # row 7 once more: 4 of 8
     ]
-    assert pass_rates(rollouts[:16], 4, "f") == {7: 0.25, 2: 0.5}
-    assert pass_rates(rollouts, 4, "f") == {7: 0.5, 2: 0.5}
+    assert pass_rates(rollouts[:16], 4, "f") == {("", 7): 0.25, ("", 2): 0.5}
+    assert pass_rates(rollouts, 4, "f") == {("", 7): 0.5, ("", 2): 0.5}
     assert pass_rates([], 4, "f") == {}
     with pytest.raises(ValueError, match="19 rollouts are not whole groups of 4"):
         pass_rates(rollouts[:19], 4, "f")

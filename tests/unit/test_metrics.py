@@ -47,7 +47,9 @@ def clock(monkeypatch):
 def make_rollout(
     reward, rewards=None, num_tokens=2, truncated=False, text="text", prompt_tokens=3, columns=None, row=-1, **trained
 ):
-    prompt = Prompt(index=0, ids=[0] * prompt_tokens, columns=columns or {}, row=row)
+    columns = columns or {}
+    content = columns.get("question", "")
+    prompt = Prompt(index=0, ids=[0] * prompt_tokens, columns=columns, row=row, content=content)
     completion = Completion(torch.ones(num_tokens).long(), torch.zeros(num_tokens), truncated)
     return Rollout(prompt=prompt, completion=completion, text=text, rewards=rewards or {}, reward=reward, **trained)
 
@@ -504,7 +506,7 @@ HARMLESS = r"a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \frac ü
 
 
 def test_samples_cannot_act_on_a_terminal(tmp_path):
-    rollout = make_rollout(1.0, {"f": 1.0}, text=HOSTILE, columns={"question": HOSTILE, "answer": HOSTILE})
+    rollout = make_rollout(1.0, {"f": 1.0}, text=HOSTILE, columns={"question": HOSTILE, "answer": f"{HOSTILE} "})
     failed = make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": HOSTILE})
     log = RunLog(MetricsConfig(tensorboard=True, num_samples=2), str(tmp_path), num_steps=3)
     log.completions(1, [rollout, failed], [HOSTILE, HOSTILE])

@@ -623,7 +623,11 @@ def test_load_functions_gives_every_built_in_its_options():
     [
         ("math_verify", "solution", r"math_verify cannot .* 'answer'; .* columns it needs in data.columns"),
         ("code_reward", "answer", r"code_reward cannot .* 'tests'; .* columns it needs in data.columns"),
-        ("thinking_reward", "truncated", r"data.columns has truncated, .* rename the data set's column"),
+        (
+            "thinking_reward",
+            "truncated",
+            r"data.columns has truncated, .* another name, such as --data.columns my_truncated truncated",
+        ),
         ("language_reward", "language", r"column language is named like an option of language_reward; rename"),
     ],
 )
@@ -760,7 +764,7 @@ def test_scripts_that_are_known(language):
         (
             "mine.py:strict",
             r"mine.py:strict cannot be called with completions and the columns question, answer, num_tokens, "
-            r"truncated: got an unexpected keyword argument 'question'; end its arguments with \*\*columns",
+            r"truncated, prompts, step: got an unexpected keyword argument 'question'; end its arguments with \*\*col",
         ),
         ("mine.py:words", r"missing a required argument: 'solution'.*list the columns it needs in data.columns"),
     ],
