@@ -36,7 +36,7 @@ CONFIG = read_config(GRPOConfig, DEFAULT_RECIPE) if __name__ == "__main__" else 
 
 import torch
 
-from grpo.algorithm.advantages import group_advantages
+from grpo.algorithm.advantages import group_advantages, teacher_advantages
 from grpo.algorithm.aggregation import aggregate, loss_denominator
 from grpo.algorithm.importance import correct_importance, mismatch
 from grpo.algorithm.inputs import LossInputs
@@ -109,7 +109,8 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
             with timer.phase("save"):
                 state = driver.state(step + 1)
-                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
+                keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
+                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, keep, keep_best)
 
     if config.checkpoint.export and trainer:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
@@ -144,10 +145,11 @@ def add_advantages(
     kl_coef: float,
     metrics: StepMetrics,
 ) -> TrainBatch:
-    """Compare each reward with its group; all tokens of a completion get its advantage.
+    """Compare each reward with its group; all tokens of a completion get its advantage, and each its teacher's, if any.
 
-    The loss mask, so far the sampled tokens with a finite log-prob, loses the sequences without a reward and, with
-    `mask_truncated`, the truncated ones, whose rewards still count in their group.
+    The loss mask, so far the sampled tokens with a finite log-prob, loses the sequences from which there is nothing to
+    learn, those without reward and teacher, and, with `mask_truncated`, the truncated ones, whose rewards still count
+    in their group.
     """
     algorithm = config.algorithm
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
@@ -156,12 +158,14 @@ def add_advantages(
         rewards_S = rewards_S - penalty_S
     # (reward - mean of the group) / (std of the group + 1e-4), or what algorithm.advantages names
     advantages_S = group_advantages(rewards_S, has_reward_S, config.group_size, algorithm.advantages)
-    trained_S = has_reward_S & ~batch.truncated_S if algorithm.mask_truncated else has_reward_S
-    return replace(
-        batch,
-        advantages_N=advantages_S[batch.owner_N],
-        loss_mask_N=batch.loss_mask_N & trained_S[batch.owner_N],
-    )
+    advantages_N, trained_S = advantages_S[batch.owner_N], has_reward_S
+    if algorithm.distill_coef:  # on-policy distillation: the reference is a teacher, who judges every token
+        teacher_N, trained_S = teacher_advantages(batch), torch.ones_like(has_reward_S)
+        metrics.record(**{"distill/reverse_kl": -teacher_N[batch.loss_mask_N].mean().item()})
+        advantages_N = advantages_N + algorithm.distill_coef * teacher_N
+    if algorithm.mask_truncated:
+        trained_S = trained_S & ~batch.truncated_S
+    return replace(batch, advantages_N=advantages_N, loss_mask_N=batch.loss_mask_N & trained_S[batch.owner_N])
 
 
 def update(

@@ -100,7 +100,7 @@ class Driver:
             folder = toy.build_if_toy(config.model.path, config.run_dir, texts_of(sources), config.seed)
             folder = hf_folder.resolve_folder(folder)
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
-            tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder, data)
             check_template(tokenizer, data)
             self.stream = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer)
         begin_run(config.run_dir, SCRIPT, as_recipe(config), overwrite=config.overwrite)

@@ -25,7 +25,8 @@ from grpo.data.sources import load_rows
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
 from grpo.rewards.loading import call_arguments, is_group_level, load_functions
-from grpo.rewards.worker import check_values, describe
+from grpo.rewards.values import plain_values
+from grpo.rewards.worker import describe
 from grpo.text import one_line, printable, shorten
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
@@ -138,7 +139,7 @@ def _call(function: RewardFunction, completions: list[str], columns: dict[str, l
     arguments, named = call_arguments(function, list(completions), columns)
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            values = check_values(function(*arguments, **named), len(completions))
+            values = plain_values(function(*arguments, **named), len(completions))
     except Exception as error:  # a user's function may raise anything, and the other calls go on
         values = describe(error)
     seconds = (time.perf_counter() - start) / len(completions)

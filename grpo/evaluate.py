@@ -6,18 +6,19 @@
 The recipe says which prompts (sections `data` and `evaluation`), rewards and sampling options (`generator`); without
 one it is that of train_grpo.py. After training, `python -m grpo.evaluate RUN_DIR/model RUN_DIR/config.py` repeats the
 last evaluation of the run. Every process holds an engine, or a part of one with `generator.tensor_parallel`. Numbers go
-to the console and to metrics.jsonl in `--run-dir` (runs/evaluate), all completions to evaluation.jsonl there; both are
-written anew each time.
+to the console and to metrics.jsonl in `--run-dir`, all completions to evaluation.jsonl there, beside the config that
+names the model. Without `--run-dir` it is a new folder in runs/evaluate each time.
 """
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import sys
 
-from grpo.config import GRPOConfig, RolesConfig
+from grpo.config import AlgorithmConfig, GRPOConfig, RolesConfig
 from grpo.config.checks import validate
-from grpo.config.recipes import load
+from grpo.config.recipes import as_recipe, load
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
 from grpo.data.streams import load_eval_prompts
@@ -28,13 +29,13 @@ from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.run.failures import BadInput, refuse_bad_input, run_rank, set_place
 from grpo.run.log import RunLog
-from grpo.run.run_folder import check_run_folder, mark_run_folder, read_marker
+from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.scorer import Scorer, evaluate
 from grpo.types import Completion, Prompt
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
 USAGE = "usage: python -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]"
-RUN_DIR = "runs/evaluate"
+RUNS = pathlib.Path("runs/evaluate")
 SCRIPT = "grpo.evaluate"  # as run.json names it
 
 
@@ -63,23 +64,29 @@ def load_config(model: str, arguments: list[str], world_size: int) -> GRPOConfig
         config,
         model=dataclasses.replace(config.model, path=model),
         roles=RolesConfig(colocated=True, num_trainers=world_size, num_references=0),
-        algorithm=dataclasses.replace(config.algorithm, kl_coef=0.0, kl_in="loss", num_mini_batches=1),
+        algorithm=AlgorithmConfig(advantages="none"),
         trainer=dataclasses.replace(config.trainer, tensor_parallel=1, data_replicas=1),
         prompts_per_step=world_size,
-        run_dir=config.run_dir if given else RUN_DIR,
+        run_dir=config.run_dir if given else "",  # the driver finds a new one
     )
     validate(config)
-    marker = read_marker(config.run_dir)
-    if marker is not None and marker["script"] != SCRIPT:
-        raise ValueError(f"{config.run_dir} holds a run, whose log would be lost; choose another --run-dir")
     return config
+
+
+def new_folder(model: str) -> str:
+    """`runs/evaluate/MODEL`, or the first of `MODEL-2`, `MODEL-3`, ... that is not there yet."""
+    parts = [part for part in pathlib.Path(model).parts[-2:] if part not in ("/", "..")]
+    first = RUNS / "-".join(parts).replace(":", "-")
+    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return str(next(folder for folder in itertools.chain([first], numbered) if not folder.exists()))
 
 
 class Driver:
     """What rank 0 alone does: the prompts, the rewards, the report."""
 
     def __init__(self, config: GRPOConfig, roles: Roles):
-        self.config, self.roles = config, roles
+        run_dir = config.run_dir or (new_folder(config.model.path) if roles.is_driver else "")
+        self.config, self.roles = dataclasses.replace(config, run_dir=run_dir), roles
 
     @from_driver
     def start(self) -> tuple[str, list[int], list[Prompt]]:
@@ -91,16 +98,17 @@ class Driver:
             columns = None if data.row else data.reward_columns
             load_functions(config.reward, columns, config.generator.max_completion_tokens)
             inputs = (config.model.path, *(source.path for source in config.evaluation.held_out(data)))
-            check_run_folder(config.run_dir, SCRIPT, inputs, overwrite=True)
+            check_run_folder(config.run_dir, SCRIPT, inputs, overwrite=config.overwrite)
             mark_run_folder(config.run_dir, SCRIPT)
             folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
-            tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder, config.data)
             check_template(tokenizer, config.data)
             prompts = load_eval_prompts(config.data, config.evaluation, tokenizer)
             if data.row:
                 load_functions(config.reward, list(prompts[0].columns), config.generator.max_completion_tokens)
             self.scorer = Scorer(config, folder, tokenizer)
+        begin_run(config.run_dir, SCRIPT, as_recipe(config), overwrite=config.overwrite)
         return folder, self.scorer.stop_token_ids, prompts
 
     @on_driver

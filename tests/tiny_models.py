@@ -1,6 +1,10 @@
 """Tiny checkpoints for tests: random weights large enough that log-probs differ from token to token."""
 
+import json
 import pathlib
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from grpo.data.toy import addition_tokenizer, make_model
 
@@ -16,16 +20,58 @@ LLAMA3 = {
         "original_max_position_embeddings": 64,
     },
 }
+# Qwen2.5 and R1-Distill-Qwen. Wider, because vLLM takes its heads to be hidden_size / num_attention_heads wide; with
+# smaller weights, so that activations are as large as in the others.
+QWEN2 = {"model_type": "qwen2", "hidden_size": 128, "initializer_range": 0.14}
+QWEN2_YARN = QWEN2 | {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": None}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "initializer_range": 0.2}
 KINDS = {
     "qwen3-tied": {"tie_word_embeddings": True},
     "qwen3-untied": {"tie_word_embeddings": False},
+    "qwen2-tied": {"tie_word_embeddings": True} | QWEN2,
+    "qwen2-untied": {"tie_word_embeddings": False} | QWEN2,
+    "qwen2-yarn": {"tie_word_embeddings": False} | QWEN2_YARN,
     "llama3": {"tie_word_embeddings": False} | LLAMA3,
     "llama3-tied": {"tie_word_embeddings": True} | LLAMA3,
+    "mistral": {"tie_word_embeddings": False} | MISTRAL,
+    "mistral-tied": {"tie_word_embeddings": True} | MISTRAL,
 }
 
 
 def make_tiny(folder: pathlib.Path, kind: str) -> str:
     """One of KINDS with 2 layers of width 64 in `folder/kind`; returns that folder."""
     changes = SMALL | {"max_position_embeddings": 256} | KINDS[kind]
-    return str(make_model(folder / kind, addition_tokenizer(), 0, changes))
+    made = make_model(folder / kind, addition_tokenizer(), 0, changes)
+    draw_biases(made / "model.safetensors", changes["initializer_range"])
+    if kind == "mistral":
+        add_second_layout(made)
+    return str(made)
+
+
+def draw_biases(file: pathlib.Path, std: float) -> None:
+    """Random numbers in place of the zeros that transformers starts biases with, which could not show a lost one."""
+    tensors, generator = load_file(file), torch.Generator().manual_seed(1)
+    for name in sorted(name for name in tensors if name.endswith(".bias")):
+        tensors[name] = std * torch.randn(tensors[name].shape, generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def add_second_layout(folder: pathlib.Path) -> None:
+    """As Mistral's folders on the hub: an index, and beside it config and weights in a layout of their own.
+
+    Of the latter, one tensor of a wrong shape, which whoever reads it by mistake cannot load.
+    """
+    shard = "model-00001-of-00001.safetensors"
+    names = list(load_file((folder / "model.safetensors").rename(folder / shard)))
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"norm.weight": torch.zeros(4)}, folder / "consolidated.safetensors")
+    (folder / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 2}))

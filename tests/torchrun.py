@@ -40,9 +40,10 @@ def run_torchrun(
 def start_torchrun(
     program: str, *arguments: object, nproc: int, launcher: tuple[str, ...] = ("--standalone",)
 ) -> subprocess.Popen:
-    """Start it and return at once, for tests that run two agents side by side."""
+    """Start it and return at once, for tests that run two agents side by side. `program` is a file or a module."""
     launch = ("-m", "torch.distributed.run", *launcher, f"--nproc_per_node={nproc}")
-    return start_python(*launch, ROOT / program, *arguments)
+    what = (ROOT / program,) if program.endswith(".py") else ("-m", program)
+    return start_python(*launch, *what, *arguments)
 
 
 def run_python(*arguments: object, deadline: float = 180) -> str:

@@ -1,4 +1,4 @@
-"""Rewards of a group -> advantages.
+"""Rewards of a group -> advantages; a teacher's log-probs -> advantages.
 
 The S sequences of a step lie group after group: sequences 0 .. G-1 answer the first prompt, G .. 2G-1 the second, ...
 A completion without a reward has no advantage either, and everything is compared without it.
@@ -6,7 +6,9 @@ A completion without a reward has no advantage either, and everything is compare
 
 import torch
 
+from grpo.algorithm.kl import kl
 from grpo.config import Advantages
+from grpo.types import TrainBatch
 
 # Added to the std, as in TRL. Rewards live on a scale of about 1, so it matters only for nearly equal rewards.
 STD_EPS = 1e-4
@@ -58,6 +60,18 @@ def group_advantages(
             f"advantages={kind!r} is unknown; use 'group_std', 'group_mean', 'batch_std', 'rloo' or 'none'"
         )
     return advantages_PG.flatten().float()
+
+
+def teacher_advantages(batch: TrainBatch) -> torch.Tensor:
+    """log teacher - log policy of each sampled token: float32 [N], nats, 0 outside the loss mask.
+
+    The teacher is the batch's reference, the policy the one that sampled. On-policy distillation (Lu and Thinking
+    Machines Lab 2025, "On-Policy Distillation"; Agarwal et al. 2024, arXiv:2306.13649; Gu et al. 2024,
+    arXiv:2306.08543): over tokens drawn from the policy this is minus the reverse KL(policy || teacher) of the next
+    token, and its policy gradient is the gradient of that KL. What a token does to the KL of later ones is left out.
+    Within +-20 (see `kl`).
+    """
+    return -kl(batch.generator_logprobs_N, batch.ref_logprobs_N, batch.loss_mask_N, "k1")
 
 
 def zero_variance(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int) -> torch.Tensor:

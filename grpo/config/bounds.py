@@ -36,6 +36,13 @@ WORDS = {
     str: "text",
     NoneType: "None",
     bool | int | float | str: "True, False, a number or text",
+    bool
+    | int
+    | float
+    | str
+    | list
+    | dict
+    | None: "what JSON can say: text, a number, True, False, None, a list, a dict",
     dict[str, Any]: "a dict of options, on the command line one JSON object such as '{\"tokens\": 256}'",
 }
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 
 from grpo.config.bounds import check_fields
+from grpo.config.engine_options import check_engine_options, reshaping
 from grpo.config.fields import PAPER_DEFAULTS, AlgorithmConfig, DataConfig, GRPOConfig, SFTConfig, complete
 from grpo.config.user_files import near_miss
 
@@ -16,6 +17,11 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
     """Refuse what cannot work, before anything is loaded. Raises ValueError with the numbers and the way out."""
     check_fields(config)
     _check_data(config.data)
+    if config.data.is_text_template and "{question}" not in config.data.prompt_template:
+        raise ValueError(
+            f"data.prompt_template={config.data.prompt_template!r} has no {{question}}, where the text of column "
+            f"{config.data.prompt_column!r} would go; add it, or give the path of a .jinja file"
+        )
     if isinstance(config, GRPOConfig):
         if config.evaluation.interval:
             _check_held_out(config)
@@ -101,7 +107,12 @@ def _check_generators(config: GRPOConfig) -> None:
     if roles.num_references and not config.needs_reference:
         raise ValueError(
             f"roles.num_references={roles.num_references} ranks would idle, because algorithm.kl_coef=0 needs no "
-            "reference; set --roles.num-references 0 or an algorithm.kl_coef above 0"
+            "reference, and neither does distill_coef=0; set --roles.num-references 0 or one of them above 0"
+        )
+    if config.needs_reference and config.num_reference_ranks % config.reference_tensor_parallel:
+        raise ValueError(
+            f"{config.num_reference_ranks} ranks of the reference do not split into model.reference_tensor_parallel="
+            f"{config.reference_tensor_parallel}; use a divisor of {config.num_reference_ranks}, or 0"
         )
     if generator.sleep and not roles.colocated:
         raise ValueError("generator.sleep frees memory for a trainer on the same GPU; it needs --roles.colocated")
@@ -125,6 +136,7 @@ def _check_generators(config: GRPOConfig) -> None:
         )
     if "" in generator.stop:
         raise ValueError("generator.stop has an empty string, which would end every completion; leave it out")
+    check_engine_options(generator)
 
 
 def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
@@ -156,10 +168,15 @@ def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             f"importance_correction_high={algorithm.importance_correction_high} must have 1 between them, the weight "
             "of a token on which generator and policy agree"
         )
-    if config.group_size == 1 and algorithm.advantages != "none":
+    if algorithm.distill_coef and not config.model.reference_path:
+        raise ValueError(
+            f"algorithm.distill_coef={algorithm.distill_coef} has no teacher; name one with --model.reference-path"
+        )
+    only_teacher = algorithm.distill_coef > 0 and not any(config.reward.functions.values())
+    if config.group_size == 1 and algorithm.advantages != "none" and not only_teacher:
         raise ValueError(
             f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0, so nothing would "
-            "be learned; use a group_size of at least 2, or advantages none"
+            "be learned from rewards; use a group_size of at least 2, advantages none, or weights of 0 and a teacher"
         )
 
 
@@ -172,8 +189,26 @@ def _check_sampling(config: GRPOConfig) -> None:
         )
     if sampling.dynamic and config.group_size == 1:
         raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
-    if not reward.functions:
+    if not reward.functions and not config.algorithm.distill_coef:
         raise ValueError("reward.functions is empty; name at least one, such as --reward.functions math_reward 1.0")
+    if config.checkpoint.keep_best and (
+        not config.evaluation.interval or config.checkpoint.interval % config.evaluation.interval
+    ):
+        raise ValueError(
+            f"checkpoint.keep_best={config.checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
+            f"checkpoint.interval={config.checkpoint.interval} must be a multiple of "
+            f"evaluation.interval={config.evaluation.interval}, and that not 0"
+        )
+    for name, asked in (
+        ("evaluation.interval", config.evaluation.interval),
+        ("sampling.dynamic", sampling.dynamic),
+        ("a filter by pass rate", sampling.filters),
+    ):
+        if asked and not reward.functions:
+            raise ValueError(
+                f"{name} needs a reward function, and reward.functions is empty; one of weight 0 measures without "
+                "teaching: --reward.functions math_reward 0"
+            )
     for name, section in (("evaluation", config.evaluation), ("checkpoint", config.checkpoint)):
         if section.interval % config.sync_interval:
             raise ValueError(
@@ -184,9 +219,12 @@ def _check_sampling(config: GRPOConfig) -> None:
 
 def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     """What is allowed but may surprise, one sentence each; `load` prints them once."""
+    data, found = config.data, []
+    if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
+        found.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
     if not isinstance(config, GRPOConfig):
-        return []
-    generator, algorithm, found = config.generator, config.algorithm, []
+        return found
+    generator, algorithm = config.generator, config.algorithm
     if algorithm.loss == "gspo" and (algorithm.clip_high or 0) > WIDE_GSPO_CLIP:
         found.append(
             f"algorithm.clip_high={algorithm.clip_high} hardly ever clips a sequence's ratio; gspo's paper has 4e-4 (a "
@@ -203,5 +241,11 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
             f"generator.top_p={generator.top_p}, top_k={generator.top_k}, min_p={generator.min_p} sample from another "
             "distribution than the one that is trained; mismatch/mean says by how much, and the sync check may stop "
             "the run (--sync-check-interval 0 turns it off)"
+        )
+    if names := reshaping(generator.sampling):
+        found.append(
+            f"generator.sampling {', '.join(names)}: tokens are drawn from another distribution than the one that is "
+            "trained; mismatch/mean says by how much, and the sync check may stop the run (--sync-check-interval 0 "
+            "turns it off)"
         )
     return found

@@ -18,6 +18,8 @@ Value = TypeVar("Value")
 Table = MutableMapping[str, Value]
 # What a table may hold whose names belong to a library: booleans stay booleans (`false` on the command line).
 Scalar = bool | int | float | str
+# What a table may hold whose values a library reads: whatever JSON can say; a word that is no JSON is text.
+Json = bool | int | float | str | list | dict | None
 # Keyword arguments of one function; one JSON object on the command line.
 Options = dict[str, Any]
 # Every so many steps, never at 0.
@@ -27,12 +29,14 @@ Temperature = Annotated[float, Above(0, "greedy samples cannot be compared"), Be
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy: any dense Qwen3 or Llama-3 checkpoint."""
+    """The policy: any dense Qwen3, Qwen2, Llama 3 or Mistral checkpoint."""
 
     path: str = "Qwen/Qwen3-1.7B"
     """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
     reference_path: str = ""
-    """Folder or hub name of the frozen reference; empty takes the policy's starting weights."""
+    """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
+    reference_tensor_parallel: Annotated[int, AtLeast(0)] = 0
+    """Ranks that share each layer of the reference; 0 takes `trainer.tensor_parallel` as far as its ranks allow."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights and optimizer are always float32."""
     attention: Literal["auto", "flex", "documents"] = "auto"
@@ -48,7 +52,8 @@ class RolesConfig:
     num_trainers: Annotated[int, AtLeast(1)] = 4
     """Trainer ranks; with `colocated` every rank is trainer, reference and generator at once."""
     num_references: Annotated[int, AtLeast(0)] = 0
-    """Ranks that only hold the reference; at 0 the trainer ranks hold it, if `algorithm.kl_coef` needs one."""
+    """Ranks that only hold the reference; at 0 the trainer ranks hold it.
+    It is needed if `algorithm.kl_coef` or `algorithm.distill_coef` is above 0."""
     num_generators: Annotated[int, AtLeast(0)] = 4
     """Generator ranks, split into replicas of `generator.tensor_parallel`; ignored when `colocated`."""
     colocated: bool = False
@@ -95,6 +100,9 @@ class DataConfig:
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
     """System message before every prompt; empty for none."""
+    prompt_template: str = ""
+    """Replaces the model's chat template, which base models lack: a .jinja file, or text with {question} for the prompt
+    column's text and, where wanted, {system_prompt}; empty takes the model's own."""
     chat_template_kwargs: Table[Scalar] = field(default_factory=dict)
     """Extra keyword arguments for the tokenizer's chat template, e.g. enable_thinking false."""
     max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
@@ -125,24 +133,34 @@ class DataConfig:
         answer = {"answer": self.answer_column} if self.answer_column else {}
         return prompt | answer | self.columns
 
+    @property
+    def is_text_template(self) -> bool:
+        """Whether `prompt_template` is text with placeholders, and neither empty nor the path of a file."""
+        return bool(self.prompt_template) and not self.prompt_template.endswith(".jinja")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """What a completion is worth: a weighted sum of functions."""
 
     functions: Table[float] = field(default_factory=lambda: {"math_reward": 1.0, "thinking_reward": 0.2})
-    """Weights by name: a built-in (see `grpo/rewards/builtin.py`) or your own `path/file.py:function`."""
+    """Weights by name: a built-in (see `grpo/rewards/builtin.py`) or your own `path/file.py:function`.
+    Weight 0 measures only."""
     options: Table[Options] = field(default_factory=dict)
     """Keyword arguments of a reward function, by its name: `--reward.options overlong_penalty '{"tokens": 256}'`."""
     num_workers: Annotated[int, AtLeast(1)] = 4
-    """Processes that run the reward functions."""
+    """Processes that run the reward functions; where built-in ones and your own (or code_reward) meet, of each kind."""
     timeout_seconds: Annotated[float, Above(0)] = 10.0
     """Per completion: a call that takes longer is ended, reward None; for a whole group, times its size."""
     memory_gib: Annotated[float, Above(0)] = 4.0
     """Address space of one such process."""
+    allow_weak_sandbox: bool = False
+    """Run code_reward also where its programs could open the files of this machine (no Landlock, no namespaces)."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
     """Where functions find the answer. answer_tag: in the last <answer>..</answer>; boxed: in the last \\boxed{};
     hashes: after the last ####."""
+    environment: tuple[str, ...] = ()
+    """Environment variables that your own functions get on top of what Python needs, such as a judge's key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +174,9 @@ class GeneratorConfig:
     temperature: tuple[Temperature, ...] = (1.0,)
     """Sampling temperature, also of the trainer's log-probs; several take turns over the completions of a group."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion, in addition to the model's own stop tokens; the completion keeps them."""
+    """Texts that end a completion, in addition to the model's own stop tokens; the completion keeps them."""
+    stop_token_ids: tuple[Annotated[int, AtLeast(0)], ...] = ()
+    """Token ids that end a completion, in addition to the model's own."""
     top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
     """Nucleus sampling; below 1 the sampled distribution is not the one that is trained, and a warning says so."""
     top_k: Annotated[int, AtLeast(0)] = 0
@@ -173,6 +193,10 @@ class GeneratorConfig:
     """Skip CUDA graphs and compilation: faster start, slower decoding; on a CPU always on."""
     sleep: bool = False
     """Colocated only: the engine gives its memory back while the trainer works."""
+    engine: Table[Json] = field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor block_size 32`."""
+    sampling: Table[Json] = field(default_factory=dict)
+    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling min_tokens 8`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,12 +264,15 @@ class AlgorithmConfig:
     grpo, dr_grpo, dapo, gspo: '{"dual_clip": 3}'; reinforce: '{"max_importance_weight": 2}';
     sapo: '{"temperature_positive": 1, "temperature_negative": 1.05}'; your own function: what it takes."""
     kl_coef: Annotated[float, AtLeast(0)] = 0.0
-    """Weight of the KL to the reference; 0 needs no reference."""
+    """Weight of the KL to the reference; 0 leaves it out."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
     """Estimate of that KL per token, where d = log policy - log reference.
     k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d; k3_k2_gradient: the value of k3 with the gradient of k2."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL goes. loss: a token's is added to its loss; reward: a completion's sum is taken off its reward."""
+    distill_coef: Annotated[float, AtLeast(0)] = 0.0
+    """On-policy distillation: weight of log teacher - log policy, which is added to each token's advantage.
+    The teacher is `model.reference_path`; 0 is none. Rewards may be left out (`--reward.functions` with nothing)."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
     mask_truncated: bool = False
@@ -358,6 +385,8 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves only at the end."""
     keep: Annotated[int, AtLeast(1)] = 2
     """How many of the newest checkpoints are kept."""
+    keep_best: str = ""
+    """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
     export: bool = True
     """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
 
@@ -433,7 +462,7 @@ class GRPOConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether any rank holds a frozen reference."""
-        return self.algorithm.kl_coef > 0
+        return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
 
     @property
     def largest_tensor_parallel(self) -> int:
@@ -441,10 +470,16 @@ class GRPOConfig:
         return math.lcm(self.trainer.tensor_parallel, self.generator.tensor_parallel)
 
     @property
+    def num_reference_ranks(self) -> int:
+        """Ranks that hold the reference, if there is one."""
+        num_references = 0 if self.roles.colocated else self.roles.num_references
+        return num_references or self.roles.num_trainers
+
+    @property
     def reference_tensor_parallel(self) -> int:
-        """The reference is sharded like the trainer as far as its ranks allow."""
-        num_references = self.roles.num_trainers if self.roles.colocated else self.roles.num_references
-        return math.gcd(num_references or self.roles.num_trainers, self.trainer.tensor_parallel)
+        """Unless set, the reference is sharded like the trainer as far as its ranks allow."""
+        shared = math.gcd(self.num_reference_ranks, self.trainer.tensor_parallel)
+        return self.model.reference_tensor_parallel or shared
 
     @property
     def largest_mismatch(self) -> float:

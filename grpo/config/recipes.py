@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo.config.bounds import check_fields
 from grpo.config.checks import cautions, validate
-from grpo.config.fields import Config, GRPOConfig, Options, Scalar, SFTConfig, complete
+from grpo.config.fields import Config, GRPOConfig, Json, Options, Scalar, SFTConfig, complete
 from grpo.config.names import check_flags, explain_type_error, field_paths, no_such_field
 from grpo.config.user_files import run_file
 
@@ -45,21 +45,22 @@ def load(config_type: type[Config], default_recipe: str, arguments: list[str] | 
 
 
 def _value_parsers():
-    """How to read the two kinds of values that tyro does not know: JSON objects, and scalars as JSON."""
+    """How to read the kinds of values that tyro does not know: JSON objects, scalars as JSON, and any JSON."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
     def rule(info):
-        if info.type not in (Options, Scalar):
+        kinds = {Options: (dict, "JSON"), Scalar: (Scalar, "VALUE"), Json: (Json, "JSON")}
+        if info.type not in kinds:
             return None
-        kind, metavar = (dict, "JSON") if info.type == Options else (Scalar, "VALUE")
+        kind, metavar = kinds[info.type]
 
         def parse(words: list[str]) -> Any:
             """`{"tokens": 256}` -> a dict, `false` and `False` -> False, `3` -> 3; what is no such JSON stays text."""
             with contextlib.suppress(ValueError):
-                value = json.loads({"True": "true", "False": "false"}.get(words[0], words[0]))
+                value = json.loads({"True": "true", "False": "false", "None": "null"}.get(words[0], words[0]))
                 return value if isinstance(value, kind) else words[0]
             return words[0]
 

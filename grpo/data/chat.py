@@ -1,6 +1,6 @@
-"""A model's tokenizer and its chat template: texts in, token ids out, within bounds.
+"""A model's tokenizer and its chat template, or the user's prompt template: texts in, token ids out, within bounds.
 
-The template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
+A chat template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
 attribute of Python's; a loop has at most 100,000 rounds there, but loops may be nested, and texts and numbers grow
 without a bound. So it is tried once in a process of its own before the run (`check_template`), and has a deadline and a
 longest result each time.
@@ -9,6 +9,7 @@ longest result each time.
 import contextlib
 import functools
 import json
+import pathlib
 import signal
 import subprocess
 import sys
@@ -37,7 +38,10 @@ QUOTED_CHARACTERS = 300
 TOKENIZED_CHARACTERS = 500_000
 # One turn of a chat: role, content, perhaps tool_calls.
 Message = dict[str, Any]
-# Run in a process of its own: {"messages", "template", "arguments", "seconds"} from stdin -> the number of characters.
+# Stands for a prompt, to see whether a template writes it
+PROBE = "grpo probe 1867"
+# Run in a process of its own: {"messages", "template", "arguments", "seconds", "probe"} from stdin -> the number of
+# characters, and 1 if the probe is among them, else 0.
 TRIAL = f"""
 import json, math, resource, sys, time
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -51,7 +55,7 @@ try:
     rendered, _ = render_jinja_template([job["messages"]], chat_template=job["template"], **job["arguments"])
 except BaseException as error:
     sys.exit(f"{{type(error).__name__}}: {{str(error)[:1000]}}".encode("ascii", "backslashreplace").decode())
-print(len(rendered[0]))
+print(len(rendered[0]), int(job["probe"] in rendered[0]))
 """
 
 
@@ -67,15 +71,19 @@ class Refused(Exception):
     """The chat template does not take a prompt; the message says why."""
 
 
-def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model folder; raises ValueError if it has no chat template or no EOS token, or brings code."""
-    import transformers
+def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model folder, with the chat template of `data.prompt_template` if that is a file.
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    if not tokenizer.chat_template:
+    Raises ValueError if there is no template or no EOS token, or the folder brings code.
+    """
+    data = data or DataConfig()
+    tokenizer = open_tokenizer(folder)
+    if data.prompt_template and not data.is_text_template:
+        tokenizer.chat_template = _read_template(data.prompt_template)
+    if not tokenizer.chat_template and not data.prompt_template:
         raise ValueError(
-            f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or put a "
-            "chat_template.jinja into the model's folder"
+            f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or say what a prompt "
+            "looks like, such as --data.prompt-template 'Question: {question} Answer:' (or a .jinja file)"
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -85,16 +93,36 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def open_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer as tokenizer.json has it, if there is one; no code that a folder brings is run."""
+    import transformers
+
+    if (pathlib.Path(folder) / "tokenizer.json").is_file():
+        # AutoTokenizer rebuilds it after the name of a class, which is the wrong one where a Llama has another
+        # tokenizer (R1-Distill): silently other tokens.
+        return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _read_template(path: str) -> str:
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"data.prompt_template file {pathlib.Path(path).absolute()} does not exist")
+    return pathlib.Path(path).read_text()
+
+
 def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, seconds: float = TEMPLATE_SECONDS) -> None:
     """Try the chat template on a short message, in a process with bounds. Takes about a second.
 
-    Raises ValueError if it needs more than `seconds` of the CPU's time, TRIAL_BYTES or TEMPLATE_CHARACTERS, or raises.
+    Raises ValueError if it needs more than `seconds` of the CPU's time, TRIAL_BYTES or TEMPLATE_CHARACTERS, or raises,
+    or leaves the message out.
     """
-    arguments = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **config.chat_template_kwargs}
+    if config.is_text_template:  # nothing is run
+        return
+    arguments = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **_template_arguments(config, PROBE)}
     template = tokenizer.get_chat_template(arguments.pop("chat_template", None))
-    messages = _messages(config, "1 + 1 = ?")
-    job = {"messages": messages, "template": template, "arguments": arguments, "seconds": seconds}
-    wrong = f"the chat template of {tokenizer.name_or_path}"
+    messages = _messages(config, PROBE)
+    job = {"messages": messages, "template": template, "arguments": arguments, "seconds": seconds, "probe": PROBE}
+    wrong = _template_name(tokenizer, config)
     way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
     command = [sys.executable, "-P", "-c", TRIAL]  # -P: no module out of the folder that the run starts in
     try:
@@ -109,9 +137,14 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, sec
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         reason = one_line(shorten(lines[-1], QUOTED_CHARACTERS))
         raise ValueError(f"{wrong} failed with one short message within {TRIAL_BYTES >> 30} GiB: {reason}; {way_out}")
-    most = TEMPLATE_CHARACTERS + sum(len(message["content"]) for message in messages)
-    if int(done.stdout.split()[-1]) > most:
-        raise ValueError(f"{wrong} makes {done.stdout.split()[-1]} characters of one short message; {way_out}")
+    num_characters, has_probe = map(int, done.stdout.split()[-2:])
+    if num_characters > TEMPLATE_CHARACTERS + sum(len(message["content"]) for message in messages):
+        raise ValueError(f"{wrong} makes {num_characters} characters of one short message; {way_out}")
+    if not has_probe:
+        raise ValueError(
+            f"{wrong} leaves the prompt out; write it as the content of `messages`"
+            + (", or as {{ question }}" if config.prompt_template else "")
+        )
 
 
 def encode_prompt(
@@ -121,11 +154,11 @@ def encode_prompt(
     max_tokens: int,
     tools: list[Any] | None = None,
 ) -> list[int]:
-    """Token ids of one chat: system prompt, `prompt`, the assistant's opening; see `render_prompt`.
+    """Token ids of one prompt, as `render_prompt` writes it and `tokenize_prompts` takes it apart.
 
     Raises TooLong for more than `max_tokens`, and what `render_prompt` raises.
     """
-    (ids,) = tokenize(tokenizer, [render_prompt(tokenizer, config, prompt, max_tokens, tools)])
+    (ids,) = tokenize_prompts(tokenizer, config, [render_prompt(tokenizer, config, prompt, max_tokens, tools)])
     if len(ids) > max_tokens:
         raise TooLong(len(ids), exact=True)
     return ids
@@ -138,37 +171,76 @@ def render_prompt(
     max_tokens: int,
     tools: list[Any] | None = None,
 ) -> str:
-    """The text of one chat: the system prompt unless empty, `prompt` as the user's message, the assistant's opening.
+    """The text of one prompt.
 
-    A prompt that is a list of messages follows the system prompt, or begins with its own. `tools` are for the template.
-    Raises TooLong if it has more characters than `max_tokens` tokens stand for, Refused if the template raises, and
-    ValueError if it takes longer than TEMPLATE_SECONDS.
+    By the chat template: the system prompt unless empty, `prompt` as the user's message, the assistant's opening. A
+    prompt that is a list of messages follows the system prompt, or begins with its own; `tools` are for the template.
+    By a text template: that text with its placeholders filled in. Raises TooLong if it has more characters than
+    `max_tokens` tokens stand for, Refused if the template does not take it, and ValueError if it takes longer than
+    TEMPLATE_SECONDS.
     """
     import jinja2
 
     messages = _messages(config, prompt)
     check_characters(tokenizer, "".join(message["content"] for message in messages), max_tokens)
-    options = {**config.chat_template_kwargs, **({"tools": tools} if tools else {})}
-    try:
-        with _deadline(TEMPLATE_SECONDS, f"the chat template of {tokenizer.name_or_path}"):
-            chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
-    except (jinja2.TemplateError, TypeError) as error:
-        reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
-        raise Refused(f"the chat template refuses it ({reason})") from error
+    if config.is_text_template:
+        chat = _fill_in(config.prompt_template, messages)
+    else:
+        arguments = _template_arguments(config, _question(messages)) | ({"tools": tools} if tools else {})
+        try:
+            with _deadline(TEMPLATE_SECONDS, _template_name(tokenizer, config)):
+                chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
+        except (jinja2.TemplateError, TypeError) as error:
+            reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
+            raise Refused(f"the chat template refuses it ({reason})") from error
     check_characters(tokenizer, chat, max_tokens)
     return chat
 
 
-def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
-    """Token ids of texts that have their special tokens already; so many at a time as memory allows."""
+def _fill_in(template: str, messages: list[Message]) -> str:
+    *system, question = messages
+    if question["role"] != "user" or [message["role"] for message in system] not in ([], ["system"]):
+        raise Refused("a text as data.prompt_template takes one question, and this prompt has several turns")
+    # the question last, so that nothing within it is taken for a placeholder
+    filled = template.replace("{system_prompt}", system[0]["content"] if system else "")
+    return filled.replace("{question}", question["content"])
+
+
+def _question(messages: list[Message]) -> str:
+    """The user's last message."""
+    return next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+
+
+def tokenize_prompts(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, texts: list[str]) -> list[list[int]]:
+    """Token ids of rendered prompts: a chat template writes special tokens itself, a text begins with BOS if any."""
+    if not config.is_text_template:
+        return tokenize(tokenizer, texts)
+    ids = tokenize(tokenizer, texts, add_special_tokens=True)
+    # some tokenizers close every text
+    return [sequence[:-1] if sequence[-1:] == [tokenizer.eos_token_id] else sequence for sequence in ids]
+
+
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", texts: list[str], add_special_tokens: bool = False
+) -> list[list[int]]:
+    """Token ids of texts, so many at a time as memory allows."""
     ids, waiting, num_characters = [], [], 0
     for text in texts:
         if waiting and num_characters + len(text) > TOKENIZED_CHARACTERS:
-            ids += tokenizer(waiting, add_special_tokens=False)["input_ids"]
+            ids += tokenizer(waiting, add_special_tokens=add_special_tokens)["input_ids"]
             waiting, num_characters = [], 0
         waiting.append(text)
         num_characters += len(text)
-    return ids + (tokenizer(waiting, add_special_tokens=False)["input_ids"] if waiting else [])
+    return ids + (tokenizer(waiting, add_special_tokens=add_special_tokens)["input_ids"] if waiting else [])
+
+
+def _template_arguments(config: DataConfig, text: str) -> dict[str, Any]:
+    return ({"question": text} if config.prompt_template else {}) | dict(config.chat_template_kwargs)
+
+
+def _template_name(tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> str:
+    own = config.prompt_template
+    return f"data.prompt_template {own}" if own else f"the chat template of {tokenizer.name_or_path}"
 
 
 def check_characters(tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int) -> None:

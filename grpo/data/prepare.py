@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
-from grpo.data.chat import Refused, TooLong, check_characters, render_prompt, tokenize
+from grpo.data.chat import Refused, TooLong, check_characters, render_prompt, tokenize, tokenize_prompts
 from grpo.data.rows import Example, SourceRows, check_rows, progress, tell_unusable
 from grpo.data.sources import READ_ROWS, load_rows
 from grpo.text import printable
@@ -99,7 +99,7 @@ def count_prompt_tokens(
             counts[i] = error.num_tokens
         except Refused as error:
             counts[i] = str(error)
-    for i, ids in zip(chats, tokenize(tokenizer, list(chats.values())), strict=True):
+    for i, ids in zip(chats, tokenize_prompts(tokenizer, data, list(chats.values())), strict=True):
         counts[i] = len(ids)
     return counts
 

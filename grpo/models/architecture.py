@@ -1,7 +1,9 @@
-"""The torchtitan model of a Hugging Face config, for any dense size.
+"""The torchtitan model of a Hugging Face config, for any dense size of the families in `hf_folder.FAMILIES`.
 
-Its LM head (`logprob_head.LogprobHead`) returns the log-probs of given targets and the entropy instead of logits. Left
-out: mixture of experts.
+They share one decoder, torchtitan's Qwen3: grouped-query attention, SwiGLU, RMSNorm, rotary positions. A family says
+whether queries and keys are normalized and whether their projections have a bias. The LM head
+(`logprob_head.LogprobHead`) returns the log-probs of given targets and the entropy instead of logits. Left out: mixture
+of experts, sliding windows.
 """
 
 import grpo.models.titan_on_cpu  # noqa: F401
@@ -18,23 +20,26 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.llama3 import Llama3Model
-from torchtitan.models.llama3.model import Llama3TransformerBlock
-from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from grpo.models.hf_folder import FAMILIES, head_dim_of
 from grpo.models.logprob_head import LogprobHead
 
 # Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
 # the first GPU: DTensor's random states take the GPU's index from the rank within the role.
-_NO_INIT = {"weight": skip_param_init}
+_NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
 
 
-class _LogprobDecoder(Decoder):
+class Policy(Qwen3Model):
     """A torchtitan decoder whose forward ends in `LogprobHead`, which returns (logprobs_BT, entropy_BT)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        pass
 
     def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT):
         h_BTD = self.tok_embeddings(ids_BT)
@@ -43,16 +48,15 @@ class _LogprobDecoder(Decoder):
         return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT)
 
 
-class Qwen3Policy(_LogprobDecoder, Qwen3Model):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Qwen3Model.Config):
-        pass
+class Adapter(Qwen3StateDictAdapter):
+    """Torchtitan's names <-> Hugging Face's; the layout of every tensor is the same in both."""
 
-
-class Llama3Policy(_LogprobDecoder, Llama3Model):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Llama3Model.Config):
-        pass
+    def __init__(self, model_config: Policy.Config, hf_assets_path: str | None):
+        super().__init__(model_config, hf_assets_path)
+        for hf, titan in (("q_proj", "wq"), ("k_proj", "wk"), ("v_proj", "wv")):
+            self.from_hf_map[f"model.layers.{{}}.self_attn.{hf}.bias"] = (
+                f"layers.{{}}.attention.qkv_linear.{titan}.bias"
+            )
 
 
 class HFRoPE(CosSinRoPE):
@@ -74,18 +78,6 @@ class HFRoPE(CosSinRoPE):
         angles = torch.outer(torch.arange(self.config.max_seq_len, dtype=torch.float32), inv_freq)
         angles = torch.cat([angles, angles], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.attention_factor
-
-
-class LlamaAdapter(Llama3StateDictAdapter):
-    """HF names for Llama, without the permutation that `HFRoPE` makes unnecessary."""
-
-    def _permute(self, w, n_heads_arg, dim1=None, dim2=None):
-        return w
-
-    _reverse_permute = _permute
-
-    def _validate_hf_rope_config(self, *unused) -> None:
-        """Nothing to compare: the frequencies come from the HF config."""
 
 
 class DocumentAttention(VarlenAttention):
@@ -118,8 +110,8 @@ def titan_config(
     hf: transformers.PretrainedConfig, attention: str, chunk_tokens: int, compiled: bool = False
 ) -> Decoder.Config:
     """The torchtitan model config of a Hugging Face one, for any dense size. `attention` is flex or documents."""
-    qwen = hf.model_type == "qwen3"
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    family = FAMILIES[hf.model_type]
+    head_dim = head_dim_of(hf)
     # inverse frequencies [head_dim / 2] and the factor on cos and sin, as transformers' own models compute them
     rope_type = hf.rope_parameters.get("rope_type", "default")
     if rope_type == "default":
@@ -137,28 +129,29 @@ def titan_config(
     def norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
 
-    def block() -> Qwen3TransformerBlock.Config | Llama3TransformerBlock.Config:
-        block_type = Qwen3TransformerBlock if qwen else Llama3TransformerBlock
-        return block_type.Config(
+    def block() -> Qwen3TransformerBlock.Config:
+        attention_config = make_gqa_config(
+            dim=hf.hidden_size,
+            n_heads=hf.num_attention_heads,
+            n_kv_heads=hf.num_key_value_heads,
+            head_dim=head_dim,
+            wqkv_param_init=_NO_INIT,
+            wo_param_init=_NO_INIT,
+            inner_attention=(FlexAttention if attention == "flex" else DocumentAttention).Config(),
+            rope=rope_config,
+            qk_norm=norm(head_dim) if family.qk_norm else None,
+        )
+        attention_config.qkv_linear.wq.bias = attention_config.qkv_linear.wkv.bias = family.qkv_bias
+        return Qwen3TransformerBlock.Config(
             attention_norm=norm(hf.hidden_size),
             ffn_norm=norm(hf.hidden_size),
-            attention=make_gqa_config(
-                dim=hf.hidden_size,
-                n_heads=hf.num_attention_heads,
-                n_kv_heads=hf.num_key_value_heads,
-                head_dim=head_dim,
-                wqkv_param_init=_NO_INIT,
-                wo_param_init=_NO_INIT,
-                inner_attention=(FlexAttention if attention == "flex" else DocumentAttention).Config(),
-                rope=rope_config,
-                qk_norm=norm(head_dim) if qwen else None,
-            ),
+            attention=attention_config,
             feed_forward=make_ffn_config(
                 dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
             ),
         )
 
-    return (Qwen3Policy if qwen else Llama3Policy).Config(
+    return Policy.Config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=norm(hf.hidden_size),

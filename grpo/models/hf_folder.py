@@ -3,11 +3,16 @@
 The driver uses it at the start of a run, so it does without torchtitan, whose import takes seconds.
 """
 
+import json
 import os
 import pathlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch.distributed as dist
 import transformers
+
+from grpo.data.chat import open_tokenizer
 
 # What an exported model takes from the one that training started from, besides config.json: what a tokenizer reads.
 # By name, so that neither code nor pickles, nor anything else that lies there, travels on.
@@ -26,17 +31,56 @@ COPIED_FILES = (
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
 
+# Of a hub model. The unwanted ones are the same weights once more, in layouts that vLLM would prefer to Hugging Face's.
+WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+UNWANTED_FILES = ["consolidated*", "params.json", "original/*"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the attention of a model family differs from the others'; the rest of the decoder is the same."""
+
+    qk_norm: bool = False
+    """Queries and keys are normalized per head."""
+    qkv_bias: bool = False
+    """The projections to queries, keys and values have a bias."""
+
+
+# By the model_type of config.json
+FAMILIES = {
+    "qwen3": Family(qk_norm=True),
+    "qwen2": Family(qkv_bias=True),  # Qwen2, Qwen2.5, R1-Distill-Qwen
+    "llama": Family(),  # Llama 3, R1-Distill-Llama
+    "mistral": Family(),
+}
+
 
 def resolve_folder(path: str) -> str:
-    """A local folder as it is, a hub name as the folder it was downloaded to; FileNotFoundError says the way out."""
-    folder = pathlib.Path(path)
-    if folder.is_dir():
+    """A local folder as it is, a hub name as the folder it was downloaded to.
+
+    Raises FileNotFoundError, which says the way out, and for a hub model that cannot be trained ValueError, before its
+    weights are downloaded.
+    """
+    if pathlib.Path(path).is_dir():
+        folder = pathlib.Path(path)
         for needed in ("config.json", "tokenizer_config.json"):
             if not (folder / needed).is_file():
                 raise FileNotFoundError(
                     f"model folder {folder.resolve()} has no {needed}; it must be a Hugging Face folder"
                 )
         return str(folder)
+    read_hf_config(config_folder(path))
+    return _download(path, WANTED_FILES)
+
+
+def config_folder(path: str) -> str:
+    """A folder with the model's config.json: `path` itself, or where the hub's was downloaded to, without weights."""
+    return path if pathlib.Path(path).is_dir() else _download(path, ["config.json"])
+
+
+def _download(path: str, files: list[str]) -> str:
+    """The folder with these files of a hub model; raises FileNotFoundError if there is none such."""
+    folder = pathlib.Path(path)
     if (
         path.startswith((".", "/", "~"))
         or path.count("/") != 1
@@ -47,9 +91,7 @@ def resolve_folder(path: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return huggingface_hub.snapshot_download(
-            path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-        )
+        return huggingface_hub.snapshot_download(path, allow_patterns=files, ignore_patterns=UNWANTED_FILES)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"{path} is neither a local folder nor a hub model that could be downloaded ({type(error).__name__}); "
@@ -107,23 +149,83 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a completion: the tokenizer's EOS and those of generation_config.json."""
-    ids = {tokenizer.eos_token_id}
+def check_reference(folder: str, policy_folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Refuse a reference, or teacher, that would read other tokens than the policy's `tokenizer` writes.
+
+    It must have every token of the policy under the same id, and a row for every id that the policy can sample. Raises
+    ValueError with the first token that differs.
+    """
+    ours, theirs = tokenizer.get_vocab(), open_tokenizer(folder).get_vocab()
+    different = [token for token, index in ours.items() if theirs.get(token) != index]
+    if different:
+        first = min(different, key=ours.get)
+        raise ValueError(
+            f"reference {folder} has another vocabulary than {policy_folder}: {len(different)} of {len(ours)} tokens, "
+            f"the first is {first!r}, which is {ours[first]} and there {theirs.get(first, 'missing')}; take a model of "
+            "the policy's family"
+        )
+    rows, their_rows = read_hf_config(policy_folder).vocab_size, read_hf_config(folder).vocab_size
+    if their_rows < rows:
+        raise ValueError(
+            f"reference {folder} has {their_rows} vocabulary entries and {policy_folder} {rows}; it must have at least "
+            "as many, because the policy may sample any of them"
+        )
+
+
+def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, more: Iterable[int] = ()) -> list[int]:
+    """Tokens that end a completion: the tokenizer's EOS, those of generation_config.json, and `more`.
+
+    Raises ValueError if one of `more` is not in the vocabulary.
+    """
+    if unknown := [token for token in more if token >= len(tokenizer)]:
+        raise ValueError(f"generator.stop_token_ids: {unknown} are not among the {len(tokenizer)} tokens of {folder}")
+    ids = {tokenizer.eos_token_id, *more}
     if (pathlib.Path(folder) / "generation_config.json").is_file():
-        more = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set(more if isinstance(more, list) else [] if more is None else [more])
+        eos = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+        ids |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return sorted(ids)
 
 
 def read_hf_config(folder: str) -> transformers.PretrainedConfig:
-    """Read config.json and refuse what this project cannot train. Raises ValueError naming the field."""
+    """Read config.json and refuse what this project cannot train. Raises ValueError naming the field and the reason."""
+    raw = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:  # before transformers, which knows fewer reasons
+        experts = any("expert" in name and value for name, value in raw.items())
+        raise ValueError(
+            f"{folder} is a {model_type} model{', a mixture of experts' if experts else ''}; only dense "
+            f"{', '.join(FAMILIES)} models are supported"
+        )
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if config.model_type not in ("qwen3", "llama"):
-        raise ValueError(f"{folder} is a {config.model_type} model; dense qwen3 and llama models are supported")
+    for reason in _unsupported(raw, config):
+        raise ValueError(f"{folder}: {reason}")
+    return config
+
+
+def _unsupported(raw: dict, config: transformers.PretrainedConfig) -> Iterator[str]:
+    """Why the model of a known family cannot be trained; `raw` is its config.json as it stands."""
+    other_heads = [name for name in raw.get("architectures") or () if not name.endswith("ForCausalLM")]
+    if other_heads:
+        yield f"a {other_heads[0]} has no language model head; use the causal model (...ForCausalLM)"
+    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
+        method = quantization.get("quant_method", "quantized")
+        yield f"{method} weights cannot be trained; use the checkpoint in bfloat16 that they were made from"
+    if window := getattr(config, "sliding_window", None):
+        yield (
+            f"sliding_window={window} is not supported, since every layer here attends to all that came before; if no "
+            f"prompt with its completion is longer than {window} tokens, nothing differs: set it to null in config.json"
+        )
     rope_type = config.rope_parameters.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
-        raise ValueError(f"{folder}: rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}")
+        yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("use_mrope"):
+        yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        raise ValueError(f"{folder}: attention_bias and mlp_bias are not supported; these models have none")
-    return config
+        yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
+    if config.hidden_act != "silu":
+        yield f"hidden_act {config.hidden_act} is not supported, only silu"
+
+
+def head_dim_of(config: transformers.PretrainedConfig) -> int:
+    """Width of one attention head; some models leave it to follow from the others."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -14,15 +14,12 @@ No torch, nor anything that imports it: worker processes load this file and must
 
 import functools
 import importlib
-import logging
 import math
-import re
-import sys
-import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-from grpo.rewards.answers import LATEX_SECONDS, extract_answer, same_answer
+from grpo.rewards.answers import extract_answer, find_answer, is_expression, same_answer
+from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
 from grpo.rewards.programs import last_program, passes, read_tests
 
 RewardFunction = Callable[..., list[float | None]]
@@ -49,10 +46,17 @@ def math_reward(
 ) -> list[float | None]:
     """1.0 where the completion's answer equals the reference in `answer`, else 0.0.
 
-    Equal: both are one number (see parse_number: units are dropped) and differ by at most `tolerance`, relative to the
-    reference or absolute if that is below 1; or the texts agree except for case, blanks, Markdown and a final period;
-    or, with answer_format="boxed", math-verify takes the two LaTeX expressions as equal (it needs the process's main
-    thread). A reference with #### (GSM8K's solutions) counts from the last one on.
+    The answer is what extract_answer finds: thoughts are none, and a choice such as "42 or 43" earns nothing. Equal:
+      - both are one number (see read_quantity) with the same unit, or one of them without a unit. Integers must be the
+        same; other numbers may differ by `tolerance`, relative to the reference, also below 1. "5 cm" is neither "5 m"
+        nor converted to "50 mm", and "50%" is 50;
+      - or lists, pairs and intervals of equal items in the same brackets, in any order without brackets or in \\{\\};
+      - or equations of the same name with equal right sides; a name and "=" may be missing on one side, but anything
+        else on the left is no name;
+      - or the texts agree except for case, blanks, Markdown, parentheses around an option's letter and a final period;
+      - or, with answer_format="boxed", math-verify takes the two LaTeX expressions as equal (see latex.py; it needs the
+        process's main thread). Words are never taken for products of their letters.
+    A reference with #### (GSM8K's solutions) counts from the last one on.
 
     Returns `partial_credit` (0 to 1) for an answer in the right form that is wrong, None where the reference is empty
     or None.
@@ -83,36 +87,33 @@ def _compare(
 
 def _reference_answer(reference: Any) -> str | None:
     text = "" if reference is None else str(reference).strip()
-    return extract_answer(text, "hashes") if "####" in text else text or None
+    if "####" in text:
+        return extract_answer(text, "hashes")
+    return extract_answer(text, "boxed") or text if "\\boxed" in text else text or None
 
 
-# A box without content parses as the empty set, which some references are.
-_EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
+def math_verify(
+    completions: list[str], answer: list[Any], *, tolerance: float = 1e-6, **columns: list
+) -> list[float | None]:
+    """1.0 where the answer found anywhere in the completion equals the one in `answer`, also as LaTeX, else 0.0.
 
-
-def math_verify(completions: list[str], answer: list[Any], **columns: list) -> list[float | None]:
-    """1.0 where the expression that the math-verify library finds in the completion equals the one in `answer`, else 0.
-
-    It looks at the whole completion: first for \\boxed{} and "final answer is", then LaTeX between dollars, then plain
-    numbers, of several the last. Looser than math_reward, so a completion that just ends in many numbers can be lucky.
-    A reference with #### (GSM8K's solutions) counts from the last one on; None where it is empty or no expression.
+    Equal is what it is for math_reward with answer_format="boxed". The answer is looked for in this order: in <answer>,
+    in \\boxed{}, behind "final answer is", as LaTeX between dollars or the like, as a plain number; of several the
+    last. Looser than math_reward, so a completion that just ends in many numbers can be lucky. A reference with ####
+    (GSM8K's solutions) counts from the last one on; None where it is empty or no expression: a sentence, or LaTeX that
+    does not parse.
 
     Needs the process's main thread: the library limits each parse and comparison with SIGALRM.
     """
-    import math_verify as library  # sympy takes a second to load
-
-    # On a timeout the library logs the text it parsed, all of it, as a warning.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    importlib.import_module("math_verify")  # at the start, not within the deadline of the first comparison
     rewards = []
     for text, reference in zip(completions, map(_reference_answer, answer), strict=True):
-        if reference is None:
+        if reference is None or not is_expression(reference):
             rewards.append(None)
-            continue
-        written = reference if "$" in reference or "\\boxed" in reference else rf"\boxed{{{reference}}}"
-        gold = library.parse(written, parsing_timeout=LATEX_SECONDS)
-        found = [] if _EMPTY_BOX.search(text) else library.parse(text, parsing_timeout=LATEX_SECONDS)
-        equal = bool(gold and found) and library.verify(gold, found, timeout_seconds=LATEX_SECONDS)
-        rewards.append((1.0 if equal else 0.0) if gold else None)
+        else:
+            given = find_answer(text)
+            equal = given is not None and same_answer(given, reference, tolerance, latex=True)
+            rewards.append(1.0 if equal else 0.0)
     return rewards
 
 
@@ -214,62 +215,6 @@ def code_reward(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Form
-
-
-def regex_match(completions: list[str], *, pattern: str, **columns: list) -> list[float | None]:
-    """1.0 where the regular expression `pattern` occurs anywhere in the completion (re.search), else 0.0."""
-    if not pattern:
-        raise ValueError("pattern is empty; set a regular expression")
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(
-            f"pattern {pattern!r} is no regular expression: {error}; escape literal signs with a backslash"
-        ) from error
-    return [1.0 if compiled.search(text) else 0.0 for text in completions]
-
-
-_THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
-
-
-def format_reward(completions: list[str], **columns: list) -> list[float | None]:
-    """1.0 if the completion is <think>..</think><answer>..</answer> and nothing else but blanks around, else 0.0.
-
-    Each tag occurs once and neither content is empty. A chat template that opens <think> in the prompt makes 1.0
-    impossible, as for thinking_reward.
-    """
-    rewards = []
-    for text in completions:
-        once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
-        match = _THINK_THEN_ANSWER.fullmatch(text) if once else None
-        rewards.append(1.0 if match and match[1].strip() and match[2].strip() else 0.0)
-    return rewards
-
-
-# Any of these starts an answer, whatever format the run uses.
-_ANSWER_MARKERS = ("<answer>", "\\boxed", "####")
-
-
-def thinking_reward(completions: list[str], **columns: list) -> list[float | None]:
-    """1.0 for exactly one <think>..</think> block with content, before the answer; 0.5 for a broken one; 0.0 for none.
-
-    Broken: a tag is missing or repeated, the block is empty, or an answer comes before the block or only inside it.
-    Only the completion's own text counts: a chat template that opens <think> in the prompt leaves just the closing tag
-    here, and then 0.5 is the most that can be had; turn that off with data.chat_template_kwargs, or drop this reward.
-    """
-    rewards = []
-    for text in completions:
-        counts = text.count("<think>"), text.count("</think>")
-        before, _, rest = text.partition("<think>")
-        thoughts, closed, after = rest.partition("</think>")
-        early, inside, late = (any(marker in part for marker in _ANSWER_MARKERS) for part in (before, thoughts, after))
-        whole = counts == (1, 1) and closed and thoughts.strip() and not early and (late or not inside)
-        rewards.append(0.0 if counts == (0, 0) else 1.0 if whole else 0.5)
-    return rewards
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Length
 
 
@@ -315,52 +260,46 @@ def overlong_penalty(
     return [-min(1.0, max(0.0, length - free) / cache) for length in num_tokens]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Style
+def cosine_length_reward(
+    completions: list[str],
+    answer: list[Any],
+    num_tokens: list[int],
+    *,
+    correct_short: float = 2.0,
+    correct_long: float = 1.0,
+    wrong_short: float = -10.0,
+    wrong_long: float = 0.0,
+    exceeded: float = -10.0,
+    answer_format: str = "answer_tag",
+    tolerance: float = 1e-6,
+    max_completion_tokens: int,
+    **columns: list,
+) -> list[float | None]:
+    """The cosine reward of "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373, section 4.2), with
+    that section's values: right answers earn more when they are shorter, wrong ones lose less when they are longer.
 
+    With x = tokens / `max_completion_tokens`, long + (short - long) / 2 * (1 + cos(pi * x)): so from `correct_short` at
+    no tokens to `correct_long` at the limit where math_reward takes the answer as correct, from `wrong_short` to
+    `wrong_long` where not, and `exceeded` at the limit itself, whatever the answer. It includes the reward for the
+    answer, so it is used without math_reward. None where math_reward gives None.
 
-def repetition_penalty(completions: list[str], *, ngram: int = 4, **columns: list) -> list[float | None]:
-    """Minus the share of n-grams of `ngram` words that occurred before: -(1 - distinct / total), 0 with fewer words.
-
-    Words are split at blanks, case ignored. One number per completion, as open-r1 has it; "Demystifying Long
-    Chain-of-Thought Reasoning" (arXiv:2502.03373, appendix C.2), which that goes back to, puts a penalty on each
-    token of a repeated n-gram instead.
+    Raises ValueError if a value is not finite, or if a wrong or exceeding completion could earn more than a right one.
     """
-    if ngram < 1:
-        raise ValueError(f"ngram is {ngram}; set 1 word or more")
-    rewards = []
-    for text in completions:
-        words = text.casefold().split()
-        ngrams = [tuple(words[i : i + ngram]) for i in range(len(words) - ngram + 1)]
-        rewards.append(len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0)
-    return rewards
-
-
-def language_reward(completions: list[str], *, language: str = "latin", **columns: list) -> list[float | None]:
-    """Share of the completion's letters (characters, not words) in one script; None if it has no letters.
-
-    `language` is how Unicode starts the names of that script's letters, in any case: latin, cyrillic, greek, arabic,
-    cjk, hiragana, hangul ... LaTeX commands, code and tags count as the letters they are. In the way of DeepSeek-R1's
-    language consistency reward (arXiv:2501.12948), which counts words of the target language.
-    """
-    prefix = f"{language.upper()} "
-    if not _is_script(prefix):
+    values = (correct_short, correct_long, wrong_short, wrong_long, exceeded)
+    if not all(map(math.isfinite, values)) or min(values[:2]) < max(values[2:]):
         raise ValueError(
-            f"language {language!r} is no script that Unicode names letters by; use one such as latin, cyrillic, "
-            "greek, arabic, hebrew, devanagari, thai, cjk, hiragana, katakana or hangul"
+            f"correct_short={correct_short}, correct_long={correct_long}, wrong_short={wrong_short}, wrong_long="
+            f"{wrong_long}, exceeded={exceeded}: set finite numbers, the first two at least as large as the others"
         )
+    if max_completion_tokens < 1:
+        raise ValueError(f"max_completion_tokens is {max_completion_tokens}; set the longest completion, 1 or more")
+    correct = math_reward(completions, answer, answer_format=answer_format, tolerance=tolerance)
     rewards = []
-    for text in completions:
-        letters = [character for character in text if character.isalpha()]
-        ours = sum(unicodedata.name(letter, "").startswith(prefix) for letter in letters)
-        rewards.append(ours / len(letters) if letters else None)
+    for value, length in zip(correct, num_tokens, strict=True):
+        short, long = (correct_short, correct_long) if value == 1.0 else (wrong_short, wrong_long)
+        reward = long + (short - long) / 2 * (1 + math.cos(math.pi * length / max_completion_tokens))
+        rewards.append(None if value is None else exceeded if length >= max_completion_tokens else reward)
     return rewards
-
-
-@functools.cache  # it may look at all of Unicode
-def _is_script(prefix: str) -> bool:
-    letters = filter(str.isalpha, map(chr, range(sys.maxunicode)))
-    return any(unicodedata.name(letter, "").startswith(prefix) for letter in letters)
 
 
 BUILT_INS: dict[str, RewardFunction] = {
@@ -376,6 +315,7 @@ BUILT_INS: dict[str, RewardFunction] = {
         thinking_reward,
         length_penalty,
         overlong_penalty,
+        cosine_length_reward,
         repetition_penalty,
         language_reward,
     )

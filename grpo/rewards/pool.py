@@ -19,8 +19,9 @@ import time
 from typing import Any
 
 from grpo.config import RewardConfig
+from grpo.rewards import confinement
 from grpo.rewards.supervisor import MAX_FAILED_STARTS
-from grpo.rewards.worker import SHOWN_CHARACTERS
+from grpo.rewards.values import SHOWN_CHARACTERS
 from grpo.text import shorten
 from grpo.types import Rollout
 
@@ -35,7 +36,8 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """`config.num_workers` processes that call the reward functions, each call with a deadline.
+    """`config.num_workers` processes that call the reward functions, each call with a deadline; as many again if some
+    of the functions run confined and some do not (confinement.py).
 
     Start it on the main thread: the processes end with the thread that started them, however it ends. What a function
     prints is lost, its stdout and stderr are /dev/null.
@@ -44,12 +46,14 @@ class RewardPool:
     def __init__(self, config: RewardConfig, max_completion_tokens: int) -> None:
         """Start the processes; returns when every one has loaded the functions.
 
-        Raises ValueError or RuntimeError if one cannot be loaded; the message names file and exception.
+        Raises ValueError or RuntimeError if one cannot be loaded; the message names file and exception. Raises
+        ValueError if a variable of `config.environment` is not set.
         """
         self.config = config
         # From `submit` to `collect`: the rollouts, and of each call the function's name and which of them it is for.
         self._submitted: tuple[list[Rollout], list[tuple[str, range]]] | None = None
         start = time.monotonic()
+        environment = confinement.environment(config.environment)
         self._socket, theirs = socket.socketpair()
         self._reader = self._socket.makefile("rb")
         with theirs:
@@ -57,11 +61,14 @@ class RewardPool:
                 [sys.executable, "-m", "grpo.rewards.supervisor", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=environment,
                 process_group=0,  # killed with the driver's group, it could not end what the workers started
                 cwd=pathlib.Path(__file__).parents[2],  # only to be found: it goes to `cwd` and takes over `path`
             )
         self._send((config, max_completion_tokens, LOAD_SECONDS, os.getcwd(), sys.path))
-        self._group_level = frozenset(self._receive(LOAD_SECONDS + SLACK_SECONDS))
+        self._group_level, lacking = self._receive(LOAD_SECONDS + SLACK_SECONDS)
+        if lacking:
+            print(f"warning: this kernel does not confine the processes of built-in rewards: {lacking}", flush=True)
         self._start_seconds = time.monotonic() - start
 
     def submit(self, rollouts: list[Rollout], group_size: int, step: int = 0) -> None:
@@ -91,7 +98,7 @@ class RewardPool:
                 columns["step"] = [step] * len(together)
                 payload = pickle.dumps(([r.text for r in together], columns))
                 calls += [(name, range(start, start + size)) for name in names]
-                messages += [(name, payload, self.config.timeout_seconds * size) for name in names]
+                messages += [(name, payload, size, self.config.timeout_seconds * size) for name in names]
         if calls:
             self._send(messages)
         self._submitted = rollouts, calls

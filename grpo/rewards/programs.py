@@ -2,11 +2,37 @@
 
 import contextlib
 import json
+import os
 import secrets
 import time
 from typing import Any
 
-from grpo.rewards.sandbox import run_python
+from grpo.config import RewardConfig
+from grpo.rewards.lockdown import offered
+from grpo.rewards.sandbox import SandboxError, isolation, run_python
+from grpo.text import one_line
+
+
+def check_sandbox(config: RewardConfig) -> str | None:
+    """One line, for the start of a run, on what the programs of completions run under; None without code_reward.
+
+    Raises ValueError if no program can be run in a sandbox here, or only in one that is below "no network, no files of
+    this machine" and `reward.allow_weak_sandbox` is not set.
+    """
+    if "code_reward" not in config.functions:
+        return None
+    try:
+        found = isolation()
+    except SandboxError as error:
+        raise ValueError(one_line(str(error))) from error
+    if found.weakness and not config.allow_weak_sandbox:
+        raise ValueError(
+            f"code_reward is refused because {found.weakness}: Linux {os.uname().release} has or allows Landlock "
+            f"version {offered().landlock} (1, of Linux 5.13, would do) and no mount namespaces; use another kernel or "
+            "a container whose filter allows Landlock, or, if this machine holds nothing that must stay private, set "
+            "--reward.allow-weak-sandbox"
+        )
+    return str(found)
 
 
 def last_program(text: str) -> str | None:

@@ -2,68 +2,69 @@
 
 Each program gets a fresh interpreter (`-I`: no user site, no PYTHON* variables) with an empty environment, its own
 empty folder, and limits on wall clock, CPU time, address space, file size, open files, processes and output. Everything
-it started ends with it, and it ends with whoever called. As far as the kernel grants it (`isolation()` says how far; it
-is tried out once, with a real program, and from then on insisted upon) it also has
+it started ends with it, and it ends with whoever called. Wherever it runs,
 
-- no network, and a process tree of its own: it cannot see or signal other processes, nothing outlives it. Linux
-  namespaces, which root gets, others where the kernel lets users make them.
-- nothing on disk to write to, and less to read: all files are read-only; /tmp, /dev/shm, the home folder and the
-  folder of the run are empty for it except for the interpreter; what it writes there lies in memory, capped, and is
-  gone with it.
-- another user than root, if it is root who calls: one that owns nothing and has not run before, so that a fork bomb is
-  bounded and meets no other program's.
+- it has no network: no sockets of any family, also not those in folders or of a virtual machine's host;
+- it calls no part of the kernel that programs do without (lockdown.py has the lists): no memory outside its address
+  space, no keyrings, no further namespaces, no mounts, no tracing, no other process's limits or priority;
+- it has no capability, and is another user than root, if it is root who calls: one who owns nothing and has not run
+  before, so that a fork bomb is bounded and meets no other program's. One exception: where other users cannot
+  read the interpreter, it keeps the capability to read, confined to the whitelist.
 
-What this does not stop: reading files elsewhere that are open to all, or to the caller if that is the user it runs as;
-connecting to sockets that lie in the file system; using `processes` times the memory, as limits are per process; bugs
-of the kernel, all of whose system calls are allowed (no seccomp); side channels. Where isolation() lacks `files`, it
-can write what its user can, and where it lacks `process_tree`, signal what its user can, so the run itself if it is of
-the same user. This is for programs that do harm by accident or because it pays. For hostile ones run the whole job in a
-container or virtual machine that has nothing to lose.
+As far as the kernel grants it (`isolation()` says how far; it is tried out once, with a real program, and from then on
+insisted upon) it also has
 
-Linux only, standard library only. The file is also the launcher that run_python starts, which is what sets the
-limits: in a process of its own, so that nothing runs between fork and exec in a caller that may have threads.
+- no files but a whitelist: the interpreter with its packages, the system's libraries and its own folder, which alone it
+  can write to. By Landlock (Linux 5.13), which works for any user and in containers, and where there are namespaces by
+  a root folder that holds nothing else. A run whose programs lack both is refused (`reward.allow_weak_sandbox`).
+- a process tree of its own, which nothing outlives, and in which it sees no other process: Linux namespaces, which root
+  gets, others where the kernel lets users make them. Without, it may start threads but no processes.
+
+What this does not stop: using `processes` times the memory, as limits are per process; filling a disk for a fifth of a
+second where there are no namespaces, which is how often the program's folder is looked at; bugs of the kernel in the
+calls that remain; side channels. Without namespaces it can also see whether a file of a known name exists, and how
+large it is. For programs of somebody who studies the machine run the whole job in a container or virtual machine that
+has nothing to lose.
+
+Linux on x86_64 or aarch64, standard library only.
 """
 
 import contextlib
-import ctypes
 import functools
+import glob
 import json
 import os
-import resource
+import pathlib
 import selectors
 import signal
 import stat
-import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from grpo.rewards import launcher, lockdown
 
 # Seconds beyond a program's own that its launcher has for starting, cleaning up and reporting.
 GRACE_SECONDS = 20
 
-# What of the caller's environment the interpreter needs to start at all.
-LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
-# All that a program finds in its environment on top of that: one thread per BLAS, so that importing numpy does not take
-# as many threads, and address space for their stacks, as the machine has cores.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Seconds that a program which prints 42 may take when measures are tried out: a loaded machine is slow, and slowness is
+# no reason to do without a measure.
+TRIAL_SECONDS = (10.0, 60.0)
 
-# Measures beyond limits, strongest first; the first that works here is used. user: another one than root.
-ATTEMPTS = (
-    ("namespaces", "files", "user"),
-    ("namespaces", "user"),
-    ("user",),
-    ("namespaces", "files"),
-    ("namespaces",),
-    (),
-)
+_ROOT = pathlib.Path(__file__).parents[2]
+_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from grpo.rewards.launcher import main; main()"
 
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed; this says nothing about the program."""
+
+
+class _Refused(SandboxError):
+    """The kernel does not grant the measures that were asked for."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,63 @@ class Outcome:
     stdout: str
     """As UTF-8, what is not with replacement characters; what was read before it ended."""
     stderr: str
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What is added to limits and denied system calls."""
+
+    namespaces: bool
+    """Processes, network, IPC and mounts of its own."""
+    own_root: bool
+    """A root folder that holds nothing but the whitelist; only with namespaces."""
+    landlock: bool
+    leave_root: bool
+    """Another user than root; for root only."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What programs run under here."""
+
+    measures: Measures
+    user: bool
+    """It does not run as root."""
+    capability: bool
+    """It keeps one capability, to read the interpreter, which is closed to other users than root."""
+
+    @property
+    def files(self) -> bool:
+        """It can open nothing but the interpreter, system libraries and its own folder."""
+        return self.measures.own_root or self.measures.landlock
+
+    @property
+    def process_tree(self) -> bool:
+        """It sees no other process, and may start processes, which end with it."""
+        return self.measures.namespaces
+
+    @property
+    def process_limit(self) -> bool:
+        """The limit on processes and threads holds; the kernel exempts root."""
+        return self.user
+
+    @property
+    def weakness(self) -> str | None:
+        """Why it is below "no network, no files of the host"; None if it is not. The network is closed everywhere."""
+        return None if self.files else "programs can open the files of this machine"
+
+    def __str__(self) -> str:
+        """One line for the start of a run."""
+        by = [
+            name for name, used in (("own root", self.measures.own_root), ("Landlock", self.measures.landlock)) if used
+        ]
+        files = (
+            f"only its own and the interpreter's files ({', '.join(by)})" if by else "ALL FILES THAT ITS USER CAN OPEN"
+        )
+        tree = "its own processes only" if self.process_tree else "threads but no processes"
+        user = "another user than root" if os.geteuid() == 0 and self.user else "this user" if self.user else "ROOT"
+        capability = "one capability, to read the interpreter" if self.capability else "no capabilities"
+        return f"sandbox of programs: no network, {files}, {tree}, {user}, {capability}, system calls filtered"
 
 
 def run_python(
@@ -92,7 +150,7 @@ def run_python(
 
     Returns after at most `timeout_seconds` of wall clock, plus starting (about 0.1 s) and, if something is very wrong,
     GRACE_SECONDS. memory_gib: address space of each of its processes. output_bytes: of stdout and of stderr, each.
-    file_bytes: of one file, and of all files where they are in memory. processes: with threads.
+    file_bytes: of one file, and of all files together. processes: with threads.
 
     Raises SandboxError if the program could not be run, or not with the measures that isolation() names.
     """
@@ -105,51 +163,130 @@ def run_python(
     return _launch(code, stdin, _measures(), limits, output_bytes)
 
 
-def isolation() -> dict[str, bool]:
-    """Which measures programs run under here; tried out at the first call, which takes up to a second.
+def isolation() -> Isolation:
+    """What programs run under here; tried out at the first call, which takes up to a second.
 
-    network: none. process_tree: its own, that ends with it. files: read-only, private folders hidden. user: it does not
-    run as root. process_limit: it holds.
+    Raises SandboxError if no program can be run in a sandbox here.
     """
     measures = _measures()
-    user = "user" in measures or os.geteuid() != 0
-    return {
-        "network": "namespaces" in measures,
-        "process_tree": "namespaces" in measures,
-        "files": "files" in measures,
-        "user": user,
-        "process_limit": user,  # the kernel exempts root
-    }
+    closed = _closed(sys.executable)
+    needs_capability = closed["closed_files"] or (closed["closed_folders"] and not measures.own_root)
+    leaves_root = os.geteuid() == 0 and measures.leave_root
+    return Isolation(measures, os.geteuid() != 0 or leaves_root, bool(leaves_root and needs_capability))
+
+
+def _attempts() -> list[Measures]:
+    """Strongest first; the first that works here is used."""
+    landlock, is_root = lockdown.offered().landlock >= 1, os.geteuid() == 0
+    attempts = [Measures(True, True, landlock, is_root), Measures(True, False, landlock, is_root)]
+    attempts += [Measures(False, False, landlock, is_root)]
+    if is_root:  # in a container without any capability
+        attempts += [Measures(True, True, landlock, False), Measures(False, False, landlock, False)]
+    return attempts
 
 
 @functools.cache
-def _measures() -> tuple[str, ...]:
-    limits = {"timeout_seconds": 10.0, "memory_bytes": 1 << 30, "file_bytes": 1 << 20, "processes": 8}
-    errors = []
-    for measures in ATTEMPTS:
-        if "user" in measures and os.geteuid() != 0:
-            continue
+def _measures() -> Measures:
+    if not lockdown.offered().seccomp:
+        raise SandboxError(
+            f"no Python program can be run in a sandbox here: no filter of system calls on {os.uname().machine}, Linux "
+            f"{os.uname().release}; code_reward needs x86_64 or aarch64 and a kernel with seccomp"
+        )
+    refusals = []
+    for measures in _attempts():
         try:
+            _try_out(measures)
+            return measures
+        except _Refused as refusal:
+            refusals.append(f"{measures}: {refusal}")
+    raise SandboxError("no Python program can be run in a sandbox here; tried\n" + "\n".join(refusals))
+
+
+def _try_out(measures: Measures) -> None:
+    """Run a program under these measures. Only what the kernel refuses raises _Refused; slowness is given more time."""
+    limits = {"memory_bytes": 1 << 30, "file_bytes": 1 << 20, "processes": 8}
+    failure = ""
+    for seconds in TRIAL_SECONDS:
+        try:
+            limits["timeout_seconds"] = seconds
             outcome = _launch("import json; print(6 * 7)", "", measures, limits, output_bytes=1 << 16)
+        except _Refused:
+            raise
         except SandboxError as error:
-            errors.append(f"{measures}: {error}")
+            failure = str(error)
             continue
         if outcome.stdout == "42\n":
-            return measures
-        errors.append(f"{measures}: {outcome}")
-    raise SandboxError("no Python program can be run in a sandbox here; tried\n" + "\n".join(errors))
+            return
+        failure = f"status {outcome.status}: {outcome.stderr.strip()[-500:]}"
+    raise SandboxError(f"a program that prints 42 does not run in a sandbox here ({measures}): {failure}")
 
 
-def _launch(code: str, stdin: str, measures: tuple[str, ...], limits: dict[str, Any], output_bytes: int) -> Outcome:
-    needed = {sys.prefix, sys.base_prefix, os.path.dirname(sys.executable)}
+# ---------------------------------------------------------------------------------------------------------------------
+# What a program may read
+
+
+@functools.cache
+def _readable(executable: str) -> list[str]:
+    """The whitelist: parts of the interpreter and its environments, and what the system's loader and libraries need.
+
+    Of a prefix only the folders of programs and libraries: an environment may have been made in a project's folder.
+    """
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    hops = [executable]  # a virtual environment's python is a link, perhaps to another link
+    while os.path.islink(hops[-1]) and len(hops) < 40:
+        hops.append(os.path.normpath(os.path.join(os.path.dirname(hops[-1]), os.readlink(hops[-1]))))
+    prefixes |= set(map(os.path.realpath, prefixes))
+    parts = ("bin", "lib", "lib64", "pyvenv.cfg")
+    places = {os.path.join(prefix, part) for prefix in prefixes for part in parts} | set(hops)
+    places |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"}
+    places |= {"/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", *glob.glob("/etc/python3*")}
+    for name in launcher.LOADER_VARIABLES:
+        places |= {path for path in os.environ.get(name, "").split(":") if path.startswith("/")}
+    places |= _mapped_libraries()
+    return sorted(place for place in places if os.path.exists(place))
+
+
+def _mapped_libraries() -> set[str]:
+    """Those of this process, wherever they lie: on some systems not even libc is in the usual folders."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if "/" in line}
+    return {path for path in paths if ".so" in os.path.basename(path) and os.path.isfile(path)}
+
+
+@functools.cache
+def _closed(executable: str) -> dict[str, str]:
+    """A place of the interpreter that other users than root cannot read, and a folder on the way that they cannot
+    enter; empty texts if there is none. Looks at the packages' folders, not at each of their files."""
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    places = [*_readable(executable), executable, *libraries]
+    packages = [os.path.join(place, name) for place in libraries if os.path.isdir(place) for name in os.listdir(place)]
+    files = [place for place in {*places, *packages} if os.path.exists(place) and not _open_to_all(place)]
+    folders = {str(folder) for place in places for folder in pathlib.Path(os.path.realpath(place)).parents}
+    closed = [folder for folder in folders if os.path.exists(folder) and not os.stat(folder).st_mode & stat.S_IXOTH]
+    return {"closed_files": min(files, default=""), "closed_folders": min(closed, default="")}
+
+
+def _open_to_all(path: str) -> bool:
+    mode = os.stat(path).st_mode
+    wanted = stat.S_IROTH | (stat.S_IXOTH if stat.S_ISDIR(mode) else 0)
+    return mode & wanted == wanted
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starting a program
+
+
+def _launch(code: str, stdin: str, measures: Measures, limits: dict[str, Any], output_bytes: int) -> Outcome:
+    folder = os.path.join("/tmp" if measures.own_root else tempfile.gettempdir(), f"sandbox-{os.urandom(8).hex()}")
     job = {
         "code": code,
         "stdin": stdin,
-        "measures": measures,
-        "limits": limits,
         "python": sys.executable,
-        "needed": sorted(needed | set(map(os.path.realpath, needed))),
-        "hidden": _private_folders(),
+        "readable": _readable(sys.executable),
+        "folder": folder,
+        **vars(measures),
+        **(_closed(sys.executable) if os.geteuid() == 0 else {"closed_files": "", "closed_folders": ""}),
+        **limits,
     }
     job_fd = os.memfd_create("job")
     report_fd, launcher_report_fd = os.pipe()
@@ -157,19 +294,21 @@ def _launch(code: str, stdin: str, measures: tuple[str, ...], limits: dict[str, 
         try:
             job_file.write(json.dumps(job).encode())
             job_file.seek(0)
+            arguments = [str(_ROOT), str(os.getpid()), str(launcher_report_fd)]
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", __file__, str(os.getpid()), str(launcher_report_fd)],
+                [sys.executable, "-I", "-S", "-B", "-c", _BOOTSTRAP, *arguments],
                 stdin=job_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={name: os.environ[name] for name in LOADER_VARIABLES if name in os.environ},
+                env={name: os.environ[name] for name in launcher.LOADER_VARIABLES if name in os.environ},
                 pass_fds=(launcher_report_fd,),
                 start_new_session=True,
             )
         finally:
             os.close(launcher_report_fd)
+        start = time.monotonic()
         try:
-            deadline = time.monotonic() + limits["timeout_seconds"] + GRACE_SECONDS
+            deadline = start + limits["timeout_seconds"] + GRACE_SECONDS
             written, reported, too_much = _read_all(process, report, output_bytes, deadline)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -177,27 +316,28 @@ def _launch(code: str, stdin: str, measures: tuple[str, ...], limits: dict[str, 
             process.wait()
             process.stdout.close()
             process.stderr.close()
+            if not measures.own_root and os.path.lexists(folder):  # the launcher was killed
+                subprocess.run(launcher.removal(folder), stdin=subprocess.DEVNULL, check=False)
     stdout, stderr = (text.decode(errors="replace") for text in written)
     reports = [json.loads(line) for line in reported.splitlines()]
+    for refusal in (report["refused"] for report in reports if "refused" in report):
+        raise _Refused(refusal)
     errors = [error["error"] for error in reports if "error" in error]
     if errors or not reports:
         raise SandboxError(f"the launcher failed: {(errors or [stderr])[0].strip()[-2000:] or 'it said nothing'}")
-    return Outcome("output" if too_much else _status(reports[-1]), stdout, stderr)
+    if too_much:
+        return Outcome("output", stdout, stderr)
+    return Outcome(_status(reports[-1], time.monotonic() - start < limits["timeout_seconds"]), stdout, stderr)
 
 
-def _status(report: dict[str, Any]) -> str:
+def _status(report: dict[str, Any], in_time: bool) -> str:
     if "exit" not in report:
-        return "timeout"  # its own, or it was still running when even the grace was over
+        # Its own deadline, or it was still running when even the grace was over. Else its init was killed.
+        return "killed" if in_time and "timeout" not in report else "timeout"
     code = report["exit"]
     if code == -signal.SIGXCPU:
         return "timeout"
     return "ok" if code == 0 else "failed" if code > 0 else "killed"
-
-
-def _private_folders() -> list[str]:
-    folders = ["/tmp", "/var/tmp", "/dev/shm", os.path.expanduser("~"), os.getcwd(), tempfile.gettempdir()]
-    # Outermost first; one inside another is gone with it.
-    return sorted({os.path.realpath(folder) for folder in folders} - {"/"})
 
 
 def _read_all(
@@ -235,302 +375,3 @@ def _read_some(pipe, written: bytearray, output_bytes: int) -> bool:
         return True
     written += chunk[: max(0, output_bytes + 1 - len(written))]
     return bool(chunk)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The launcher: what follows runs in the process that run_python starts
-#
-#   launcher  unshares, and waits; killed by its parent's death
-#   init      process 1 of the namespace: hides files, starts the program, keeps the time, ends all that is left
-#   program   limits, another user, exec
-#
-# Without namespaces launcher and init are one, and a subreaper: orphans of the program become its children.
-
-_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
-_CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
-_NAMESPACES = _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
-_AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _SYS_MOUNT_SETATTR = -100, 0x8000, 1, 442  # same on all architectures
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
-
-# User and group ids of programs when root calls: this plus the launcher's process id, so that no two programs share
-# one. The second is `nobody`, for where only a container's 65536 ids exist.
-_FIRST_ID = 1 << 30
-_NOBODY = 65534
-
-
-def _libc(name: str, *arguments: Any) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
-
-
-def _prctl(option: int, value: int) -> None:
-    _libc("prctl", option, *map(ctypes.c_ulong, (value, 0, 0, 0)))
-
-
-def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    texts = (text.encode() for text in (source, target, kind))
-    _libc("mount", *texts, ctypes.c_ulong(flags), options.encode())
-
-
-def _launcher(parent: int, report_fd: int) -> None:
-    os.set_inheritable(report_fd, False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)  # what the caller ignores would stay ignored
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    try:
-        with open(0, "rb", closefd=False) as job_file:
-            job = json.loads(job_file.read())
-        job["id"] = _FIRST_ID + os.getpid()
-        # One that may make namespaces as it is keeps root until the program starts; otherwise root is left first, as
-        # what comes next works for any user.
-        privileged = os.geteuid() == 0 and _try(_libc, "unshare", _NAMESPACES) if _wants(job, "namespaces") else False
-        if _wants(job, "user") and not privileged:
-            _leave_root(job)
-        if _wants(job, "namespaces") and not privileged:
-            _unshare_as_user()
-        # Set here, since a change of user clears it. An init of no namespace must still clean up.
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if _wants(job, "namespaces") else signal.SIGTERM)
-        if os.getppid() != parent:
-            return  # it died before it could be watched
-        if _wants(job, "namespaces"):
-            _as_init(job, report_fd)
-        else:
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            _init(job, report_fd, leave_root=False)
-    except BaseException:
-        _report(report_fd, error=traceback.format_exc())
-        raise
-
-
-def _wants(job: dict[str, Any], measure: str) -> bool:
-    return measure in job["measures"]
-
-
-def _try(function, *arguments) -> bool:
-    try:
-        function(*arguments)
-    except OSError:
-        return False
-    return True
-
-
-def _report(report_fd: int, **values: Any) -> None:
-    os.write(report_fd, json.dumps(values).encode() + b"\n")
-
-
-def _unshare_as_user() -> None:
-    user, group = os.geteuid(), os.getegid()
-    _prctl(_PR_SET_DUMPABLE, 1)  # after a change of user /proc/self would belong to root
-    _libc("unshare", _CLONE_NEWUSER | _NAMESPACES)
-    # Not 0 inside: a user with another number has no capabilities left after exec.
-    for file, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} {user} 1"), ("gid_map", f"{_NOBODY} {group} 1")):
-        with open(f"/proc/self/{file}", "w") as written:
-            written.write(text)
-
-
-def _as_init(job: dict[str, Any], report_fd: int) -> None:
-    # init notices by the pipe if this process died before its death signal was set.
-    alive_fd, keep_fd = os.pipe()
-    init = os.fork()
-    if init:
-        os.close(alive_fd)
-        os.close(report_fd)  # so that its end is init's end
-        os.waitpid(init, 0)
-        os.close(keep_fd)
-        return
-    status = 1
-    try:
-        os.close(keep_fd)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.set_blocking(alive_fd, False)
-        with contextlib.suppress(BlockingIOError):
-            os.read(alive_fd, 1)
-            os._exit(1)  # end of file
-        _init(job, report_fd, leave_root=_wants(job, "user") and os.geteuid() == 0)
-        status = 0
-    except BaseException:
-        _report(report_fd, error=traceback.format_exc())
-    finally:
-        os._exit(status)
-
-
-def _init(job: dict[str, Any], report_fd: int, leave_root: bool) -> None:
-    """Start the program and see it, and all that it started, end in time."""
-    own_processes = _wants(job, "namespaces")
-    if _wants(job, "files"):
-        _hide_files(job)
-    folder = tempfile.mkdtemp(prefix="sandbox-")
-    watched = {signal.SIGCHLD, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    _prctl(_PR_SET_DUMPABLE, 0)  # a program of the same user must not look into this process
-    deadline = time.monotonic() + job["limits"]["timeout_seconds"]
-    program = os.fork()
-    if program == 0:
-        try:
-            _become_program(job, folder, leave_root)
-        except BaseException:
-            _report(report_fd, error=traceback.format_exc())
-        finally:
-            os._exit(1)
-    _report(report_fd, started=True)
-    status = None
-    while status is None:
-        received = signal.sigtimedwait(watched, max(0.0, deadline - time.monotonic()))
-        if received is None or received.si_signo == signal.SIGTERM:
-            break
-        status = _reap(program)
-    if own_processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # all of the namespace but this one
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.wait()  # sooner or later orphans are this process's children
-    else:
-        _end_descendants()
-    if not _wants(job, "files"):
-        # Not shutil.rmtree, which a deep tree makes run out of its stack.
-        os.spawnv(os.P_WAIT, "/bin/sh", ["sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', folder])
-    if status is None:
-        _report(report_fd, timeout=True)
-    else:
-        _report(report_fd, exit=os.waitstatus_to_exitcode(status))
-
-
-def _reap(program: int) -> int | None:
-    """Collect everything that ended; the program's wait status if it is among them."""
-    status = None
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, ended = os.waitpid(-1, os.WNOHANG)
-            if pid == program:
-                status = ended
-            if pid == 0:
-                break
-    return status
-
-
-def _end_descendants() -> None:
-    # Killing a child makes its own children this process's, so this ends; what keeps forking is bounded by the limit on
-    # processes, and by the deadline of whoever started this.
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            with open(f"/proc/self/task/{os.getpid()}/children") as children:
-                for child in children.read().split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(child), signal.SIGKILL)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            time.sleep(0.001)
-
-
-def _hide_files(job: dict[str, Any]) -> None:
-    """Everything read-only, and empty file systems over folders that are none of the program's business, with the
-    interpreter put back in."""
-    _mount("none", "/", "none", _MS_REC | _MS_PRIVATE)
-    attributes = struct.pack("4Q", _MOUNT_ATTR_RDONLY, 0, 0, 0)
-    _libc("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
-    hidden = list(job["hidden"])
-    if os.geteuid() == 0:
-        # Folders on the way to the interpreter that only root may enter: replaced, everybody may.
-        hidden += [folder for path in job["needed"] for folder in _closed_folders(path)]
-    kept = {path: os.open(path, os.O_PATH) for path in job["needed"]}
-    size = job["limits"]["file_bytes"]
-    for folder in sorted(set(hidden)):
-        if os.path.isdir(folder):
-            mode = "1777" if folder in job["hidden"] else "755"
-            _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=4096,mode={mode}")
-    for path, fd in sorted(kept.items()):
-        if not os.path.isdir(path) or not os.path.samestat(os.stat(path), os.stat(f"/proc/self/fd/{fd}")):
-            os.makedirs(path, 0o755, exist_ok=True)
-            _mount(f"/proc/self/fd/{fd}", path, "none", _MS_BIND | _MS_REC)
-        os.close(fd)
-    # Its own processes only; a container may forbid a new /proc, and the old one still names no more than numbers.
-    _try(_mount, "proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-
-
-def _closed_folders(path: str) -> list[str]:
-    folders = []
-    while (path := os.path.dirname(path)) != "/":
-        if not os.stat(path).st_mode & stat.S_IXOTH:
-            folders.append(path)
-    return folders
-
-
-def _leave_root(job: dict[str, Any], *folders: str) -> None:
-    """Become a user that owns `folders` and nothing else. PermissionError if that one cannot run the interpreter."""
-    for number in (job["id"], _NOBODY):
-        try:
-            for folder in folders:
-                os.chown(folder, number, number)
-            os.setgroups([])
-            os.setresgid(number, number, number)
-            os.setresuid(number, number, number)
-            break
-        except OSError:
-            if number == _NOBODY:
-                raise
-    for path in (job["python"], os.__file__):
-        if not os.access(path, os.R_OK):
-            raise PermissionError(f"user {number} cannot read {path}")
-
-
-def _become_program(job: dict[str, Any], folder: str, leave_root: bool) -> None:
-    limits = job["limits"]
-    os.setsid()
-    os.chdir(folder)
-    with open("program.py", "wb") as file:
-        file.write(job["code"].encode(errors="surrogatepass"))
-    stdin_fd = os.memfd_create("stdin")
-    with os.fdopen(stdin_fd, "wb", closefd=False) as file:
-        file.write(job["stdin"].encode(errors="surrogatepass"))
-    os.lseek(stdin_fd, 0, os.SEEK_SET)
-    os.dup2(stdin_fd, 0)
-    own_user_namespace = os.geteuid() != 0 and _wants(job, "namespaces")
-    if leave_root:
-        _leave_root(job, folder)
-    # The limit counts all processes of the user in its user namespace, so those that are not the program's come on top.
-    if own_user_namespace:
-        others = 2  # launcher and init
-    elif os.geteuid() == job["id"]:
-        others = 0 if leave_root else 1  # init, unless that has stayed root
-    else:
-        others = _num_tasks()
-    seconds = int(limits["timeout_seconds"]) + 1
-    for name, soft, hard in (
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_CPU, seconds, seconds + 1),  # SIGXCPU, then SIGKILL
-        (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
-        (resource.RLIMIT_NOFILE, 64, 64),
-        (resource.RLIMIT_NPROC, limits["processes"] + others, limits["processes"] + others),
-    ):
-        _lower_limit(name, soft, hard)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)  # no sudo
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it, so it comes last
-    environment = {name: os.environ[name] for name in LOADER_VARIABLES if name in os.environ} | ENVIRONMENT
-    os.execve(job["python"], [job["python"], "-I", "-B", "-X", "utf8", "program.py"], environment)
-
-
-def _lower_limit(name: int, soft: int, hard: int) -> None:
-    _, most = resource.getrlimit(name)
-    if most != resource.RLIM_INFINITY:
-        soft, hard = min(soft, most), min(hard, most)
-    resource.setrlimit(name, (soft, hard))
-
-
-def _num_tasks() -> int:
-    """Threads of all processes that can be seen."""
-    count = 0
-    for process in os.listdir("/proc"):
-        if process.isdecimal():
-            with contextlib.suppress(OSError):
-                count += len(os.listdir(f"/proc/{process}/task"))
-    return count
-
-
-if __name__ == "__main__":
-    _launcher(int(sys.argv[1]), int(sys.argv[2]))

@@ -12,11 +12,11 @@ in a tenth of a second and has a single thread, so that it may fork.
 
 The supervisor runs no user code and never blocks on a worker: sockets are non-blocking, death is seen by SIGCHLD and
 not only by a closed socket (a verifier's child may keep that open), and a worker answers in JSON, never in pickles.
+What it answers is checked here again: a completion may have taken the worker over.
 """
 
 import collections
 import contextlib
-import json
 import math
 import os
 import pickle
@@ -27,7 +27,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-from grpo.rewards.worker import PR_SET_PDEATHSIG, confine, prctl, work
+from grpo.rewards.confinement import split
+from grpo.rewards.values import is_outcome, read_reply
+from grpo.rewards.worker import PR_SET_PDEATHSIG, limit, prctl, work
 
 # Calls handed to a worker at once, so that a cheap call does not wait for a message each time.
 CHUNK_CALLS = 8
@@ -62,11 +64,12 @@ class NoWorkers(Exception):
 class Worker:
     """A worker as the supervisor sees it. The first of `calls` is the one it runs now.
 
-    At its deadline it is killed, `overdue` is why. `closed`: nothing more is read from it or sent to it.
+    At its deadline it is killed, `overdue` is why. `closed`: nothing more is read from it or sent to it. `confined`:
+    which of the functions it has.
     """
 
-    def __init__(self, pid: int, connection: socket.socket, load_seconds: float):
-        self.pid, self.connection = pid, connection
+    def __init__(self, pid: int, connection: socket.socket, confined: bool, load_seconds: float):
+        self.pid, self.connection, self.confined = pid, connection, confined
         self.deadline, self.overdue = time.monotonic() + load_seconds, f"loading took longer than {load_seconds:g} s"
         self.loading, self.closed = True, False
         self.calls: list[int] = []
@@ -77,9 +80,11 @@ class Supervisor:
     """Hands calls to workers, kills those that take too long, and replaces all that end.
 
     From the driver, pickled: `(config, max_completion_tokens, seconds to load, folder, sys.path)`; then batches, lists
-    of calls `(function name, payload, seconds)`, a payload being pickled `(completions, columns)`, which is only passed
-    on. To the driver: the names of group-level functions; then for each batch a list that has for each call a list of
-    values or a failure text; or an exception, after which it ends.
+    of calls `(function name, payload, completions, seconds)`, a payload being pickled `(completions, columns)`, which
+    is only passed on. To the driver: the names of group-level functions and what confinement lacks; then for each batch
+    a list that has for each call a list of values or a failure text; or an exception, after which it ends.
+
+    Functions that run confined and others have workers of their own, `config.num_workers` each.
     """
 
     def __init__(self, driver: socket.socket):
@@ -87,9 +92,10 @@ class Supervisor:
         self.workers: dict[int, Worker] = {}
         self.ended: set[int] = set()  # killed or dead, not yet waited for
         self.ready, self.num_failed_starts, self.start_after = False, 0, 0.0
-        self.calls: list[tuple[str, bytes, float]] = []
+        self.group_level: set[str] = set()
+        self.lacking = ""
+        self.calls: list[tuple[str, bytes, int, float]] = []
         self.outcomes: dict[int, list[float | None] | str] = {}
-        self.queue: collections.deque[int] = collections.deque()
 
     def run(self) -> None:
         """Until the driver is gone, or no worker can be had; then nothing that was started is left."""
@@ -101,7 +107,9 @@ class Supervisor:
         self.selector.register(self.driver, selectors.EVENT_READ)
         self.selector.register(self.wake_reader, selectors.EVENT_READ)
         try:
-            self.config, self.max_completion_tokens, self.load_seconds, folder, path = pickle.load(self.reader)
+            config, self.max_completion_tokens, self.load_seconds, folder, path = pickle.load(self.reader)
+            self.configs, self.num_workers = split(config), config.num_workers
+            self.queues: dict[bool, collections.deque[int]] = {part: collections.deque() for part in self.configs}
             os.chdir(folder)
             sys.path[:] = path
             while True:
@@ -128,13 +136,14 @@ class Supervisor:
             time.sleep(0.005)
 
     def _run_once(self) -> None:
-        while len(self.workers) < self.config.num_workers and time.monotonic() >= self.start_after:
-            self._start_worker()
+        for confined in self.configs:
+            while self._is_short_of(confined) and time.monotonic() >= self.start_after:
+                self._start_worker(confined)
         for worker in list(self.workers.values()):
-            if self.queue and not (worker.loading or worker.closed or worker.calls):
+            if self.queues[worker.confined] and not (worker.loading or worker.closed or worker.calls):
                 self._hand_out(worker)
         wake_at = [worker.deadline for worker in self.workers.values()]
-        if len(self.workers) < self.config.num_workers:
+        if any(map(self._is_short_of, self.configs)):
             wake_at.append(self.start_after)
         seconds = max(0.0, min(wake_at) - time.monotonic())
         for key, events in self.selector.select(seconds if seconds < math.inf else None):
@@ -149,12 +158,16 @@ class Supervisor:
                 self._reap()
             elif key.fileobj is self.driver:
                 self.calls, self.outcomes = pickle.load(self.reader), {}
-                self.queue.extend(range(len(self.calls)))
+                for confined, config in self.configs.items():
+                    self.queues[confined].extend(i for i, call in enumerate(self.calls) if call[0] in config.functions)
         now = time.monotonic()
         for worker in [worker for worker in self.workers.values() if worker.deadline <= now]:
             self._end(worker, worker.overdue)
 
-    def _reply(self, message: list | Exception) -> None:
+    def _is_short_of(self, confined: bool) -> bool:
+        return sum(worker.confined == confined for worker in self.workers.values()) < self.num_workers
+
+    def _reply(self, message: list | tuple | Exception) -> None:
         # Blocks while the driver does not read; then all calls are done, and nothing else is urgent.
         self.driver.sendall(pickle.dumps(message))
 
@@ -165,7 +178,8 @@ class Supervisor:
             self._reply([self.outcomes[i] for i in range(len(self.calls))])
             self.calls = []
 
-    def _start_worker(self) -> None:
+    def _start_worker(self, confined: bool) -> None:
+        config = self.configs[confined]
         here, there = socket.socketpair()
         supervisor = os.getpid()
         try:
@@ -173,7 +187,7 @@ class Supervisor:
         except OSError as error:
             here.close()
             there.close()
-            self._failed_start(f"cannot start a process: {error}")
+            self._failed_start(f"cannot start a process: {error}", confined)
             return
         if pid == 0:
             # Whatever happens, this process never returns into the supervisor's code.
@@ -183,38 +197,40 @@ class Supervisor:
                     other.close()
                 for worker in self.workers.values():
                     worker.connection.close()
-                confine(self.config.memory_gib, supervisor)
-                work(self.config, self.max_completion_tokens, there)
+                limit(config.memory_gib, supervisor)
+                work(config, confined, self.max_completion_tokens, there)
             finally:
                 os._exit(1)
         with contextlib.suppress(OSError):  # both do it, so that it is done before either goes on
             os.setpgid(pid, pid)
         there.close()
         here.setblocking(False)
-        worker = self.workers[pid] = Worker(pid, here, self.load_seconds)
+        worker = self.workers[pid] = Worker(pid, here, confined, self.load_seconds)
         self.selector.register(here, selectors.EVENT_READ, worker)
 
-    def _failed_start(self, reason: str, kind: type[Exception] = RuntimeError) -> None:
+    def _failed_start(self, reason: str, confined: bool, kind: type[Exception] = RuntimeError) -> None:
         """A process could not start or load, or died with no call to blame: bad at first, later tried again."""
         if not self.ready:
             raise NoWorkers(kind(f"the reward functions cannot be loaded: {reason}"))
         print(f"warning: a reward process ended without a call to blame: {reason}", file=sys.stderr, flush=True)
         self.num_failed_starts += 1
         self.start_after = time.monotonic() + RETRY_SECONDS * 2 ** min(self.num_failed_starts, 8)
-        if self.num_failed_starts >= MAX_FAILED_STARTS and all(worker.loading for worker in self.workers.values()):
+        alive = [w for w in self.workers.values() if w.confined == confined and not w.loading]
+        if self.num_failed_starts >= MAX_FAILED_STARTS and not alive:
             attempts = f"{self.num_failed_starts} attempts to replace one"
             raise NoWorkers(RuntimeError(f"no reward process is left after {attempts}: {reason}"))
 
     def _hand_out(self, worker: Worker) -> None:
         # smaller chunks towards the end, so that no worker sits on a pile while the others have nothing left
-        number = max(1, min(CHUNK_CALLS, len(self.queue) // (4 * self.config.num_workers)))
-        worker.calls = [self.queue.popleft() for _ in range(number)]
+        queue = self.queues[worker.confined]
+        number = max(1, min(CHUNK_CALLS, len(queue) // (4 * self.num_workers)))
+        worker.calls = [queue.popleft() for _ in range(number)]
         worker.outbox += pickle.dumps([(call, *self.calls[call][:2]) for call in worker.calls])
         self._begin_call(worker)
         self._flush(worker)
 
     def _begin_call(self, worker: Worker) -> None:
-        seconds = self.calls[worker.calls[0]][2] if worker.calls else math.inf
+        seconds = self.calls[worker.calls[0]][3] if worker.calls else math.inf
         worker.deadline, worker.overdue = time.monotonic() + seconds, f"took longer than {seconds:g} s"
 
     def _flush(self, worker: Worker) -> None:
@@ -247,20 +263,23 @@ class Supervisor:
                 self._end(worker, "the process wrote into its connection to the supervisor")
 
     def _handle(self, worker: Worker, line: bytes) -> bool:
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            return False
-        match message:
-            case {"loaded": group_level} if worker.loading:
+        """Take in a worker's message; False if it is none that a worker sends, or not now."""
+        match read_reply(line):
+            case {"loaded": list() as group_level, "lacking": str() as lacking} if worker.loading:
+                if any(name not in self.configs[worker.confined].functions for name in group_level):
+                    return False
                 worker.loading, worker.deadline = False, math.inf
+                self.group_level.update(group_level)
+                self.lacking = self.lacking or lacking
                 if not self.ready and not any(worker.loading for worker in self.workers.values()):
                     self.ready = True
-                    self._reply(group_level)
-            case {"load_failure": reason, "refused": refused} if worker.loading:
+                    self._reply((sorted(self.group_level), self.lacking))
+            case {"load_failure": str() as reason, "refused": bool() as refused} if worker.loading:
                 self._end(worker, None)
-                self._failed_start(reason, ValueError if refused else RuntimeError)
-            case {"call": call, "outcome": list() | str() as outcome, "retire": retire} if call in worker.calls[:1]:
+                self._failed_start(reason, worker.confined, ValueError if refused else RuntimeError)
+            case {"call": int() as call, "outcome": outcome, "retire": bool() as retire} if call in worker.calls[:1]:
+                if not is_outcome(outcome, self.calls[call][2]):
+                    return False
                 self._finish(worker.calls.pop(0), outcome)
                 self._begin_call(worker)
                 if retire:
@@ -287,8 +306,8 @@ class Supervisor:
         if worker.calls and reason is not None:
             self._finish(worker.calls.pop(0), reason)
         elif reason is not None:
-            self._failed_start(reason)
-        self.queue.extendleft(reversed(worker.calls))
+            self._failed_start(reason, worker.confined)
+        self.queues[worker.confined].extendleft(reversed(worker.calls))
 
     def _reap(self) -> None:
         """Wait for all dead children: workers, and what dead workers left behind."""

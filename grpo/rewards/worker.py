@@ -1,34 +1,29 @@
 """What happens in one reward process, which the supervisor forks: limits, loading, then one call after another.
 
-Left out: protection against code that means harm. A worker is a process of the same user with the same files and
-network.
+Left out: protection against what a user's own function does. Its worker is a process of the same user with the same
+files and network; confinement.py says which workers have less.
 """
 
 import ctypes
 import json
-import math
-import numbers
 import os
 import pickle
 import resource
 import signal
 import socket
 import traceback
-from typing import Any
 
 from grpo.config import RewardConfig
 from grpo.rewards.builtin import RewardFunction
+from grpo.rewards.confinement import confine
 from grpo.rewards.loading import call_arguments, is_group_level, load_functions
-from grpo.text import one_line, shorten
-
-# Characters of an error message, repr or completion that are shown.
-SHOWN_CHARACTERS = 500
+from grpo.rewards.values import plain_values, shown
 
 PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl
 
 
-def confine(memory_gib: float, supervisor: int) -> None:
+def limit(memory_gib: float, supervisor: int) -> None:
     """Make the calling process one that can be killed with all it started, and that cannot eat the machine."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -40,15 +35,15 @@ def confine(memory_gib: float, supervisor: int) -> None:
     for output in (1, 2):
         os.dup2(0, output)  # stdin is /dev/null since the pool started the supervisor
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit, (_, most) = int(memory_gib * 2**30), resource.getrlimit(resource.RLIMIT_AS)
+    size, (_, most) = int(memory_gib * 2**30), resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY:
-        limit = min(limit, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        size = min(size, most)
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-def work(config: RewardConfig, max_completion_tokens: int, connection: socket.socket) -> None:
-    """Load the reward functions, then make calls until the supervisor is gone. On the main thread: math-verify's own
-    time limit is a SIGALRM, which Python handles there."""
+def work(config: RewardConfig, confined: bool, max_completion_tokens: int, connection: socket.socket) -> None:
+    """Load the reward functions, confined or not, then make calls until the supervisor is gone. On the main thread:
+    math-verify's own time limit is a SIGALRM, which Python handles there."""
     pid = os.getpid()
 
     def reply(**message) -> None:
@@ -57,8 +52,10 @@ def work(config: RewardConfig, max_completion_tokens: int, connection: socket.so
         connection.sendall(json.dumps(message).encode() + b"\n")
 
     try:
+        lacking = confine(config) if confined else ""
         functions = load_functions(config, None, max_completion_tokens)
-        reply(loaded=[name for name, (function, _) in functions.items() if is_group_level(function)])
+        group_level = [name for name, (function, _) in functions.items() if is_group_level(function)]
+        reply(loaded=group_level, lacking=lacking)
     except BaseException as error:  # a user's file may raise anything, and the driver must hear what
         reply(load_failure=describe(error), refused=isinstance(error, ValueError))
         return
@@ -80,24 +77,9 @@ def make_call(function: RewardFunction, payload: bytes) -> tuple[list[float | No
             values = function(*arguments, **named)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would strike a later call
-        return check_values(values, number), False
+        return plain_values(values, number), False
     except BaseException as error:
         return describe(error), isinstance(error, MemoryError)  # what filled the memory may still be there
-
-
-def check_values(values: Any, number: int) -> list[float | None] | str:
-    """The values as floats, or what is wrong with them. Arrays and tensors count as lists, their scalars as numbers."""
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    if not isinstance(values, list | tuple):
-        return f"returned {shown(repr(values))} ({type(values).__name__}), not a list with {number} values"
-    if len(values) != number:
-        return f"returned {len(values)} values for {number} completions"
-    values = [value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value for value in values]
-    for value in values:
-        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            return f"returned {shown(repr(value))} ({type(value).__name__}), not a finite number or None"
-    return [None if value is None else float(value) for value in values]
 
 
 def describe(error: BaseException) -> str:
@@ -113,9 +95,11 @@ def describe(error: BaseException) -> str:
     theirs = [frame for frame in frames if not frame[0].startswith(ours)] or frames[1:]
     inside = [frame for frame in theirs if frame[0] == theirs[0][0]]
     place = f" ({inside[-1][0]}:{inside[-1][1]})" if inside else ""
-    return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
+    way_out = "; reward functions get few environment variables, others if reward.environment names them"
+    return f"{type(error).__name__}{': ' if message else ''}{message}{place}{way_out if _of_environment(error) else ''}"
 
 
-def shown(text: str) -> str:
-    """As a message shows it."""
-    return one_line(shorten(text, SHOWN_CHARACTERS))
+def _of_environment(error: BaseException) -> bool:
+    """Whether it says that `os.environ` lacks a variable."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if isinstance(error, KeyError) else []
+    return bool(frames) and frames[-1].f_locals.get("self") is os.environ

@@ -3,19 +3,37 @@
 Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's.
 """
 
+import contextlib
 import gc
 import os
-from collections.abc import Iterator, Sequence
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from grpo.config import GRPOConfig
+from grpo.data.chat import load_tokenizer
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt
 
 # Request seeds: one run's seeds lie in a block of its own, far above any number of samples a run can draw.
 SEEDS_PER_RUN = 2**40
 CPU_KV_CACHE_GIB = 1 / 16
+# Engine options that vLLM's CPU backend gets wrong. Seeded requests whose prompt is prefilled in pieces crash its
+# runner (it rewinds a generator that cannot), and its sampler of drafted tokens divides by uninitialised memory where
+# the temperature should be (its `expand` kernel writes into a copy).
+WHOLE_PROMPTS = "vLLM's CPU backend must prefill prompts whole"
+NO_DRAFTS = "vLLM's CPU backend samples drafted tokens at a wrong temperature"
+WRONG_ON_CPU = {
+    "enable_chunked_prefill": WHOLE_PROMPTS,
+    "max_num_batched_tokens": WHOLE_PROMPTS,
+    "speculative_config": NO_DRAFTS,
+    "spec_method": NO_DRAFTS,
+    "spec_model": NO_DRAFTS,
+}
 
 
 def split_prompts(num_prompts: int, group_size: int, replica: int, num_replicas: int) -> list[tuple[int, int, int]]:
@@ -58,7 +76,10 @@ class Generator:
         self.stop_token_ids = list(stop_token_ids)
         self.version = 0
         self.asleep = False
-        self.llm = _start_engine(config, folder, roles)
+        _set_environment(on_cpu=roles.device.type == "cpu")  # before vLLM is imported, which reads some of it then
+        self.sampling = _in_vllms_types(config.generator.sampling)
+        with _saved_tokenizer(config, folder) as tokenizer_folder:
+            self.llm = _start_engine(config, folder, tokenizer_folder, roles)
 
     def generate(
         self,
@@ -129,10 +150,12 @@ class Generator:
             stop_token_ids=self.stop_token_ids,
             stop=list(options.stop),
             detokenize=bool(options.stop),  # the engine reads text only to find these strings
+            skip_special_tokens=False,  # one of them may be a special token's
             include_stop_str_in_output=True,
             logprobs=0,  # the sampled token's own
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(sampled if temperature > 0 else {}),
+            **self.sampling,
         )
 
     def _completion(self, sample, temperature: float) -> Completion:
@@ -153,7 +176,9 @@ class Generator:
         complete. Collective over the replica's ranks, each of which gets the full tensors.
         """
         self._wake("weights")
-        if self.roles.device.type == "cpu":  # kernels hold repacked copies, which only a full reload renews
+        quantized = any(self.config.generator.engine.get(name) for name in ("quantization", "quantization_config"))
+        # repacked (on a CPU) or quantized copies are what the kernels read, and only a full reload makes them again
+        if self.roles.device.type == "cpu" or quantized:
             tied = self.llm.llm_engine.model_config.hf_config.tie_word_embeddings
             tensors = _with_tied_head(tensors) if tied else tensors
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
@@ -191,14 +216,48 @@ class Generator:
         destroy_distributed_environment()
 
 
-def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
-    on_cpu = roles.device.type == "cpu"
+def _needs_texts(config: GRPOConfig) -> bool:
+    """Whether vLLM needs a tokenizer: for stop texts, and for sampling options such as bad_words."""
+    return bool(config.generator.stop or config.generator.sampling)
+
+
+@contextlib.contextmanager
+def _saved_tokenizer(config: GRPOConfig, folder: str) -> Iterator[str | None]:
+    """A folder with the driver's tokenizer while vLLM loads it, if it works with texts at all; else None.
+
+    From the model's folder, vLLM would load what AutoTokenizer makes of it, see `load_tokenizer`.
+    """
+    if not _needs_texts(config):
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as tokenizer_folder:
+        load_tokenizer(folder, config.data).save_pretrained(tokenizer_folder)
+        shutil.copy(pathlib.Path(folder) / "config.json", tokenizer_folder)
+        yield tokenizer_folder
+
+
+def _set_environment(on_cpu: bool) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several engines would pile onto the same cores
+
+
+def _in_vllms_types(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """`generator.sampling`, whose values are JSON's, in the types of SamplingParams; ValueError if they do not fit."""
+    import msgspec
+    from vllm import SamplingParams
+
+    try:
+        params = msgspec.convert(sampling, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"generator.sampling {dict(sampling)}: vLLM says: {error}") from error
+    return {name: getattr(params, name) for name in sampling}
+
+
+def _start_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, roles: Roles):
     from vllm import LLM
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -216,10 +275,13 @@ def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
             # The part behind the colon names shared memory, so it must be unique to the replica.
             return identity, world_rank, roles.device.index or 0
 
-    options = config.generator
+    options, on_cpu = config.generator, roles.device.type == "cpu"
     cache_gib = options.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else 0)
-    # Seeded requests whose prompt is prefilled in pieces crash vLLM's CPU runner (it rewinds a generator that cannot).
     whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, config.max_sequence_tokens)}
+    for name in options.engine if on_cpu else ():
+        if name in WRONG_ON_CPU:
+            raise ValueError(f"generator.engine {name} needs a GPU: {WRONG_ON_CPU[name]}")
+    defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
     return LLM(
         model=folder,
         tensor_parallel_size=options.tensor_parallel,
@@ -231,14 +293,15 @@ def _start_engine(config: GRPOConfig, folder: str, roles: Roles):
         kv_cache_memory_bytes=int(cache_gib * 2**30) or None,
         enforce_eager=options.enforce_eager or on_cpu,
         enable_sleep_mode=options.sleep and not on_cpu,
-        enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature
         generation_config="vllm",  # sampling options come from our config alone
-        skip_tokenizer_init=not options.stop,
-        use_tqdm_on_load=False,
-        disable_log_stats=True,
+        config_format="hf",  # a Mistral folder may hold a second config and its weights once more, which vLLM prefers
+        load_format="safetensors",
+        tokenizer=tokenizer_folder,
+        skip_tokenizer_init=not _needs_texts(config),
         seed=config.seed,
         **(whole_prompts if on_cpu else {}),
+        **(defaults | options.engine),
     )
 
 

@@ -1,4 +1,4 @@
-"""The frozen reference: log-probs only, sharded like the trainer, without gradients or optimizer memory."""
+"""The frozen reference, or teacher: log-probs only, without gradients or optimizer memory."""
 
 import torch
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from grpo.run.run_folder import CHECKPOINTS, step_folders
+from grpo.run.run_folder import CHECKPOINTS, step_folders, step_of
 
 DRIVER_FILE = "driver.json"
 METADATA_FILE = ".metadata"
@@ -62,10 +62,27 @@ def read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
     return state
 
 
-def save_checkpoint(run_dir: str, step: int, trained: Stateful, driver_state: dict[str, Any] | None, keep: int) -> None:
-    """Write the checkpoint of `step` and delete all but the `keep` newest. Collective over the trainer ranks.
+def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | None:
+    """Of the checkpoints after whose step the run was evaluated, that with the highest `eval/<metric>`; None without.
 
-    `trained` is anything with a state_dict; `driver_state` is wanted on rank 0 alone.
+    Of equal ones the newest.
+    """
+    values = {}
+    with open(pathlib.Path(run_dir) / "metrics.jsonl", encoding="utf-8") as file:
+        for record in map(json.loads, file):
+            if (value := record.get(f"eval/{metric.removeprefix('eval/')}")) is not None:
+                values[record["step"]] = value
+    evaluated = {folder: values[step_of(folder)] for folder in step_folders(run_dir) if step_of(folder) in values}
+    return max(reversed(evaluated), key=evaluated.get, default=None)
+
+
+def save_checkpoint(
+    run_dir: str, step: int, trained: Stateful, driver_state: dict[str, Any] | None, keep: int, keep_best: str = ""
+) -> None:
+    """Write the checkpoint of `step` and delete all but the `keep` newest, and the best by the metric `keep_best`.
+
+    `trained` is anything with a state_dict; `driver_state` is wanted on rank 0 alone. Collective over the trainer
+    ranks.
     """
     target = pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}"
     partial = target.with_suffix(".partial")
@@ -79,8 +96,10 @@ def save_checkpoint(run_dir: str, step: int, trained: Stateful, driver_state: di
         (partial / DRIVER_FILE).write_text(json.dumps(driver_state))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
+        best = best_checkpoint(run_dir, keep_best) if keep_best else None
         for old in step_folders(run_dir)[: -max(keep, 1)]:
-            shutil.rmtree(old)
+            if old != best:
+                shutil.rmtree(old)
     dist.barrier()
 
 
@@ -102,6 +121,13 @@ def load_checkpoint(checkpoint: pathlib.Path, trained: Stateful) -> None:
         torch.set_rng_state(state["random"][rank]["cpu"])
     if "cuda" in random:
         torch.cuda.set_rng_state(state["random"][rank]["cuda"])
+
+
+def load_model(checkpoint: pathlib.Path, module: torch.nn.Module) -> None:
+    """Only the weights, into a sharded model. Collective over the ranks that hold it; any number of them."""
+    state = {"model": module.state_dict()}
+    dcp.load(state, storage_reader=PlainReader(checkpoint), planner=PlainPlanner())
+    module.load_state_dict(state["model"])
 
 
 class PlainReader(dcp.FileSystemReader):

@@ -100,8 +100,12 @@ class Driver:
             folder = toy.build_if_toy(config.model.path, config.run_dir, texts_of(sources), config.seed)
             folder = hf_folder.resolve_folder(folder)
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
-            tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder, data)
             check_template(tokenizer, data)
+            if config.needs_reference and config.model.reference_path:
+                reference = hf_folder.resolve_folder(config.model.reference_path)
+                hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
+                hf_folder.check_reference(reference, folder, tokenizer)
             self.stream = PromptStream(usable_prompts(sources, config, tokenizer), config, tokenizer)
             eval_prompts = load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
             self.first_step = 0

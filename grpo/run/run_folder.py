@@ -153,8 +153,12 @@ def describe_run(script: str) -> dict[str, Any]:
 def step_folders(run_dir: str | pathlib.Path) -> list[pathlib.Path]:
     """The run's checkpoint folders `step-NNNNNNNN`, oldest first; others, of whatever name, are not ours."""
     found = (pathlib.Path(run_dir) / CHECKPOINTS).glob("step-*")
-    steps = {path: int(match[1]) for path in found if (match := STEP_FOLDER.fullmatch(path.name)) and path.is_dir()}
-    return sorted(steps, key=steps.get)
+    return sorted((path for path in found if STEP_FOLDER.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def step_of(folder: pathlib.Path) -> int:
+    """The step of one of `step_folders`."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def _check_place(folder: pathlib.Path) -> None:

@@ -3,9 +3,11 @@
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import GRPOConfig
+from grpo.config.user_files import near_miss
 from grpo.models import hf_folder
 from grpo.rewards.loading import answer_format_of, load_functions
 from grpo.rewards.pool import RewardPool
+from grpo.rewards.programs import check_sandbox
 from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
@@ -29,13 +31,21 @@ class Scorer:
     """Decodes completions and has worker processes score them."""
 
     def __init__(self, config: GRPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase):
-        """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded."""
+        """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded.
+
+        With code_reward, prints what programs run under, and raises ValueError if that is too little.
+        """
+        if line := check_sandbox(config.reward):
+            print(line, flush=True)
         self.config, self.tokenizer = config, tokenizer
-        self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer)
-        # The function whose value of at least 1 means that a completion passed
-        self.pass_function = next(iter(config.reward.functions))
-        functions = load_functions(config.reward, None, config.generator.max_completion_tokens)
-        self.answer_format = answer_format_of(functions)
+        generator = config.generator
+        self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, generator.stop_token_ids)
+        ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
+        ends += [f"the text {text!r}" for text in generator.stop]
+        print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
+        # The function whose value of at least 1 means that a completion passed; none if a teacher alone judges
+        self.pass_function = next(iter(config.reward.functions), "")
+        self.answer_format = answer_format_of(load_functions(config.reward, None, generator.max_completion_tokens))
         self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
 
     def submit(self, prompts: list[Prompt], completions: list[Completion], version: int, step: int) -> list[Rollout]:
@@ -77,6 +87,11 @@ class Scorer:
                 run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
         num_samples = self.config.evaluation.num_samples
         metrics = evaluation_metrics_of_sets(*scored.values(), num_samples, self.pass_function, self.answer_format)
+        if (best := self.config.checkpoint.keep_best) and best not in metrics:
+            raise ValueError(
+                f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, metrics)}: "
+                f"{', '.join(metrics)}"
+            )
         run_log.log_evaluation(step, metrics)
 
     def _text(self, completion: Completion) -> str:

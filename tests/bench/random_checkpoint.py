@@ -26,6 +26,14 @@ SHAPES = {
     "tiny": COMMON | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32},
     "qwen3-0.6b": COMMON | {"hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": COMMON | {"hidden_size": 2048, "intermediate_size": 6144},
+    "qwen2.5-1.5b": COMMON
+    | {
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
     "qwen3-4b": COMMON
     | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_hidden_layers": 36},
 }
@@ -58,12 +66,19 @@ def main(arguments: Arguments) -> None:
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(400)]
     tokenizer = trained_tokenizer([" ".join(rng.choices(words, k=50)) for _ in range(50)], vocab_size=1024)
     tokenizer.save_pretrained(arguments.folder)
-    config = transformers.Qwen3Config(
-        **shape, rms_norm_eps=1e-6, rope_theta=1e6, eos_token_id=tokenizer.eos_token_id, pad_token_id=None
+    config = transformers.AutoConfig.for_model(
+        **({"model_type": "qwen3"} | shape),
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
     )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):  # transformers makes them 0, and then nothing would be measured of them
+                torch.nn.init.normal_(parameter)
     model.to("cpu").save_pretrained(arguments.folder)
 
     data = DataConfig(system_prompt="")

@@ -2,22 +2,35 @@
 
 import pytest
 
-from tests.tiny_models import make_tiny
+from tests.tiny_models import KINDS, make_tiny
 from tests.torchrun import torchrun
 
-# Every model and every sharding of the trainer (one rank, FSDP 2, TP 2) meets generators of TP 1 and 2.
+# Every family and every sharding of the trainer (one rank, FSDP 2, TP 2) meets generators of TP 1 and 2.
 CASES = [  # model, trainers, trainer tensor_parallel, generators, generator tensor_parallel
     ("qwen3-tied", 1, 1, 1, 1),
     ("qwen3-untied", 2, 1, 1, 1),
     ("llama3", 2, 2, 2, 1),  # two replicas
-    ("qwen3-tied", 2, 2, 2, 2),
-    ("qwen3-untied", 2, 1, 2, 2),
-    ("llama3", 1, 1, 2, 2),
+    ("qwen2-tied", 2, 2, 2, 2),
+    ("qwen2-untied", 2, 1, 2, 2),
+    ("mistral", 1, 1, 2, 2),
 ]
+TRAINERS = {"1 rank": (1, 1), "FSDP 2": (2, 1), "TP 2": (2, 2)}
 
 
 @pytest.mark.parametrize("kind, trainers, trainer_tp, generators, generator_tp", CASES)
 def test_all_roles_agree_after_every_sync(tmp_path, kind, trainers, trainer_tp, generators, generator_tp):
-    arguments = (make_tiny(tmp_path, kind), trainers, trainer_tp, generators, generator_tp)
+    agree(tmp_path, kind, trainers, trainer_tp, generators, generator_tp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generator_tp", [1, 2])
+@pytest.mark.parametrize("layout", TRAINERS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen2-yarn"])
+def test_every_model_agrees_in_every_layout(tmp_path, kind, layout, generator_tp):
+    agree(tmp_path, kind, *TRAINERS[layout], generator_tp, generator_tp)
+
+
+def agree(folder, kind, trainers, trainer_tp, generators, generator_tp):
+    arguments = (make_tiny(folder, kind), trainers, trainer_tp, generators, generator_tp)
     nproc = trainers + 1 + generators
     print(torchrun("tests/dist/programs/agreement.py", *arguments, nproc=nproc, deadline=240))

@@ -2,27 +2,43 @@
 
 import pytest
 
-from tests.tiny_models import make_tiny
+from tests.tiny_models import KINDS, make_tiny
 from tests.torchrun import torchrun
 
 CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpointing, packing)
-    1: [("qwen3-tied", 1, 1, "none", 1)],
+    1: [("qwen3-tied", 1, 1, "none", 1), ("qwen2-yarn", 1, 1, "none", 1)],
     2: [
         ("qwen3-tied", 1, 1, "selective", 1),  # FSDP
         ("qwen3-untied", 2, 1, "full", 0),  # TP, the vocabulary sharded
         ("llama3", 1, 2, "none", 0),  # replicas
+        ("qwen2-untied", 2, 1, "none", 1),  # the biases sharded
+        ("mistral", 1, 1, "none", 1),
     ],
     4: [
         ("llama3", 2, 1, "none", 1),  # FSDP x TP
         ("llama3-tied", 2, 1, "selective", 1),
+        ("qwen2-tied", 2, 1, "selective", 1),
         ("qwen3-tied", 2, 2, "none", 1),  # replicas x TP
         ("qwen3-untied", 1, 2, "full", 0),  # replicas x FSDP
     ],
 }
+# Every model, tied and untied, on one rank, FSDP 2, TP 2 and FSDP 2 x TP 2
+LAYOUTS = {1: [(1, 1, "none", 1)], 2: [(1, 1, "selective", 1), (2, 1, "none", 1)], 4: [(2, 1, "full", 1)]}
 
 
 @pytest.mark.parametrize("nproc", CASES)
 def test_sharded_models_equal_transformers(tmp_path, nproc):
-    kinds = {kind: make_tiny(tmp_path, kind) for kind, *_ in CASES[nproc]}
-    cases = [",".join(map(str, (kinds[kind], *rest))) for kind, *rest in CASES[nproc]]
-    print(torchrun("tests/dist/programs/parity.py", *cases, nproc=nproc, deadline=120))
+    compare(tmp_path, nproc, CASES[nproc])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nproc", LAYOUTS)
+def test_every_model_in_every_layout_equals_transformers(tmp_path, nproc, kind):
+    compare(tmp_path, nproc, [(kind, *layout) for layout in LAYOUTS[nproc]])
+
+
+def compare(folder, nproc, cases):
+    kinds = {kind: make_tiny(folder, kind) for kind, *_ in cases}
+    arguments = [",".join(map(str, (kinds[kind], *rest))) for kind, *rest in cases]
+    print(torchrun("tests/dist/programs/parity.py", *arguments, nproc=nproc, deadline=120))

@@ -21,6 +21,7 @@ from grpo.run.failures import BadInput
 from grpo.run.run_folder import mark_run_folder
 from grpo.run.step_timer import StepTimer
 from tests.e2e.runs import TINY, read_metrics
+from tests.tiny_models import SMALL
 from tests.torchrun import run_torchrun
 
 REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
@@ -157,6 +158,22 @@ def test_tensor_parallel_that_does_not_divide_the_heads(model: pathlib.Path, tmp
     degree = ("--generator.tensor-parallel", 3, "--roles.num-generators", 3)
     message = refusal("--model.path", model, "--run-dir", tmp_path / "run", *degree)
     assert "2 key-value heads" in message and "tensor_parallel=3" in message
+
+
+def test_references_that_read_other_tokens(model: pathlib.Path, tmp_path: pathlib.Path):
+    """A teacher must have the policy's tokens under the same ids, and a row for each of them."""
+
+    def refused(policy: pathlib.Path, reference: pathlib.Path) -> str:
+        distill = ("--algorithm.distill-coef", 1, "--model.reference-path", reference)
+        return refusal("--model.path", policy, "--run-dir", tmp_path / "run", *distill)
+
+    other = toy.make_model(tmp_path / "other", toy.trained_tokenizer(["1 + 1"], 300), 0, SMALL)
+    message = refused(model, other)
+    for part in (f"reference {other} has another vocabulary than {model}", "of 32 tokens", "'<pad>', which is 0 and"):
+        assert part in message
+    larger = toy.make_model(tmp_path / "larger", toy.addition_tokenizer(), 0, SMALL | {"vocab_size": 64})
+    assert f"reference {model} has 32 vocabulary entries and {larger} 64" in refused(larger, model)
+    start_and_finish(config_of("--model.path", model, "--model.reference-path", larger, "--run-dir", tmp_path / "run"))
 
 
 GOOD_LINE = '{"question": "1+2", "answer": "3"}\n'

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from safetensors.torch import load_file
 
 from grpo.config import ModelConfig
-from grpo.models.architecture import titan_config
-from grpo.models.build import Qwen3StateDictAdapter
+from grpo.models.architecture import Adapter, titan_config
 from grpo.models.hf_folder import read_hf_config
 from tests.e2e.runs import TINY, read_metrics
-from tests.torchrun import torchrun
+from tests.tiny_models import KINDS, make_tiny
+from tests.torchrun import run_python, torchrun
 
 # float32
 TOLERANCE = 1e-5
@@ -47,7 +48,7 @@ def test_export_is_the_last_checkpoint(
     }
     dcp.load({"model": titan}, checkpoint_id=checkpoint, no_dist=True)
     hf = read_hf_config(str(model))
-    adapter = Qwen3StateDictAdapter(titan_config(hf, ModelConfig().attention, 64), str(model))
+    adapter = Adapter(titan_config(hf, ModelConfig().attention, 64), str(model))
 
     expected = transformers.AutoModelForCausalLM.from_pretrained(model)
     ids_BT = torch.arange(2 * 20).view(2, 20) % hf.vocab_size
@@ -61,10 +62,42 @@ def test_export_is_the_last_checkpoint(
     assert (expected_BTV - before_BTV).abs().max() > 0.1  # training changed them
 
 
+def test_any_checkpoint_is_exported(exported: pathlib.Path, finished_run: tuple[pathlib.Path, list[str]], tmp_path):
+    run_dir = finished_run[0]
+    newest, older = tmp_path / "newest", tmp_path / "older"
+    assert f"step-00000006 -> {newest}" in run_python("-m", "grpo.export", run_dir, "--to", newest)
+    torchrun("grpo.export", run_dir, "--step", 3, "--to", older, nproc=2)
+    expected, same, other = (load_file(folder / "model.safetensors") for folder in (exported, newest, older))
+    assert expected.keys() == same.keys() == other.keys()
+    assert all(torch.equal(expected[name], same[name]) for name in expected)
+    assert not any(torch.equal(expected[name], other[name]) for name in expected)
+    assert (newest / "tokenizer.json").read_bytes() == (exported / "tokenizer.json").read_bytes()
+
+
+def one_step(model: pathlib.Path | str, run_dir: pathlib.Path) -> dict:
+    """Metrics of a run of one step on one rank, which exports what it trained."""
+    flags = ("--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--num-steps", "1")
+    torchrun("train_grpo.py", TINY, *flags, "--model.path", model, "--run-dir", run_dir, nproc=1, deadline=240)
+    (metrics,) = read_metrics(run_dir)
+    return metrics
+
+
 def test_vllm_serves_the_export(exported: pathlib.Path, tmp_path: pathlib.Path):
     """A run from the exported folder: vLLM loads it by itself, and its log-probs are the trainer's."""
-    flags = ("--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--num-steps", "1")
-    arguments = (TINY, *flags, "--model.path", exported, "--run-dir", tmp_path / "run")
-    torchrun("train_grpo.py", *arguments, nproc=1, deadline=240)
-    (metrics,) = read_metrics(tmp_path / "run")
-    assert metrics["mismatch/max"] < TOLERANCE
+    assert one_step(exported, tmp_path / "run")["mismatch/max"] < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family_is_exported_reloaded_and_served(kind: str, tmp_path: pathlib.Path):
+    """Trained for a step, loaded by transformers with no weight too many or too few, and sampled from by vLLM."""
+    start = make_tiny(tmp_path, kind)
+    one_step(start, tmp_path / "first")
+    before = transformers.AutoModelForCausalLM.from_pretrained(start).state_dict()
+    policy, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "first" / "model", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    unchanged = [name for name, tensor in policy.state_dict().items() if torch.equal(tensor, before[name])]
+    assert unchanged == []
+    assert one_step(tmp_path / "first" / "model", tmp_path / "second")["mismatch/max"] < 10 * TOLERANCE

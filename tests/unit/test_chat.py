@@ -45,7 +45,9 @@ def test_a_bad_template_is_refused_within_seconds(template):
     assert "use another model" in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("template", [toy.CHAT_TEMPLATE, "{{ eos_token }}{{ 1 / (level - 1) }}"])
+@pytest.mark.parametrize(
+    "template", [toy.CHAT_TEMPLATE, "{{ eos_token }}{{ 1 / (level - 1) }}{{ messages[-1].content }}"]
+)
 def test_good_templates_pass(template):
     arguments = {"level": 2, "chat_template": template}  # which takes the place of the model's own
     check_template(tokenizer_with("{{ undefined.entry }}"), DataConfig(chat_template_kwargs=arguments))
@@ -128,6 +130,8 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
     }
     config.write_text(json.dumps(entries))
     (tmp_path / "model/evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    assert type(chat.load_tokenizer(str(tmp_path / "model"))) is PreTrainedTokenizerFast  # by tokenizer.json alone
+    (tmp_path / "model/tokenizer.json").unlink()
     with pytest.raises(ValueError, match="trust_remote_code"):
         chat.load_tokenizer(str(tmp_path / "model"))
     assert not (tmp_path / "ran").exists()

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from grpo.export import find_checkpoint
 from grpo.run import checkpoint
+from grpo.run.run_folder import step_folders, step_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,3 +144,22 @@ def test_the_newest_are_kept_and_strangers_too(tmp_path):
         "step-00000001.bak",
         "step-99999999x",
     }
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    """Accuracy 0.2, 0.9, 0.5, 0.9, 0.1 after steps 1 to 5: one newest is kept; of equal ones the newer."""
+    evaluated = {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.9, 5: 0.1}
+    left = []
+    for step, accuracy in evaluated.items():
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, "eval/accuracy": accuracy}) + "\n")
+            file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
+        checkpoint.save_checkpoint(str(tmp_path), step, Trained(1), {"step": step, "data": {}}, 1, "accuracy")
+        left.append([step_of(folder) for folder in step_folders(tmp_path)])
+    assert left == [[1], [2], [2, 3], [4], [4, 5]]
+    assert step_of(find_checkpoint(tmp_path, "best", "accuracy")) == 4
+    assert step_of(find_checkpoint(tmp_path, "latest", "")) == 5
+    assert step_of(find_checkpoint(tmp_path, "4", "")) == 4
+    for step, metric, message in (("best", "", "no best"), ("3", "", "no checkpoint of step 3; there are 4, 5")):
+        with pytest.raises(ValueError, match=message):
+            find_checkpoint(tmp_path, step, metric)

@@ -15,6 +15,7 @@ from grpo.config import (
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
+    EvaluationConfig,
     GeneratorConfig,
     GRPOConfig,
     ModelConfig,
@@ -46,6 +47,12 @@ def read(path: pathlib.Path) -> GRPOConfig | SFTConfig:
 # Checks
 # ---------------------------------------------------------------------------------------------------------------------
 
+TEACHER = ModelConfig(reference_path="teacher")
+ONLY_TEACHER = {
+    "model": TEACHER,
+    "reward": RewardConfig(functions={}),
+    "algorithm": AlgorithmConfig(distill_coef=1.0),
+}
 BAD = {
     "roles.num_generators=0 leaves no rank to sample; use at least 2": GRPOConfig(
         roles=RolesConfig(num_generators=0), generator=GeneratorConfig(tensor_parallel=2)
@@ -118,6 +125,21 @@ BAD = {
         sync_interval=2, checkpoint=CheckpointConfig(interval=3)
     ),
     "reward.functions is empty": GRPOConfig(reward=RewardConfig(functions={})),
+    "algorithm.distill_coef=1.0 has no teacher; name one with --model.reference-path": GRPOConfig(
+        algorithm=AlgorithmConfig(distill_coef=1.0)
+    ),
+    "group_size=1 with algorithm.advantages=group_std makes every advantage 0, so nothing would be learned from "
+    "rewards": GRPOConfig(group_size=1, model=TEACHER, algorithm=AlgorithmConfig(distill_coef=1.0)),
+    "evaluation.interval needs a reward function, and reward.functions is empty": GRPOConfig(
+        evaluation=EvaluationConfig(interval=1), **ONLY_TEACHER
+    ),
+    "sampling.dynamic needs a reward function": GRPOConfig(sampling=SamplingConfig(dynamic=True), **ONLY_TEACHER),
+    "a filter by pass rate needs a reward function": GRPOConfig(
+        sampling=SamplingConfig(min_pass_rate=0.1), **ONLY_TEACHER
+    ),
+    "4 ranks of the reference do not split into model.reference_tensor_parallel=3; use a divisor of 4, or 0": (
+        GRPOConfig(model=ModelConfig(reference_tensor_parallel=3), algorithm=AlgorithmConfig(kl_coef=0.1))
+    ),
     "4 trainer ranks do not split into trainer.tensor_parallel=3 x trainer.data_replicas=1; "
     "use a multiple of 3 trainer ranks, for example 3": GRPOConfig(trainer=TrainerConfig(tensor_parallel=3)),
     "4 trainer ranks do not split into trainer.tensor_parallel=4 x trainer.data_replicas=2; "
@@ -241,6 +263,14 @@ def test_odd_but_possible_layouts_pass():
     validate(GRPOConfig(trainer=TrainerConfig(tensor_parallel=2, data_replicas=2)))
 
 
+def test_a_teacher_needs_neither_rewards_nor_groups():
+    validate(GRPOConfig(group_size=1, **ONLY_TEACHER))
+    assert GRPOConfig(**ONLY_TEACHER).needs_reference
+    measured = RewardConfig(functions={"math_reward": 0.0})
+    evaluated = EvaluationConfig(interval=1)
+    validate(GRPOConfig(**{**ONLY_TEACHER, "reward": measured}, group_size=1, evaluation=evaluated))
+
+
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.05}])
 def test_truncated_sampling_gets_one_warning(options):
     config = GRPOConfig(generator=GeneratorConfig(**options))
@@ -358,6 +388,15 @@ def test_num_ranks_of_each_layout():
 def test_reference_is_sharded_as_far_as_its_ranks_allow(roles, trainer_parallel, expected):
     config = GRPOConfig(roles=roles, trainer=TrainerConfig(tensor_parallel=trainer_parallel))
     assert config.reference_tensor_parallel == expected
+
+
+def test_a_reference_may_have_its_own_tensor_parallelism():
+    roles = RolesConfig(num_trainers=1, num_references=4, num_generators=1)
+    config = GRPOConfig(
+        roles=roles, model=ModelConfig(reference_tensor_parallel=4), algorithm=AlgorithmConfig(kl_coef=0.1)
+    )
+    validate(config)
+    assert config.reference_tensor_parallel == 4
 
 
 @pytest.mark.parametrize("dtype, given, expected", [("float32", 0, 1e-3), ("bfloat16", 0, 0.1), ("bfloat16", 0.3, 0.3)])

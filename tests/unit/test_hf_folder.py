@@ -1,82 +1,204 @@
-"""A model's folder is data: nothing in it is run, and an export takes along only what a tokenizer reads."""
+"""Which config.json is accepted, which refused and why; those of the hub, without fields that nothing reads."""
 
 import json
-import pathlib
 
+import huggingface_hub
 import pytest
 
-from grpo.data.chat import load_tokenizer
-from grpo.models.hf_folder import COPIED_FILES, copied_files, read_hf_config
+from grpo.data.toy import addition_tokenizer
+from grpo.models.hf_folder import FAMILIES, read_hf_config, resolve_folder, stop_token_ids
+
+QWEN2_5_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+R1_DISTILL_QWEN_7B = QWEN2_5_7B | {
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "max_position_embeddings": 131072,
+    "rope_theta": 10000,
+    "sliding_window": 4096,
+    "use_mrope": False,
+}
+LLAMA3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+R1_DISTILL_LLAMA_8B = LLAMA3_1_8B | {"eos_token_id": 128001}
+MISTRAL_7B_V0_3 = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+QWEN3_1_7B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+YARN = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
+ACCEPTED = {  # config.json, (rope type, rope theta)
+    "Qwen2.5-7B": (QWEN2_5_7B, ("default", 1e6)),
+    "Qwen2.5-7B, YaRN": (QWEN2_5_7B | YARN, ("yarn", 1e6)),
+    "R1-Distill-Qwen-7B": (R1_DISTILL_QWEN_7B, ("default", 1e4)),
+    "Llama-3.1-8B": (LLAMA3_1_8B, ("llama3", 5e5)),
+    "R1-Distill-Llama-8B": (R1_DISTILL_LLAMA_8B, ("llama3", 5e5)),
+    "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, ("default", 1e6)),
+    "Qwen3-1.7B": (QWEN3_1_7B, ("default", 1e6)),
+}
 
 
-def names(folder: pathlib.Path) -> list[str]:
-    return sorted(path.name for path in copied_files(folder))
+def folder_of(tmp_path, config: dict) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
 
 
-def test_the_tokenizers_own_files_are_copied(tmp_path):
-    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json"):
-        (tmp_path / name).write_text("{}")
-    assert names(tmp_path) == ["generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(name, tmp_path):
+    raw, rope = ACCEPTED[name]
+    config = read_hf_config(folder_of(tmp_path, raw))
+    assert config.model_type in FAMILIES
+    assert (config.rope_parameters["rope_type"], config.rope_parameters["rope_theta"]) == rope
+    assert (config.hidden_size, config.num_key_value_heads) == (raw["hidden_size"], raw["num_key_value_heads"])
 
 
-def test_other_files_and_folders_are_not(tmp_path):
-    for name in (
-        "tokenizer.py",
-        "tokenizer.pkl",
-        "vocab.pickle",
-        "x.model",
-        "chat_template.jinja.bak",
-        "tokenizer.bin",
-    ):
-        (tmp_path / name).write_text("")
-    (tmp_path / "vocab.json").mkdir()  # a folder of that name
-    (tmp_path / "tokenizer_private").mkdir()
-    assert names(tmp_path) == []
-    assert not [name for name in COPIED_FILES if name.endswith((".py", ".bin", ".pkl", ".pt"))]
+REFUSED = {  # what is wrong: (config.json, the reason)
+    "Mistral-7B-v0.1": (MISTRAL_7B_V0_3 | {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+    "Mistral, window by default": (
+        {name: value for name, value in MISTRAL_7B_V0_3.items() if name != "sliding_window"},
+        "sliding_window=4096 is not supported",
+    ),
+    "Qwen2, window": (
+        QWEN2_5_7B | {"use_sliding_window": True, "max_window_layers": 14},
+        "if no prompt with its completion is longer than 131072 tokens, nothing differs: set it to null",
+    ),
+    "Mixtral": (
+        MISTRAL_7B_V0_3 | {"model_type": "mixtral", "num_local_experts": 8},
+        "is a mixtral model, a mixture of experts; only dense qwen3, qwen2, llama, mistral models are supported",
+    ),
+    "Qwen3 MoE": (QWEN3_1_7B | {"model_type": "qwen3_moe", "num_experts": 128}, "a mixture of experts"),
+    "Gemma": ({"model_type": "gemma3_text", "hidden_size": 64}, "is a gemma3_text model; only dense"),
+    "unknown to transformers": ({"model_type": "my_model", "auto_map": {}}, "is a my_model model; only dense"),
+    "no model_type": ({"hidden_size": 64}, "is a None model; only dense"),
+    "vision": ({"model_type": "qwen2_vl", "hidden_size": 64}, "is a qwen2_vl model; only dense"),
+    "GPTQ": (
+        QWEN2_5_7B | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "gptq weights cannot be trained; use the checkpoint in bfloat16",
+    ),
+    "dynamic rope": (
+        LLAMA3_1_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type dynamic is not supported, only default, linear, llama3, yarn",
+    ),
+    "rope over a part": (LLAMA3_1_8B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "multimodal rope": (R1_DISTILL_QWEN_7B | {"use_mrope": True}, "use_mrope"),
+    "biases elsewhere": (LLAMA3_1_8B | {"attention_bias": True}, "attention_bias and mlp_bias are not supported"),
+    "another activation": (LLAMA3_1_8B | {"hidden_act": "gelu"}, "hidden_act gelu is not supported, only silu"),
+    "reward model": (
+        QWEN2_5_7B | {"architectures": ["Qwen2ForSequenceClassification"]},
+        "a Qwen2ForSequenceClassification has no language model head",
+    ),
+}
 
 
-def test_links_that_lead_out_are_refused_by_name(tmp_path):
-    (tmp_path / "secret").write_text("key")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/vocab.txt").symlink_to("../secret")
-    with pytest.raises(
-        ValueError, match=rf"model/vocab.txt is a link to {tmp_path}/secret, which is not in the model's"
-    ):
-        copied_files(tmp_path / "model")
-    (tmp_path / "model/vocab.txt").unlink()
-    (tmp_path / "model/vocab.txt").symlink_to("absent")  # leads nowhere: nothing to copy
-    (tmp_path / "model/real").write_text("")
-    (tmp_path / "model/merges.txt").symlink_to("real")
-    assert names(tmp_path / "model") == ["merges.txt"]
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path):
+    raw, reason = REFUSED[name]
+    folder = folder_of(tmp_path, raw)
+    with pytest.raises(ValueError) as refused:
+        read_hf_config(folder)
+    message = str(refused.value)
+    assert message.startswith(folder) and reason in message
+    assert "\n" not in message
 
 
-def test_the_hubs_cache_is_links_to_blobs(tmp_path):
-    """models--A--B/snapshots/REVISION/tokenizer.json -> ../../blobs/HASH, and a link to the snapshot."""
-    home = tmp_path / "models--A--B"
-    snapshot = home / "snapshots/0123abcd"
-    snapshot.mkdir(parents=True)
-    (home / "blobs").mkdir()
-    (home / "blobs/hash").write_text("{}")
-    (snapshot / "tokenizer.json").symlink_to("../../blobs/hash")
-    (tmp_path / "link").symlink_to(snapshot)
-    assert names(snapshot) == names(tmp_path / "link") == ["tokenizer.json"]
-    (home / "refs").write_text("")
-    (snapshot / "vocab.json").symlink_to("../../refs")
-    with pytest.raises(ValueError, match="vocab.json is a link"):
-        copied_files(snapshot)
+def test_a_hub_model_is_refused_before_its_weights_are_downloaded(tmp_path, monkeypatch):
+    mixtral, _ = REFUSED["Mixtral"]
+    asked = []
+
+    def snapshot_download(name, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns))
+        return folder_of(tmp_path, mixtral)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match="a mixtral model, a mixture of experts"):
+        resolve_folder("someone/mixtral")
+    assert asked == [("someone/mixtral", ["config.json"])]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "their_own"])
-def test_code_that_comes_with_a_model_is_not_run(tmp_path, model_type):
-    auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": auto_map}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": auto_map}))
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    if model_type == "qwen3":  # transformers' own class
-        assert type(read_hf_config(str(tmp_path))).__module__.startswith("transformers.")
-    else:
-        with pytest.raises(ValueError, match="trust_remote_code"):
-            read_hf_config(str(tmp_path))
-    with pytest.raises((ValueError, OSError)):
-        load_tokenizer(str(tmp_path))
-    assert not (tmp_path / "ran").exists()
+def test_what_ends_a_completion(tmp_path):
+    """The tokenizer's EOS, those of generation_config.json, and what the user adds."""
+    tokenizer = addition_tokenizer()  # 32 tokens, EOS is 1
+    assert stop_token_ids(str(tmp_path), tokenizer) == [1]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    assert stop_token_ids(str(tmp_path), tokenizer, more=(2,)) == [1, 2, 5]
+    with pytest.raises(ValueError, match=r"generator.stop_token_ids: \[32, 40\] are not among the 32 tokens of "):
+        stop_token_ids(str(tmp_path), tokenizer, more=(31, 32, 40))

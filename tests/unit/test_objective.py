@@ -137,3 +137,63 @@ def test_the_kl_may_be_taken_from_the_reward():
     batch, metrics = advantages(algorithm, batch)
     assert batch.advantages_N.view(4, 3)[:, 0].tolist() == pytest.approx([1 - log2, 0, 3, 0])
     assert metrics == {"reward/kl_penalty": pytest.approx(log2 / 3)}  # the mean over those that have a reward
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On-policy distillation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def distilled(algorithm: AlgorithmConfig, teacher: list[float], has_reward: list[bool]) -> tuple[TrainBatch, dict]:
+    """Two completions of a prompt, rewards 1 and 0, whose two tokens have these log-probs by the teacher."""
+    batch = make_batch(samples(2))
+    batch = dataclasses.replace(batch, ref_logprobs_N=torch.tensor([math.nan, *teacher] * 2))
+    config, metrics = complete(GRPOConfig(algorithm=algorithm, group_size=2)), StepMetrics(2)
+    rewards = torch.tensor([1.0, 0.0]), torch.tensor(has_reward)
+    return add_advantages(config, batch, *rewards, algorithm.kl_coef, metrics), metrics.means()
+
+
+def test_a_teacher_judges_every_token_and_joins_the_rewards():
+    # the teacher gives the tokens twice and half the generator's probability: log 2 and -log 2, weighted 0.5
+    log2 = math.log(2)
+    teacher = [GENERATOR[0] + log2, GENERATOR[1] - log2]
+    algorithm = AlgorithmConfig(advantages="group_mean", distill_coef=0.5)
+    batch, metrics = distilled(algorithm, teacher, [True, True])
+    rewarded = [[0.5 + 0.5 * log2, 0.5 - 0.5 * log2], [-0.5 + 0.5 * log2, -0.5 - 0.5 * log2]]
+    assert batch.advantages_N.view(2, 3)[:, 1:].flatten().tolist() == pytest.approx(sum(rewarded, []))
+    assert metrics == {"distill/reverse_kl": pytest.approx(0, abs=1e-6)}
+    # without any reward the teacher's part is left, and every completion counts
+    batch, metrics = distilled(algorithm, [GENERATOR[0] - log2, GENERATOR[1] - 2 * log2], [False, False])
+    assert batch.advantages_N.view(2, 3)[:, 1:].tolist() == [pytest.approx([-0.5 * log2, -log2])] * 2
+    assert batch.num_loss_tokens_S.tolist() == [2, 2]
+    assert metrics == {"distill/reverse_kl": pytest.approx(1.5 * log2)}
+    # a teacher who gives a token no chance weighs 20 nats, not infinitely
+    batch, _ = distilled(algorithm, [-math.inf, GENERATOR[1]], [False, False])
+    assert batch.advantages_N.view(2, 3)[:, 1:].tolist() == [[-10, 0]] * 2
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo", "reinforce"])
+def test_its_gradient_is_that_of_the_reverse_kl_on_a_vocabulary_of_two(loss):
+    """The mean of the gradient over both tokens, each as often as the policy samples it, by the script's functions.
+
+    Logits (t, 0), so p = sigmoid(t); here p = 3/4 and the teacher's q = 1/2. The exact gradient by hand:
+    d/dt [p log(p / q) + (1 - p) log((1 - p) / (1 - q))] = p (1 - p) [log(p / q) - log((1 - p) / (1 - q))]
+    = 3/16 * (log(3/2) - log(1/2)) = 3/16 * log 3 = 0.2060.
+    """
+    t = torch.tensor(math.log(3), requires_grad=True)
+    algorithm = AlgorithmConfig(loss=loss, distill_coef=1.0)
+    config = complete(GRPOConfig(algorithm=algorithm, group_size=1))
+    policy, teacher = torch.log_softmax(torch.stack([t, torch.tensor(0.0)]), 0), math.log(1 / 2)
+    gradient = 0.0
+    for token in (0, 1):
+        logprob = policy[token].item()
+        sample = Sample(torch.tensor([5, token]), torch.tensor([False, True]), torch.tensor([0.0, logprob]))
+        batch = dataclasses.replace(make_batch([sample]), ref_logprobs_N=torch.tensor([0.0, teacher]))
+        no_reward = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
+        batch = add_advantages(config, batch, *no_reward, 0.0, StepMetrics(1))
+        micro = build_micro_batch(batch, [[0]], row_length=2)
+        logprobs_BT = torch.stack([policy[token], torch.tensor(0.0)])[None]
+        settings = config.algorithm, configured_loss(config.algorithm), 0.0, 1.0, True
+        value, _ = grpo_objective(*settings, micro, logprobs_BT, torch.zeros(1, 2))
+        gradient += math.exp(logprob) * torch.autograd.grad(value, t, retain_graph=True)[0].item()
+    assert gradient == pytest.approx(3 / 16 * math.log(3), rel=1e-5)

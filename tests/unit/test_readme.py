@@ -42,7 +42,7 @@ METRICS = {
     "grpo/algorithm/importance.py": "mismatch/mean mismatch/max mismatch/kl mismatch/ess mismatch/corrected_frac",
     "grpo/roles/metrics.py": "loss",
     "grpo/roles/trainer.py": "entropy grad_norm learning_rate",
-    "train_grpo.py": "kl reward/kl_penalty",
+    "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
     "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
     "sampling/informative_frac sampling/full_frac sampling/filtered",
 }
@@ -55,7 +55,7 @@ INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 # Files that a user writes, and those of another project.
 OTHER_FILES = {"path/file.py", "configs/my_run.py", "apps/grpo/main.py", "apps/sft/main.py"}
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
-OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone"}
+OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step"}
 MOST_LINES = 230  # of the page that a newcomer reads first
 
 
@@ -100,7 +100,7 @@ def test_metrics_are_logged(file):
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss"
+    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss|distill"
     for file, source in SOURCES.items():
         found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
         assert found <= NAMED | phases() | INGREDIENTS, file
@@ -177,6 +177,15 @@ def test_command_parses_and_starts_as_many_ranks_as_its_recipe_needs(command, mo
     options = dict(word.lstrip("-").split("=") for word in launcher[1:])
     nodes = int(options.get("nodes", options.get("nnodes", 1)))
     check_world_size(load(config_type, default, arguments), nodes * int(options.get("nproc_per_node", 8)))
+
+
+def test_the_usual_run_of_torchforge_is_one_command():
+    """Its config, written as flags: Qwen2.5-7B-Instruct, GSM8K, groups of 16, KL 0.1, learning rate 1e-5, 500 steps."""
+    (command,) = [command for command in commands() if "--group-size 16" in command]
+    config = load(c.GRPOConfig, DEFAULTS["train_grpo.py"][1], shlex.split(command)[3:])
+    assert (config.model.path, config.data.path) == ("Qwen/Qwen2.5-7B-Instruct", "openai/gsm8k")
+    assert (config.group_size, config.algorithm.kl_coef, config.num_steps) == (16, 0.1, 500)
+    assert config.trainer.learning_rate == 1e-5 and config.needs_reference and config.num_ranks == 8
 
 
 def test_other_commands_start_what_exists():

@@ -44,6 +44,8 @@ def leave_traces(completions, **columns):
 
 def act(completions, **columns):
     word = completions[0].partition(" ")[0]
+    if word.startswith("forge:"):
+        forge(word.removeprefix("forge:").replace("_", " "))
     return MISDEEDS[word]() if word in MISDEEDS else [float(len(completions[0]))]
 
 def loop():
@@ -131,6 +133,19 @@ def lie():
     for fd in range(3, 100):
         try:
             os.write(fd, b'{"call": 99, "outcome": [1.0], "retire": false}\n')
+        except OSError:
+            pass
+    loop()
+
+def forge(outcome):
+    """Answer the call that is running in place of the worker, which a completion that took it over could do."""
+    frame = sys._getframe()
+    while "call" not in frame.f_locals:
+        frame = frame.f_back
+    line = f'{{"call": {frame.f_locals["call"]}, "outcome": {outcome}, "retire": false}}\n'
+    for fd in range(3, 100):
+        try:
+            os.write(fd, line.encode())
         except OSError:
             pass
     loop()
@@ -311,6 +326,9 @@ def workers(pool: RewardPool) -> list[int]:
 # Misdeeds
 
 TOO_LONG = "took longer than 1.5 s"
+# For one completion, as JSON; _ stands for a blank.
+FORGED = ["[NaN]", "[Infinity]", "[-Infinity]", "[1e999]", "[true]", "[1]", '["1.0"]', "[[1.0]]", "[]", "[1.0,_2.0]"]
+FORGED += ["1.0", "null", "{}", f"[{'9' * 5000}]", '[1.0]}_{"call":_0']
 
 
 @pytest.mark.parametrize(
@@ -335,6 +353,7 @@ TOO_LONG = "took longer than 1.5 s"
         ("close_all_and_loop", "the process closed its connection to the supervisor"),
         ("babble", "the process wrote into its connection to the supervisor"),
         ("lie", "the process wrote into its connection to the supervisor"),
+        *((f"forge:{outcome}", "the process wrote into its connection to the supervisor") for outcome in FORGED),
         ("raises", rf"ValueError: line one line two \\ud800 \(/.*/mine.py:{RAISING_LINE}\)"),
         ("unspeakable", r"Unspeakable \(/.*/mine.py:\d+\)"),
         ("wordy", r"ValueError: x{250} \[\.\. 999500 characters \.\.\] x{250} \(/.*/mine.py:\d+\)"),
@@ -346,7 +365,7 @@ TOO_LONG = "took longer than 1.5 s"
         ("two", "returned 2 values for 1 completions"),
         ("text", r"returned 'x' \(str\), not a finite number or None"),
         ("complex", r"returned 1j \(complex\), not a finite number or None"),
-        ("huge", "OverflowError: .*"),
+        ("huge", r"returned 10+ \(int\), not a finite number or None"),
         ("scalar", r"returned 0.5 \(float\), not a list with 1 values"),
         ("nothing", r"returned None \(NoneType\), not a list with 1 values"),
     ],
@@ -713,13 +732,6 @@ def test_the_processes_start_without_torch():
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
-
-
-def test_numbers_of_other_libraries_are_numbers():
-    numpy = pytest.importorskip("numpy")
-    values = reward_worker.check_values([numpy.float32(0.5), numpy.int64(3), True, None], 4)
-    assert values == [0.5, 3.0, 1.0, None]
-    assert [type(value) for value in values] == [float, float, float, type(None)]
 
 
 def test_a_call_gets_its_own_columns():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -46,7 +47,24 @@ GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
         ("answer_tag", "the answer is 42", None),
         ("answer_tag", "", None),
         ("boxed", r"thus \boxed{42}", "42"),
-        ("boxed", r"\boxed{1} or \boxed{2}", "2"),
+        ("boxed", r"\boxed{1}, no: \boxed{2}", "2"),
+        ("boxed", r"\boxed{1} or \boxed{2}", None),
+        ("boxed", r"\boxed{1} and \boxed{2}", "1, 2"),
+        ("boxed", r"\boxed{5} \boxed{ }", "5"),
+        ("boxed", r"\boxed{\boxed{5}}", "5"),
+        ("boxed", r"\fbox{5}", "5"),
+        ("boxed", r"\boxed{4} <answer>so \boxed{5}</answer>", "5"),
+        ("boxed", r"\boxed{4} <answer>5</answer>", None),
+        ("answer_tag", r"<answer>\boxed{5}</answer>", "5"),
+        ("answer_tag", r"<answer>\boxed{4} \boxed{5}</answer>", None),
+        ("answer_tag", "<answer>4</answer> or <answer>5</answer>", None),
+        ("answer_tag", "< Answer >5</ ANSWER>", "5"),
+        ("answer_tag", "<think>a <answer>4</answer></think><answer>5</answer>", "5"),
+        ("answer_tag", "<answer>5</answer><think><answer>4</answer></think>", "5"),
+        ("answer_tag", "<think>what is a <think>?</think><answer>5</answer>", "5"),
+        ("answer_tag", "thoughts of a prompt's block</think><answer>5</answer>", "5"),
+        ("answer_tag", "<answer>5</answer></think>", None),
+        ("hashes", "#### 4 <answer>#### 5</answer>", "5"),
         ("boxed", r"\boxed{\frac{3}{4}}", r"\frac{3}{4}"),
         ("boxed", r"\boxed{1} and \boxed{\frac{3}{4}", "1"),
         ("boxed", r"{ \boxed {5} }}", "5"),
@@ -116,6 +134,10 @@ def test_extract_answer_refuses_an_unknown_format():
         ("1e3", 1000),
         ("1.5E-3 kg", 0.0015),
         ("007", 7),
+        ("1 3/4", 1.75),
+        ("3½", 3.5),
+        ("10^6", 1e6),
+        ("5 million", 5e6),
     ],
 )
 def test_parse_number(text, number):
@@ -138,20 +160,16 @@ def test_parse_number(text, number):
         "12:30",
         "2024-01-02",
         "1/2/3",
-        "1 3/4",
         "2*3",
         "2 + x",
-        "10^6",
         "5!",
         "5²",
-        "3½",
         "5x",
         "2 pi",
         "2π",
         "√2",
         "sqrt(2)",
         "minus 5",
-        "5 million",
         "x > 5",
         "H2O",
         "3/0",
@@ -222,10 +240,12 @@ def test_partial_credit_is_for_a_wrong_answer_in_the_right_form():
     assert math_reward(completions, ["5"] * 4, partial_credit=0.1) == [1.0, 0.1, 0.0, 0.0]
 
 
-def test_tolerance_is_relative_above_one_and_absolute_below():
+def test_tolerance_is_relative_and_for_fractions_only():
+    """A hundredth of 20.5 is 0.205, of 0.1 it is 0.001. Integers are equal or not."""
     reward = functools.partial(math_reward, tolerance=0.01)
-    completions = [f"<answer>{number}</answer>" for number in ("202", "203", "0.109", "0.111")]
-    assert reward(completions, ["200", "200", "0.1", "0.1"]) == [1.0, 0.0, 1.0, 0.0]
+    completions = [f"<answer>{number}</answer>" for number in ("20.7", "20.71", "0.101", "0.1011", "202", "0")]
+    references = ["20.5", "20.5", "0.1", "0.1", "200", "0.001"]
+    assert reward(completions, references) == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -337,8 +357,8 @@ def test_group_length_reward():
     assert group_length_reward(completions, answer=["5"] * 4, num_tokens=[7] * 4) == [0.0] * 4
     assert group_length_reward(completions, answer=[None] * 4, num_tokens=[10, 20, 30, 50]) == [None] * 4
     reward = functools.partial(group_length_reward, answer_format="hashes", tolerance=0.2)
-    assert reward(["#### 11", "#### 13"], answer=["10"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.5, -0.5]
-    assert reward(["#### 13", "#### 11"], answer=["10"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.0, -0.5]
+    assert reward(["#### 11", "#### 13"], answer=["10.5"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.5, -0.5]
+    assert reward(["#### 13", "#### 11"], answer=["10.5"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.0, -0.5]
 
 
 def test_group_level_is_seen_through_partials():
@@ -555,7 +575,7 @@ def test_load_functions_binds_the_options_of_math_reward():
     assert list(functions) == ["math_reward", "thinking_reward"]
     function, weight = functions["math_reward"]
     assert weight == 2.0
-    assert function(["#### 105", "#### 120"], answer=["100", "100"], question=["", ""]) == [1.0, 0.3]
+    assert function(["#### 105", "#### 120"], answer=["100.5", "100.5"], question=["", ""]) == [1.0, 0.3]
 
 
 def test_load_functions_from_a_file(tmp_path, monkeypatch):
@@ -597,7 +617,7 @@ def test_load_functions_gives_every_built_in_its_options():
     )
     functions = load_functions(config, columns=["answer", "tests"], max_completion_tokens=200)
     text = "αβ γ γ\n```\nx = 7\n```\n#### 105"  # words: αβ γ γ ``` x = 7 ``` #### 105
-    columns = {"answer": ["100"], "tests": ["assert x == 7"], "num_tokens": [180], "truncated": [False]}
+    columns = {"answer": ["100.5"], "tests": ["assert x == 7"], "num_tokens": [180], "truncated": [False]}
     assert {name: function([text], **columns) for name, (function, _) in functions.items()} == {
         "math_reward": [1.0],
         "math_verify": [0.0],
@@ -609,13 +629,17 @@ def test_load_functions_gives_every_built_in_its_options():
         "thinking_reward": [0.0],
         "length_penalty": [-0.8],
         "overlong_penalty": [-0.6],
+        "cosine_length_reward": [pytest.approx(-5 * (1 + math.cos(0.9 * math.pi)))],
         "repetition_penalty": [pytest.approx(-0.2)],  # 8 of 10 are distinct
         "language_reward": [0.8],  # αβγγ and x
     }
-    (math, _), (group, _) = functions["math_reward"], functions["group_length_reward"]
-    assert math(["#### 120"], **columns) == [0.3]
-    assert group(["#### 109", "#### 111"], answer=["100"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.5, -0.5]
-    assert is_group_level(group) and not is_group_level(math)
+    (equal, _), (group, _) = functions["math_reward"], functions["group_length_reward"]
+    assert equal(["#### 120"], **columns) == [0.3]
+    assert group(["#### 109", "#### 111"], answer=["100.5"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [
+        0.5,
+        -0.5,
+    ]
+    assert is_group_level(group) and not is_group_level(equal)
 
 
 @pytest.mark.parametrize(
@@ -671,10 +695,10 @@ def test_load_functions_refuses_options(name, options, message):
         load_functions(config, max_completion_tokens=200)
 
 
-@pytest.mark.parametrize("name", ["length_penalty", "overlong_penalty"])
+@pytest.mark.parametrize("name", ["length_penalty", "overlong_penalty", "cosine_length_reward"])
 def test_length_rewards_need_the_longest_completion(name):
-    options = {"length_penalty": {"target_tokens": 5}, "overlong_penalty": {}}
-    config = RewardConfig(functions={name: 1.0}, options={name: options[name]})
+    options = {"length_penalty": {"target_tokens": 5}}
+    config = RewardConfig(functions={name: 1.0}, options={name: options.get(name, {})})
     with pytest.raises(ValueError, match=f"{name} needs max_completion_tokens; give it"):
         load_functions(config)
 

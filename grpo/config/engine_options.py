@@ -1,0 +1,117 @@
+"""What of vLLM's own arguments a user may set in `generator.engine` and `generator.sampling`, and why not the rest.
+
+vLLM is not imported here, which takes seconds and belongs to the generators: its argument names are read from its
+source text. Values are vLLM's to judge, when an engine starts.
+"""
+
+import ast
+import functools
+import importlib.util
+import pathlib
+
+from grpo.config.fields import GeneratorConfig, Table
+from grpo.config.user_files import near_miss
+
+REPLICA = "a replica is generator.tensor_parallel neighbouring ranks of torchrun"
+FOLDER = "an engine loads the folder of model.path"
+STOPS = "a completion ends at the stop tokens of model.path, besides generator.stop and generator.stop_token_ids"
+LOGPROB = "the generator takes the log-prob of the sampled token and no other"
+IDS = "the generator takes token ids, which the driver decodes"
+
+# EngineArgs that the project sets itself, and what decides instead.
+ENGINE_SET_HERE = {
+    **dict.fromkeys(("model", "model_weights", "hf_config_path", "tokenizer"), FOLDER),
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), FOLDER),
+    **dict.fromkeys(("config_format", "load_format"), "trainer and engine read the same files, Hugging Face's"),
+    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"), REPLICA),
+    **dict.fromkeys(("distributed_executor_backend", "nnodes", "node_rank", "device_ids"), REPLICA),
+    **dict.fromkeys(("master_addr", "master_port"), REPLICA),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config"), "sampling is set by the section generator alone"
+    ),
+    "skip_tokenizer_init": "an engine has a tokenizer if generator.stop or generator.sampling needs one",
+    "dtype": "use model.dtype",
+    "seed": "every request has a seed of its own; use the field seed",
+    "max_model_len": "it is data.max_prompt_tokens + generator.max_completion_tokens",
+    "max_num_seqs": "use generator.max_num_seqs",
+    "gpu_memory_utilization": "use generator.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "use generator.kv_cache_gib",
+    "enforce_eager": "use generator.enforce_eager",
+    "enable_sleep_mode": "use generator.sleep",
+    "tensor_parallel_size": "use generator.tensor_parallel",
+    "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled from (processed_logprobs)",
+}
+# The same of SamplingParams.
+SAMPLING_SET_HERE = {
+    "n": "use group_size",
+    "seed": "every request has a seed of its own; use the field seed",
+    "max_tokens": "use generator.max_completion_tokens",
+    **{name: f"use generator.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")},
+    "ignore_eos": STOPS,
+    **dict.fromkeys(("logprobs", "flat_logprobs", "logprob_token_ids"), LOGPROB),
+    **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), LOGPROB),
+    **dict.fromkeys(("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"), IDS),
+    **dict.fromkeys(("include_stop_str_in_output", "output_text_buffer_length", "stream_interval", "skip_clone"), IDS),
+}
+# SamplingParams after which tokens are drawn from another distribution than the model's. vLLM's log-probs stay those of
+# the distribution sampled from, but the trainer's are the model's.
+RESHAPING = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "thinking_token_budget"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
+    *("watermarking", "extra_args", "trace_decode_token_ids"),
+)
+# vLLM quantizes the checkpoint's weights itself, at the start and again in every weight sync. Under its other names
+# ("fp8" among them) it expects a checkpoint that is quantized already, which a policy's new weights are not.
+ONLINE_QUANTIZATION = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4", "online")
+
+
+def check_engine_options(generator: GeneratorConfig) -> None:
+    """Refuse what the project sets itself, names that vLLM does not have, and what would break a contract of a run.
+
+    Raises ValueError with the reason and the field to use. Without vLLM at hand its names are not checked.
+    """
+    _check_names("engine", generator.engine, "vllm/engine/arg_utils.py", "EngineArgs", ENGINE_SET_HERE)
+    _check_names("sampling", generator.sampling, "vllm/sampling_params.py", "SamplingParams", SAMPLING_SET_HERE)
+    quantization = generator.engine.get("quantization")
+    if quantization is not None and quantization not in ONLINE_QUANTIZATION:
+        raise ValueError(
+            f"generator.engine quantization={quantization!r} expects a checkpoint that is quantized already, but every "
+            f"weight sync brings unquantized weights; use one that vLLM quantizes itself: "
+            f"{', '.join(ONLINE_QUANTIZATION)}"
+        )
+    speculative = generator.engine.get("speculative_config") or {}
+    if isinstance(speculative, dict) and speculative.get("rejection_sample_method") == "synthetic":
+        raise ValueError(
+            "generator.engine speculative_config with rejection_sample_method synthetic accepts drafts that the policy "
+            "would not have sampled; use standard or block"
+        )
+    speculates = any(generator.engine.get(name) for name in ("speculative_config", "spec_method", "spec_model"))
+    if speculates and (generator.min_p > 0 or "logit_bias" in generator.sampling):
+        raise ValueError("vLLM ignores min_p and logit_bias with speculative decoding; leave out the one or the other")
+
+
+def reshaping(sampling: Table) -> list[str]:
+    """The names in `generator.sampling` that change the distribution tokens are drawn from."""
+    return [name for name in sampling if name in RESHAPING]
+
+
+@functools.cache
+def argument_names(file: str, class_name: str) -> tuple[str, ...]:
+    """Public fields of a class of vLLM, read from its source file (`vllm/...`); empty if vLLM is not installed."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None:
+        return ()
+    tree = ast.parse((pathlib.Path(vllm.origin).parents[1] / file).read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    names = (node.target.id for node in found.body if isinstance(node, ast.AnnAssign))
+    return tuple(name for name in names if not name.startswith("_"))
+
+
+def _check_names(table: str, options: Table, file: str, class_name: str, set_here: dict[str, str]) -> None:
+    for name in options:
+        if name in set_here:
+            raise ValueError(f"generator.{table} {name} is set by the project: {set_here[name]}")
+        known = argument_names(file, class_name)
+        if known and name not in known:
+            near = near_miss(name, [other for other in known if other not in set_here])
+            raise ValueError(f"generator.{table} {name}: vLLM's {class_name} has no argument of that name{near}")

@@ -1,0 +1,80 @@
+"""Any checkpoint of a run as a Hugging Face folder, that transformers, vLLM and `--model.path` load.
+
+    python -m grpo.export RUN_DIR [--step latest] [--to FOLDER]
+
+`--step` is a number, `latest`, or `best` by the metric that `checkpoint.keep_best` named. The folder is
+RUN_DIR/model-step-N unless `--to` names another. The model of the run's config must still be where it was: tokenizer
+and config.json come from there. One process needs room for the weights in float32; for a large model start
+`torchrun --nproc_per_node=4 -m grpo.export ...`, which shares them out.
+"""
+
+import argparse
+import pathlib
+
+import torch
+
+from grpo.config import GRPOConfig, SFTConfig
+from grpo.config.recipes import load_recipe
+from grpo.models.build import build_model
+from grpo.models.export import export_hf
+from grpo.models.hf_folder import fetch_folder
+from grpo.roles.process_groups import close_roles, setup_trainers
+from grpo.run.checkpoint import best_checkpoint, load_model
+from grpo.run.failures import refuse_bad_input, run_rank
+from grpo.run.run_folder import step_folders, step_of
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dir", type=pathlib.Path, metavar="RUN_DIR")
+    parser.add_argument("--step", default="latest", help="a number, latest or best")
+    parser.add_argument("--to", type=pathlib.Path, metavar="FOLDER")
+    given = parser.parse_args(arguments)
+    with refuse_bad_input():
+        if not (given.run_dir / "config.py").is_file():
+            raise ValueError(f"{given.run_dir} has no config.py; name the folder of a run")
+        config = load_recipe(str(given.run_dir / "config.py"), GRPOConfig, SFTConfig)
+        checkpoint = find_checkpoint(given.run_dir, given.step, config.checkpoint.keep_best)
+        target = given.to or given.run_dir / f"model-{checkpoint.name}"
+        if target.exists():
+            raise ValueError(f"{target} exists; remove it or choose another folder with --to")
+    roles = setup_trainers()
+    is_toy = config.model.path.startswith("toy:")
+    folder = fetch_folder(str(given.run_dir / "initial_model") if is_toy else config.model.path, roles.control)
+    model = build_model(config.model, config.trainer, folder, device=roles.device, tensor_parallel=1)
+    load_model(checkpoint, model.module)
+    export_hf(model, target, getattr(torch, config.model.dtype))
+    if roles.is_driver:
+        print(f"{checkpoint} -> {target}", flush=True)
+    close_roles(roles)
+
+
+def find_checkpoint(run_dir: pathlib.Path, step: str, metric: str) -> pathlib.Path:
+    """The checkpoint that `step` names: a number, `latest`, or `best` by the held-out `metric`.
+
+    Raises ValueError if there is none such.
+    """
+    there = step_folders(run_dir)
+    if not there:
+        raise ValueError(f"{run_dir} has no checkpoint")
+    if step == "latest":
+        return there[-1]
+    if step == "best":
+        found = best_checkpoint(run_dir, metric) if metric else None
+        if found is None:
+            raise ValueError(
+                f"{run_dir} has no best checkpoint: it was trained with checkpoint.keep_best={metric!r}, which names "
+                "a held-out metric, such as accuracy; give a step"
+            )
+        return found
+    found = [folder for folder in there if str(step_of(folder)) == step]
+    if not found:
+        steps = ", ".join(str(step_of(folder)) for folder in there)
+        raise ValueError(f"{run_dir} has no checkpoint of step {step}; there are {steps}")
+    return found[0]
+
+
+if __name__ == "__main__":
+    run_rank(main)

@@ -1,0 +1,190 @@
+"""The built-in reward functions of form and style: what a completion looks like, whatever its answer.
+
+builtin.py says what a reward function is and lists them all. Each works in time that grows linearly with the text.
+"""
+
+import functools
+import re
+import sys
+import unicodedata
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Form
+
+
+def regex_match(completions: list[str], *, pattern: str, **columns: list) -> list[float | None]:
+    """1.0 where the regular expression `pattern` occurs anywhere in the completion (re.search), else 0.0."""
+    if not pattern:
+        raise ValueError("pattern is empty; set a regular expression")
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"pattern {pattern!r} is no regular expression: {error}; escape literal signs with a backslash"
+        ) from error
+    return [1.0 if compiled.search(text) else 0.0 for text in completions]
+
+
+# What a reader takes for a tag: in any case, with blanks or attributes. Possessive, so that blanks are read once.
+_TAG = re.compile(r"<\s*+(/?)\s*+(think|answer)\b[^<>\n]*+>", re.IGNORECASE)
+_PROPER_TAG = re.compile(r"<(/?)(think|answer)>")
+# Characters without width, which hide a tag from a search for its letters.
+_NO_WIDTH = re.compile(
+    "[\xad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e01ef]"
+)
+_THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
+
+
+def format_reward(completions: list[str], **columns: list) -> list[float | None]:
+    """1.0 if the completion is <think>..</think><answer>..</answer> and nothing else but blanks around, else 0.0.
+
+    Each tag occurs once, written exactly so: `<THINK>`, `< think >` and `<think now="yes">` count as tags too, but
+    malformed. Both contents have something that a reader would see (see `has_content`). A chat template that opens
+    <think> in the prompt makes 1.0 impossible, as for thinking_reward.
+    """
+    rewards = []
+    for text in completions:
+        tags = _tags(text)
+        match = _THINK_THEN_ANSWER.fullmatch(text) if tags is not None and len(tags) == len(set(tags)) else None
+        rewards.append(1.0 if match and has_content(match[1]) and has_content(match[2]) else 0.0)
+    return rewards
+
+
+def thinking_reward(completions: list[str], **columns: list) -> list[float | None]:
+    """1.0 for exactly one <think>..</think> block with content, before the answer; 0.5 for a broken one; 0.0 for none.
+
+    Broken: a tag is missing, repeated or malformed (`<THINK>`, `< think >`, with attributes), the block has nothing
+    that a reader would see (see `has_content`), or an answer comes before the block or only inside it. Only the
+    completion's own text counts: a chat template that opens <think> in the prompt leaves just the closing tag here, and
+    then 0.5 is the most that can be had; turn that off with data.chat_template_kwargs, or drop this reward.
+    """
+    rewards = []
+    for text in completions:
+        tags = _tags(text)
+        if tags is None:
+            rewards.append(0.5 if "think" in _loose_names(text) else 0.0)
+            continue
+        counts = tags.count("think"), tags.count("/think")
+        before, _, rest = text.partition("<think>")
+        thoughts, closed, after = rest.partition("</think>")
+        early, inside, late = map(_begins_answer, (before, thoughts, after))
+        whole = counts == (1, 1) and closed and has_content(thoughts) and not early and (late or not inside)
+        rewards.append(0.0 if counts == (0, 0) else 1.0 if whole else 0.5)
+    return rewards
+
+
+def _tags(text: str) -> list[str] | None:
+    """The tags in order, such as `think` and `/answer`; None if one of them is not written as it should be."""
+    proper = ["".join(found) for found in _PROPER_TAG.findall(text)]
+    return proper if len(proper) == len(_TAG.findall(_NO_WIDTH.sub("", text))) else None
+
+
+def _loose_names(text: str) -> set[str]:
+    return {name.lower() for _, name in _TAG.findall(_NO_WIDTH.sub("", text))}
+
+
+def _begins_answer(text: str) -> bool:
+    """Whether an answer starts here, in whatever format the run uses."""
+    return "<answer>" in text or "\\boxed" in text or "####" in text
+
+
+# What is written and not seen: entities, comments, tags, links without a text, LaTeX that only makes room or wraps
+# nothing, the line that opens a code block, letters that are blank (the fillers of Hangul).
+_UNSEEN = re.compile(
+    r"&(?:[a-zA-Z][a-zA-Z0-9]{0,31}|#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6});?"
+    r"|<!--(?s:.*?)(?:-->|\Z)|</?[a-zA-Z][^<>]*+>"
+    r"|!?\[\s*+\]\([^()\n]*+\)"
+    r"|\\q?quad\b|\\[hv]?(?:phantom|space)\*?\s*+\{[^{}]*+\}|\\[a-zA-Z]++\s*+\{\s*+\}"
+    r"|^[ \t]*+(?:```|~~~).*$"
+    r"|[\u115f\u1160\u3164\uffa0]",
+    re.MULTILINE,
+)
+_LETTER_OR_DIGIT = re.compile(r"[^\W_]")
+
+
+def has_content(text: str) -> bool:
+    """Whether a reader would see something: a letter, a digit or a sign of mathematics beyond ASCII (the answer ∅).
+
+    Not content: punctuation and lines made of it (a Markdown rule, a table's edge), emoji, blanks of any width, HTML
+    entities, comments and tags, empty links, LaTeX that leaves room (`\\quad`, `\\phantom{x}`) or wraps nothing
+    (`\\text{}`), and the line that opens a code block.
+    """
+    seen = _UNSEEN.sub(" ", text)
+    if _LETTER_OR_DIGIT.search(seen):
+        return True
+    return any(sign > "\x7f" and unicodedata.category(sign) == "Sm" for sign in set(seen))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Style
+
+# Scripts that are written without blanks between words: Thai, Lao, Tibetan, Burmese, Khmer, kana, Chinese.
+_NO_BLANKS = (
+    "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+_SEPARATORS = r"\s\u200b\u2060\ufeff"  # blanks, also those without width
+_WORD = re.compile(rf"[{_NO_BLANKS}]|[^{_SEPARATORS}{_NO_BLANKS}]+")
+# The longest unit that is found when it is repeated inside a word, in characters.
+_UNIT_CHARACTERS = 64
+_REPEATED = re.compile(rf"([^{_SEPARATORS}{_NO_BLANKS}]{{1,{_UNIT_CHARACTERS}}}?)\1{{2,}}+")
+# What has no letter (1000000, a line of dashes) is an ordinary word up to so many characters.
+_SIGNS_CHARACTERS = 32
+_MOST_NGRAM = 100  # n-grams of a text of 100 kB take about 100 MB then
+
+
+def repetition_penalty(completions: list[str], *, ngram: int = 4, **columns: list) -> list[float | None]:
+    """Minus the share of n-grams of `ngram` words that occurred before: -(1 - distinct / total), 0 with fewer words.
+
+    Words are split at blanks, case ignored. Where there are none to split at:
+      - each character is a word in scripts that are written without blanks (Chinese, Japanese, Thai, Lao, Khmer,
+        Burmese, Tibetan); 4 characters say less than 4 words, so a larger `ngram` suits them;
+      - what a word repeats three times or more in a row counts as that many words: `hahaha` as `ha ha ha`. The unit has
+        up to 64 characters; if none is a letter (1000000, a line of dashes), the whole has more than 32.
+
+    One number per completion, as open-r1 has it; "Demystifying Long Chain-of-Thought Reasoning" (arXiv:2502.03373,
+    appendix C.2), which that goes back to, puts a penalty on each token of a repeated n-gram instead.
+    """
+    if not 1 <= ngram <= _MOST_NGRAM:
+        raise ValueError(f"ngram is {ngram}; set 1 word or more, up to {_MOST_NGRAM}")
+    rewards = []
+    for text in completions:
+        words = _WORD.findall(_REPEATED.sub(_spread, text.casefold()))
+        ngrams = list(zip(*(words[start:] for start in range(ngram)), strict=False))
+        rewards.append(len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0)
+    return rewards
+
+
+def _spread(repeated: re.Match) -> str:
+    """`hahaha` as ` ha ha ha `."""
+    whole, unit = repeated[0], repeated[1]
+    if len(whole) <= _SIGNS_CHARACTERS and not any(map(str.isalpha, unit)):
+        return whole
+    return f" {f'{unit} ' * (len(whole) // len(unit))}"
+
+
+def language_reward(completions: list[str], *, language: str = "latin", **columns: list) -> list[float | None]:
+    """Share of the completion's letters (characters, not words) in one script; None if it has no letters.
+
+    `language` is how Unicode starts the names of that script's letters, in any case: latin, cyrillic, greek, arabic,
+    cjk, hiragana, hangul ... LaTeX commands, code and tags count as the letters they are. In the way of DeepSeek-R1's
+    language consistency reward (arXiv:2501.12948), which counts words of the target language.
+    """
+    prefix = f"{language.upper()} "
+    if not _is_script(prefix):
+        raise ValueError(
+            f"language {language!r} is no script that Unicode names letters by; use one such as latin, cyrillic, "
+            "greek, arabic, hebrew, devanagari, thai, cjk, hiragana, katakana or hangul"
+        )
+    rewards = []
+    for text in completions:
+        letters = [character for character in text if character.isalpha()]
+        ours = sum(unicodedata.name(letter, "").startswith(prefix) for letter in letters)
+        rewards.append(ours / len(letters) if letters else None)
+    return rewards
+
+
+@functools.cache  # it may look at all of Unicode
+def _is_script(prefix: str) -> bool:
+    letters = filter(str.isalpha, map(chr, range(sys.maxunicode)))
+    return any(unicodedata.name(letter, "").startswith(prefix) for letter in letters)

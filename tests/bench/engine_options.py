@@ -1,0 +1,115 @@
+"""What an engine option costs and brings: short GRPO runs with and without it, in turns, and the table of ratios.
+
+    python tests/bench/engine_options.py [--model FOLDER] [--variants base fp8 ngram] [--rounds 2] [--steps 10]
+                                         [-- --group-size 4 ...]
+
+One GPU with every role on it, and the recipe tests/bench/colocated.py. Without `--model` it writes a random checkpoint
+of `--shape`; a random model hardly repeats itself, so for `ngram` give a real one, with prompts in FOLDER/prompts.jsonl
+or by `-- --data.path ...`. The sync check is on in every step, so what a weight sync leaves in a quantized engine is
+seen; its tolerance is 1 nat here, because the difference is what is measured. What is behind `--` goes to every run.
+Each run leaves `runs/engine/VARIANT-ROUND`.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+VARIANTS = {
+    "base": [],
+    "fp8": ["--generator.engine", "quantization", "fp8_per_tensor"],
+    "fp8_channel": ["--generator.engine", "quantization", "fp8_per_channel"],
+    "ngram": ["--generator.engine", "speculative_config", NGRAM],
+}
+FIRST_STEP = 3  # the first two compile
+SHOWN = ("time/generate", "time/sync", "mismatch/mean", "mismatch/max", "mismatch/kl", "mismatch/ess")
+SHOWN += ("completion/length_mean",)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=pathlib.Path)
+    parser.add_argument("--shape", default="qwen3-1.7b", help="of random_checkpoint.py, without --model")
+    parser.add_argument("--variants", nargs="+", default=["base", "fp8", "ngram"], choices=VARIANTS)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--limit", type=int, default=300, help="seconds that one run may take")
+    parser.add_argument("flags", nargs="*", help="behind --: for every run")
+    options = parser.parse_args()
+    model = options.model or random_checkpoint(options.shape)
+    for number in range(options.rounds):
+        order = options.variants if number % 2 == 0 else options.variants[::-1]
+        for variant in order:
+            run(variant, number, model, options)
+    print(table(options.variants, options.rounds))
+
+
+def random_checkpoint(shape: str) -> pathlib.Path:
+    folder = ROOT / "runs" / "engine" / shape
+    if not (folder / "prompts.jsonl").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, ROOT / "tests/bench/random_checkpoint.py", shape, folder], check=True)
+    return folder
+
+
+def folder_of(variant: str, number: int) -> pathlib.Path:
+    return ROOT / "runs" / "engine" / f"{variant}-{number}"
+
+
+def run(variant: str, number: int, model: pathlib.Path, options: argparse.Namespace) -> None:
+    folder = folder_of(variant, number)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
+    command += ["tests/bench/colocated.py", "--model.path", str(model), "--data.path", str(model / "prompts.jsonl")]
+    command += ["--run-dir", str(folder), "--num-steps", str(options.steps), "--sync-check-tolerance", "1"]
+    command += [*VARIANTS[variant], *options.flags]
+    with open(folder / "log.txt", "w") as log:
+        environment = {"OMP_NUM_THREADS": "8"} | os.environ
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, stdout=log, stderr=log, env=environment, timeout=options.limit
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"no end after {options.limit} s"
+    errors = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("error:")]
+    outcome = "done" if code == 0 else f"FAILED ({code}): {errors[0] if errors else f'see {folder}/log.txt'}"
+    print(f"{variant} round {number}: {outcome}", flush=True)
+
+
+def steps_of(variant: str, rounds: int) -> list[dict[str, float]]:
+    """The metrics of all rounds' steps, without the first two and, since it saves, the last of each."""
+    steps = []
+    for number in range(rounds):
+        path = folder_of(variant, number) / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        steps += [line for line in lines if "time/step" in line and line["step"] >= FIRST_STEP][:-1]
+    return steps
+
+
+def table(variants: list[str], rounds: int) -> str:
+    """Markdown: medians (lowest to highest), and times of sampling a token over those of the first variant."""
+    steps = {variant: found for variant in variants if (found := steps_of(variant, rounds))}
+    lines = [f"| | {' | '.join(steps)} |", f"|{' --- |' * (len(steps) + 1)}"]
+    for name in SHOWN:
+        cells = []
+        for found in steps.values():
+            values = [step[name] for step in found if step.get(name) is not None]
+            cells.append(f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})" if values else "-")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    # per token, since completions of another engine differ in length
+    seconds = [
+        statistics.median(s["time/generate"] / s["completion/length_mean"] for s in found) for found in steps.values()
+    ]
+    lines.append(
+        f"| generation time of a token over the first's | {' | '.join(f'{s / seconds[0]:.3f}' for s in seconds)} |"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Seconds that math_reward takes for 1024 completions like GSM8K's, of one checkout or of several in turns.
+
+    python tests/bench/math_reward.py [CHECKOUT ...] [--rounds 7]
+
+Prints for each checkout (by default this one) median, lowest and highest, called in one process (answers in tags, boxed
+integers) and by a pool of 2 workers.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import time
+
+NUM_COMPLETIONS = 1024
+
+
+def completions(opening: str, closing: str) -> tuple[list[str], list[str]]:
+    """Texts of 0.2 to 2 kB and their references: right, wrong, with units and prices, and some without an answer."""
+    draw = random.Random(0)
+    texts, references = [], []
+    for i in range(NUM_COMPLETIONS):
+        a, b = draw.randrange(2, 400), draw.randrange(2, 90)
+        step = f"She sells {a} boxes at ${b} each, so {a} * {b} = {a * b}. "
+        given = [f"{a * b}", f"${a * b:,}", f"{a * b} dollars", f"{a * b + 1}", f"{a * b}.0", f"{a}/{b}"][i % 6]
+        answer = f"{opening}{a * b if opening != '<answer>' else given}{closing}"
+        texts.append(f"<think>{step * draw.randrange(3, 30)}</think>" + (answer if i % 8 else "I cannot say."))
+        references.append(f"{step}\n#### {a * b:,}")
+    return texts, references
+
+
+def measure() -> dict[str, float]:
+    """Of the checkout that comes first on the path; seconds."""
+    import torch
+
+    from grpo.config import RewardConfig
+    from grpo.rewards.builtin import math_reward
+    from grpo.rewards.pool import RewardPool
+    from grpo.types import Completion, Prompt, Rollout
+
+    seconds = {}
+    for name, opening, closing in (("answer_tag", "<answer>", "</answer>"), ("boxed", "\\boxed{", "}")):
+        texts, references = completions(opening, closing)
+        math_reward(texts[:8], references[:8], answer_format=name)  # what is loaded or compiled once
+        start = time.perf_counter()
+        for text, reference in zip(texts, references, strict=True):
+            math_reward([text], [reference], answer_format=name)
+        seconds[name] = time.perf_counter() - start
+    texts, references = completions("<answer>", "</answer>")
+    completion = Completion(torch.tensor([1]), torch.zeros(1), False)
+    rollouts = [Rollout(Prompt(0, [1], {"answer": r}), completion, t) for t, r in zip(texts, references, strict=True)]
+    pool = RewardPool(RewardConfig(functions={"math_reward": 1.0}, num_workers=2), 1024)
+    for _ in range(2):  # the first time warms up
+        start = time.perf_counter()
+        pool.submit(rollouts, 8)
+        pool.collect()
+        seconds["pool"] = time.perf_counter() - start
+    pool.close()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkouts", nargs="*", default=[str(pathlib.Path(__file__).parents[2])])
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = {checkout: [] for checkout in arguments.checkouts}
+    for _ in range(arguments.rounds):
+        for checkout, measured in found.items():
+            environment = os.environ | {"PYTHONPATH": os.path.abspath(checkout)}
+            command = [sys.executable, "-P", __file__, "--child"]
+            measured.append(json.loads(subprocess.check_output(command, env=environment, cwd=checkout)))
+    for checkout, measured in found.items():
+        for name in measured[0]:
+            seconds = [one[name] for one in measured]
+            median, lowest, highest = statistics.median(seconds), min(seconds), max(seconds)
+            print(
+                f"{checkout} {name}: {median:.3f} s ({lowest:.3f} to {highest:.3f}) for {NUM_COMPLETIONS} completions"
+            )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--child"]:
+        print(json.dumps(measure()))
+    else:
+        main()

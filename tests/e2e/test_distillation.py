@@ -1,0 +1,68 @@
+"""On-policy distillation in whole runs: a teacher alone, and beside rewards; who may be a teacher."""
+
+import pathlib
+import shutil
+
+import pytest
+
+from grpo.data import toy
+from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
+from tests.tiny_models import SMALL
+from tests.torchrun import torchrun
+
+ONE_RANK = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Another random model with the same tokens, of another shape."""
+    changes = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    changes |= {"max_position_embeddings": 128}
+    return toy.make_model(tmp_path_factory.mktemp("teacher") / "model", toy.addition_tokenizer(), 7, changes)
+
+
+def test_a_teacher_alone_and_its_exact_resume(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
+    """No reward function, groups of one, a teacher of another shape and tensor parallelism on ranks of its own."""
+    layout = ("--roles.num-trainers", 1, "--roles.num-references", 2, "--model.reference-tensor-parallel", 2)
+    distill = ("--model.reference-path", teacher, "--algorithm.distill-coef", 1, "--algorithm.kl-coef", 0)
+    alone = ("--reward.functions", "--group-size", 1, "--prompts-per-step", 32, "--algorithm.loss", "reinforce")
+    arguments = (TINY, *layout, "--model.path", model, *distill, *alone, "--num-steps", 6, "--checkpoint.interval", 3)
+
+    def run(name: str, *flags: object) -> list[dict]:
+        torchrun("train_grpo.py", *arguments, "--run-dir", tmp_path / name, *flags, nproc=4, deadline=240)
+        return read_metrics(tmp_path / name)
+
+    metrics = run("whole")
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
+    for m in metrics:
+        assert m["reward/mean"] is None and m["reward/none_count"] == 32 and m["loss/active_frac"] == 1
+        assert m["grad_norm"] > 0.01 and m["mismatch/max"] < 1e-4
+    reverse_kl = [m["distill/reverse_kl"] for m in metrics]
+    assert sum(reverse_kl[4:]) < 0.9 * sum(reverse_kl[:2])  # the student moves towards its teacher
+    for line in read_completions(tmp_path / "whole"):
+        assert line["reward"] is None and line["advantage"] is not None
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000006")
+    resumed = run("resumed", "--resume")
+    assert [without_clocks(m) for m in resumed] == [without_clocks(m) for m in metrics]
+
+
+def test_a_teacher_beside_rewards(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
+    """In the first step, whose samples are the same, advantages are those of rewards plus half of the teacher's."""
+
+    def first_step(name: str, *flags: object) -> tuple[dict, list[dict]]:
+        arguments = (TINY, *ONE_RANK, "--model.path", model, "--run-dir", tmp_path / name, "--num-steps", 1, *flags)
+        torchrun("train_grpo.py", *arguments, "--algorithm.kl-coef", 0, nproc=1, deadline=240)
+        return read_metrics(tmp_path / name)[0], read_completions(tmp_path / name)
+
+    plain, of_rewards = first_step("plain")
+    mixed, of_both = first_step("mixed", "--model.reference-path", teacher, "--algorithm.distill-coef", 0.5)
+    assert mixed["reward/mean"] == plain["reward/mean"] and "distill/reverse_kl" not in plain
+    num_tokens = sum(line["num_tokens"] for line in of_both)
+    added = 0.0
+    for reward, both in zip(of_rewards, of_both, strict=True):
+        assert reward["completion"] == both["completion"]
+        added += both["num_tokens"] * (both["advantage"] - reward["advantage"])
+    assert abs(mixed["distill/reverse_kl"]) > 0.1
+    assert added / num_tokens == pytest.approx(-0.5 * mixed["distill/reverse_kl"], rel=1e-4)

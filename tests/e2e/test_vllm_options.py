@@ -1,0 +1,89 @@
+"""vLLM's own arguments reach the engine, and what they change: sampling options, quantization."""
+
+import json
+import pathlib
+
+from tests.e2e.runs import TINY, read_completions, read_metrics
+from tests.torchrun import run_torchrun, torchrun
+
+COLOCATED = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0, "--algorithm.kl-coef", 0)
+# A recipe that tells what the engine was started with
+TELLING = """
+import json
+
+from grpo.roles import generator
+from tests.e2e.tiny import config
+
+start_engine = generator._start_engine
+
+
+def tell(*arguments):
+    llm = start_engine(*arguments)
+    vllm = llm.llm_engine.vllm_config
+    told = {
+        "max_num_seqs": vllm.scheduler_config.max_num_seqs,
+        "enable_prefix_caching": vllm.cache_config.enable_prefix_caching,
+        "num_gpu_blocks": vllm.cache_config.num_gpu_blocks,
+        "quantization": vllm.model_config.quantization,
+    }
+    print("engine", json.dumps(told), flush=True)
+    return llm
+
+
+generator._start_engine = tell
+"""
+
+
+def run(model: pathlib.Path, tmp_path: pathlib.Path, *flags: object, name: str = "run") -> tuple[list[dict], dict, str]:
+    """Metrics, what the engine was started with, and the output of a run on one rank."""
+    (tmp_path / "telling.py").write_text(TELLING)
+    arguments = (tmp_path / "telling.py", *COLOCATED, "--model.path", model, "--run-dir", tmp_path / name, *flags)
+    output = torchrun("train_grpo.py", *arguments, nproc=1, deadline=240)
+    (told,) = (json.loads(line[7:]) for line in output.splitlines() if line.startswith("engine "))
+    return read_metrics(tmp_path / name), told, output
+
+
+def test_engine_options_arrive(model: pathlib.Path, tmp_path: pathlib.Path):
+    """The project's own field and vLLM's arguments; log-probs stay the policy's after every sync."""
+    options = ("enable_prefix_caching", "false", "num_gpu_blocks_override", 70)
+    metrics, told, output = run(model, tmp_path, "--generator.max-num-seqs", 5, "--generator.engine", *options)
+    expected = {"max_num_seqs": 5, "enable_prefix_caching": False, "num_gpu_blocks": 70, "quantization": None}
+    assert told == expected
+    assert "warning: generator" not in output
+    assert [m["step"] for m in metrics] == [1, 2] and max(m["mismatch/max"] for m in metrics) < 1e-4
+
+
+def test_speculation_is_refused_where_vllm_samples_drafts_wrongly(model: pathlib.Path, tmp_path: pathlib.Path):
+    """On a CPU; before the engine loads anything."""
+    ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2})
+    arguments = (TINY, *COLOCATED, "--model.path", model, "--run-dir", tmp_path / "run")
+    options = ("--generator.engine", "speculative_config", ngram)
+    result = run_torchrun("train_grpo.py", *arguments, *options, nproc=1, deadline=120)
+    assert "generator.engine speculative_config needs a GPU: vLLM's CPU backend samples drafted tokens" in result.stdout
+    assert result.returncode != 0 and "Loading safetensors" not in result.stdout
+
+
+def test_sampling_options_arrive(model: pathlib.Path, tmp_path: pathlib.Path):
+    """At least 5 tokens, then the stop string ends a completion; a word that is not allowed never occurs."""
+    options = ("--generator.sampling", "min_tokens", 5, "bad_words", '["7"]', "--generator.stop", "3", "1")
+    metrics, _, output = run(model, tmp_path, *options, "--sync-check-interval", 0)
+    assert "warning: generator.sampling min_tokens, bad_words: tokens are drawn from another distribution" in output
+    lines = read_completions(tmp_path / "run")
+    assert len(lines) == 2 * 16
+    stopped = [line for line in lines if line["completion"][-1:] in ("3", "1") and line["finish_reason"] == "stop"]
+    assert len(stopped) > 3
+    for line in lines:
+        assert line["num_tokens"] >= 5 and "7" not in line["completion"]
+    # the log-probs are those of the fewer tokens that could be drawn, and the trainer's of all
+    assert all(m["mismatch/max"] > 1e-3 for m in metrics)
+
+
+def test_a_quantized_engine_quantizes_again_in_every_sync(model: pathlib.Path, tmp_path: pathlib.Path):
+    """After each sync, trainer and generator are as far apart as at the start, when vLLM quantized the folder."""
+    fp8 = ("--generator.engine", "quantization", "fp8_per_channel", "--model.dtype", "bfloat16")
+    metrics, told, _ = run(model, tmp_path, *fp8, "--sync-check-tolerance", 1, "--num-steps", 5, "--sync-interval", 2)
+    assert told["quantization"] == "fp8_per_channel"
+    at_start, *synced = (m["mismatch/mean"] for m in metrics[::2])
+    stale = [m["mismatch/mean"] for m in metrics[1::2]]  # a step after a sync, with weights one step old
+    assert at_start > 0.01  # fp8 is seen
+    assert max(synced) < 1.2 * at_start < 1.5 * at_start < min(stale)

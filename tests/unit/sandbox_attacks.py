@@ -1,0 +1,487 @@
+"""What a program tries against the sandbox: a table, and the machine it is tried on.
+
+    python -m tests.unit.sandbox_attacks              prints the table of tests/README.md; as root, all modes
+    python -m tests.unit.sandbox_attacks MODE         prints what each attack did in one mode, as JSON
+
+An attack is the body of a function that returns a true value if it worked, and otherwise raises or returns a false
+one. `T` holds what there is to attack (targets): files, sockets and a process of the user who calls. Each attack is
+also made without the sandbox, by a plain interpreter of the same user: if it did not work there, it would show nothing.
+
+Left out: attacks that take the machine down where they work (reboot, loading a kernel module), and those that need time
+or memory, which test_sandbox.py has.
+"""
+
+import _ctypes
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from grpo.rewards import fresh_root, lockdown, sandbox
+
+ROOT = pathlib.Path(__file__).parents[2]
+USER = 4242
+
+# What a container's root has by default.
+CONTAINER_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)
+# What a container's filter of system calls denies by default, as far as the sandbox could use it.
+CONTAINER_CALLS = (lockdown.NAMESPACES, lockdown.KERNEL)
+
+MODES = {
+    "root": "root",
+    "root-alone": "root, no namespaces",
+    "container": "root of a container",
+    "user": "user, user namespaces",
+    "user-alone": "user, no namespaces",
+}
+
+
+class Attack(NamedTuple):
+    name: str
+    code: str
+    alone: str = "anyone"
+    """Who succeeds without a sandbox, outside of containers: anyone, root, or nobody (it is not tried)."""
+
+
+ATTACKS = [
+    # ---- files: reading
+    Attack("read a data file", "return open(T['data']).read()"),
+    Attack("read a token in the home folder", "return open(T['token']).read()"),
+    Attack("read a run's checkpoint", "return open(T['checkpoint']).read()"),
+    Attack("read a module of another environment", "return open(T['module']).read()"),
+    Attack("read /etc/passwd", "return open('/etc/passwd').read()"),
+    Attack("read a file that only its owner may read", "return open(T['closed']).read()"),
+    Attack("list a folder", "return os.listdir(T['folder'])"),
+    Attack("list the temporary folder", "return len(os.listdir('/tmp')) > 1 or T['folder'] in os.listdir('/tmp')"),
+    Attack("read through a symbolic link", "os.symlink(T['data'], 'link'); return open('link').read()"),
+    Attack("read through a hard link", "os.link(T['data'], 'hard'); return open('hard').read()", "nobody"),
+    Attack("climb out of its folder", "return open('../' * 40 + T['data']).read()"),
+    Attack("open below a descriptor of /", "return os.open(T['data'], os.O_RDONLY, dir_fd=os.open('/', os.O_PATH))"),
+    Attack("reopen a path-only descriptor", "return open(f\"/proc/self/fd/{os.open(T['data'], os.O_PATH)}\").read()"),
+    Attack(
+        "open by a file handle",
+        "handle = buffer(bytes([128]) + bytes(200))\n"
+        " return call('name_to_handle_at', -100, T['data'].encode(), handle, buffer(bytes(8)), 0) == 0",
+    ),
+    Attack("load a library from elsewhere", "return ctypes.CDLL(T['library'])"),
+    Attack(
+        "map a file of another user's", "f = os.open(T['data'], 0); return mmap.mmap(f, 0, prot=mmap.PROT_READ)[:1]"
+    ),
+    Attack("watch a folder", "return libc.inotify_add_watch(call('inotify_init1', 0), T['folder'].encode(), 256) > 0"),
+    Attack("watch the file system", "return call('fanotify_init', 0, 0) >= 0", "root"),
+    Attack("read the caller's environment", "return open(f\"/proc/{T['caller']}/environ\").read()"),
+    Attack("read the caller's arguments", "return open(f\"/proc/{T['caller']}/cmdline\").read()"),
+    Attack("read the caller's memory", "return open(f\"/proc/{T['caller']}/mem\", 'rb')", "root"),
+    Attack("enter the caller's folder", "return os.listdir(f\"/proc/{T['caller']}/cwd/\")", "root"),
+    Attack("enter the caller's root", "return os.listdir(f\"/proc/{T['caller']}/root/etc\")", "root"),
+    Attack("open the kernel's memory", "return os.open('/dev/mem', os.O_RDONLY)", "nobody"),
+    Attack(
+        "make the disk's device",
+        "os.mknod('disk', 0o060600, os.makedev(254, 0)); return os.path.exists('disk')",
+        "root",
+    ),
+    Attack("look into /sys", "return os.listdir('/sys/kernel')", "root"),
+    # ---- files: changing
+    Attack("write to a data file", "return open(T['data'], 'a').write('x')"),
+    Attack("truncate a data file", "os.truncate(T['scratch'], 0); return True"),
+    Attack("make a file elsewhere", "return open(T['folder'] + '/new', 'w').write('x')"),
+    Attack("remove a file", "os.remove(T['folder'] + '/removable'); return True"),
+    Attack("rename a file", "os.rename(T['folder'] + '/renamable', T['folder'] + '/renamed'); return True"),
+    Attack("make a folder elsewhere", "os.mkdir(T['folder'] + '/folder'); return True"),
+    Attack(
+        "write to the temporary folder",
+        "return open('/tmp/left-behind-' + T['id'], 'w').write('x') and T['shares_tmp']",
+    ),
+    Attack(
+        "write to the interpreter", "return open(os.path.join(os.path.dirname(os.__file__), 'left.py'), 'w')", "nobody"
+    ),
+    Attack("change a file's mode", "os.chmod(T['data'], 0o644); return True"),
+    Attack("change the interpreter's mode", "os.chmod(sys.executable, 0o755); return True", "root"),
+    Attack("change a file's mode by a descriptor", "os.fchmod(os.open(os.__file__, 0), 0o644); return True", "root"),
+    Attack("change a file's times", "os.utime(T['data']); return True"),
+    Attack("give a file away", "os.chown(T['data'], -1, os.getgid()); return True"),
+    Attack("write to a kernel setting", "return os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY)", "root"),
+    Attack("write to the caller's oom score", "return open(f\"/proc/{T['caller']}/oom_score_adj\", 'w')", "root"),
+    # ---- network
+    Attack("connect by TCP", "return socket.create_connection(('127.0.0.1', T['port']), 5)"),
+    Attack("send by UDP", "return socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))"),
+    Attack("listen", "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); return True"),
+    Attack("connect to a socket in a folder", "socket.socket(socket.AF_UNIX).connect(T['socket']); return True"),
+    Attack(
+        "connect to an abstract socket", "socket.socket(socket.AF_UNIX).connect('\\0' + T['abstract']); return True"
+    ),
+    Attack(
+        "send from a pair to a folder's socket",
+        "return socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', T['datagrams'])",
+    ),
+    Attack("make a socket in a folder", "socket.socket(socket.AF_UNIX).bind('s'); return True"),
+    Attack("talk to the kernel by netlink", "return socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)"),
+    Attack("open a vsock", "return socket.socket(40, socket.SOCK_STREAM)", "nobody"),
+    Attack("open a raw socket", "return socket.socket(socket.AF_PACKET, socket.SOCK_RAW)", "root"),
+    Attack("open a socket by x32's number", "return libc.syscall(0x40000000 + 41, 1, 1, 0) >= 0", "nobody"),
+    Attack("open a socket by a ring", "return call('io_uring_setup', 4, buffer(bytes(120))) >= 0"),
+    # ---- memory that no limit counts
+    Attack("keep memory in a memfd", "return os.ftruncate(os.memfd_create('x'), 1 << 20) is None"),
+    Attack("keep memory in a secret memfd", "return call('memfd_secret', 0) >= 0", "nobody"),
+    Attack("make its stdin grow", "return os.ftruncate(0, 1 << 20) is None", "nobody"),
+    Attack("write to its stdin", "return os.write(0, b'x')", "nobody"),
+    Attack("make shared memory (System V)", "return call('shmget', 0, 1 << 20, 0o1600) >= 0"),
+    Attack("attach shared memory of the caller's", "return call('shmget', T['shared'], 0, 0) >= 0"),
+    Attack("make a message queue (System V)", "return call('msgget', 0, 0o1600) >= 0"),
+    Attack("make semaphores (System V)", "return call('semget', 0, 1, 0o1600) >= 0"),
+    Attack("make a message queue (POSIX)", "return call('mq_open', ('q' + T['id']).encode(), 0o102, 0o600, None) >= 0"),
+    Attack("write to /dev/shm", "return open('/dev/shm/' + T['id'], 'w')"),
+    Attack("mount a file system in memory", "return libc.mount(b't', b'/', b'tmpfs', 0, None) == 0", "nobody"),
+    Attack("reserve asynchronous requests", "return call('io_setup', 4, buffer(bytes(8))) == 0"),
+    # ---- other processes
+    Attack("signal the caller", "os.kill(T['caller'], 0); return True"),
+    Attack("signal a process of the same user", "os.kill(T['victim'], 0); return True"),
+    Attack("kill its init", "p = os.getppid(); os.kill(p, 9); time.sleep(0.2); return os.getppid() != p", "nobody"),
+    Attack("stop its init", "os.kill(os.getppid(), signal.SIGSTOP); return os.getppid() != 1", "nobody"),
+    Attack(
+        "queue a signal",
+        "return call('rt_sigqueueinfo', T['victim'], 0, buffer(struct.pack('iii', 0, 0, -1) + bytes(116))) == 0",
+    ),
+    Attack("have the kernel signal another", "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, T['victim']); return True"),
+    Attack("trace a process", "return call('ptrace', 0x4206, T['victim'], 0, 0) == 0"),
+    Attack("read another's memory", "return read_memory(T['victim'], T['address'])"),
+    Attack("take a descriptor of another", "return call('pidfd_getfd', os.pidfd_open(T['victim']), 0, 0) >= 0"),
+    Attack("change another's limits", "return resource.prlimit(T['victim'], resource.RLIMIT_CORE, (0, 0))"),
+    Attack("change another's cores", "os.sched_setaffinity(T['victim'], {0}); return True"),
+    Attack("change another's priority", "os.setpriority(os.PRIO_PROCESS, T['victim'], 19); return True"),
+    Attack("change another's turn at the disk", "return call('ioprio_set', 1, T['victim'], 3 << 13) == 0"),
+    Attack("compare with another", "return call('kcmp', os.getpid(), T['victim'], 1, 0, 0) >= 0"),
+    Attack("outlive its parent", "return libc.prctl(1, 0, 0, 0, 0) == 0"),
+    Attack("raise its limits", "resource.setrlimit(resource.RLIMIT_CORE, (1 << 20, 1 << 20)); return True", "nobody"),
+    Attack("lift its limit on processes", "resource.setrlimit(resource.RLIMIT_NPROC, (-1, -1)); return True", "nobody"),
+    # ---- privilege and the kernel
+    Attack("be root", "os.setuid(0); return True", "root"),
+    Attack("join a group", "os.setgroups([4]); return True", "root"),
+    Attack("have a capability other than to read", "return permitted_capabilities() & ~0b110", "root"),
+    Attack("gain by a set-user-ID program", "return libc.prctl(39, 0, 0, 0, 0) == 0"),
+    Attack("make namespaces by clone", "p = call('clone', 0x10000011, 0, 0, 0, 0); return p > 0 or os._exit(0)"),
+    Attack(
+        "make namespaces by clone3",
+        "arguments = buffer(struct.pack('8Q', 0x10000000, 0, 0, 0, 17, 0, 0, 0))\n"
+        " p = call('clone3', arguments, 64); return p > 0 or os._exit(0)",
+    ),
+    Attack(
+        "enter the caller's namespaces",
+        "return call('setns', os.open(f\"/proc/{T['caller']}/ns/uts\", 0), 0) == 0",
+        "root",
+    ),
+    Attack(
+        "mount",
+        "os.mkdir('m'); return libc.mount(b'none', b'm', b'tmpfs', 0, None) == 0 and libc.umount2(b'm', 2) == 0",
+        "root",
+    ),
+    Attack("mount by descriptors", "return call('fsopen', b'tmpfs', 0) >= 0", "root"),
+    Attack("copy a mount", "return call('open_tree', -100, b'/', 1) >= 0", "root"),
+    Attack(
+        "make a mount writable",
+        "return call('mount_setattr', -100, b'/', 0, buffer(struct.pack('4Q', 0, 0, 0, 0)), 32) == 0",
+        "nobody",
+    ),
+    Attack("change the root", "os.mkdir('r'); os.chroot('r'); return True", "nobody"),
+    Attack("read a keyring", "return call('keyctl', 6, -4, None, 0) >= 0"),
+    Attack("add a key", "return call('add_key', b'user', T['id'].encode(), b'x', 1, -2) >= 0"),
+    Attack("request a key", "return call('request_key', b'user', T['id'].encode(), None, 0) >= 0", "nobody"),
+    Attack(
+        "load a filter into the kernel",
+        "return call('bpf', 0, buffer(struct.pack('5I', 2, 4, 4, 1, 0) + bytes(100)), 120) >= 0",
+        "root",
+    ),
+    Attack(
+        "measure the machine",
+        "return call('perf_event_open', buffer(struct.pack('IIQ', 1, 112, 0) + bytes(96)), 0, -1, -1, 0) >= 0",
+        "nobody",
+    ),
+    Attack("handle page faults", "return call('userfaultfd', 1) >= 0", "root"),
+    Attack("name the machine", "n = os.uname().nodename.encode(); return call('sethostname', n, len(n)) == 0", "root"),
+    Attack("read the kernel's log", "return call('syslog', 10, None, 0) >= 0", "root"),
+    Attack("set the clock", "return call('clock_settime', 0, None) == 0", "nobody"),
+    Attack("reach the ports", "return call('iopl', 0) == 0", "nobody"),
+    Attack("load a module", "return call('finit_module', -1, b'', 0) == 0", "nobody"),
+    Attack("restart the machine", "return call('reboot', 0, 0, 0, None) == 0", "nobody"),
+    Attack("swap to a file", "return call('swapoff', b'nothing') == 0", "nobody"),
+    # last, since without a sandbox the process then is in another namespace
+    Attack("make a user namespace", "return call('unshare', 0x10000000) == 0"),
+]
+
+
+class Program(NamedTuple):
+    name: str
+    code: str
+    """May use T too; limited to 8 processes and threads, 256 MiB and 8 MiB of files."""
+    bounded: str
+    """What bounds it, as an expression of `status` and `stdout`."""
+    seconds: float = 30.0
+    """Its limit; of a program that another limit ends long enough for a loaded machine."""
+
+
+# What takes a program of its own; not tried without a sandbox.
+PROGRAMS = [
+    Program("kill all that can be killed", "os.kill(-1, 9)", "status in ('ok', 'failed', 'killed')"),
+    Program(
+        "start processes without end",
+        "n = 0\n"
+        "try:\n"
+        "    while True:\n"
+        "        if os.fork() == 0: time.sleep(60)\n"
+        "        n += 1\n"
+        "finally: os.write(1, str(n).encode())",
+        "status == 'failed' and int(stdout) <= 7",
+    ),
+    Program(
+        "start threads without end",
+        "threading.stack_size(1 << 16)\n"
+        "n = 0\n"
+        "try:\n"
+        "    while True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); n += 1\n"
+        "finally: os.write(1, str(n).encode()); os._exit(1)",
+        "status == 'failed' and int(stdout) <= 7",
+    ),
+    Program(
+        "leave a process behind",
+        "libc.prctl(1, 0, 0, 0, 0)\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', T['mark']])\n"
+        "    os._exit(0)\n"
+        "os.wait(); time.sleep(0.3); print('left')",
+        "status in ('ok', 'failed')",
+    ),
+    Program("use all memory", "b = []\nwhile True: b.append(bytes(1 << 20))", "status == 'failed'"),
+    Program("use all memory by mappings", "b = []\nwhile True: b.append(mmap.mmap(-1, 1 << 24))", "status == 'failed'"),
+    Program(
+        "write a file without end", "f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))", "status == 'failed'"
+    ),
+    Program("print without end", "while True: os.write(1, bytes(1 << 16))", "status == 'output'"),
+    Program(
+        "loop for ever, deaf to signals",
+        "for s in (1, 2, 3, 10, 12, 14, 15, 24): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+        "status == 'timeout'",
+        seconds=1.0,
+    ),
+    Program(
+        "call the kernel as a 32-bit program",  # socket(AF_UNIX, SOCK_STREAM, 0) by int 0x80, for x86
+        "code = mmap.mmap(-1, 4096, prot=7)\n"
+        "code.write(bytes.fromhex('53b867010000bb01000000b90100000031d2cd805bc3'))\n"
+        "function = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))\n"
+        "os.write(1, str(function()).encode())",
+        "status == 'killed' and stdout == ''",
+    ),
+]
+
+_START = (
+    "import ctypes, json, mmap, os, signal, sys, threading, time\nT = json.load(sys.stdin)\nlibc = ctypes.CDLL(None)\n"
+)
+
+
+def running() -> list[str]:
+    """The command lines of all processes that can be seen."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found.append(path.read_text().replace("\0", " ").strip())
+    return found
+
+
+def try_programs() -> dict[str, str]:
+    """Program -> "bounded", or how it ended. Also looks whether the victim lives and no process is left."""
+    results = {}
+    for program in PROGRAMS:
+        with targets() as there:
+            there["mark"] = f"left-{there['id']}"
+            limits = {"timeout_seconds": program.seconds, "memory_gib": 0.25, "processes": 8, "file_bytes": 8 << 20}
+            outcome = sandbox.run_python(_START + program.code, json.dumps(there), **limits)
+            names = {"status": outcome.status, "stdout": outcome.stdout[:1000]}
+            left = any(there["mark"] in arguments for arguments in running())
+            alive = f"/bin/sleep 600.{os.getpid()}" in running()
+            good = alive and not left and eval(program.bounded, names)
+            results[program.name] = "bounded" if good else f"{outcome}, victim alive: {alive}, left: {left}"[:500]
+    return results
+
+
+# Runs every attack in turn and prints, for each, "worked" or what stopped it. Nothing of the project is imported, as it
+# must run in the sandbox.
+_PROGRAM = """
+import ctypes, fcntl, json, mmap, os, resource, signal, socket, struct, sys, time
+T = json.loads(sys.stdin.read())
+libc = ctypes.CDLL(None, use_errno=True)
+def argument(value): return ctypes.c_long(value) if isinstance(value, int) else value
+def call(name, *arguments):
+    result = libc.syscall(ctypes.c_long(T["numbers"][name]), *map(argument, arguments))
+    if result < 0: raise OSError(ctypes.get_errno(), name)
+    return result
+def buffer(content): return ctypes.create_string_buffer(content, len(content))
+def permitted_capabilities():
+    data = ctypes.create_string_buffer(24)
+    libc.capget(struct.pack("Ii", 0x20080522, 0), data)
+    return struct.unpack("6I", data.raw)[1] | struct.unpack("6I", data.raw)[4] << 32
+def read_memory(pid, address):
+    data = ctypes.create_string_buffer(8)
+    here, there = struct.pack("PN", ctypes.addressof(data), 8), struct.pack("PN", address, 8)
+    return call("process_vm_readv", pid, here, 1, there, 1, 0) == 8
+results = {}
+for name, code in T["attacks"]:
+    space = dict(globals())
+    try:
+        exec("def attack():\\n " + code, space)
+        results[name] = "worked" if space["attack"]() else "nothing"
+    except BaseException as error:
+        results[name] = type(error).__name__
+os.write(1, json.dumps(results).encode())
+os._exit(0)
+"""
+
+
+@contextlib.contextmanager
+def targets() -> Iterator[dict[str, Any]]:
+    """What there is to attack: files, sockets, shared memory and a process of the calling user, open to everybody."""
+    with contextlib.ExitStack() as stack:
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="targets-", dir="/tmp"))
+        stack.callback(shutil.rmtree, folder)
+        folder.chmod(0o755)
+        files = ("data.jsonl", "home/token", "run/step-1", "venv/lib/module.py", "scratch", "removable", "renamable")
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("secret")
+        (folder / "venv/closed").write_text("secret")
+        (folder / "venv/closed").chmod(0o600)
+        library = folder / "library.so"
+        shutil.copy(_ctypes.__file__, library)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        name = f"targets-{os.getpid()}"
+        for address, kind in (
+            (str(folder / "socket"), socket.SOCK_STREAM),
+            (f"\0{name}", socket.SOCK_STREAM),
+            (str(folder / "datagrams"), socket.SOCK_DGRAM),
+        ):
+            server = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+            server.bind(address)
+            if kind == socket.SOCK_STREAM:
+                server.listen(8)
+            if address[0] != "\0":
+                os.chmod(address, 0o777)
+        key = 0x5AFE0000 + os.getpid() % 0xFFFF
+        shared = lockdown.libc("shmget", key, 4096, 0o1666)
+        stack.callback(lockdown.libc, "shmctl", shared, 0, None)
+        victim = stack.enter_context(subprocess.Popen(["/bin/sleep", f"600.{os.getpid()}"], stdin=subprocess.DEVNULL))
+        stack.callback(victim.kill)
+        maps = pathlib.Path(f"/proc/{victim.pid}/maps").read_text()
+        yield {
+            "data": str(folder / "data.jsonl"),
+            "token": str(folder / "home/token"),
+            "checkpoint": str(folder / "run/step-1"),
+            "module": str(folder / "venv/lib/module.py"),
+            "closed": str(folder / "venv/closed"),
+            "scratch": str(folder / "scratch"),
+            "library": str(library),
+            "folder": str(folder),
+            "socket": str(folder / "socket"),
+            "datagrams": str(folder / "datagrams"),
+            "abstract": name,
+            "id": name,
+            "port": tcp.getsockname()[1],
+            "shared": key,
+            "victim": victim.pid,
+            "address": int(maps.split("-")[0], 16),
+            "caller": os.getpid(),
+            "numbers": {
+                name: lockdown.call_number(name)
+                for name in re.findall(r"call\([\"'](\w+)", _PROGRAM + " ".join(a.code for a in ATTACKS))
+            },
+        }
+
+
+def enter(mode: str) -> None:
+    """Make this process one of that mode: fewer capabilities, another user, no namespaces to be had."""
+    if mode.startswith("user") and os.geteuid() == 0:
+        # The interpreter may be in root's home: a root folder in which everybody can reach it.
+        lockdown.libc("unshare", 0x00020000)
+        places = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev/pts", str(ROOT), sys.prefix, sys.base_prefix]
+        fresh_root.enter_fresh_root(places, 1 << 28)
+        os.mkdir("/dev/shm")
+        os.chmod("/dev/shm", 0o1777)
+        os.chdir(ROOT)
+        os.setgroups([])
+        os.setresgid(USER, USER, USER)
+        os.setresuid(USER, USER, USER)
+        lockdown.prctl(lockdown.PR_SET_DUMPABLE, 1)
+    if mode == "container":
+        lockdown.drop_capabilities(CONTAINER_CAPABILITIES)
+        lockdown.deny_calls(*CONTAINER_CALLS)
+    elif mode.endswith("alone"):
+        lockdown.deny_calls(lockdown.NAMESPACES)
+
+
+def try_all(mode: str) -> dict[str, dict[str, str]]:
+    """Attack -> what it did in the sandbox and without, each "worked", "nothing" or the name of an exception."""
+    enter(mode)
+    found = sandbox.isolation()
+    with targets() as there:
+        with_sandbox = there | {"attacks": [(a.name, a.code) for a in ATTACKS], "shares_tmp": not found.process_tree}
+        outcome = sandbox.run_python(_PROGRAM, json.dumps(with_sandbox), timeout_seconds=60, memory_gib=2)
+        if not outcome.stdout:
+            raise RuntimeError(f"the attacks did not run: {outcome}")
+        inside = json.loads(outcome.stdout)
+    with targets() as there, tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        alone = [(a.name, a.code) for a in ATTACKS if a.alone != "nobody"]
+        without = there | {"attacks": alone, "shares_tmp": True}
+        result = subprocess.run(
+            [sys.executable, "-c", _PROGRAM], input=json.dumps(without), cwd=folder, capture_output=True, text=True
+        )
+        outside = json.loads(result.stdout)
+        for left in (f"/tmp/left-behind-{there['id']}", f"/dev/shm/{there['id']}"):
+            pathlib.Path(left).unlink(missing_ok=True)
+    return {
+        "isolation": str(found),
+        "measures": str(found.measures),
+        "programs": try_programs(),
+        "attacks": {a.name: {"inside": inside[a.name], "outside": outside.get(a.name, "not tried")} for a in ATTACKS},
+    }
+
+
+def run_mode(mode: str) -> dict[str, Any]:
+    """What `try_all` returns, from a fresh process."""
+    command = [sys.executable, "-m", "tests.unit.sandbox_attacks", mode]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    if result.returncode:
+        raise RuntimeError(f"mode {mode}: {result.stderr[-2000:]}")
+    return json.loads(result.stdout)
+
+
+def works_alone(attack: Attack) -> str:
+    """The table's second column."""
+    return {"anyone": "works", "root": "works for root", "nobody": "not tried"}[attack.alone]
+
+
+def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """The table's rows: attack, without a sandbox, then for each mode of `results` whether it was denied."""
+    inside = [[r["attacks"][a.name]["inside"] for r in results.values()] for a in ATTACKS]
+    cells = [["WORKED" if result == "worked" else "denied" for result in found] for found in inside]
+    found = [[attack.name, works_alone(attack), *row] for attack, row in zip(ATTACKS, cells, strict=True)]
+    return found + [[p.name, "not tried", *(r["programs"][p.name] for r in results.values())] for p in PROGRAMS]
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        print(json.dumps(try_all(sys.argv[1])))
+        return
+    titles = ["Attack", "without a sandbox", *MODES.values()]
+    for row in [titles, ["---"] * len(titles), *rows({mode: run_mode(mode) for mode in MODES})]:
+        print("|", " | ".join(row), "|")
+
+
+if __name__ == "__main__":
+    main()

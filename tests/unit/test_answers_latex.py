@@ -1,0 +1,164 @@
+"""A completion of nothing but LaTeX cannot run Python, whatever it wraps the code in and whatever it is compared to."""
+
+import builtins
+import itertools
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from grpo.rewards import latex
+from grpo.rewards.builtin import math_reward, math_verify
+
+# What sympy evaluates numerically, with a symbol that it prints into Python source; X is the wrapped code.
+SUM = r"\sum_{n=0}^{\infty} \frac{(X+1)^n(n+2)}{n!}"
+CODE = ":=latex_marker()"  # a function of the test's own among Python's built-in ones
+
+NAMES = [
+    r"\hat{CODE}", r"\widehat{CODE}", r"\bar{CODE}", r"\overline{CODE}", r"\vec{CODE}", r"\overrightarrow{CODE}",
+    r"\tilde{CODE}", r"\dot{CODE}", r"\acute{CODE}", r"\bm{CODE}", r"\boldsymbol{CODE}", r"\mathbb{CODE}",
+    r"\mathrm{CODE}", r"\mathcal{CODE}", r"\mathbf{CODE}", r"\mathsf{CODE}", r"\text{CODE}", r"\textbf{CODE}",
+    r"\mbox{CODE}", r"\operatorname{CODE}", r"\variable{CODE}", r"x_{CODE}", r"\hat{x}_{CODE}", r"x_\hat{CODE}",
+    r"\hat {CODE}", r"\\hat{CODE}", r"\ha\!t{CODE}", r'\h"at{CODE}', r"\ha\text{}t{CODE}", r"\hat{\hat{CODE}}",
+    r"\hat{\}CODE}",
+]  # fmt: skip
+PLACES = [
+    "X", SUM, r"\prod_{n=1}^{\infty} X", r"\int_0^1 X dx", r"\lim_{n \to 0} X", r"\sum_{X=0}^{\infty} \frac{1}{X!}",
+    rf"\frac{{{SUM}}}{{2}}", rf"2^{{{SUM}}}", rf"(0, {SUM})", rf"[{SUM}, 5]", rf"\{{1, {SUM}\}}", rf"x = {SUM}",
+    rf"x < {SUM}", rf"f({SUM})", rf"\gcd({SUM}, 5)", rf"|{SUM}|", rf"\binom{{{SUM}}}{{2}}", rf"\sqrt{{{SUM}}}",
+    rf"\begin{{pmatrix}} {SUM} & 1 \\ 0 & 1 \end{{pmatrix}}", rf"\begin{{vmatrix}} {SUM} & 1 \\ 0 & 1 \end{{vmatrix}}",
+    r"X(5)", r"X^{5}", rf"\text{{if }} {SUM}", rf"{SUM} \text{{ cm}}", r"f(1 \over line{CODE})",
+]  # fmt: skip
+WRAPPED = [SUM.replace("X", name).replace("CODE", CODE) for name in NAMES]
+WRAPPED += [place.replace("X", r"\hat{CODE}").replace("CODE", CODE) for place in PLACES]
+REFERENCES = [
+    "5", r"\frac{1}{2}", r"\{1, 2\}", "(0, 5)", r"\begin{pmatrix}1 & 1 \\ 0 & 1\end{pmatrix}", "x = 5", "x",
+    r"\text{east}", r"\pi", r"\sum_{n=0}^{\infty} \frac{1}{n!}",
+]  # fmt: skip
+PLACEMENTS = [r"so \boxed{%s}", "so $%s$.", r"so \(%s\).", r"so \[%s\]", "The final answer is $%s$. I hope", "%s"]
+
+
+@pytest.fixture
+def marker(tmp_path, monkeypatch):
+    path = tmp_path / "marker"
+    monkeypatch.setattr(builtins, "latex_marker", lambda: path.write_text("ran") and 1, raising=False)
+    return path
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_no_wrapper_runs_code(reference, marker):
+    assert len(WRAPPED) >= 40 and len(REFERENCES) == 10
+    for text, placement in itertools.product(WRAPPED, PLACEMENTS):
+        completion = placement % text
+        math_verify([completion], answer=[reference])
+        assert not marker.exists(), completion
+    for text in WRAPPED:
+        math_reward([rf"\boxed{{{text}}}"], answer=[reference], answer_format="boxed")
+        assert not marker.exists(), text
+
+
+@pytest.mark.parametrize("answer", REFERENCES)
+def test_a_poisoned_reference_runs_no_code(answer, marker):
+    for reference in WRAPPED:
+        math_verify([rf"\boxed{{{answer}}}"], answer=[reference])
+        math_reward([rf"\boxed{{{answer}}}"], answer=[reference], answer_format="boxed")
+        assert not marker.exists(), reference
+
+
+CONTROL = """
+import builtins, pathlib, sys
+import math_verify
+builtins.latex_marker = lambda: pathlib.Path(sys.argv[1]).write_text("ran") and 1
+math_verify.verify(math_verify.parse(r"$\\pi$"), math_verify.parse(f"${sys.argv[2]}$"))
+"""
+
+
+def test_the_library_alone_runs_the_code(tmp_path):
+    """The control: what the tests above try does run where nothing stands before the library."""
+    path = tmp_path / "marker"
+    text = SUM.replace("X", r"\hat{CODE}").replace("CODE", CODE)
+    subprocess.run([sys.executable, "-c", CONTROL, str(path), text], check=True, timeout=60)
+    if not path.exists():
+        pytest.skip("this version of math-verify and sympy does not run code in names any more")
+    assert path.read_text() == "ran"
+
+
+def test_expressions_with_code_are_refused_whatever_the_text_looked_like(marker):
+    """The second check alone: the library's own parser, then the expression."""
+    import math_verify as library
+
+    found = [
+        expression
+        for text in WRAPPED
+        if not text.startswith(("(", "[", r"\gcd", r"\binom"))  # these evaluate while parsing
+        for expression in library.parse(f"${text}$", parsing_timeout=2)
+        if not isinstance(expression, str) and "marker" in str(expression)
+    ]
+    assert len(found) > 20
+    assert [expression for expression in found if latex._is_harmless(expression)] == []
+    assert not marker.exists()
+
+
+def test_every_kind_of_name_is_checked():
+    import sympy
+    from sympy.tensor import Idx, IndexedBase
+
+    code = "a(b)"
+    x, i = sympy.Symbol("x"), sympy.Symbol("i", integer=True)
+    bad = sympy.Symbol(code)
+    expressions = [
+        bad,
+        sympy.Dummy(code),
+        sympy.Wild(code),
+        sympy.MatrixSymbol(code, 2, 2),
+        sympy.MatrixSymbol("A", bad, 2),
+        IndexedBase(code)[i],
+        IndexedBase("a")[Idx(sympy.Symbol(code, integer=True))],
+        sympy.Function(code)(x),
+        sympy.Function("exit")(x),
+        sympy.Function("f")(bad),
+        sympy.core.symbol.Str(code),
+        sympy.FiniteSet(x, bad),
+        sympy.Interval(0, sympy.Symbol(code, real=True)),
+        sympy.Eq(x, bad),
+        sympy.Tuple(1, sympy.Tuple(bad)),
+        sympy.Sum(x, (bad, 1, 2)),
+        sympy.Lambda(bad, bad + 1),
+        sympy.Matrix([[1, bad]]),
+        sympy.ImmutableMatrix([[1, bad]]),
+        sympy.Symbol("a.b"),
+        sympy.Symbol("a\nb"),
+        sympy.Symbol("a'b"),
+        [x],
+        "x",
+        True,
+    ]
+    assert [expression for expression in expressions if latex._is_harmless(expression)] == []
+    plain = [x, sympy.Symbol("x_{1}"), sympy.Symbol("hat{x}"), sympy.Function("f")(x), sympy.Matrix([[x]]), sympy.pi]
+    assert [expression for expression in plain if not latex._is_harmless(expression)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [r"9^{9^{9^9}}", r"2^{100000}", "99999999!", r"\binom{99999999}{49999999}", r"(3!)^{9999}", r"10^{10^{10}} - 1"],
+)
+def test_numbers_that_would_fill_the_memory_are_no_expressions(text):
+    assert latex.parse_expression(text) is None
+
+
+def test_numbers_of_some_hundred_digits_are():
+    assert latex.same_expression("2^{1000} + 1", "1 + 4^{500}", 1e-6)
+    assert not latex.same_expression("2^{1000} + 1", "4^{500}", 1e-6)
+
+
+def test_outside_of_the_main_thread_the_library_says_so():
+    program = (
+        "import concurrent.futures\n"
+        "from grpo.rewards.latex import same_expression\n"
+        "pool = concurrent.futures.ThreadPoolExecutor(1)\n"
+        "print(pool.submit(same_expression, 'x+1', '1+x', 0.0).exception())"
+    )
+    root = pathlib.Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
+    assert "main thread" in result.stdout, result.stderr

@@ -1,0 +1,245 @@
+"""Whatever a completion says, every built-in reward function gives finite numbers or None, in time and without raising.
+
+Texts are made of what policies write and parsers trip over, up to 100 kB. The examples are the same in every run.
+"""
+
+import contextlib
+import functools
+import math
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from grpo.config import RewardConfig
+from grpo.rewards.builtin import BUILT_INS
+from grpo.rewards.loading import is_group_level, load_functions
+
+# Seconds: the deadline of a call by default, which is reward.timeout_seconds.
+DEADLINE = RewardConfig().timeout_seconds
+MOST_CHARACTERS = 100_000
+
+FRAGMENTS = [
+    *(
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "<THINK>",
+        "< / answer >",
+        "<",
+        ">",
+        "</",
+        "<!--",
+        "-->",
+        "&#",
+        "&amp;",
+    ),
+    *("\\boxed{", "\\boxed", "{", "}", "$", "$$", "\\(", "\\)", "\\[", "\\]", "####", "#### ", "final answer is"),
+    *(
+        "\\frac{1}{2}",
+        "\\frac",
+        "\\sqrt{",
+        "\\sum_{i=1}^{n}",
+        "\\int_0^1",
+        "\\hat{x}",
+        "\\text{ cm}",
+        "^{",
+        "^",
+        "_",
+        "\\left(",
+    ),
+    *("\\begin{pmatrix}", "&", "\\\\", "\\end{pmatrix}", "\\infty", "\\cdot", "\\pi", "!", "9^{9^{9}}", "\\times 10^{"),
+    *(
+        "0",
+        "1",
+        "9",
+        "42",
+        "1,234",
+        "1 234",
+        "0.5",
+        ".",
+        ",",
+        "-",
+        "+",
+        "−",
+        "/",
+        "e",
+        "1e999",
+        "%",
+        "½",
+        "²",
+        "٣",
+        "0x",
+        "=",
+        "<=",
+    ),
+    *(
+        "```python\n",
+        "```\n",
+        "```",
+        "print(1)\n",
+        "~~~",
+        "|---|",
+        "**",
+        "[](",
+        ")",
+        "a",
+        "ab",
+        "x",
+        "nan",
+        "inf",
+        "million",
+    ),
+    *(
+        " ",
+        "\n",
+        "\t",
+        "\u00a0",
+        "\u200b",
+        "\u3164",
+        "\0",
+        "\x1b[2J",
+        "\u0301",
+        "想",
+        "ก",
+        "ha",
+        "🙂",
+        "\U0010ffff",
+        "\ud800",
+    ),
+]
+fragments = st.one_of(st.sampled_from(FRAGMENTS), st.text(st.characters(), max_size=8))
+times = st.sampled_from([1, 1, 2, 5, 30, 122, 1000, 30_000, MOST_CHARACTERS])
+joined = st.lists(fragments, max_size=4).map("".join)
+# A beginning, a pattern again and again, and an end that may not fit: what makes a parser go back and try again.
+patterns = st.builds(lambda start, part, number, end: start + part * number + end, joined, joined, times, joined)
+many_fragments = st.lists(fragments, min_size=5, max_size=60).map("".join)
+wrappers = [
+    "{}",
+    "{}",
+    "<answer>{}</answer>",
+    "<think>a</think><answer>{}</answer>",
+    "\\boxed{{{}}}",
+    "#### {}",
+    "${}$",
+]
+wrappers += ["\\boxed{{5 {}}}", "<answer>5 {}</answer>", "```python\n{}\n```"]
+texts = st.builds(
+    lambda wrapper, text: wrapper.format(text[:MOST_CHARACTERS]),
+    st.sampled_from(wrappers),
+    st.one_of(patterns, many_fragments, st.text(st.characters(), max_size=300)),
+)
+references = st.sampled_from(
+    ["72", "1/2", "\\frac{\\sqrt{3}}{2}", "Paris", "(1, 2)", "x + 1", "1,000", "50%", "", None]
+)
+
+OPTIONS = {
+    "regex_match": {"pattern": r"\d+\s*apples"},
+    "length_penalty": {"target_tokens": 100},
+    "code_reward": {"timeout_seconds": 1.0},
+}
+# Those that compare LaTeX take up to 2 s for each parse and comparison, code_reward starts a process.
+NUM_EXAMPLES = 300
+SLOW = {"math_verify": 60, "code_reward": 40} | dict.fromkeys(
+    ("math_reward boxed", "group_length_reward boxed", "cosine_length_reward boxed"), 120
+)
+RANGES = {
+    "thinking_reward": (0, 1),
+    "format_reward": (0, 1),
+    "repetition_penalty": (-1, 0),
+    "cosine_length_reward": (-10, 2),
+}
+RANGES |= {"length_penalty": (-1, 0), "overlong_penalty": (-1, 0), "group_length_reward": (-0.5, 0.5)}
+READS_ANSWERS = ("math_reward", "exact_match", "group_length_reward", "cosine_length_reward")
+CASES = [
+    *(name for name in BUILT_INS if name not in READS_ANSWERS),
+    *(f"{name} {answer_format}" for name in READS_ANSWERS for answer_format in ("answer_tag", "boxed", "hashes")),
+]
+
+
+@functools.cache
+def loaded(case: str):
+    name, _, answer_format = case.partition(" ")
+    options = {name: OPTIONS[name]} if name in OPTIONS else {}
+    config = RewardConfig(functions={name: 1.0}, options=options, answer_format=answer_format or "answer_tag")
+    return load_functions(config, max_completion_tokens=1000)[name][0]
+
+
+class TooLong(BaseException):
+    """No library suppresses it, as it may an Exception."""
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float, message: str) -> Iterator[None]:
+    """Raise TooLong after so many seconds of CPU time; SIGALRM, which counts others, is math-verify's."""
+
+    def end(*_):
+        raise TooLong(message)
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def check(case: str, text: str, reference: str | None) -> None:
+    function = loaded(case)
+    completions = [text, "", text[::-1]] if is_group_level(function) else [text]
+    number = len(completions)
+    columns = {"answer": [reference] * number, "tests": ["assert True"] * number}
+    columns |= {"num_tokens": [min(len(text), 2000)] + [1] * (number - 1), "truncated": [False] * number}
+    with ended_after(DEADLINE * number, f"{case} takes too long for {len(text)} characters: {text[:200]!r}"):
+        values = function(completions, **columns)
+    lowest, highest = RANGES.get(case.partition(" ")[0], (0, 1))
+    assert len(values) == number
+    for value in values:
+        assert value is None or (type(value) is float and math.isfinite(value) and lowest <= value <= highest), value
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_text_raises_or_takes_too_long(case):
+    @settings(
+        derandomize=True,
+        database=None,
+        deadline=None,
+        max_examples=SLOW.get(case, NUM_EXAMPLES),
+        phases=[Phase.explicit, Phase.generate],  # to shrink a text that takes seconds takes minutes
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(text=texts, reference=references)
+    @example(text="<answer>5 " + "km/" * 40 + "=</answer>", reference="72")
+    @example(text="\\boxed{" * 14_000, reference="72")
+    def holds(text: str, reference: str | None) -> None:
+        check(case, text, reference)
+
+    holds()
+
+
+def test_the_texts_are_of_all_kinds():
+    """What the strategy makes, so that a change of it cannot empty the test above."""
+    lengths, tags, wide = [], 0, 0
+
+    @settings(derandomize=True, database=None, deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+    @given(text=texts)
+    def look(text: str) -> None:
+        nonlocal tags, wide
+        lengths.append(len(text))
+        tags += "<" in text
+        wide += any(sign > "\x7f" for sign in text)
+
+    look()
+    assert max(lengths) >= MOST_CHARACTERS and sum(length > 1000 for length in lengths) > 15
+    assert min(tags, wide) > 50
+
+
+def test_a_text_that_takes_too_long_would_be_noticed():
+    """In a regular expression that tries 2^40 ways; Python looks for signals there too."""
+    with pytest.raises(TooLong, match="two to the forty"), ended_after(0.2, "two to the forty"):
+        re.fullmatch("(a|a)*b", "a" * 40)

@@ -1,0 +1,198 @@
+"""vLLM's own arguments in the config: which may be set, which are refused and why, how a command line gives them."""
+
+import dataclasses
+import os
+import pathlib
+import re
+
+import pytest
+
+from grpo.config import GeneratorConfig, GRPOConfig, change
+from grpo.config.checks import cautions, validate
+from grpo.config.engine_options import (
+    ENGINE_SET_HERE,
+    ONLINE_QUANTIZATION,
+    RESHAPING,
+    SAMPLING_SET_HERE,
+    argument_names,
+)
+from grpo.config.recipes import as_recipe, load, load_recipe
+from grpo.roles.generator import _in_vllms_types
+
+DEFAULT = str(pathlib.Path(__file__).parents[2] / "configs" / "qwen3_1_7b_gsm8k.py")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+
+# (table, its entries): how the message begins
+REFUSED = [
+    (
+        "engine",
+        {"model": "a"},
+        "generator.engine model is set by the project: an engine loads the folder of model.path",
+    ),
+    (
+        "engine",
+        {"tensor_parallel_size": 2},
+        "generator.engine tensor_parallel_size is set by the project: use generator.t",
+    ),
+    ("engine", {"max_num_seqs": 4}, "generator.engine max_num_seqs is set by the project: use generator.max_num_seqs"),
+    (
+        "engine",
+        {"enable_sleep_mode": True},
+        "generator.engine enable_sleep_mode is set by the project: use generator.sl",
+    ),
+    (
+        "engine",
+        {"logprobs_mode": "raw_logprobs"},
+        "generator.engine logprobs_mode is set by the project: the trainer ne",
+    ),
+    (
+        "engine",
+        {"block_sise": 16},
+        "generator.engine block_sise: vLLM's EngineArgs has no argument of that name (did you",
+    ),
+    ("engine", {"modell": "a"}, "generator.engine modell: vLLM's EngineArgs has no argument of that name"),
+    (
+        "engine",
+        {"quantization": "fp8"},
+        "generator.engine quantization='fp8' expects a checkpoint that is quantized alr",
+    ),
+    ("sampling", {"n": 2}, "generator.sampling n is set by the project: use group_size"),
+    (
+        "sampling",
+        {"temperature": 0.7},
+        "generator.sampling temperature is set by the project: use generator.temperature",
+    ),
+    (
+        "sampling",
+        {"max_tokens": 7},
+        "generator.sampling max_tokens is set by the project: use generator.max_completion_t",
+    ),
+    (
+        "sampling",
+        {"logprobs": 5},
+        "generator.sampling logprobs is set by the project: the generator takes the log-prob of",
+    ),
+    (
+        "sampling",
+        {"ignore_eos": True},
+        "generator.sampling ignore_eos is set by the project: a completion ends at the st",
+    ),
+    (
+        "sampling",
+        {"mintokens": 3},
+        "generator.sampling mintokens: vLLM's SamplingParams has no argument of that name (did",
+    ),
+    (
+        "sampling",
+        {"_eos_token_id": 3},
+        "generator.sampling _eos_token_id: vLLM's SamplingParams has no argument of that",
+    ),
+    (
+        "engine",
+        {"speculative_config": NGRAM | {"rejection_sample_method": "synthetic"}},
+        "generator.engine speculative_config with rejection_sample_method synthetic accepts drafts that the polic",
+    ),
+]
+
+
+@pytest.mark.parametrize("table, options, message", REFUSED)
+def test_what_would_break_a_run_is_refused_with_the_reason(table, options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        validate(change(GRPOConfig(), {f"generator.{table}": options}))
+
+
+def test_what_vllm_would_silently_ignore_is_refused():
+    engine = {"speculative_config": NGRAM}
+    validate(GRPOConfig(generator=GeneratorConfig(engine=engine)))
+    for generator in (
+        GeneratorConfig(engine=engine, min_p=0.1),
+        GeneratorConfig(engine=engine, sampling={"logit_bias": {"5": 1.0}}),
+        GeneratorConfig(engine={"spec_method": "ngram"}, min_p=0.1),
+    ):
+        with pytest.raises(ValueError, match="vLLM ignores min_p and logit_bias with speculative decoding"):
+            validate(GRPOConfig(generator=generator))
+
+
+@pytest.mark.parametrize("name", ONLINE_QUANTIZATION)
+def test_what_vllm_quantizes_itself_is_allowed(name):
+    validate(GRPOConfig(generator=GeneratorConfig(engine={"quantization": name})))
+
+
+def test_names_are_those_of_the_installed_vllm():
+    """Read from the source text, they are the fields of the imported classes; so are all names that are listed."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import SamplingParams
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+    from vllm.engine.arg_utils import EngineArgs
+
+    engine = argument_names("vllm/engine/arg_utils.py", "EngineArgs")
+    sampling = argument_names("vllm/sampling_params.py", "SamplingParams")
+    assert set(engine) == {f.name for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
+    assert set(sampling) == {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert set(engine) >= set(ENGINE_SET_HERE)
+    assert set(sampling) >= {*SAMPLING_SET_HERE, *RESHAPING} and not set(SAMPLING_SET_HERE) & set(RESHAPING)
+    assert set(ONLINE_QUANT_SHORTHAND_NAMES) >= set(ONLINE_QUANTIZATION)
+
+
+def test_without_vllm_at_hand_names_are_not_checked(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    argument_names.cache_clear()
+    validate(GRPOConfig(generator=GeneratorConfig(engine={"block_sise": 16})))
+    with pytest.raises(ValueError, match="generator.engine seed is set by the project"):
+        validate(GRPOConfig(generator=GeneratorConfig(engine={"seed": 1})))
+    argument_names.cache_clear()
+
+
+def test_another_distribution_gets_a_warning():
+    sampling = {"repetition_detection": {"max_pattern_size": 8, "min_count": 4}}
+    assert cautions(GRPOConfig(generator=GeneratorConfig(sampling=sampling))) == []
+    sampling = sampling | {"min_tokens": 8, "bad_words": ["the"]}
+    (warning,) = cautions(GRPOConfig(generator=GeneratorConfig(sampling=sampling)))
+    assert warning.startswith("generator.sampling min_tokens, bad_words: tokens are drawn from another distribution")
+
+
+def test_values_are_json_where_they_parse_and_else_text():
+    config = load(
+        GRPOConfig,
+        DEFAULT,
+        [
+            *("--generator.engine", "quantization", "fp8_per_tensor", "block_size", "32", "async_scheduling", "false"),
+            *("speculative_config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'),
+            *("max_num_batched_tokens", "None", "watermark", "0.01"),
+            *("--generator.sampling", "bad_words", '["a b", "c"]', "min_tokens", "8"),
+        ],
+    )
+    assert config.generator.engine == {
+        "quantization": "fp8_per_tensor",
+        "block_size": 32,
+        "async_scheduling": False,
+        "speculative_config": NGRAM,
+        "max_num_batched_tokens": None,
+        "watermark": 0.01,
+    }
+    assert config.generator.sampling == {"bad_words": ["a b", "c"], "min_tokens": 8}
+
+
+def test_a_recipe_has_them_as_dicts_and_a_saved_config_too(tmp_path):
+    config = change(
+        DEFAULT, {"generator.engine": {"speculative_config": NGRAM}, "generator.sampling": {"n": [1, None]}}
+    )
+    (tmp_path / "config.py").write_text(as_recipe(config))
+    assert load_recipe(str(tmp_path / "config.py"), GRPOConfig) == config
+    with pytest.raises(
+        ValueError, match=r"^generator.engine=\{'block_size': \(16,\)\} must be a dict from names, each "
+    ):
+        validate(change(config, {"generator.engine": {"block_size": (16,)}}))
+
+
+def test_sampling_values_from_json_get_vllms_types():
+    """JSON has no numbers as names and no classes; a value that does not fit is one line."""
+    options = {"logit_bias": {"5": 1}, "structured_outputs": {"choice": ["a", "b"]}, "min_tokens": 3}
+    converted = _in_vllms_types(options)
+    assert converted["logit_bias"] == {5: 1.0} and converted["min_tokens"] == 3
+    assert converted["structured_outputs"].choice == ["a", "b"]
+    assert _in_vllms_types({}) == {}
+    with pytest.raises(
+        ValueError, match=r"^generator.sampling \{'min_tokens': 'many'\}: vLLM says: Expected `int`, got"
+    ):
+        _in_vllms_types({"min_tokens": "many"})

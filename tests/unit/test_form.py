@@ -1,0 +1,215 @@
+"""Rewards of form and length: what counts as a tag, as content, as a repetition, and what a length is worth."""
+
+import math
+
+import pytest
+
+from grpo.config import RewardConfig
+from grpo.rewards.builtin import cosine_length_reward, format_reward, repetition_penalty, thinking_reward
+from grpo.rewards.form import has_content
+from grpo.rewards.loading import load_functions
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Content
+
+UNSEEN = [
+    "",
+    " \n\t",
+    ".",
+    "...",
+    "…",
+    "?!",
+    "\u200b",
+    "\ufeff\u2060\u00ad",
+    "\u00a0\u3000\u2003",
+    "\u2800",  # a Braille cell without dots
+    "\u3164\u115f\uffa0",  # letters to Unicode, blank to a reader
+    "\U000e0041\U000e0042",  # tag characters
+    "\ufe0f",
+    "&nbsp;",
+    "&nbsp",
+    "&#8203;&#x200B;",
+    "&#97;",
+    "<br>",
+    "<br/><p></p>",
+    "<!-- I think -->",
+    "<!-- 1 > 0 -->",
+    "<!-- not closed",
+    "---",
+    "***",
+    "___",
+    "# ",
+    "> ",
+    "- - -",
+    "|---|---|",
+    "```python\n```",
+    "~~~\n~~~",
+    "[](https://example.com)",
+    "![](picture.png)",
+    "\\quad \\qquad",
+    "\\text{ }\\boxed{}",
+    "\\phantom{so many thoughts}\\hspace{3cm}",
+    "+ = < >",
+    "🙂",
+    "─────",
+]
+SEEN = ["a", "5", ".5", "é", "想", "ก", "½", "②", "∞", "∅", "x &lt; y", "a <b and c> d", "```python\nx\n```", "\\pi"]
+SEEN += ["\\text{no}", "[see](https://example.com)", "<b>yes</b>", "-1", "AT&T", "한"]
+
+
+@pytest.mark.parametrize("text", UNSEEN)
+def test_what_a_reader_would_not_see_is_no_content(text):
+    assert not has_content(text)
+    assert thinking_reward([f"<think>{text}</think><answer>5</answer>"]) == [0.5]
+    assert format_reward([f"<think>{text}</think><answer>5</answer>"]) == [0.0]
+    assert format_reward([f"<think>a</think><answer>{text}</answer>"]) == [0.0]
+
+
+@pytest.mark.parametrize("text", SEEN)
+def test_what_a_reader_would_see_is_content(text):
+    assert has_content(text)
+    assert thinking_reward([f"<think>{text}</think><answer>{text}</answer>"]) == [1.0]
+    assert format_reward([f"<think>{text}</think><answer>{text}</answer>"]) == [1.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tags
+
+GOOD = "<think>2 + 3</think><answer>5</answer>"
+# Each replaces or joins a proper tag.
+MALFORMED = [
+    ("<think>", "<THINK>"),
+    ("<think>", "<Think>"),
+    ("<think>", "< think >"),
+    ("<think>", "<think\n>"),
+    ("<think>", '<think depth="3">'),
+    ("<think>", "<think/>"),
+    ("<think>", "<th\u200bink>"),
+    ("<think>", "<think\u200b>"),
+    ("<think>", "<think><think>"),
+    ("<think>", "<think>< THINK >"),
+    ("</think>", "</THINK>"),
+    ("</think>", "</ think>"),
+    ("</think>", "< / think >"),
+    ("</think>", "</think></Think>"),
+    ("</think>", "<think>"),
+    ("2", "< Think >2"),
+    ("2", "2</think x>"),
+]
+MALFORMED_ANSWER = [
+    ("<answer>", "<ANSWER>"),
+    ("<answer>", "< answer>"),
+    ("<answer>", '<answer lang="en">'),
+    ("</answer>", "</Answer>"),
+    ("</answer>", "</ answer>"),
+    ("</answer>", "</answer></ANSWER>"),
+    ("2", "<Answer>4</Answer>2"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), MALFORMED + MALFORMED_ANSWER)
+def test_tags_in_another_form_count_and_are_malformed(old, new):
+    assert (thinking_reward([GOOD]), format_reward([GOOD])) == ([1.0], [1.0])
+    text = GOOD.replace(old, new, 1)
+    assert (thinking_reward([text]), format_reward([text])) == ([0.5], [0.0])
+
+
+@pytest.mark.parametrize("text", ["<THINK>a</THINK>", "< think >a</ think >", "<think a=1>b"])
+def test_a_block_that_is_malformed_throughout_is_broken_and_not_absent(text):
+    assert thinking_reward([text]) == [0.5]
+
+
+@pytest.mark.parametrize("text", ["<thinking>a</thinking>", "I think > 5", "a < thinker >", "<ANSWER>5</ANSWER>"])
+def test_what_is_no_tag_of_thoughts(text):
+    assert thinking_reward([text]) == [0.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Repetition
+
+
+@pytest.mark.parametrize(
+    ("text", "ngram", "reward"),
+    [
+        ("hahaha", 2, -0.5),  # ha ha, ha ha
+        ("HaHaha", 2, -0.5),
+        ("hahaha", 4, 0.0),  # three words
+        ("abcabcabc", 1, -2 / 3),  # abc of abc abc abc
+        ("xabcabcabcy", 1, -2 / 5),  # x abc abc abc y
+        ("so abcabcabc", 1, -2 / 4),
+        ("banana", 1, 0.0),  # an only twice
+        ("haha", 1, 0.0),
+        ("你好你好", 1, -0.5),  # 你 好 of four characters
+        ("你好你好", 2, -1 / 3),  # 你好 好你 你好
+        ("你好，你好，", 1, -0.5),  # 你 好 ， of six
+        ("今天天气很好", 2, 0.0),
+        ("ありがとう", 1, 0.0),
+        ("กขกข", 1, -0.5),
+        ("한국 한국", 1, -0.5),  # Korean has blanks
+        ("a\u200bb\u200ba\u200bb", 1, -0.5),  # a blank without width
+        ("1000000 and 0.333333", 1, 0.0),
+        ("-" * 20, 1, 0.0),
+        ("0" * 33, 1, -32 / 33),
+        (bytes(range(33, 97)).decode() * 4, 1, -3 / 4),  # a unit of 64 characters, all different
+        (bytes(range(33, 98)).decode() * 4, 1, 0.0),  # 65: one word
+    ],
+)
+def test_repetition_without_blanks(text, ngram, reward):
+    assert repetition_penalty([text], ngram=ngram) == [pytest.approx(reward)]
+
+
+@pytest.mark.parametrize("text", ["hahaha" * 100, "abc" * 100, "我想" * 100, "สวัสดี" * 100, "!?" * 100])
+def test_a_text_that_is_one_repetition_costs_nearly_all(text):
+    assert -1.0 < repetition_penalty([text])[0] < -0.95
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Length
+
+
+def test_cosine_length_reward():
+    """At 0, a quarter, half and three quarters of 400 tokens: (1 + cos) / 2 is 1, 0.853553, 0.5 and 0.146447."""
+    lengths = [0, 100, 200, 300, 400, 401]
+    shares = [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
+    right, wrong = ["<answer>5</answer>"] * 6, ["<answer>6</answer>"] * 6
+    columns = {"answer": ["5"] * 6, "num_tokens": lengths, "max_completion_tokens": 400}
+    assert cosine_length_reward(right, **columns) == pytest.approx([1 + share for share in shares] + [-10.0, -10.0])
+    assert cosine_length_reward(wrong, **columns) == pytest.approx([-10 * share for share in shares] + [-10.0, -10.0])
+    options = {"correct_short": 1.0, "correct_long": 0.5, "wrong_short": -1.0, "wrong_long": -0.5, "exceeded": -2.0}
+    assert cosine_length_reward(right, **columns, **options) == pytest.approx([0.5 + s / 2 for s in shares] + [-2, -2])
+    assert cosine_length_reward(wrong, **columns, **options) == pytest.approx([-0.5 - s / 2 for s in shares] + [-2, -2])
+
+
+def test_cosine_length_reward_is_as_right_as_math_reward():
+    completions, columns = (
+        ["#### 11.5", "#### 13.5", "5", "#### 1"],
+        {"num_tokens": [0] * 4, "max_completion_tokens": 8},
+    )
+    values = cosine_length_reward(
+        completions, answer=["10", "10", "10", None], answer_format="hashes", tolerance=0.2, **columns
+    )
+    assert values == [2.0, -10.0, -10.0, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"correct_long": -1.0}, "correct_short=2.0, correct_long=-1.0, .* the first two at least as large"),
+        ({"wrong_long": 1.5}, "wrong_long=1.5, .* the first two at least as large"),
+        ({"exceeded": 3.0}, "exceeded=3.0: set finite numbers"),
+        ({"correct_short": math.inf}, "correct_short=inf, .* finite"),
+        ({"wrong_short": math.nan}, "wrong_short=nan, .* finite"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens is 0; set the longest completion"),
+        ({"answer_format": "xml"}, "answer_format='xml' is unknown"),
+    ],
+)
+def test_cosine_length_reward_refuses(options, message):
+    config = RewardConfig(functions={"cosine_length_reward": 1.0}, options={"cosine_length_reward": options})
+    with pytest.raises(ValueError, match=f"reward.options of cosine_length_reward: .*{message}"):
+        load_functions(config, max_completion_tokens=200)
+
+
+@pytest.mark.parametrize("ngram", [0, -1, 101])
+def test_repetition_penalty_refuses(ngram):
+    with pytest.raises(ValueError, match=f"ngram is {ngram}; set 1 word or more, up to 100"):
+        repetition_penalty([], ngram=ngram)

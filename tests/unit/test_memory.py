@@ -1,0 +1,148 @@
+"""The memory arithmetic against sizes that are published and peaks that were measured, and the tables made with it."""
+
+import json
+import pathlib
+import re
+import shlex
+import sys
+
+import pytest
+import transformers
+
+from grpo import config as c
+from grpo.config.layout import describe_layout
+from grpo.config.recipes import load
+from grpo.memory import DEFAULT_RECIPE, generator_gib, main, num_parameters, reference_gib, trainer_gib
+from tests.unit.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B
+from tests.unit.test_readme import table
+
+ROOT = pathlib.Path(__file__).parents[2]
+QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
+QWEN3_8B = QWEN3_1_7B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "tie_word_embeddings": False,
+}
+
+
+def hf(raw: dict) -> transformers.PretrainedConfig:
+    return transformers.AutoConfig.for_model(**raw)
+
+
+PUBLISHED = {  # number of parameters as the hub counts them
+    "Qwen3-0.6B": (QWEN3_0_6B, 596_049_920),
+    "Qwen3-1.7B": (QWEN3_1_7B, 1_720_574_976),
+    "Qwen3-8B": (QWEN3_8B, 8_190_735_360),
+    "Qwen2.5-7B": (QWEN2_5_7B, 7_615_616_512),
+    "Llama-3.1-8B": (LLAMA3_1_8B, 8_030_261_248),
+    "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, 7_248_023_552),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_number_of_parameters_is_the_published_one(name):
+    raw, expected = PUBLISHED[name]
+    assert num_parameters(hf(raw)) == expected
+
+
+def config_of(*flags: str) -> c.GRPOConfig:
+    return load(c.GRPOConfig, DEFAULT_RECIPE, [str(flag) for flag in flags])
+
+
+# Peaks in torch of configs/RESULTS.md, without the engine's share and the table of positions that each layer had then
+ENGINE_H100, OLD_TABLES = 0.35 * 79.2, 28 * 40960 * 256 * 4 / 2**30
+MEASURED = {
+    "Qwen3-0.6B, one rank": (QWEN3_0_6B, 1, 48.4 - ENGINE_H100 - OLD_TABLES),
+    "Qwen3-1.7B, FSDP 2": (QWEN3_1_7B, 2, 28.6 - OLD_TABLES),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_trainer_against_what_was_measured(name):
+    raw, num_trainers, peak = MEASURED[name]
+    estimate = sum(trainer_gib(hf(raw), config_of("--roles.num-trainers", num_trainers)).values())
+    assert peak <= estimate <= 1.1 * peak, (peak, estimate)
+
+
+def test_parts_of_a_trainer_by_hand():
+    """Qwen3-1.7B on 2 trainers: 1.72e9 x 16 / 2 = 12.8 GiB; 4096 x 151936 x 4 = 2.3 GiB of logits; of each token and
+    block the input 2048, attention's output 2048, q 2048, v 1024, gate 6144, down 2048: 15360 x 2 bytes x 28 x 16384.
+    """
+    parts = trainer_gib(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2))
+    assert parts["weights, gradients and moments"] == pytest.approx(1_720_574_976 * 16 / 2 / 2**30)
+    assert parts["logits of a chunk"] == pytest.approx(4096 * 151936 * 4 / 2**30)
+    assert parts["activations"] == pytest.approx(15360 * 2 * 28 * 16384 / 2**30)
+    # two blocks of 50.3e6 weights and the embeddings of 311e6, in bfloat16
+    block = 2048 * (2048 + 1024 + 1024 + 2048 + 3 * 6144)
+    assert parts["gathered weights"] == pytest.approx(2 * (2 * block + 151936 * 2048) / 2**30)
+    assert "reference" not in parts
+    with_kl = trainer_gib(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2, "--algorithm.kl-coef", 0.1))
+    assert with_kl["reference"] == pytest.approx(1_720_574_976 * 2 / 2 / 2**30)
+    apart = config_of("--roles.num-trainers", 2, "--roles.num-references", 1, "--algorithm.kl-coef", 0.1)
+    assert "reference" not in trainer_gib(hf(QWEN3_1_7B), apart)
+    shared = {part: parts[part] for part in ("gathered weights", "logits of a chunk")}
+    weights = pytest.approx(1_720_574_976 * 2 / 2**30)
+    assert reference_gib(hf(QWEN3_1_7B), apart) == {"weights": weights} | shared
+
+
+def test_checkpointing_and_tensor_parallelism_save_memory():
+    def activations(*flags: str) -> float:
+        return trainer_gib(hf(QWEN2_5_7B), config_of(*flags))["activations"]
+
+    # the biased q 3584, k 512, v 512 are kept, then o 3584 and up 18944; attention's output and the input 3584 each
+    assert activations() == pytest.approx(34304 * 2 * 28 * 16384 / 2**30)
+    assert activations("--trainer.tensor-parallel", "2") == activations() / 2
+    full, none = (activations("--trainer.activation-checkpointing", kind) for kind in ("full", "none"))
+    assert full < activations() / 4 and none > 1.5 * activations()
+
+
+def test_generator_by_hand():
+    """Llama-3.1-8B: 2 bytes a weight; a token's cache is 2 x 32 layers x 8 heads x 128 x 2 bytes = 128 KiB."""
+    parts = generator_gib(hf(LLAMA3_1_8B), config_of())  # 512 completions on 4 engines of at most 256, 1536 tokens each
+    assert parts["weights"] == pytest.approx(2 * 8_030_261_248 / 2**30)
+    assert parts["KV cache, if all run at full length"] == pytest.approx(128 * 128 * 1536 / 2**20)
+    halves = generator_gib(hf(LLAMA3_1_8B), config_of("--generator.tensor-parallel", "2"))
+    assert halves["weights"] == parts["weights"] / 2
+    # two engines have 256 completions each, and share their cache
+    assert halves["KV cache, if all run at full length"] == parts["KV cache, if all run at full length"]
+
+
+def test_the_table_of_layouts_has_the_memory_and_fits():
+    """Each trainer's and engine's GiB as the arithmetic gives them, within 80 GB (74.5 GiB)."""
+    rows = table("GPUs")
+    assert [int(row[0]) for row in rows] == [1, 2, 3, 4, 5, 8]
+    for gpus, roles, trainer, weights, command in rows:
+        words = shlex.split(command.strip("`"))
+        assert words[:3] == ["torchrun", f"--nproc_per_node={gpus}", "train_grpo.py"]
+        config = config_of(*words[3:])
+        assert config.num_ranks == int(gpus) and config.model.path == "Qwen/Qwen3-1.7B"
+        for part in describe_layout(config).split(" + ") if gpus != "1" else ():
+            assert part in roles
+        total = sum(trainer_gib(hf(QWEN3_1_7B), config).values())
+        assert float(trainer) == round(total, 1), gpus
+        assert float(weights) == round(generator_gib(hf(QWEN3_1_7B), config)["weights"], 1)
+        assert total + (float(weights) if config.roles.colocated else 0) < 74.5
+
+
+def test_recipes_say_the_memory_of_their_weights():
+    """`7.6e9 x 16 / 4 ranks =\n28 GiB` in a recipe's docstring is right."""
+    for name in ("qwen2_5_7b_gsm8k.py", "llama3_1_8b_gsm8k.py", "qwen3_8b_gsm8k.py", "qwen3_1_7b_gsm8k.py"):
+        said = re.search(
+            r"([\d.]+e9) x 16 / (\d+) ranks =\s+([\d.]+) GiB", (ROOT / "configs" / name).read_text(), re.DOTALL
+        )
+        parameters, ranks, gib = map(float, said.groups())
+        assert gib == pytest.approx(parameters * 16 / ranks / 2**30, rel=0.02), name
+
+
+def test_the_command_prints_what_each_role_holds(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_7B))
+    recipe = str(ROOT / "configs" / "qwen2_5_7b_gsm8k.py")
+    monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--algorithm.kl-coef", "0.1"])
+    main()
+    about, trainer, generator = capsys.readouterr().out.splitlines()
+    assert about == f"{tmp_path}: 7.62 billion parameters"
+    assert trainer.startswith("each trainer rank: 50.6 GiB = 28.4 weights, gradients and moments + ")
+    assert trainer.endswith(" + 3.5 reference")
+    assert generator.startswith("each generator rank: 24.7 GiB = 14.2 weights + 10.5 KV cache")

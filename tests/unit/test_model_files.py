@@ -1,0 +1,82 @@
+"""A model's folder is data: nothing in it is run, and an export takes along only what a tokenizer reads."""
+
+import json
+import pathlib
+
+import pytest
+
+from grpo.data.chat import load_tokenizer
+from grpo.models.hf_folder import COPIED_FILES, copied_files, read_hf_config
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in copied_files(folder))
+
+
+def test_the_tokenizers_own_files_are_copied(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json"):
+        (tmp_path / name).write_text("{}")
+    assert names(tmp_path) == ["generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
+
+
+def test_other_files_and_folders_are_not(tmp_path):
+    for name in (
+        "tokenizer.py",
+        "tokenizer.pkl",
+        "vocab.pickle",
+        "x.model",
+        "chat_template.jinja.bak",
+        "tokenizer.bin",
+    ):
+        (tmp_path / name).write_text("")
+    (tmp_path / "vocab.json").mkdir()  # a folder of that name
+    (tmp_path / "tokenizer_private").mkdir()
+    assert names(tmp_path) == []
+    assert not [name for name in COPIED_FILES if name.endswith((".py", ".bin", ".pkl", ".pt"))]
+
+
+def test_links_that_lead_out_are_refused_by_name(tmp_path):
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/vocab.txt").symlink_to("../secret")
+    with pytest.raises(
+        ValueError, match=rf"model/vocab.txt is a link to {tmp_path}/secret, which is not in the model's"
+    ):
+        copied_files(tmp_path / "model")
+    (tmp_path / "model/vocab.txt").unlink()
+    (tmp_path / "model/vocab.txt").symlink_to("absent")  # leads nowhere: nothing to copy
+    (tmp_path / "model/real").write_text("")
+    (tmp_path / "model/merges.txt").symlink_to("real")
+    assert names(tmp_path / "model") == ["merges.txt"]
+
+
+def test_the_hubs_cache_is_links_to_blobs(tmp_path):
+    """models--A--B/snapshots/REVISION/tokenizer.json -> ../../blobs/HASH, and a link to the snapshot."""
+    home = tmp_path / "models--A--B"
+    snapshot = home / "snapshots/0123abcd"
+    snapshot.mkdir(parents=True)
+    (home / "blobs").mkdir()
+    (home / "blobs/hash").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/hash")
+    (tmp_path / "link").symlink_to(snapshot)
+    assert names(snapshot) == names(tmp_path / "link") == ["tokenizer.json"]
+    (home / "refs").write_text("")
+    (snapshot / "vocab.json").symlink_to("../../refs")
+    with pytest.raises(ValueError, match="vocab.json is a link"):
+        copied_files(snapshot)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "their_own"])
+def test_code_that_comes_with_a_model_is_not_run(tmp_path, model_type):
+    auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": auto_map}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": auto_map}))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    if model_type == "qwen3":  # transformers' own class
+        assert type(read_hf_config(str(tmp_path))).__module__.startswith("transformers.")
+    else:
+        with pytest.raises(ValueError, match="is a their_own model"):
+            read_hf_config(str(tmp_path))
+    with pytest.raises((ValueError, OSError)):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
