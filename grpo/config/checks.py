@@ -48,7 +48,7 @@ def _check_data(data: DataConfig) -> None:
     if labels and data.path not in ("", DataConfig.path):
         raise ValueError(
             f"data.path={data.path!r} and data.sources ({', '.join(data.sources)}) both say where rows come from; "
-            "drop one (--data.sources with nothing behind it drops a recipe's)"
+            'drop one (--data.path "", or --data.sources with nothing behind it, drops a recipe\'s)'
         )
     _check_labels("data.sources", labels)
     for label in data.weights:
