@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
 from grpo.data.chat import Refused, TooLong, check_characters, render_prompt, tokenize, tokenize_prompts
-from grpo.data.rows import Example, SourceRows, check_rows, progress, tell_unusable
+from grpo.data.examples import Example
+from grpo.data.rows import SourceRows, check_rows, progress, tell_unusable
 from grpo.data.sources import READ_ROWS, load_rows
 from grpo.text import printable
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig
 from grpo.config.sources import Source
 from grpo.data.chat import Refused, TooLong, encode_prompt, tokenize
+from grpo.data.examples import Example
 from grpo.data.prepare import all_too_long
-from grpo.data.rows import Example, SourceRows, check_rows
+from grpo.data.rows import SourceRows, check_rows
 from grpo.data.sources import load_rows
 from grpo.types import Prompt
 

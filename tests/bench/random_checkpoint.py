@@ -85,7 +85,7 @@ def main(arguments: Arguments) -> None:
     with open(arguments.folder / "prompts.jsonl", "w") as file:
         for _ in range(NUM_PROMPTS):
             text = " ".join(rng.choices(words, k=arguments.prompt_tokens))
-            while len(encode_prompt(tokenizer, data, text)) > arguments.prompt_tokens:
+            while len(encode_prompt(tokenizer, data, text, len(text))) > arguments.prompt_tokens:
                 text = text[:-1]
             file.write(json.dumps({"question": text, "answer": "1"}) + "\n")
 

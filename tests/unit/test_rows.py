@@ -5,7 +5,8 @@ import pytest
 
 from grpo.config import DataConfig
 from grpo.config.sources import Source
-from grpo.data.rows import BadRow, check_rows, row_reader, value_at
+from grpo.data.examples import BadRow, row_reader, value_at
+from grpo.data.rows import check_rows
 from grpo.data.sources import TableRows
 
 GOOD = {"question": "1+2", "answer": "3"}
@@ -230,3 +231,9 @@ def test_an_own_function_may_not_change_its_mind(own):
     found = checked({"n": []}, row=name)
     with pytest.raises(ValueError, match="row 1 of f.jsonl could be used when the run started, and now: left out"):
         found.example(0)
+
+
+def test_a_tools_column_may_be_empty_but_must_be_there():
+    assert checked(GOOD | {"tools": []}, GOOD, tools_column="tools").usable == [0, 1]
+    with pytest.raises(ValueError, match="column 'tool' is missing in f.jsonl; columns there: question, answer, tools"):
+        checked(GOOD | {"tools": []}, tools_column="tool")
