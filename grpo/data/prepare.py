@@ -157,9 +157,7 @@ def measure(sources: list[SourceRows], count: CountTokens, limit: Limit, bad_row
         _check_enough(new, list(lengths.values()), limit)
         print(printable(_report(new, list(lengths.values()), limit, share, time.monotonic() - start)), flush=True)
         measured.append(new)
-    num_rows, num_left = (
-        sum(map(len, numbers)) for numbers in zip(*((m.rows, m.usable) for m in measured), strict=True)
-    )
+    num_rows, num_left = sum(rows.num_wanted for rows in measured), sum(len(rows.usable) for rows in measured)
     if num_left < limit.per_step <= num_rows:
         raise ValueError(
             f"{num_left} of {num_rows} rows are left, and a step needs {limit.per_step} {limit.unit}: "
@@ -202,9 +200,9 @@ def batches(items: Iterator, size: int) -> Iterator[list]:
 def _check_enough(rows: SourceRows, lengths: Sequence[int], limit: Limit) -> None:
     if not rows.usable:
         raise ValueError(all_too_long(rows.source.path, limit.field, limit.max_tokens, lengths))
-    if len(rows.usable) < LEAST_FRAC * len(rows.rows):
+    if len(rows.usable) < LEAST_FRAC * rows.num_wanted:
         raise ValueError(
-            f"{len(rows.usable)} of {len(rows.rows)} rows of {rows.source.path} are left, less than {LEAST_FRAC:.0%}: "
+            f"{len(rows.usable)} of {rows.num_wanted} rows of {rows.source.path} are left, less than {LEAST_FRAC:.0%}: "
             f"{_reasons([rows])}; {_way_out(lengths, limit)}"
         )
 
@@ -226,9 +224,9 @@ def _report(rows: SourceRows, lengths: Sequence[int], limit: Limit, share: float
         *([f"left out: {_reasons([rows])}"] if rows.left_out else []),
     ]
     line = f"{'; '.join(parts)} (counted in {seconds:.1f} s)"
-    if num_usable < (1 - LOUD_FRAC) * num_rows:
+    if num_usable < (1 - LOUD_FRAC) * rows.num_wanted:
         line += (
-            f"\nwarning: {1 - num_usable / num_rows:.0%} of the rows of {rows.source.path} are left out; "
+            f"\nwarning: {1 - num_usable / rows.num_wanted:.0%} of the rows of {rows.source.path} are left out; "
             f"{_way_out(lengths, limit)}"
         )
     return line

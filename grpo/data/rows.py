@@ -34,6 +34,8 @@ class SourceRows:
     usable: Sequence[int]
     left_out: dict[str, int]
     """Why rows are left out -> how many."""
+    num_wanted: int
+    """All rows except those that `data.row` left out, which was meant so."""
 
     def example(self, row: int) -> Example:
         """A usable row as it was when all were looked at; ValueError if `data.row` gives something else now."""
@@ -101,7 +103,8 @@ def check_rows(source: Source, rows: Rows, data: DataConfig, completion_column: 
     if not usable:
         raise ValueError(f"data.row={data.row} left out all {len(rows)} rows of {source.path}; let it return a dict")
     left_out = {f"left out by {data.row}": num_dropped, "that cannot be used": len(unusable)}
-    return SourceRows(source, rows, read, usable, {why: count for why, count in left_out.items() if count})
+    left_out = {why: count for why, count in left_out.items() if count}
+    return SourceRows(source, rows, read, usable, left_out, len(rows) - num_dropped)
 
 
 def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:

@@ -129,8 +129,8 @@ def _read_json(source: Source, files: dict[str, list[str]]) -> Rows:
     beginnings = [_beginning(path) for path in paths]
     if not any(beginnings):
         return []
-    if len(paths) == 1 and paths[0].endswith(".json") and beginnings[0] == b"[":
-        return _read_list(paths[0])
+    if all(path.endswith(".json") and first == b"[" for path, first in zip(paths, beginnings, strict=True)):
+        return _read_lists(source, files)
     try:
         lines = _load(source, "text", data_files=files)
     except UnicodeDecodeError:
@@ -145,6 +145,18 @@ def _beginning(path: str) -> bytes:
     """The first byte that is not blank; none of an empty file."""
     with open(path, "rb") as file:
         return next((line.strip()[:1] for line in file if line.strip()), b"")
+
+
+def _read_lists(source: Source, files: dict[str, list[str]]) -> list[Row]:
+    """Files that are one list of all rows each."""
+    import datasets
+
+    rows_of = {split: [row for path in paths for row in _read_list(path)] for split, paths in files.items()}
+    try:
+        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({s: len(r) for s, r in rows_of.items()})
+    except (ValueError, AssertionError) as error:  # of a split that is not there, or that cannot be read
+        raise ValueError(f"data set {source.path} (split {source.split!r}) could not be loaded: {error}") from error
+    return [row for part in parts for row in rows_of[part.splitname][part.from_ : part.to]]
 
 
 def _read_list(path: str) -> list[Row]:

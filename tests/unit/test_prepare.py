@@ -87,6 +87,16 @@ def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):  # noqa: F811
     ) in capsys.readouterr().out
 
 
+def test_what_an_own_function_leaves_out_is_meant_so(tokenizer, tmp_path, capsys):  # noqa: F811
+    """2 of 400 rows are kept: no warning and no refusal, for all of those that are wanted fit."""
+    (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'add'} if row['n'] % 200 == 0 else None\n")
+    data = config_of(write_rows(tmp_path / "r.jsonl", [{"n": n} for n in range(400)]), row=f"{tmp_path}/mine.py:f")
+    assert list(prepared(data, tokenizer, 2)[0].usable) == [0, 200]
+    out = capsys.readouterr().out
+    assert "has 400 rows, 2 are used" in out and f"left out: 398 left out by {tmp_path}/mine.py:f" in out
+    assert "warning" not in out
+
+
 # ---- mixtures
 
 

@@ -134,6 +134,12 @@ def test_json_may_be_one_list(tmp_path, indent):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"a": 1}, {"a": [2]}], indent=indent))
     assert rows_of(path) == [{"a": 1}, {"a": [2]}]
+    assert rows_of(f"{path}:train[1:]") == [{"a": [2]}]
+    (tmp_path / "test.json").write_text('[{"a": 3}]')
+    path.rename(tmp_path / "train.json")
+    assert rows_of(tmp_path, "test+train[:1]") == [{"a": 3}, {"a": 1}]
+    with pytest.raises(ValueError, match=r"\(split 'more'\) could not be loaded: Unknown split"):
+        rows_of(tmp_path, "more")
     path.write_text("[1]")
     with pytest.raises(ValueError, match=r"rows.json, entry 1: a int, not a JSON object"):
         rows_of(path)
