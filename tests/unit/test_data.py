@@ -29,6 +29,10 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
+    return word_tokenizer()
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: i for i, word in enumerate(WORDS + [f"n{i}" for i in range(20)])}
     model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
