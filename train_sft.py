@@ -22,7 +22,7 @@ from grpo.config.recipes import as_recipe
 from grpo.data import toy
 from grpo.data.batches import make_batch
 from grpo.data.chat import check_template, load_tokenizer
-from grpo.data.rows import load_rows, usable_rows
+from grpo.data.prepare import load_sources, texts_of, usable_chats
 from grpo.data.streams import ChatStream
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
@@ -93,18 +93,16 @@ class Driver:
         config = self.config
         with refuse_bad_input():
             data = config.data
-            rows = load_rows(data.path, data.name, data.split)
-            texts = [data.prompt_column, config.completion_column]
-            usable = usable_rows(rows, texts, [], data.path, data.bad_rows)
-            check_run_folder(config.run_dir, SCRIPT, (config.model.path, data.path), overwrite=config.overwrite)
+            sources = load_sources(data, config.completion_column)
+            inputs = (config.model.path, *(source.path for source in data.all_sources))
+            check_run_folder(config.run_dir, SCRIPT, inputs, overwrite=config.overwrite)
             mark_run_folder(config.run_dir, SCRIPT)
-            toy_rows = (rows[row] for row in usable)
-            folder = toy.build_if_toy(config.model.path, config.run_dir, toy_rows, config.seed)
+            folder = toy.build_if_toy(config.model.path, config.run_dir, texts_of(sources), config.seed)
             folder = hf_folder.resolve_folder(folder)
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
             tokenizer = load_tokenizer(folder, data)
             check_template(tokenizer, data)
-            self.stream = ChatStream(rows, usable, config, tokenizer)
+            self.stream = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer)
         begin_run(config.run_dir, SCRIPT, as_recipe(config), overwrite=config.overwrite)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps)
         print(f"{config.num_trainers} trainer ranks; {config.run_dir}", flush=True)

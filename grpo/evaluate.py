@@ -93,9 +93,11 @@ class Driver:
         """Refuse bad input; returns the model's folder or hub name, its stop tokens and the held-out prompts."""
         config = self.config
         with refuse_bad_input():
-            columns = [config.data.prompt_column, *config.data.columns]
+            data = config.data
+            # with data.row, which columns it makes is known only from its rows
+            columns = None if data.row else data.reward_columns
             load_functions(config.reward, columns, config.generator.max_completion_tokens)
-            inputs = (config.model.path, config.evaluation.path or config.data.path)
+            inputs = (config.model.path, *(source.path for source in config.evaluation.held_out(data)))
             check_run_folder(config.run_dir, SCRIPT, inputs, overwrite=config.overwrite)
             mark_run_folder(config.run_dir, SCRIPT)
             folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
@@ -103,6 +105,8 @@ class Driver:
             tokenizer = load_tokenizer(folder, config.data)
             check_template(tokenizer, config.data)
             prompts = load_eval_prompts(config.data, config.evaluation, tokenizer)
+            if data.row:
+                load_functions(config.reward, list(prompts[0].columns), config.generator.max_completion_tokens)
             self.scorer = Scorer(config, folder, tokenizer)
         begin_run(config.run_dir, SCRIPT, as_recipe(config), overwrite=config.overwrite)
         return folder, self.scorer.stop_token_ids, prompts

@@ -35,11 +35,16 @@ def main(arguments: list[str]) -> None:
 def summarize(records: list[dict], run_dir: pathlib.Path) -> str:
     """The summary as text. `records` are the lines of metrics.jsonl in their order."""
     steps = [record for record in records if "time/step" in record]
-    evaluated = [record for record in records if record.get("eval/accuracy") is not None]
+    # of several held-out sets (`eval/SET/accuracy`) the first
+    accuracies = [name for record in records for name in record if name.startswith("eval/") and "accuracy" in name]
+    accuracy = accuracies[0] if accuracies else "eval/accuracy"
+    evaluated = [record for record in records if record.get(accuracy) is not None]
     rewarded = [record for record in records if record.get("reward/mean") is not None]
     curve, name, label = rewarded, "reward/mean", "mean reward of the sampled completions"
     if len(evaluated) > 1:
-        curve, name, label = evaluated, "eval/accuracy", "accuracy on held-out prompts (greedy)"
+        held_out_set = accuracy.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
+        where = f"held-out prompts of {held_out_set}" if held_out_set else "held-out prompts"
+        curve, name, label = evaluated, accuracy, f"accuracy on {where} (greedy)"
     minutes = sum(record["time/step"] for record in steps) / 60
     lines = [f"{run_dir}: {len(steps)} steps in {minutes:.1f} minutes, start-up not counted"]
     if curve:

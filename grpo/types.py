@@ -27,7 +27,11 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     """The data set's columns, handed to the reward functions."""
     row: int = -1
-    """Row of the data set; -1 if it comes from none."""
+    """Row of its source, counted from 0; -1 if it comes from none."""
+    source: str = ""
+    """Name of its source or held-out set; empty where there is only one."""
+    content: str | list[dict[str, Any]] = ""
+    """The prompt as the data has it: a text, or a list of messages."""
 
 
 @dataclass(frozen=True, eq=False)

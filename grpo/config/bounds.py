@@ -98,7 +98,11 @@ def _describe(kind: Any) -> str:
 
 def _instead(value: Any, kind: Any) -> str:
     """`; write ('answer',)`, if a small change makes the value fit."""
-    for change in (lambda one: (one,), tuple, os.fspath, ast.literal_eval):
+
+    def by_own_name(names: Any) -> dict:
+        return {name: name for name in ([names] if isinstance(names, str) else names)}
+
+    for change in (lambda one: (one,), tuple, os.fspath, by_own_name, ast.literal_eval):
         with contextlib.suppress(TypeError, ValueError, SyntaxError):
             if fits(changed := change(value), kind):
                 return f"; write {changed!r}"

@@ -1,10 +1,13 @@
 """What fields of a config ask of each other. What a single field takes is written at the field."""
 
 import math
+import re
+from collections.abc import Iterable
 
 from grpo.config.bounds import check_fields
 from grpo.config.engine_options import check_engine_options, reshaping
-from grpo.config.fields import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig, SFTConfig, complete
+from grpo.config.fields import PAPER_DEFAULTS, AlgorithmConfig, DataConfig, GRPOConfig, SFTConfig, complete
+from grpo.config.user_files import near_miss
 
 # Far above the clips of its paper, for a ratio of whole sequences
 WIDE_GSPO_CLIP = 0.05
@@ -13,12 +16,15 @@ WIDE_GSPO_CLIP = 0.05
 def validate(config: GRPOConfig | SFTConfig) -> None:
     """Refuse what cannot work, before anything is loaded. Raises ValueError with the numbers and the way out."""
     check_fields(config)
+    _check_data(config.data)
     if config.data.is_text_template and "{question}" not in config.data.prompt_template:
         raise ValueError(
             f"data.prompt_template={config.data.prompt_template!r} has no {{question}}, where the text of column "
             f"{config.data.prompt_column!r} would go; add it, or give the path of a .jinja file"
         )
     if isinstance(config, GRPOConfig):
+        if config.evaluation.interval:
+            _check_held_out(config)
         _check_generators(config)
         _check_algorithm(complete(config).algorithm, config)
         _check_sampling(config)
@@ -35,6 +41,53 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
             f"a sequence of up to {config.max_sequence_tokens} tokens does not fit into trainer.micro_batch_tokens="
             f"{trainer.micro_batch_tokens}; raise it to at least {config.max_sequence_tokens} or shorten the lengths"
         )
+
+
+def _check_data(data: DataConfig) -> None:
+    labels = [source.label for source in data.all_sources if source.label]  # each must be written as it should be
+    if labels and data.path not in ("", DataConfig.path):
+        raise ValueError(
+            f"data.path={data.path!r} and data.sources ({', '.join(data.sources)}) both say where rows come from; "
+            'drop one (--data.path "", or --data.sources with nothing behind it, drops a recipe\'s)'
+        )
+    _check_labels("data.sources", labels)
+    for label in data.weights:
+        if label not in data.sources:
+            raise ValueError(
+                f"data.weights has {label!r}, which is not in data.sources ({', '.join(data.sources) or 'empty'})"
+                f"{near_miss(label, data.sources)}"
+            )
+    if data.row and ":" not in data.row:
+        raise ValueError(f"data.row={data.row!r} names no function in a file; write path/file.py:function")
+    if data.columns.get("answer", data.answer_column) != data.answer_column != DataConfig.answer_column:
+        raise ValueError(
+            f"data.answer_column={data.answer_column!r} and data.columns answer={data.columns['answer']!r} both say "
+            "which column the reward functions get as answer; drop one"
+        )
+    unfit = [name for name in data.reward_columns if not name.isidentifier()]
+    if unfit:
+        raise ValueError(
+            f"data.columns has the name {unfit[0]!r}, under which no function can take a column; write "
+            f"--data.columns {data.reward_columns[unfit[0]].rpartition('.')[2]} {data.reward_columns[unfit[0]]}"
+        )
+
+
+def _check_held_out(config: GRPOConfig) -> None:
+    evaluation = config.evaluation
+    evaluation.held_out(config.data)
+    _check_labels("evaluation.sets", evaluation.sets)
+    if evaluation.sets and evaluation.path:
+        raise ValueError(
+            f"evaluation.path={evaluation.path!r} and evaluation.sets ({', '.join(evaluation.sets)}) both say what is "
+            "held out; drop one (--evaluation.sets with nothing behind it drops a recipe's)"
+        )
+
+
+def _check_labels(field: str, labels: Iterable[str]) -> None:
+    """They become a part of metrics' names."""
+    for label in labels:
+        if not re.fullmatch(r"[\w.-]+", label):
+            raise ValueError(f"{field} has the name {label!r}; use letters, digits, '_', '-' and '.', as in gsm8k")
 
 
 def _check_generators(config: GRPOConfig) -> None:

@@ -34,6 +34,10 @@ TRIAL_BYTES = 2**30
 # 10,000.
 TEMPLATE_CHARACTERS = 1_000_000
 QUOTED_CHARACTERS = 300
+# Tokenized together: 300 bytes of memory for each.
+TOKENIZED_CHARACTERS = 500_000
+# One turn of a chat: role, content, perhaps tool_calls.
+Message = dict[str, Any]
 # Stands for a prompt, to see whether a template writes it
 PROBE = "grpo probe 1867"
 # Run in a process of its own: {"messages", "template", "arguments", "seconds", "probe"} from stdin -> the number of
@@ -61,6 +65,10 @@ class TooLong(Exception):
     def __init__(self, num_tokens: int, exact: bool):
         super().__init__(f"{'' if exact else 'at least '}{num_tokens} tokens")
         self.num_tokens = num_tokens
+
+
+class Refused(Exception):
+    """The chat template does not take a prompt; the message says why."""
 
 
 def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTokenizerBase":
@@ -139,34 +147,91 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, sec
         )
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, text: str, max_tokens: int) -> list[int]:
-    """Token ids of one prompt.
+def encode_prompt(
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+    prompt: str | list[Message],
+    max_tokens: int,
+    tools: list[Any] | None = None,
+) -> list[int]:
+    """Token ids of one prompt, as `render_prompt` writes it and `tokenize_prompts` takes it apart.
 
-    By the chat template: the system prompt unless empty, `text` as the user's message, the assistant's opening. By a
-    text template: that text with its placeholders filled in, after the tokenizer's own beginning of a text (BOS), if
-    it has one.
-
-    Raises TooLong for more than `max_tokens`, and ValueError if the template takes longer than TEMPLATE_SECONDS.
+    Raises TooLong for more than `max_tokens`, and what `render_prompt` raises.
     """
-    check_characters(tokenizer, text, max_tokens)
-    if config.is_text_template:
-        # the question last, so that nothing within it is taken for a placeholder
-        chat = config.prompt_template.replace("{system_prompt}", config.system_prompt).replace("{question}", text)
-    else:
-        with _deadline(TEMPLATE_SECONDS, _template_name(tokenizer, config)):
-            chat = tokenizer.apply_chat_template(
-                _messages(config, text),
-                add_generation_prompt=True,
-                tokenize=False,
-                **_template_arguments(config, text),
-            )
-    check_characters(tokenizer, chat, max_tokens)
-    ids = tokenizer(chat, add_special_tokens=config.is_text_template)["input_ids"]
-    if config.is_text_template and ids[-1:] == [tokenizer.eos_token_id]:
-        ids = ids[:-1]  # some tokenizers close every text
+    (ids,) = tokenize_prompts(tokenizer, config, [render_prompt(tokenizer, config, prompt, max_tokens, tools)])
     if len(ids) > max_tokens:
         raise TooLong(len(ids), exact=True)
     return ids
+
+
+def render_prompt(
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+    prompt: str | list[Message],
+    max_tokens: int,
+    tools: list[Any] | None = None,
+) -> str:
+    """The text of one prompt.
+
+    By the chat template: the system prompt unless empty, `prompt` as the user's message, the assistant's opening. A
+    prompt that is a list of messages follows the system prompt, or begins with its own; `tools` are for the template.
+    By a text template: that text with its placeholders filled in. Raises TooLong if it has more characters than
+    `max_tokens` tokens stand for, Refused if the template does not take it, and ValueError if it takes longer than
+    TEMPLATE_SECONDS.
+    """
+    import jinja2
+
+    messages = _messages(config, prompt)
+    check_characters(tokenizer, "".join(message["content"] for message in messages), max_tokens)
+    if config.is_text_template:
+        chat = _fill_in(config.prompt_template, messages)
+    else:
+        arguments = _template_arguments(config, _question(messages)) | ({"tools": tools} if tools else {})
+        try:
+            with _deadline(TEMPLATE_SECONDS, _template_name(tokenizer, config)):
+                chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
+        except (jinja2.TemplateError, TypeError) as error:
+            reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
+            raise Refused(f"the chat template refuses it ({reason})") from error
+    check_characters(tokenizer, chat, max_tokens)
+    return chat
+
+
+def _fill_in(template: str, messages: list[Message]) -> str:
+    *system, question = messages
+    if question["role"] != "user" or [message["role"] for message in system] not in ([], ["system"]):
+        raise Refused("a text as data.prompt_template takes one question, and this prompt has several turns")
+    # the question last, so that nothing within it is taken for a placeholder
+    filled = template.replace("{system_prompt}", system[0]["content"] if system else "")
+    return filled.replace("{question}", question["content"])
+
+
+def _question(messages: list[Message]) -> str:
+    """The user's last message."""
+    return next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+
+
+def tokenize_prompts(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, texts: list[str]) -> list[list[int]]:
+    """Token ids of rendered prompts: a chat template writes special tokens itself, a text begins with BOS if any."""
+    if not config.is_text_template:
+        return tokenize(tokenizer, texts)
+    ids = tokenize(tokenizer, texts, add_special_tokens=True)
+    # some tokenizers close every text
+    return [sequence[:-1] if sequence[-1:] == [tokenizer.eos_token_id] else sequence for sequence in ids]
+
+
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", texts: list[str], add_special_tokens: bool = False
+) -> list[list[int]]:
+    """Token ids of texts, so many at a time as memory allows."""
+    ids, waiting, num_characters = [], [], 0
+    for text in texts:
+        if waiting and num_characters + len(text) > TOKENIZED_CHARACTERS:
+            ids += tokenizer(waiting, add_special_tokens=add_special_tokens)["input_ids"]
+            waiting, num_characters = [], 0
+        waiting.append(text)
+        num_characters += len(text)
+    return ids + (tokenizer(waiting, add_special_tokens=add_special_tokens)["input_ids"] if waiting else [])
 
 
 def _template_arguments(config: DataConfig, text: str) -> dict[str, Any]:
@@ -198,9 +263,11 @@ def _longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
-def _messages(config: DataConfig, text: str) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
-    return [*system, {"role": "user", "content": text}]
+def _messages(config: DataConfig, prompt: str | list[Message]) -> list[Message]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    brings_one = messages[0]["role"] in ("system", "developer")
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt and not brings_one else []
+    return [*system, *messages]
 
 
 @contextlib.contextmanager

@@ -1,163 +1,172 @@
-"""Where rows come from, a JSON-lines file, the hub or a toy task, and which of them can be used.
+"""All rows of a source, looked at once: which of them can be used, and why the others cannot."""
 
-Left out: streaming data sets, mixing several.
-"""
-
+import dataclasses
 import itertools
-import json
-import math
-import pathlib
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+import time
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from grpo.text import has_surrogates, printable
+from grpo.config import DataConfig
+from grpo.config.sources import Source
+from grpo.data.examples import ABSENT, BadRow, Example, RowReader, row_reader, value_at
+from grpo.data.sources import Row, Rows, TableRows
+from grpo.text import printable
 
-if TYPE_CHECKING:
-    import datasets
-
-    Rows = list[dict[str, Any]] | datasets.Dataset
+Item = TypeVar("Item")
 
 # Row numbers an error lists before it says "and N more".
 SHOWN_ROWS = 5
-# Rows of a hub data set that are read together.
-READ_ROWS = 1000
+# Rows that are looked at to list the columns there are.
+LISTED_ROWS = 100
+# A look at all rows says how far it is after so many seconds, and then every so many.
+FIRST_PROGRESS_SECONDS, PROGRESS_SECONDS = 2.0, 10.0
 
 
-def load_rows(path: str, name: str, split: str) -> "Rows":
-    """All rows of a data set: `toy:NAME`, a local JSON-lines file, or a hub data set (its configuration `name`).
+@dataclasses.dataclass(frozen=True)
+class SourceRows:
+    """The rows of a source, and which of them are drawn."""
 
-    A path that ends in .jsonl or .json, or that is a file, is read as JSON lines; `name` and `split` do not apply then.
+    source: Source
+    rows: Rows
+    read: RowReader
+    usable: Sequence[int]
+    left_out: dict[str, int]
+    """Why rows are left out -> how many."""
+    num_wanted: int
+    """All rows except those that `data.row` left out, which was meant so."""
 
-    Raises:
-        FileNotFoundError: the file does not exist; the message has its absolute path.
-        ValueError: a line is not a JSON object, there are no rows, or a toy task or hub data set cannot be loaded.
+    def example(self, row: int) -> Example:
+        """A usable row as it was when all were looked at; ValueError if `data.row` gives something else now."""
+        return self.read_again(row, self.rows[row])
+
+    def read_again(self, number: int, row: Row) -> Example:
+        """The same of a row that is in memory."""
+        try:
+            example = self.read(row)
+        except BadRow as error:
+            raise self.changed(number, error) from error
+        if example is None:
+            raise self.changed(number, "left out")
+        return example
+
+    def changed(self, row: int, now: object) -> ValueError:
+        return ValueError(
+            f"row {row + 1} of {self.source.path} could be used when the run started, and now: {now}; a function "
+            "data.row must give the same each time"
+        )
+
+
+def check_rows(source: Source, rows: Rows, data: DataConfig, completion_column: str = "") -> SourceRows:
+    """Look once at every row; what is told about those that cannot be used goes to the console or into the error.
+
+    Raises ValueError if no row has one of the columns, if there are rows that cannot be used and `data.bad_rows` is
+    refuse, or if no row can be.
     """
-    if path.startswith("toy:"):
-        from grpo.data.toy import task_rows  # only toy runs need it
-
-        rows = task_rows(path.removeprefix("toy:"), split)
-    elif is_json_lines(path):
-        rows = _read_json_lines(pathlib.Path(path))
-    else:
-        rows = _load_hub_rows(path, name, split)
-    if len(rows) == 0:
-        raise ValueError(f"data set {path} (split {split!r}) has no rows; give one that has")
-    return rows
-
-
-def is_json_lines(path: str) -> bool:
-    return path.endswith((".jsonl", ".json")) or pathlib.Path(path).is_file()
-
-
-def _read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"data file {path.absolute()} does not exist; correct the path or create it")
-    rows = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number or nesting beyond all bounds
-                raise ValueError(f"{where}: not JSON ({error}); write one JSON object per line") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: a {type(row).__name__}, not a JSON object; write one JSON object per line")
-            rows.append(row)
-    return rows
-
-
-def _load_hub_rows(path: str, name: str, split: str) -> "datasets.Dataset":
-    import datasets  # takes a second to load, and files and toy tasks do without
-
-    try:
-        return datasets.load_dataset(path, name or None, split=split)
-    # OSError covers a data set that is not there (FileNotFoundError) and a hub that cannot be reached
-    # (ConnectionError); ValueError a wrong configuration or split.
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"data set {path} (name {name!r}, split {split!r}) could not be loaded: {type(error).__name__}: {error}\n"
-            "Check the spelling; for a local file, give a path ending in .jsonl. Without network, load the data set "
-            "where there is one and bring its cache (HF_HOME), or save it as .jsonl"
-        ) from error
+    if isinstance(rows, TableRows) and not data.row:
+        rows = _narrow(rows, _paths(data, completion_column), source.path)
+    read = row_reader(data, completion_column)
+    usable, unusable, absent = [], {}, Counter()
+    num_dropped, has_tools = 0, False
+    first: Example | None = None
+    kinds: dict[str, dict[str, array]] = defaultdict(lambda: defaultdict(lambda: array("q")))
+    for index, row in enumerate(progress(rows, len(rows), f"rows of {source.path} read")):
+        try:
+            example = read(row)
+        except BadRow as error:
+            unusable[index] = str(error)
+            absent[error.absent] += 1
+            continue
+        if example is None:
+            num_dropped += 1
+            continue
+        first = first or example
+        if example.columns.keys() != first.columns.keys():
+            names = ", ".join(example.columns) or "none"
+            unusable[index] = f"data.row gave the columns {names}, and before {', '.join(first.columns) or 'none'}"
+            continue
+        has_tools = has_tools or bool(example.tools)
+        for name, value in example.columns.items():
+            kinds[name][_kind(value)].append(index)
+        usable.append(index)
+    for path, count in absent.items():
+        if path and count == len(rows):
+            raise _no_column(path, source.path, rows)
+    if data.tools_column and not data.row and not has_tools:
+        some = itertools.islice(rows, LISTED_ROWS)
+        if usable and all(value_at(row, data.tools_column, ABSENT) is ABSENT for row in some):
+            raise _no_column(data.tools_column, source.path, rows)
+    unusable |= _rare_kinds(kinds)
+    usable = [index for index in usable if index not in unusable]
+    tell_unusable(dict(sorted(unusable.items())), len(rows), source.path, data.bad_rows, bool(usable))
+    if not usable:
+        raise ValueError(f"data.row={data.row} left out all {len(rows)} rows of {source.path}; let it return a dict")
+    left_out = {f"left out by {data.row}": num_dropped, "that cannot be used": len(unusable)}
+    left_out = {why: count for why, count in left_out.items() if count}
+    return SourceRows(source, rows, read, usable, left_out, len(rows) - num_dropped)
 
 
-def usable_rows(
-    rows: "Rows", texts: Iterable[str], others: Iterable[str], path: str, bad_rows: Literal["refuse", "skip"]
-) -> list[int]:
-    """Indices of the rows that can be used; what is told about the others goes to the console or into the error.
+def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """The items; says how many of `total` there were after 2 seconds, and then every 10."""
+    next_line = time.monotonic() + FIRST_PROGRESS_SECONDS
+    for number, item in enumerate(items):
+        if time.monotonic() >= next_line:
+            print(f"data: {number:,} of {total:,} {printable(what)}", flush=True)
+            next_line = time.monotonic() + PROGRESS_SECONDS
+        yield item
 
-    `texts`, `others` and `path` as in `check_rows`. Raises ValueError if there are rows that cannot be used and
-    `bad_rows` is refuse, or if no row can be.
-    """
-    unusable = check_rows(rows, texts, others, path)
+
+def _paths(data: DataConfig, completion_column: str) -> list[str]:
+    named = [completion_column] if completion_column else data.reward_columns.values()
+    return [path for path in dict.fromkeys([data.prompt_column, *named, data.tools_column]) if path]
+
+
+def _narrow(rows: TableRows, paths: list[str], where: str) -> TableRows:
+    """Only the columns that are used: others may be large."""
+    there = rows.table.column_names
+    columns = {path: path if path in there else path.partition(".")[0] for path in paths}
+    for path, column in columns.items():
+        if column not in there:
+            raise _no_column(path, where, rows)
+    return TableRows(rows.table.select_columns(list(dict.fromkeys(columns.values()))))
+
+
+def _no_column(path: str, where: str, rows: Rows) -> ValueError:
+    there: dict[str, None] = {}
+    for row in itertools.islice(rows, LISTED_ROWS):
+        for name, value in row.items():
+            there |= dict.fromkeys([f"{name}.{key}" for key in value] if isinstance(value, dict) else [name])
+    return ValueError(f"column {path!r} is missing in {where}; columns there: {', '.join(map(str, there)) or 'none'}")
+
+
+def _kind(value: Any) -> str:
+    for kind, types in (("text", str), ("a truth value", bool), ("a number", int | float), ("a list", list)):
+        if isinstance(value, types):
+            return kind
+    return "a table" if isinstance(value, dict) else type(value).__name__
+
+
+def _rare_kinds(kinds: dict[str, dict[str, array]]) -> dict[int, str]:
+    """Rows whose column holds another kind of value than most rows: a reward would meet it in the middle of a run."""
+    rare = {}
+    for name, rows_of in kinds.items():
+        usual = max(rows_of, key=lambda kind: len(rows_of[kind]))
+        for kind, rows in rows_of.items():
+            if kind != usual:
+                rare |= dict.fromkeys(rows, f"column {name!r} holds {kind}, and in most rows {usual}")
+    return rare
+
+
+def tell_unusable(unusable: dict[int, str], num_rows: int, where: str, bad_rows: str, some_left: bool) -> None:
+    """Warn of rows that cannot be used (index -> why), or raise ValueError if `bad_rows` is refuse or none is left."""
     if not unusable:
-        return list(range(len(rows)))
+        return
     shown = "; ".join(f"row {row + 1}: {why}" for row, why in itertools.islice(unusable.items(), SHOWN_ROWS))
     more = f"; and {len(unusable) - SHOWN_ROWS} more" if len(unusable) > SHOWN_ROWS else ""
-    told = f"{len(unusable)} of {len(rows)} rows of {path} cannot be used: {shown}{more} (counted from 1, without blank"
-    if len(unusable) == len(rows):
+    told = f"{len(unusable)} of {num_rows} rows of {where} cannot be used: {shown}{more} (counted from 1, without blank"
+    if not some_left:
         raise ValueError(f"{told} lines); no row is left; name other columns or correct the rows")
     if bad_rows == "refuse":
         raise ValueError(f"{told} lines); correct these rows, or leave them out with --data.bad-rows skip")
     print(printable(f"warning: {told} lines); they are left out"), flush=True)
-    return [row for row in range(len(rows)) if row not in unusable]
-
-
-def check_rows(rows: "Rows", texts: Iterable[str], others: Iterable[str], path: str) -> dict[int, str]:
-    """Look once at every row: index of each that cannot be used -> why, in the order of the rows.
-
-    Columns in `texts` must hold text that is not blank, those in `others` a value; neither may have a lone surrogate,
-    which no tokenizer, file or process takes. `path` is the data set's, for messages.
-    Raises ValueError if no row has one of the columns.
-    """
-    texts, others = list(dict.fromkeys(texts)), list(dict.fromkeys(others))
-    columns = list(dict.fromkeys([*texts, *others]))
-    # A datasets.Dataset has one set of columns; rows of a file may each have their own.
-    there = (
-        rows.column_names if hasattr(rows, "column_names") else list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-    )
-    for column in columns:
-        if column not in there:
-            raise ValueError(f"column {column!r} is missing in {path}; columns there: {', '.join(there) or 'none'}")
-    unusable = {}
-    for index, values in enumerate(_values(rows, columns)):
-        faults = ((column, _fault(value, column in texts)) for column, value in zip(columns, values, strict=True))
-        if first := next(((column, fault) for column, fault in faults if fault), None):
-            unusable[index] = "column {!r} {}".format(*first)
-    return unusable
-
-
-def _values(rows: "Rows", columns: list[str]) -> Iterator[tuple[Any, ...]]:
-    """The columns' values of every row, None where a row has no such column."""
-    if not hasattr(rows, "column_names"):
-        yield from (tuple(map(row.get, columns)) for row in rows)
-        return
-    for batch in rows.select_columns(columns).iter(batch_size=READ_ROWS):  # one by one takes five times as long
-        yield from zip(*(batch[column] for column in columns), strict=True)
-
-
-def _fault(value: Any, must_be_text: bool) -> str:
-    """Why a column may not hold the value, or nothing."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):  # tables write NaN for what is missing
-        return "is missing"
-    if must_be_text and not isinstance(value, str):
-        return f"holds {type(value).__name__}, not text"
-    if must_be_text and not value.strip():
-        return "is empty"
-    return "has a lone surrogate (half of a character)" if _has_surrogates(value) else ""
-
-
-def _has_surrogates(value: Any) -> bool:
-    """Whether a text has one, or any text inside a list or table."""
-    waiting = [value]  # not recursive: JSON may be nested as deep as Python's stack
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str) and has_surrogates(value):
-            return True
-        if isinstance(value, dict):
-            waiting += [*value, *value.values()]
-        elif isinstance(value, list):
-            waiting += value
-    return False

@@ -1,106 +1,72 @@
 """Prompts and chat examples, tokenized as they are drawn: streams that resume exactly, and the held-out prompts.
 
 Only the driver (rank 0) reads data; generators and trainers see token ids. Left out: conversations of more than one
-turn.
+trained turn.
 """
 
 import random
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
-from grpo.data.chat import TooLong, check_characters, encode_prompt
-from grpo.data.rows import is_json_lines, load_rows, usable_rows
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig
+from grpo.config.sources import Source
+from grpo.data.chat import Refused, TooLong, encode_prompt, tokenize
+from grpo.data.examples import Example
+from grpo.data.prepare import all_too_long
+from grpo.data.rows import SourceRows, check_rows
+from grpo.data.sources import load_rows
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grpo.data.rows import Rows
-
-Encoded = TypeVar("Encoded")
-
-# What is saved of a stream: what its place belongs to, and the place.
-BELONGS_TO = ("num_rows", "path", "seed", "shuffle")
-PLACE = ("epoch", "position", "num_drawn", "num_too_long")
+# What is saved of a source's order: what its place belongs to, and the place.
+BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle")
+PLACE = ("epoch", "position", "num_drawn")
 
 
 class RowOrder:
-    """Goes through the rows epoch after epoch, leaves out those that are too long, and can be saved and resumed.
+    """Goes through the usable rows of a source epoch after epoch, and can be saved and resumed.
 
     Each epoch's order follows from (seed, epoch) alone, so its place is two numbers and no global RNG is touched.
     """
 
-    limit: str  # the config field that `max_tokens` comes from, for messages
-
-    def __init__(
-        self,
-        rows: "Rows",
-        usable: Sequence[int],
-        data: DataConfig,
-        tokenizer: "PreTrainedTokenizerBase",
-        seed: int,
-        max_tokens: int,
-    ):
-        """rows: those of `load_rows`; usable: indices of those that may be drawn, from `usable_rows`."""
-        self.rows, self.usable, self.data, self.tokenizer = rows, usable, data, tokenizer
-        self.num_rows, self.path, self.seed, self.shuffle = len(usable), data.path, seed, int(data.shuffle)
-        self.max_tokens = max_tokens
+    def __init__(self, rows: SourceRows, seed: int, shuffle: bool):
+        self.rows = rows
+        self.num_rows, self.source, self.weight = len(rows.usable), rows.source.text, rows.source.weight
+        self.seed, self.shuffle = seed, int(shuffle)
         self.epoch = 0
-        self.position = 0  # rows of this epoch that were taken or left out
+        self.position = 0  # rows of this epoch that were taken or passed over
         self.num_drawn = 0
-        self.num_too_long = 0  # rows, counted in the first epoch only: each once
         self._order: list[int] | None = None
 
-    def next(
-        self, encode: Callable[[int], Encoded], skip: Callable[[int], bool] = lambda row: False
-    ) -> tuple[int, Encoded] | None:
-        """The next row that fits, and what `encode(row)` made of it, which raises TooLong for one that does not.
+    @property
+    def label(self) -> str:
+        return self.rows.source.label
 
-        Rows of which `skip` is true are passed over; if a whole epoch has no other that fits, it returns None.
-        Raises ValueError if not one row fits into `max_tokens`.
-        """
-        too_long: dict[int, int] = {}
+    def next(self, skip: Callable[[int], bool] = lambda row: False) -> int | None:
+        """The next row. Those of which `skip` is true are passed over; None if it is true of a whole epoch."""
         num_passed_over = 0  # of this epoch, by this call: an epoch with nothing to draw lies within one call
-        while len(too_long) < self.num_rows:
-            if num_passed_over == self.num_rows:
-                return None
+        while num_passed_over < self.num_rows:
             row = self._next_row()
+            if not skip(row):
+                self.num_drawn += 1
+                return row
             num_passed_over = 1 if self.position == 1 else num_passed_over + 1
-            if skip(row):
-                continue
-            try:
-                encoded = encode(row)
-            except TooLong as error:
-                too_long[row] = error.num_tokens
-                if self.epoch == 0:
-                    self._count_too_long(row, error)
-                continue
-            self.num_drawn += 1
-            return row, encoded
-        raise ValueError(all_too_long(self.path, self.limit, self.max_tokens, too_long.values()))
-
-    def _count_too_long(self, row: int, error: TooLong) -> None:
-        self.num_too_long += 1
-        if self.num_too_long == 1:
-            print(
-                f"warning: row {row + 1} of {self.path} has {error}, more than {self.limit}={self.max_tokens}: rows "
-                "like this are left out, without further notice",
-                flush=True,
-            )
+        return None
 
     def _next_row(self) -> int:
         if self.position == self.num_rows:
             self.epoch, self.position, self._order = self.epoch + 1, 0, None
         if self._order is None:
-            self._order = list(self.usable)
+            self._order = list(self.rows.usable)
             if self.shuffle:
-                random.Random(f"{self.seed} {self.epoch}").shuffle(self._order)
+                random.Random(" ".join(map(str, (self.seed, self.epoch, self.label))).rstrip()).shuffle(self._order)
         self.position += 1
         return self._order[self.position - 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream and what it belongs to; plain numbers and one path, fit for JSON."""
+        """The place in the rows and what it belongs to; plain numbers and one text, fit for JSON."""
         return {name: getattr(self, name) for name in (*BELONGS_TO, *PLACE)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,33 +75,23 @@ class RowOrder:
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"the saved place in the data has {name}={state[name]!r}, this run has {getattr(self, name)!r}; "
-                    "resume with the data set, seed and shuffle it was saved with, or start a new run"
+                    "resume with the data sets, weights, limits, seed and shuffle it was saved with, or start a new run"
                 )
         for name in PLACE:
             setattr(self, name, state[name])
         self._order = None
 
 
-def all_too_long(path: str, limit: str, max_tokens: int, lengths: Collection[int]) -> str:
-    """The error message for a data set none of whose rows fits."""
-    return (
-        f"all {len(lengths)} rows of {path} are longer than {limit}={max_tokens} tokens, "
-        f"the shortest has {min(lengths)}; raise {limit} to at least {min(lengths)}"
-    )
+class PromptOrder(RowOrder):
+    """Leaves out rows that were too hard or too easy when last sampled (`sampling.min_pass_rate`, `max_pass_rate`).
 
-
-class PromptStream(RowOrder):
-    """The run's prompts, one after the other without end; resumes exactly.
-
-    With pass rates recorded, rows that were too hard or too easy when last sampled are filtered: left out of the next
-    `sampling.filter_epochs` epochs after that one, then tried again, since the policy has changed.
+    With pass rates recorded, such rows are filtered: left out of the next `sampling.filter_epochs` epochs after that
+    one, then tried again, since the policy has changed.
     """
 
-    limit = "data.max_prompt_tokens"
-
-    def __init__(self, rows: "Rows", usable: Sequence[int], config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase"):
-        super().__init__(rows, usable, config.data, tokenizer, config.seed, config.data.max_prompt_tokens)
-        self.sampling = config.sampling
+    def __init__(self, rows: SourceRows, config: GRPOConfig):
+        super().__init__(rows, config.seed, config.data.shuffle)
+        self.sampling: SamplingConfig = config.sampling
         # Both are row: epoch in which it was last drawn; the filter's memory, empty without a filter.
         self._unrecorded: dict[int, int] = {}
         self._too_hard_or_easy: dict[int, int] = {}
@@ -146,56 +102,43 @@ class PromptStream(RowOrder):
         """Rows left out of this epoch because of their pass rates."""
         return sum(map(self._is_filtered, self._too_hard_or_easy))
 
-    def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, across epochs where needed; Prompt.index counts on through the whole run.
+    def draw(self) -> int:
+        """The next row that is not filtered."""
+        row = self.next(self._is_filtered)
+        if row is None:
+            row = self._draw_from_filtered()
+        if self.sampling.filters:
+            self._unrecorded[row] = self.epoch
+        return row
 
-        Raises:
-            ValueError: no prompt fits into data.max_prompt_tokens.
-        """
-        prompts = []
-        for _ in range(count):
-            index = self.num_drawn
-            row, ids = self.next(self._encode, self._is_filtered) or self._draw_from_filtered()
-            if self.sampling.filters:
-                self._unrecorded[row] = self.epoch
-            prompts.append(Prompt(index, ids, _prompt_columns(self.rows[row], self.data), row=row))
-        return prompts
-
-    def record(self, pass_rates: dict[int, float]) -> None:
-        """Filter rows by what their completions achieved: row -> share that passed when it was last sampled.
-
-        To resume exactly, take `state_dict` after it.
-        """
-        for row, pass_rate in pass_rates.items():
-            # The stream may be in a later epoch by now. A row recorded twice counts as sampled in this one.
-            epoch = self._unrecorded.pop(row, self.epoch)
-            if self.sampling.min_pass_rate <= pass_rate <= self.sampling.max_pass_rate:
-                self._too_hard_or_easy.pop(row, None)
-            else:
-                self._too_hard_or_easy[row] = epoch
+    def record(self, row: int, pass_rate: float) -> None:
+        """Filter the row by the share of its completions that passed when it was last sampled."""
+        # The order may be in a later epoch by now. A row recorded twice counts as sampled in this one.
+        epoch = self._unrecorded.pop(row, self.epoch)
+        if self.sampling.min_pass_rate <= pass_rate <= self.sampling.max_pass_rate:
+            self._too_hard_or_easy.pop(row, None)
+        else:
+            self._too_hard_or_easy[row] = epoch
 
     def _is_filtered(self, row: int) -> bool:
         return 0 < self.epoch - self._too_hard_or_easy.get(row, self.epoch) <= self.sampling.filter_epochs
 
-    def _draw_from_filtered(self) -> tuple[int, list[int]]:
+    def _draw_from_filtered(self) -> int:
         """In an epoch in which all rows are filtered: forget the filter's memory, because a run needs prompts."""
         if not self._warned:
             self._warned = True
             print(
-                f"warning: in epoch {self.epoch + 1} of {self.path} all {self.num_filtered} rows that fit "
-                f"are filtered, having passed less often than sampling.min_pass_rate={self.sampling.min_pass_rate:g} "
+                f"warning: in epoch {self.epoch + 1} of {self.rows.source.path} all {self.num_filtered} rows are "
+                f"filtered, having passed less often than sampling.min_pass_rate={self.sampling.min_pass_rate:g} "
                 f"or more often than sampling.max_pass_rate={self.sampling.max_pass_rate:g}: they are drawn all the "
                 "same, now and without further notice later on; widen these bounds or bring other prompts",
                 flush=True,
             )
         self._too_hard_or_easy.clear()
-        return self.next(self._encode, self._is_filtered)
-
-    def _encode(self, row: int) -> list[int]:
-        return encode_prompt(self.tokenizer, self.data, self.rows[row][self.data.prompt_column], self.max_tokens)
+        return self.next()
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, see RowOrder.state_dict, and with a filter its memory; fit for JSON."""
+        """See RowOrder.state_dict; with a filter also its memory."""
         memory = {"unrecorded": dict(self._unrecorded), "too_hard_or_easy": dict(self._too_hard_or_easy)}
         return super().state_dict() | (memory if self.sampling.filters else {})
 
@@ -208,71 +151,177 @@ class PromptStream(RowOrder):
         )
 
 
-def _prompt_columns(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
-    return {column: row[column] for column in dict.fromkeys([config.prompt_column, *config.columns])}
+Order = TypeVar("Order", bound=RowOrder)
 
 
-class ChatStream(RowOrder):
-    """Prompt and completion pairs for SFT, one after the other without end; resumes exactly.
+class Mixture(Generic[Order]):
+    """Draws from several sources in turn, each going through epochs of its own; resumes exactly.
 
-    `data.max_prompt_tokens` does not apply: the limit is on prompt plus completion.
+    The next row comes from the source that is furthest behind its weight, so that after n draws each source has had its
+    share of n up to less than one row per source, with no randomness in it.
     """
 
-    limit = "max_sequence_tokens"
+    def __init__(self, orders: Sequence[Order]):
+        self.orders = {order.label: order for order in orders}
+        self._total_weight = sum(order.weight for order in orders)
 
-    def __init__(self, rows: "Rows", usable: Sequence[int], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"):
-        super().__init__(rows, usable, config.data, tokenizer, config.seed, config.max_sequence_tokens)
-        self.completion_column = config.completion_column
+    @property
+    def num_drawn(self) -> int:
+        return sum(order.num_drawn for order in self.orders.values())
+
+    def next_order(self) -> Order:
+        """The source whose turn it is."""
+        number = self.num_drawn + 1
+        # max takes the first of equals, so the order of the config decides
+        return max(self.orders.values(), key=lambda o: o.weight / self._total_weight * number - o.num_drawn)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in each source, see RowOrder.state_dict; fit for JSON."""
+        return {"sources": {label: order.state_dict() for label, order in self.orders.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises ValueError if it is of other sources, or of an older version."""
+        if "sources" not in state:
+            raise ValueError(
+                "the checkpoint has its place in the data in the form of an older version, which is not read any more; "
+                "start a new run, from the model that the old one exported if you like (--model.path)"
+            )
+        if list(state["sources"]) != list(self.orders):
+            saved, ours = (", ".join(labels) or "none" for labels in (state["sources"], self.orders))
+            raise ValueError(
+                f"the saved place in the data has the data.sources {saved}, this run has {ours}; resume with those it "
+                "was saved with, or start a new run"
+            )
+        for label, order in self.orders.items():
+            order.load_state_dict(state["sources"][label])
+
+
+class PromptStream(Mixture[PromptOrder]):
+    """The run's prompts, one after the other without end."""
+
+    def __init__(self, sources: Sequence[SourceRows], config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase"):
+        """sources: those of `usable_prompts`."""
+        super().__init__([PromptOrder(rows, config) for rows in sources])
+        self.data, self.tokenizer = config.data, tokenizer
+
+    @property
+    def num_filtered(self) -> int:
+        """Rows left out of this epoch of their source because of their pass rates."""
+        return sum(order.num_filtered for order in self.orders.values())
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, across epochs where needed; Prompt.index counts on through the whole run."""
+        prompts = []
+        for _ in range(count):
+            index, order = self.num_drawn, self.next_order()
+            row = order.draw()
+            prompts.append(_make_prompt(index, row, order.rows, self.data, self.tokenizer))
+        return prompts
+
+    def record(self, pass_rates: dict[tuple[str, int], float]) -> None:
+        """Filter rows by what their completions achieved: (source, row) -> share that passed when it was last sampled.
+
+        To resume exactly, take `state_dict` after it.
+        """
+        for (source, row), pass_rate in pass_rates.items():
+            self.orders[source].record(row, pass_rate)
+
+
+def _make_prompt(
+    index: int, row: int, rows: SourceRows, data: DataConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> Prompt:
+    example = rows.example(row)
+    try:
+        ids = encode_prompt(tokenizer, data, example.prompt, data.max_prompt_tokens, example.tools)
+    except (TooLong, Refused) as error:
+        raise rows.changed(row, error) from error
+    return Prompt(index, ids, example.columns, row, rows.source.label, example.prompt)
+
+
+class ChatStream(Mixture[RowOrder]):
+    """Prompt and completion pairs for SFT, one after the other without end."""
+
+    def __init__(self, sources: Sequence[SourceRows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"):
+        """sources: those of `usable_chats`."""
+        super().__init__([RowOrder(rows, config.seed, config.data.shuffle) for rows in sources])
+        self.data, self.tokenizer, self.max_tokens = config.data, tokenizer, config.max_sequence_tokens
 
     def draw(self, count: int) -> list[tuple[list[int], list[int]]]:
-        """The next `count` pairs of prompt ids and completion ids (EOS included), across epochs where needed.
+        """The next `count` pairs of prompt ids and completion ids (EOS included), across epochs where needed."""
+        pairs = []
+        for _ in range(count):
+            order = self.next_order()
+            row = order.next()
+            pairs.append(self._encode(row, order.rows))
+        return pairs
 
-        Raises:
-            ValueError: no pair fits into max_sequence_tokens.
-        """
-        return [self.next(self._encode)[1] for _ in range(count)]
-
-    def _encode(self, row: int) -> tuple[list[int], list[int]]:
-        prompt, completion = (self.rows[row][column] for column in (self.data.prompt_column, self.completion_column))
-        prompt_ids = encode_prompt(self.tokenizer, self.data, prompt, self.max_tokens)
-        check_characters(self.tokenizer, completion, self.max_tokens)
-        completion_ids = self.tokenizer(completion, add_special_tokens=False)["input_ids"]
+    def _encode(self, row: int, rows: SourceRows) -> tuple[list[int], list[int]]:
+        example = rows.example(row)
+        try:
+            prompt_ids = encode_prompt(self.tokenizer, self.data, example.prompt, self.max_tokens, example.tools)
+        except (TooLong, Refused) as error:
+            raise rows.changed(row, error) from error
+        (completion_ids,) = tokenize(self.tokenizer, [example.completion])
         completion_ids = [*completion_ids, self.tokenizer.eos_token_id]  # it ends what is to be imitated
         if len(prompt_ids) + len(completion_ids) > self.max_tokens:
-            raise TooLong(len(prompt_ids) + len(completion_ids), exact=True)
+            raise rows.changed(row, TooLong(len(prompt_ids) + len(completion_ids), exact=True))
         return prompt_ids, completion_ids
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Held-out prompts
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def load_eval_prompts(
     data: DataConfig, evaluation: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[Prompt]:
-    """The first `evaluation.num_prompts` held-out prompts that fit, in file order, with Prompt.index from 0.
+    """Of each held-out set the first `evaluation.num_prompts` prompts that fit, in its order.
 
-    Fewer if the data set has fewer. `data.name` applies only if the path is the same as the training data's.
+    Fewer if the set has fewer. Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Prints
+    how many there are.
 
     Raises:
-        ValueError: rows cannot be used (see `usable_rows`), or no prompt fits into data.max_prompt_tokens.
+        ValueError: rows cannot be used (see `check_rows`), or no prompt of a set fits into data.max_prompt_tokens.
     """
-    path = evaluation.path or data.path
-    if path == data.path and (is_json_lines(path) or evaluation.split == data.split):
-        print(f"warning: evaluation uses the training data {path}; set evaluation.path or evaluation.split", flush=True)
-    rows = load_rows(path, evaluation.name or (data.name if path == data.path else ""), evaluation.split)
+    prompts = []
+    for source in evaluation.held_out(data):
+        for training in data.all_sources:
+            if source.path == training.path and (source.is_file or source.split == training.split):
+                print(
+                    f"warning: evaluation uses the training data {source.path}; set evaluation.path or "
+                    "evaluation.split",
+                    flush=True,
+                )
+        prompts += _held_out_prompts(source, data, evaluation.num_prompts, len(prompts), tokenizer)
+    return prompts
+
+
+def _held_out_prompts(
+    source: Source, data: DataConfig, most: int, first_index: int, tokenizer: "PreTrainedTokenizerBase"
+) -> list[Prompt]:
+    rows = check_rows(source, load_rows(source), data)
     prompts, too_long = [], []
-    for index in usable_rows(rows, [data.prompt_column], data.columns, path, data.bad_rows):
-        if len(prompts) == evaluation.num_prompts:
+    for row in rows.usable:
+        if len(prompts) == most:
             break
-        row = rows[index]
+        example: Example = rows.example(row)
         try:
-            ids = encode_prompt(tokenizer, data, row[data.prompt_column], data.max_prompt_tokens)
+            ids = encode_prompt(tokenizer, data, example.prompt, data.max_prompt_tokens, example.tools)
         except TooLong as error:
             too_long.append(error.num_tokens)
             continue
-        prompts.append(Prompt(len(prompts), ids, _prompt_columns(row, data), row=index))
+        except Refused as error:
+            raise ValueError(f"row {row + 1} of {source.path}: {error}; correct it, or the template") from error
+        index = first_index + len(prompts)
+        prompts.append(Prompt(index, ids, example.columns, row, source.label, example.prompt))
     if too_long and not prompts:
-        raise ValueError(all_too_long(path, "data.max_prompt_tokens", data.max_prompt_tokens, too_long))
+        raise ValueError(all_too_long(source.path, "data.max_prompt_tokens", data.max_prompt_tokens, too_long))
+    name = f"{source.label} ({source.text})" if source.label else source.text
+    print(f"held out: {len(prompts):,} of {len(rows.rows):,} rows of {name}", flush=True)
     if too_long:
         print(
-            f"warning: {len(too_long)} held-out prompts of {path} are longer than data.max_prompt_tokens="
+            f"warning: {len(too_long)} held-out prompts of {source.path} are longer than data.max_prompt_tokens="
             f"{data.max_prompt_tokens} and were left out",
             flush=True,
         )

@@ -157,12 +157,12 @@ def make_model(
     return Path(folder)
 
 
-def build_if_toy(path: str, run_dir: str | Path, rows: Iterable[dict[str, Any]], seed: int) -> str:
+def build_if_toy(path: str, run_dir: str | Path, texts: Iterable[str], seed: int) -> str:
     """`toy:NAME` as a folder built inside the run folder; any other model path as it is.
 
     `toy:addition`: `addition_tokenizer` and a model of 0.8 M parameters for 512 positions. `toy:gsm8k`: a tokenizer
-    trained on the `question` and `answer` columns of `rows` and a model of 1 M parameters for 2048 positions.
-    Raises ValueError for another name, and for `toy:gsm8k` without rows.
+    trained on `texts`, those of the data, and a model of 1 M parameters for 2048 positions.
+    Raises ValueError for another name, and for `toy:gsm8k` without texts.
     """
     if not path.startswith("toy:"):
         return path
@@ -170,9 +170,9 @@ def build_if_toy(path: str, run_dir: str | Path, rows: Iterable[dict[str, Any]],
     if path == "toy:addition":
         make_model(folder, addition_tokenizer(), seed)
     elif path == "toy:gsm8k":
-        texts = [str(row[column]) for row in rows for column in ("question", "answer")]
+        texts = list(texts)
         if not texts:
-            raise ValueError("toy:gsm8k trains its tokenizer on the data; pass rows with question and answer columns")
+            raise ValueError("toy:gsm8k trains its tokenizer on the data's texts; pass some")
         make_model(folder, trained_tokenizer(texts), seed, {"max_position_embeddings": 2048})
     else:
         raise ValueError(f"toy model {path.removeprefix('toy:')!r} is unknown; there are addition, gsm8k")

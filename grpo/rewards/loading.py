@@ -9,18 +9,34 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from grpo.config import RewardConfig
+from grpo.config import EXTRA_COLUMNS, RewardConfig
 from grpo.config.user_files import check_options, keyword_only, load_function, near_miss
 from grpo.rewards.builtin import BUILT_INS, RewardFunction
-
-# Columns that every call gets on top of the data set's: completion tokens with EOS, and whether it was cut off.
-EXTRA_COLUMNS = ("num_tokens", "truncated")
 
 
 def is_group_level(function: RewardFunction) -> bool:
     """Whether it is marked `@group_level`, also through functools.partial."""
     marked = getattr(function, "group_level", False)
     return marked or (isinstance(function, functools.partial) and is_group_level(function.func))
+
+
+def call_arguments(function: RewardFunction, completions: list, columns: Mapping[str, list]) -> tuple[tuple, dict]:
+    """Arguments of a call: completions by that name where the function has it, as in `f(prompts, completions, ...)`.
+
+    Else they are its first argument, whatever that is called.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.name == "completions" and p.kind is not p.POSITIONAL_ONLY for p in parameters):
+        return (), {"completions": completions, **columns}
+    if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
+        return (completions,), dict(columns)
+    return (), {"completions": completions, **columns}  # only **columns
+
+
+def answer_format_of(functions: Mapping[str, tuple[RewardFunction, float]]) -> str | None:
+    """Where the first function that reads answers looks for them (`reward.answer_format` or its own); None if none."""
+    bound = (getattr(function, "keywords", {}) for function, _ in functions.values())
+    return next((keywords["answer_format"] for keywords in bound if "answer_format" in keywords), None)
 
 
 def load_functions(
@@ -38,8 +54,8 @@ def load_functions(
         taken = [name for name in columns if name in EXTRA_COLUMNS]
         if taken:
             raise ValueError(
-                f"data.columns has {', '.join(taken)}, but reward functions get a column of that name anyway (tokens "
-                "and truncation of each completion); rename the data set's column"
+                f"data.columns has {', '.join(taken)}, but reward functions get a column of that name anyway; "
+                f"give the data set's another name, such as --data.columns my_{taken[0]} {taken[0]}"
             )
         columns = [*columns, *EXTRA_COLUMNS]
     for name in config.options:
@@ -96,7 +112,8 @@ def _bind_options(
     signature = inspect.signature(function)
     try:
         if columns is not None:
-            signature.bind([], **dict.fromkeys(columns, []))
+            arguments, named = call_arguments(function, [], dict.fromkeys(columns, []))
+            signature.bind(*arguments, **named)
     except TypeError as error:
         raise ValueError(
             f"reward function {name} cannot be called with completions and the columns {', '.join(columns)}: {error}; "

@@ -71,11 +71,11 @@ class RewardPool:
             print(f"warning: this kernel does not confine the processes of built-in rewards: {lacking}", flush=True)
         self._start_seconds = time.monotonic() - start
 
-    def submit(self, rollouts: list[Rollout], group_size: int) -> None:
+    def submit(self, rollouts: list[Rollout], group_size: int, step: int = 0) -> None:
         """Begin to score `rollouts`, which lie group after group; returns at once.
 
         Each function is called with one completion, or with those of a group if it is group-level, and with the data
-        set's columns, `num_tokens` and `truncated` as lists of the same length.
+        set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step` as lists of one length.
 
         Raises ValueError if the rollouts do not split into groups, RuntimeError if the last ones were not collected or
         the processes are gone.
@@ -94,6 +94,8 @@ class RewardPool:
                 columns = {name: [r.prompt.columns[name] for r in together] for name in together[0].prompt.columns}
                 columns["num_tokens"] = [r.completion.num_tokens for r in together]
                 columns["truncated"] = [r.completion.truncated for r in together]
+                columns["prompts"] = [r.prompt.content for r in together]
+                columns["step"] = [step] * len(together)
                 payload = pickle.dumps(([r.text for r in together], columns))
                 calls += [(name, range(start, start + size)) for name in names]
                 messages += [(name, payload, size, self.config.timeout_seconds * size) for name in names]

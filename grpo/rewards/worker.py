@@ -16,7 +16,7 @@ import traceback
 from grpo.config import RewardConfig
 from grpo.rewards.builtin import RewardFunction
 from grpo.rewards.confinement import confine
-from grpo.rewards.loading import is_group_level, load_functions
+from grpo.rewards.loading import call_arguments, is_group_level, load_functions
 from grpo.rewards.values import plain_values, shown
 
 PR_SET_PDEATHSIG = 1
@@ -73,7 +73,8 @@ def make_call(function: RewardFunction, payload: bytes) -> tuple[list[float | No
         completions, columns = pickle.loads(payload)
         number = len(completions)  # the function may change the list
         try:
-            values = function(completions, **columns)
+            arguments, named = call_arguments(function, completions, columns)
+            values = function(*arguments, **named)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would strike a later call
         return plain_values(values, number), False

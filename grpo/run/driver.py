@@ -21,7 +21,7 @@ from grpo.config.recipes import as_recipe
 from grpo.data import toy
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.chat import check_template, load_tokenizer
-from grpo.data.rows import load_rows, usable_rows
+from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
 from grpo.data.streams import PromptStream, load_eval_prompts
 from grpo.models import hf_folder
 from grpo.rewards.loading import load_functions
@@ -84,19 +84,20 @@ class Driver:
         """Refuse bad input before any model is loaded, open the run folder, start the reward processes."""
         config = self.config
         with refuse_bad_input():
-            columns = [config.data.prompt_column, *config.data.columns]
-            load_functions(config.reward, columns, config.generator.max_completion_tokens)
+            data, max_completion_tokens = config.data, config.generator.max_completion_tokens
+            load_functions(config.reward, None if data.row else data.reward_columns, max_completion_tokens)
             try_loss(config.algorithm)
-            rows = load_rows(config.data.path, config.data.name, config.data.split)
-            data = config.data
-            usable = usable_rows(rows, [data.prompt_column], data.columns, data.path, data.bad_rows)
-            inputs = (config.model.path, config.model.reference_path, data.path, config.evaluation.path)
+            sources = load_sources(data)
+            if data.row:  # which columns it makes is known only now
+                load_functions(config.reward, reward_columns(sources), max_completion_tokens)
+            evaluates = config.evaluation.interval > 0
+            read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
+            inputs = (config.model.path, config.model.reference_path, *(source.path for source in read))
             starts = {"resume": config.resume, "overwrite": config.overwrite}
             check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
             resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
             mark_run_folder(config.run_dir, SCRIPT)
-            toy_rows = (rows[row] for row in usable)
-            folder = toy.build_if_toy(config.model.path, config.run_dir, toy_rows, config.seed)
+            folder = toy.build_if_toy(config.model.path, config.run_dir, texts_of(sources), config.seed)
             folder = hf_folder.resolve_folder(folder)
             hf_folder.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
             tokenizer = load_tokenizer(folder, data)
@@ -105,8 +106,7 @@ class Driver:
                 reference = hf_folder.resolve_folder(config.model.reference_path)
                 hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
                 hf_folder.check_reference(reference, folder, tokenizer)
-            self.stream = PromptStream(rows, usable, config, tokenizer)
-            evaluates = config.evaluation.interval > 0
+            self.stream = PromptStream(usable_prompts(sources, config, tokenizer), config, tokenizer)
             eval_prompts = load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
             self.first_step = 0
             if resume_from is not None:
@@ -163,7 +163,7 @@ class Driver:
         Only dynamic sampling waits for them, because it trains on groups whose rewards differ.
         """
         config = self.config
-        rollouts = informative = self.scorer.submit(prompts, completions, plan.generator_version)
+        rollouts = informative = self.scorer.submit(prompts, completions, plan.generator_version, plan.step + 1)
         if config.sampling.dynamic:
             with self.timer.phase("reward"):
                 rollouts = self._collect()
@@ -236,7 +236,8 @@ class Driver:
     @on_driver
     def log(self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
-        config, metrics = self.config, rollout_metrics(sampled.everything, self.config.group_size)
+        config = self.config
+        metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
         finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
         metrics["mismatch/nonfinite_frac"] = 1 - finite_N.float().mean().item()
         metrics |= with_effective_sample_size(measured.means()) | self.timer.close_step()

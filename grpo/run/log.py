@@ -78,11 +78,19 @@ class RunLog:
         self._print(line)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Record an evaluation of the weights after `step` steps; `accuracy` is written as `eval/accuracy`."""
+        """Record an evaluation of the weights after `step` steps; `accuracy` is written as `eval/accuracy`.
+
+        Of several held-out sets (`eval/SET/accuracy`), each has a line of its own on the console.
+        """
         metrics = {f"eval/{name.removeprefix('eval/')}": value for name, value in metrics.items()}
         self._write(step, metrics)
-        numbers = [f"{name.removeprefix('eval/')} {compact_number(value)}" for name, value in metrics.items()]
-        self._print(Text("  ".join([f"eval {self._progress(step)}", *numbers]), style="cyan"))
+        lines: dict[str, list[str]] = {}
+        for name, value in metrics.items():
+            held_out_set, _, short = name.removeprefix("eval/").rpartition("/")
+            lines.setdefault(held_out_set, []).append(f"{short} {compact_number(value)}")
+        for held_out_set, numbers in lines.items():
+            where = [held_out_set] if held_out_set else []
+            self._print(Text("  ".join([f"eval {self._progress(step)}", *where, *numbers]), style="cyan"))
 
     def completions(self, step: int, rollouts: list[Rollout], prompts: list[str]) -> None:
         """Record a step's completions: all in completions.jsonl, `num_samples` to read in samples.txt and TensorBoard.

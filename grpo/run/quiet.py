@@ -15,6 +15,7 @@ def quiet_libraries() -> None:
     """Call it before torch and transformers are imported, which read these variables; those already set stay."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NUMA binding
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # one bar for each local file
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
     for name, parts in KNOWN_NOISE.items():

@@ -10,15 +10,18 @@ from collections.abc import Iterable
 import torch
 
 from grpo.algorithm.advantages import zero_variance
+from grpo.rewards.answers import extract_answer
 from grpo.types import Rollout
 
 
-def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
+def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str | None = None) -> dict[str, float]:
     """What the completions of one step earned and how long they were.
 
     Rollouts lie group by group. Statistics of rewards are over the completions that have one and NaN if none has;
     `reward/std` is the population's, lengths are in tokens. `reward/NAME` is the unweighted mean of a reward function.
     `reward/none_count` counts all completions without a reward, `reward/failed_count` those with a failed function.
+    answer_format: where a reward function looks for answers, None if none does. Where prompts have sources,
+    `reward/source/NAME` is the mean reward of a source's completions, `prompt/source/NAME` its share of the prompts.
     Raises ValueError unless the rollouts are whole groups, at least one.
     """
     _check_groups(rollouts, group_size, least=1)
@@ -39,7 +42,26 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
     }
     for function, name in function_names(functions).items():
         metrics[f"reward/{name}"] = _mean(r.rewards.get(function) for r in rollouts)
+    if answer_format:
+        metrics["completion/has_answer_frac"] = has_answer_frac(rollouts, answer_format)
+    for source, of_source in by_source(rollouts).items():
+        if source:
+            metrics[f"reward/source/{source}"] = _mean(r.reward for r in of_source)
+            metrics[f"prompt/source/{source}"] = len(of_source) / len(rollouts)
     return metrics
+
+
+def has_answer_frac(rollouts: list[Rollout], answer_format: str) -> float:
+    """Share of completions in which there is an answer at all, right or wrong."""
+    return _mean(extract_answer(r.text, answer_format) is not None for r in rollouts)
+
+
+def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
+    """Source or held-out set -> its rollouts, in the order in which they come."""
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.prompt.source, []).append(rollout)
+    return groups
 
 
 def function_names(functions: list[str]) -> dict[str, str]:
@@ -55,20 +77,20 @@ def passed(rollout: Rollout, function: str) -> bool | None:
     return None if value is None else value >= 1
 
 
-def pass_rates(rollouts: list[Rollout], group_size: int, function: str) -> dict[int, float]:
-    """Row of the data set -> share of its completions that passed, for `PromptStream.record`.
+def pass_rates(rollouts: list[Rollout], group_size: int, function: str) -> dict[tuple[str, int], float]:
+    """(Source, row) of a prompt -> share of its completions that passed, for `PromptStream.record`.
 
     Completions for which `function` gave no value are left out; a row without any other, or that is in no data set, is
     absent. A row whose prompt was drawn twice counts once, with both groups' completions. Raises ValueError if the
     rollouts are not whole groups.
     """
     _check_groups(rollouts, group_size)
-    verdicts: dict[int, list[bool]] = {}
+    verdicts: dict[tuple[str, int], list[bool]] = {}
     for rollout in rollouts:
         verdict = passed(rollout, function)
         if verdict is not None and rollout.prompt.row >= 0:
-            verdicts.setdefault(rollout.prompt.row, []).append(verdict)
-    return {row: statistics.fmean(of_row) for row, of_row in verdicts.items()}
+            verdicts.setdefault((rollout.prompt.source, rollout.prompt.row), []).append(verdict)
+    return {prompt: statistics.fmean(of_prompt) for prompt, of_prompt in verdicts.items()}
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -86,7 +108,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def evaluation_metrics(
-    greedy: list[Rollout], samples: list[Rollout], num_samples: int, function: str
+    greedy: list[Rollout], samples: list[Rollout], num_samples: int, function: str, answer_format: str | None = None
 ) -> dict[str, float]:
     """Accuracy, reward, lengths (in tokens) of the greedy completions and, if there are samples, pass@k and theirs.
 
@@ -105,6 +127,8 @@ def evaluation_metrics(
         "eval/truncated_frac": _mean(r.completion.truncated for r in greedy),
         "eval/none_count": sum(r.reward is None for r in greedy),
     }
+    if answer_format:
+        metrics["eval/has_answer_frac"] = has_answer_frac(greedy, answer_format)
     if not samples:
         return metrics
     _check_groups(samples, num_samples)
@@ -122,6 +146,20 @@ def evaluation_metrics(
         "eval/sample_reward_mean": _mean(r.reward for r in samples),
         "eval/sample_length_mean": _mean(r.completion.num_tokens for r in samples),
     }
+
+
+def evaluation_metrics_of_sets(
+    greedy: list[Rollout], samples: list[Rollout], num_samples: int, function: str, answer_format: str | None = None
+) -> dict[str, float]:
+    """`evaluation_metrics` of each held-out set, `eval/SET/accuracy` and so on; of a single one as they are."""
+    greedy_of, samples_of = by_source(greedy), by_source(samples)
+    metrics = {
+        name: evaluation_metrics(of_set, samples_of.get(name, []), num_samples, function, answer_format)
+        for name, of_set in greedy_of.items()
+    }
+    if len(metrics) == 1:
+        return next(iter(metrics.values()))
+    return {f"eval/{name}/{key.removeprefix('eval/')}": x for name, of in metrics.items() for key, x in of.items()}
 
 
 def reward_tensors(rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:

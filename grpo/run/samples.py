@@ -27,6 +27,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
     return [
         {
             "row": rollout.prompt.row,
+            **({"source": rollout.prompt.source} if rollout.prompt.source else {}),
             "prompt": without_surrogates(prompt),
             "completion": without_surrogates(rollout.text),
             "rewards": {name: finite_or_none(value) for name, value in rollout.rewards.items()},
@@ -55,10 +56,12 @@ def describe_rollout(rollout: Rollout, prompt: str) -> str:
         f"advantage {number_or_none(rollout.advantage)}",
         f"mismatch {number_or_none(rollout.mismatch)}",
         f"{rollout.completion.num_tokens} tokens, finish reason {_finish_reason(rollout)}",
+        *([f"source {rollout.prompt.source}"] if rollout.prompt.source else []),
     ]
-    # The first column is the text that the prompt was made from.
     columns = [
-        f"{name}: {shorten(str(value), SAMPLE_CHARACTERS)}" for name, value in list(rollout.prompt.columns.items())[1:]
+        f"{name}: {shorten(str(value), SAMPLE_CHARACTERS)}"
+        for name, value in rollout.prompt.columns.items()
+        if value != rollout.prompt.content  # the text that the prompt was made from
     ]
     lines = [
         f"--- {' | '.join(numbers)}",

@@ -5,13 +5,14 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config import GRPOConfig
 from grpo.config.user_files import near_miss
 from grpo.models import hf_folder
+from grpo.rewards.loading import answer_format_of, load_functions
 from grpo.rewards.pool import RewardPool
 from grpo.rewards.programs import check_sandbox
 from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.run.log import RunLog
-from grpo.run.rollout_metrics import evaluation_metrics
+from grpo.run.rollout_metrics import evaluation_metrics_of_sets
 from grpo.run.samples import failure_lines
 from grpo.types import Completion, Prompt, Rollout
 
@@ -44,11 +45,13 @@ class Scorer:
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
         # The function whose value of at least 1 means that a completion passed; none if a teacher alone judges
         self.pass_function = next(iter(config.reward.functions), "")
+        self.answer_format = answer_format_of(load_functions(config.reward, None, generator.max_completion_tokens))
         self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
 
-    def submit(self, prompts: list[Prompt], completions: list[Completion], version: int) -> list[Rollout]:
+    def submit(self, prompts: list[Prompt], completions: list[Completion], version: int, step: int) -> list[Rollout]:
         """Join prompts and their completions, group after group, decode, begin to score; returns at once.
 
+        version: steps in the weights that sampled. step: what reward functions are told, the step as the log counts it.
         Raises RuntimeError if a completion was not sampled with weights of this version.
         """
         if versions := {c.version for c in completions} - {version}:
@@ -58,7 +61,7 @@ class Scorer:
             )
         group_size = len(completions) // len(prompts)
         rollouts = [Rollout(prompts[i // group_size], c, self._text(c)) for i, c in enumerate(completions)]
-        self.pool.submit(rollouts, group_size)
+        self.pool.submit(rollouts, group_size, step)
         return rollouts
 
     def collect(self, where: str = "") -> list[Rollout]:
@@ -79,11 +82,11 @@ class Scorer:
         scored: dict[str, list[Rollout]] = {"greedy": [], "sample": []}
         for kind, completions in (("greedy", greedy), ("sample", samples)):
             if completions:  # perhaps no samples were asked for
-                self.submit(prompts, completions, step)
+                self.submit(prompts, completions, step, step)
                 scored[kind] = self.collect("evaluation: ")
                 run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
         num_samples = self.config.evaluation.num_samples
-        metrics = evaluation_metrics(*scored.values(), num_samples, self.pass_function)
+        metrics = evaluation_metrics_of_sets(*scored.values(), num_samples, self.pass_function, self.answer_format)
         if (best := self.config.checkpoint.keep_best) and best not in metrics:
             raise ValueError(
                 f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, metrics)}: "

@@ -29,18 +29,21 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     """Folder and arguments of a run of 6 steps with checkpoints at 3 and 6.
 
     2 trainer ranks that also hold the reference, 1 generator. Everything on that has a state or an order to resume:
-    warm-up and a cosine, two updates per batch, weights up to two steps old, dynamic sampling, and so few rows that
-    epochs end and prompts are filtered. `--resume` with nothing to resume from starts fresh.
+    warm-up and a cosine, two updates per batch, weights up to two steps old, dynamic sampling, and so few rows of two
+    sources that epochs end and prompts are filtered. `--resume` with nothing to resume from starts fresh.
     """
     run_dir = tmp_path_factory.mktemp("run") / "a"
     rows = [json.dumps(row) for row in toy.task_rows("addition", "train")[:12]]
-    (run_dir.parent / "rows.jsonl").write_text("\n".join(rows))
+    for name, part in (("a", rows[:8]), ("b", rows[8:])):
+        (run_dir.parent / f"{name}.jsonl").write_text("\n".join(part))
+    sources = [word for name in "ab" for word in (name, run_dir.parent / f"{name}.jsonl")]
     layout = ["--roles.num-trainers", 2, "--roles.num-references", 0, "--roles.num-generators", 1]
     schedule = ["--trainer.schedule", "cosine", "--trainer.warmup-steps", 2, "--num-steps", 6]
     updates = ["--algorithm.num-mini-batches", 2, "--sync-interval", 3]
     sampling = ["--sampling.dynamic", "--sampling.max-pass-rate", 0.7, "--reward.functions", BY_CHANCE, 1]
     arguments = [TINY, "--model.path", model, *layout, *schedule, *updates, *sampling]
-    arguments += ["--data.path", run_dir.parent / "rows.jsonl", "--checkpoint.interval", 3, "--resume"]
+    arguments += ["--data.path", "", "--data.sources", *sources, "--data.weights", "a", 2]
+    arguments += ["--checkpoint.interval", 3, "--resume"]
     output = torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3, deadline=240)
     assert "starting at step 0" in output
     return run_dir, [str(argument) for argument in arguments]

@@ -189,7 +189,7 @@ BAD_DATA = {
     ),
     "no text": (
         GOOD_LINE + '{"question": ["1+2"], "answer": "3"}\n',
-        ["row 2: column 'question' holds list, not text"],
+        ["row 2: column 'question', message 1 is str, not a table with role and content"],
     ),
     "half a character": (GOOD_LINE + '{"question": "1", "answer": "\\ud800"}\n', ["row 2", "'answer'", "surrogate"]),
 }
@@ -276,7 +276,7 @@ def test_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Pat
 def test_rows_that_sft_cannot_use(model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+2", "completion": "3"}\n{"question": "1+3"}\n{"question": 4, "completion": "3"}\n')
-    data = DataConfig(path=str(rows), columns=())
+    data = DataConfig(path=str(rows))
     config = SFTConfig(
         model=ModelConfig(path=str(model)), data=data, run_dir=str(tmp_path / "run"), max_sequence_tokens=64
     )
@@ -296,7 +296,7 @@ def test_rows_that_sft_cannot_use(model: pathlib.Path, tmp_path: pathlib.Path, c
 
 def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_path: pathlib.Path):
     def start(name: str) -> None:
-        flags = ("--run-dir", tmp_path / name, "--data.columns", "answer", "--evaluation.num-prompts", 2)
+        flags = ("--run-dir", tmp_path / name, "--data.answer-column", "answer", "--evaluation.num-prompts", 2)
         config = evaluate.load_config(str(model), [TINY, *map(str, flags)], world_size=1)
         driver = evaluate.Driver(config, roles=None)
         evaluate.Driver.start.__wrapped__(driver)

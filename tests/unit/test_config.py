@@ -212,7 +212,11 @@ OF_ANOTHER_TYPE = [
     ("trainer.schedule", "line", "must be one of constant, linear, cosine"),
     ("algorithm.advantages", "gruop_std", "must be None or one of group_std, group_mean, batch_std, rloo, none"),
     ("algorithm.loss_options", '{"dual_clip": 3', "must be a dict of options, on the command line one JSON object"),
-    ("data.columns", "answer", "must be a tuple, each entry text; write ('answer',)"),
+    (
+        "data.columns",
+        ("answer", "level"),
+        "must be a dict from names, each value text; write {'answer': 'answer', 'level': 'level'}",
+    ),
     ("data.chat_template_kwargs", {"a": [1]}, "must be a dict from names, each value True, False, a number or text"),
     ("reward.functions", {"math_reward": "1"}, "must be a dict from names, each value a number"),
     ("generator.stop", ["</answer>"], "must be a tuple, each entry text; write ('</answer>',)"),
@@ -414,13 +418,14 @@ def test_command_line_overrides_any_field():
             *["--num-steps", "7", "--model.dtype", "float32", "--trainer.learning-rate", "3e-5"],
             *["--roles.colocated", "--trainer.no-packing", "--resume"],
             *["--reward.functions", "my/reward.py:short", "1", "thinking_reward", "0.5"],
-            *["--data.columns", "answer", "level", "--data.chat-template-kwargs", "enable_thinking", "true"],
+            *["--data.columns", "answer", "gold", "--data.chat-template-kwargs", "enable_thinking", "true"],
         ],
     )
     assert config.num_steps == 7 and config.model.dtype == "float32" and config.trainer.learning_rate == 3e-5
     assert config.roles.colocated and not config.trainer.packing and config.resume
     assert config.reward.functions == {"my/reward.py:short": 1.0, "thinking_reward": 0.5}
-    assert config.data.columns == ("answer", "level")
+    assert config.data.columns == {"answer": "gold"}
+    assert config.data.reward_columns == {"question": "question", "answer": "gold"}
     assert config.data.chat_template_kwargs == {"enable_thinking": True}
     # what was not named is the recipe's
     assert config.model.path == "Qwen/Qwen3-1.7B" and config.prompts_per_step == 64
@@ -550,7 +555,13 @@ def test_recipe_is_valid_and_its_command_starts_as_many_ranks(path):
 
 
 SURPRISING = GRPOConfig(
-    data=DataConfig(system_prompt='Say "hi"\nand \\boxed{}', columns=(), chat_template_kwargs={"a b": "'"}),
+    data=DataConfig(
+        system_prompt='Say "hi"\nand \\boxed{}',
+        answer_column="",
+        sources={"a": "b/c[d]@e:f[:5%]"},
+        weights={"a": 2},
+        chat_template_kwargs={"a b": "'"},
+    ),
     reward=RewardConfig(functions={"dir/file.py:f": 1e-30, "math_reward": 2}),
     trainer=TrainerConfig(max_grad_norm=math.inf),
     algorithm=AlgorithmConfig(loss_options={"max_importance_weight": math.inf, "deep": {"a": [None, True]}}),

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig
 from grpo.data.chat import encode_prompt, load_tokenizer
-from grpo.data.rows import check_rows, load_rows, usable_rows
+from grpo.data.prepare import load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream, load_eval_prompts
 from grpo.rewards.answers import extract_answer, parse_number
 
@@ -29,6 +29,10 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
+    return word_tokenizer()
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: i for i, word in enumerate(WORDS + [f"n{i}" for i in range(20)])}
     model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -54,69 +58,7 @@ def ten_rows(tmp_path) -> str:
 
 
 def config_of(path: str, **changes) -> DataConfig:
-    return DataConfig(**{"path": path, "system_prompt": "", "columns": ("answer",)} | changes)
-
-
-# ---- rows
-
-
-def test_json_lines_skip_blank_lines_and_take_any_name(tmp_path):
-    path = tmp_path / "rows.txt"
-    path.write_bytes(b'{"a": 1}\n\n  \n{"a": "\xc3\xbc"}')
-    assert load_rows(str(path), "main", "train") == [{"a": 1}, {"a": "ü"}]
-
-
-def test_a_missing_file_is_named_with_its_absolute_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=rf"data file {tmp_path}/absent.jsonl does not exist"):
-        load_rows("absent.jsonl", "main", "train")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"a": 1}\n\n{"a": 2\n', r"rows.jsonl, line 3: not JSON \(Expecting ',' delimiter.*one JSON object per line"),
-        (b'{"a": "\xff"}\n', r"rows.jsonl, line 1: not JSON \('utf-8' codec can't decode byte 0xff"),
-        (b'{"a": 1}\n[1, 2]\n', r"rows.jsonl, line 2: a list, not a JSON object; write one JSON object per line"),
-        (b'"text"\n', r"rows.jsonl, line 1: a str, not a JSON object"),
-        (b"", r"rows.jsonl \(split 'train'\) has no rows"),
-        (b"\n \n", r"rows.jsonl \(split 'train'\) has no rows"),
-    ],
-)
-def test_broken_json_lines_are_refused(tmp_path, content, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_rows(str(path), "main", "train")
-
-
-@pytest.mark.parametrize(
-    "error", [ConnectionError("Couldn't reach 'a/b' on the Hub"), ValueError("BuilderConfig 'main' not found")]
-)
-def test_a_hub_data_set_that_does_not_load_gives_one_error_with_the_way_out(monkeypatch, error):
-    def fail(path, name, split):
-        assert (path, name, split) == ("a/b", "main", "train")
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(ValueError) as caught:
-        load_rows("a/b", "main", "train")
-    assert str(caught.value).startswith(
-        f"data set a/b (name 'main', split 'train') could not be loaded: {type(error).__name__}: {error}\n"
-    )
-    assert ".jsonl" in str(caught.value)
-
-
-def test_a_hub_data_set_without_a_name(monkeypatch):
-    rows = datasets.Dataset.from_list([{"question": "add n1", "answer": "1"}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: rows if name is None else None)
-    assert load_rows("a/b", "", "train")[0] == {"question": "add n1", "answer": "1"}
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_toy_tasks_have_what_the_streams_need(split):
-    rows = load_rows("toy:addition", "main", split)
-    assert check_rows(rows, ["question", "completion"], ["answer"], "toy:addition") == {}
+    return DataConfig(**{"path": path, "system_prompt": ""} | changes)
 
 
 # ---- tokens
@@ -153,19 +95,14 @@ def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer, tmp_path):
 
 
 def prompts_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
-    config = GRPOConfig(data=data, seed=seed, **fields)
-    rows = load_rows(data.path, data.name, data.split)
-    usable = usable_rows(rows, [data.prompt_column], data.columns, data.path, data.bad_rows)
-    return PromptStream(rows, usable, config, tokenizer)
+    config = GRPOConfig(data=data, seed=seed, **{"prompts_per_step": 1} | fields)
+    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config, tokenizer)
 
 
 def chats_of(data: DataConfig, tokenizer, max_sequence_tokens=20, seed=0, completion_column="completion") -> ChatStream:
-    config = SFTConfig(
-        data=data, seed=seed, max_sequence_tokens=max_sequence_tokens, completion_column=completion_column
-    )
-    rows = load_rows(data.path, data.name, data.split)
-    usable = usable_rows(rows, [data.prompt_column, completion_column], [], data.path, data.bad_rows)
-    return ChatStream(rows, usable, config, tokenizer)
+    fields = {"max_sequence_tokens": max_sequence_tokens, "completion_column": completion_column}
+    config = SFTConfig(data=data, seed=seed, sequences_per_step=1, **fields)
+    return ChatStream(usable_chats(load_sources(data, completion_column), config, tokenizer), config, tokenizer)
 
 
 def test_prompts_have_ids_columns_and_a_running_index(tokenizer, ten_rows):
@@ -217,7 +154,7 @@ def test_a_state_of_another_data_set_seed_or_order_is_refused(tokenizer, ten_row
         ValueError, match="saved place in the data has num_rows=10, this run has 4; resume with the data"
     ):
         prompts_of(config_of(str(short)), tokenizer, seed=0).load_state_dict(state)
-    with pytest.raises(ValueError, match="has path='.*rows.jsonl', this run has '.*copy.jsonl'"):
+    with pytest.raises(ValueError, match="has source='.*rows.jsonl:train', this run has '.*copy.jsonl:train'"):
         copy = tmp_path / "copy.jsonl"
         copy.write_text(pathlib.Path(ten_rows).read_text())
         prompts_of(config_of(str(copy)), tokenizer, seed=0).load_state_dict(state)
@@ -233,22 +170,21 @@ def long_rows(tmp_path, lengths: list[int]) -> str:
     return write_rows(tmp_path / "long.jsonl", rows)
 
 
-def test_prompts_that_are_too_long_are_left_out_counted_once_and_reported_once(tokenizer, tmp_path, capsys):
-    config = config_of(long_rows(tmp_path, [4, 9, 5, 8, 6]), max_prompt_tokens=6, shuffle=False)
-    stream = prompts_of(config, tokenizer, seed=0)
-    assert stream.num_too_long == 0
+def test_prompts_that_are_too_long_are_never_drawn_and_counted_at_the_start(tokenizer, tmp_path, capsys):
+    path = long_rows(tmp_path, [4, 9, 5, 8, 6])
+    stream = prompts_of(config_of(path, max_prompt_tokens=6, shuffle=False), tokenizer, prompts_per_step=2)
+    lines = capsys.readouterr().out.splitlines()
     prompts = stream.draw(8)
     assert [p.columns["answer"] for p in prompts] == ["4", "5", "6", "4", "5", "6", "4", "5"]
     assert [p.index for p in prompts] == list(range(8))
-    assert stream.num_too_long == 2
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1
-    assert "row 2 of" in lines[0] and "has 9 tokens, more than data.max_prompt_tokens=6" in lines[0]
-    resumed = prompts_of(config, tokenizer, seed=0)
-    resumed.load_state_dict(stream.state_dict())
-    assert resumed.draw(4) == stream.draw(4)
-    assert resumed.num_too_long == 2
-    assert capsys.readouterr().out == ""
+    assert lines[0].startswith(
+        f"data: {path}:train has 5 rows, 3 are used; an epoch is 1.5 steps of 2 prompts; tokens 4 to 9, median 6; "
+        "left out: 2 longer than data.max_prompt_tokens=6 (counted in "
+    )
+    assert lines[1] == (
+        f"warning: 40% of the rows of {path} are left out; with data.max_prompt_tokens=8, 95% of them fit"
+    )
+    assert len(lines) == 2 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -262,7 +198,7 @@ def test_no_row_that_fits_is_an_error_with_the_numbers(tokenizer, tmp_path):
     config = config_of(long_rows(tmp_path, [9, 8, 12]), max_prompt_tokens=6)
     message = "all 3 rows of .*long.jsonl are longer than data.max_prompt_tokens=6 tokens, the shortest has 8; raise"
     with pytest.raises(ValueError, match=message):
-        prompts_of(config, tokenizer, seed=0).draw(1)
+        prompts_of(config, tokenizer, seed=0)
     with pytest.raises(ValueError, match=message):
         load_eval_prompts(config, EvaluationConfig(num_prompts=2), tokenizer)
 
@@ -275,7 +211,7 @@ def test_rows_that_cannot_be_used_are_never_drawn_and_keep_their_numbers(tokeniz
     prompts = stream.draw(8)
     assert sorted(rows_of(prompts[:4])) == sorted(rows_of(prompts[4:])) == [0, 2, 3, 5]
     assert all(prompt.columns["answer"] == str(prompt.row) for prompt in prompts)
-    assert stream.state_dict()["num_rows"] == 4
+    assert stream.state_dict()["sources"][""]["num_rows"] == 4
     held_out = load_eval_prompts(data, EvaluationConfig(path=data.path, num_prompts=3), tokenizer)
     assert rows_of(held_out) == [0, 2, 3]
 
@@ -296,6 +232,11 @@ def filtered_stream(tokenizer, path, filter_epochs=1, bounds=(0.1, 0.9), **chang
     return prompts_of(config_of(path, **{"shuffle": False} | changes), tokenizer, seed=0, sampling=sampling)
 
 
+def at(rates: dict[int, float]) -> dict[tuple[str, int], float]:
+    """As the rows of the only source."""
+    return {("", row): rate for row, rate in rates.items()}
+
+
 def rows_of(prompts) -> list[int]:
     return [prompt.row for prompt in prompts]
 
@@ -309,7 +250,7 @@ def four_rows(tmp_path) -> str:
 def test_rows_too_hard_or_too_easy_are_left_out_for_so_many_epochs_and_tried_again(tokenizer, four_rows, filter_epochs):
     stream = filtered_stream(tokenizer, four_rows, filter_epochs)
     assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
-    stream.record({0: 0.0, 1: 0.1, 2: 0.9, 3: 1.0})  # the bounds themselves stay in
+    stream.record(at({0: 0.0, 1: 0.1, 2: 0.9, 3: 1.0}))  # the bounds themselves stay in
     assert stream.num_filtered == 0  # they were drawn in this epoch
     prompts = stream.draw(1)
     assert stream.num_filtered == (2 if filter_epochs else 0)
@@ -323,35 +264,35 @@ def test_by_default_nothing_is_filtered_and_nothing_stored(tokenizer, four_rows)
     stream = prompts_of(config_of(four_rows, shuffle=False), tokenizer, seed=0)
     before = stream.state_dict()
     stream.draw(4)
-    stream.record({0: 0.0, 1: 0.5, 2: 1.0})
+    stream.record(at({0: 0.0, 1: 0.5, 2: 1.0}))
     assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
     assert stream.num_filtered == 0
-    assert stream.state_dict().keys() == before.keys()
+    assert stream.state_dict()["sources"][""].keys() == before["sources"][""].keys()
 
 
 def test_one_bound_alone_filters(tokenizer, four_rows):
     stream = filtered_stream(tokenizer, four_rows, bounds=(0.0, 0.5))
     stream.draw(4)
-    stream.record({0: 0.0, 3: 0.75})
+    stream.record(at({0: 0.0, 3: 0.75}))
     assert rows_of(stream.draw(3)) == [0, 1, 2]
     stream = filtered_stream(tokenizer, four_rows, bounds=(0.5, 1.0))
     stream.draw(4)
-    stream.record({0: 0.25, 3: 1.0})
+    stream.record(at({0: 0.25, 3: 1.0}))
     assert rows_of(stream.draw(3)) == [1, 2, 3]
 
 
 def test_filtering_begins_after_the_epoch_in_which_the_row_was_sampled(tokenizer, four_rows):
     stream = filtered_stream(tokenizer, four_rows)
     assert rows_of(stream.draw(5)) == [0, 1, 2, 3, 0]  # one step over the end of the epoch
-    stream.record({0: 0.0, 3: 0.0})  # 0 was last sampled in the second epoch, 3 in the first
+    stream.record(at({0: 0.0, 3: 0.0}))  # 0 was last sampled in the second epoch, 3 in the first
     assert rows_of(stream.draw(6)) == [1, 2, 1, 2, 3, 0]
 
 
 def test_the_last_pass_rate_counts(tokenizer, four_rows):
     stream = filtered_stream(tokenizer, four_rows)
     stream.draw(4)
-    stream.record({0: 0.0})
-    stream.record({0: 0.5})
+    stream.record(at({0: 0.0}))
+    stream.record(at({0: 0.5}))
     assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
 
 
@@ -359,16 +300,16 @@ def test_an_epoch_in_which_all_are_filtered_takes_them_back_and_says_so_once(tok
     path = long_rows(tmp_path, [4, 9, 5, 6])  # row 1 is too long and does not count
     stream = filtered_stream(tokenizer, path, filter_epochs=1000, max_prompt_tokens=6)
     assert rows_of(stream.draw(3)) == [0, 2, 3]
-    stream.record({0: 0.0, 2: 1.0, 3: 0.05})
+    stream.record(at({0: 0.0, 2: 1.0, 3: 0.05}))
     capsys.readouterr()
     prompts = stream.draw(4)
     assert rows_of(prompts) == [0, 2, 3, 0]
     assert [prompt.index for prompt in prompts] == [3, 4, 5, 6]
     assert stream.num_filtered == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"warning: in epoch 2 of {path} all 3 rows that fit are filtered")
+    assert line.startswith(f"warning: in epoch 2 of {path} all 3 rows are filtered")
     assert "sampling.min_pass_rate=0.1 " in line and "sampling.max_pass_rate=0.9:" in line
-    stream.record({0: 0.0, 2: 0.0, 3: 0.0})
+    stream.record(at({0: 0.0, 2: 0.0, 3: 0.0}))
     assert rows_of(stream.draw(3)) == [0, 2, 3]  # not one in the rest of the fourth epoch and in the fifth
     assert capsys.readouterr().out == ""
 
@@ -384,7 +325,7 @@ def test_a_resumed_filter_draws_the_same_prompts(tokenizer, ten_rows, num_steps,
     def step(stream):
         """Rows below 5 are always too hard, row 5 every other time, and steps of 3 cross the ends of epochs."""
         prompts = stream.draw(3)
-        stream.record({p.row: 0.0 if p.row < 5 or (p.row == 5 and p.index % 2) else 0.5 for p in prompts})
+        stream.record(at({p.row: 0.0 if p.row < 5 or (p.row == 5 and p.index % 2) else 0.5 for p in prompts}))
         return prompts, stream.num_filtered
 
     stream = filtered_stream(tokenizer, ten_rows, filter_epochs=2, shuffle=True)
@@ -404,7 +345,7 @@ def test_a_state_between_draw_and_record_keeps_the_epoch_of_the_draw(tokenizer, 
     stream, resumed = filtered_stream(tokenizer, four_rows), filtered_stream(tokenizer, four_rows)
     stream.draw(5)
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    resumed.record({3: 0.0})  # sampled in the first epoch, so it is left out of the second, which has begun
+    resumed.record(at({3: 0.0}))  # sampled in the first epoch, so it is left out of the second, which has begun
     assert rows_of(resumed.draw(5)) == [1, 2, 0, 1, 2]
 
 
@@ -415,7 +356,7 @@ def test_states_load_with_and_without_a_filter(tokenizer, four_rows):
     filtered.load_state_dict(plain.state_dict())  # as written before there was a filter
     assert filtered.num_filtered == 0
     assert rows_of(filtered.draw(4)) == [1, 2, 3, 0]
-    filtered.record({0: 0.0, 1: 0.0, 2: 0.0})
+    filtered.record(at({0: 0.0, 1: 0.0, 2: 0.0}))
     plain.load_state_dict(filtered.state_dict())
     assert rows_of(plain.draw(4)) == [1, 2, 3, 0]
 
@@ -478,7 +419,7 @@ def test_the_training_data_s_name_is_not_used_for_another_data_set(tokenizer, mo
         return datasets.Dataset.from_list([{"question": "add n1", "answer": "1"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    load_eval_prompts(config_of("a/b"), EvaluationConfig(path=path, num_prompts=1), tokenizer)
+    load_eval_prompts(config_of("a/b", name="main"), EvaluationConfig(path=path, num_prompts=1), tokenizer)
     assert calls == [loaded]
 
 
@@ -489,6 +430,6 @@ def test_the_training_data_s_name_is_not_used_for_another_data_set(tokenizer, mo
 def test_gsm8k_rows_stream_and_have_numbers_for_answers(tokenizer):
     stream = prompts_of(config_of(str(GSM8K), max_prompt_tokens=10_000), tokenizer, seed=0)
     prompts = stream.draw(50)
-    assert len(stream.rows) == 7473
+    assert len(stream.orders[""].rows.rows) == 7473
     assert len({p.columns["question"] for p in prompts}) == 50
     assert all(parse_number(extract_answer(p.columns["answer"], "hashes")) is not None for p in prompts)

@@ -6,7 +6,14 @@ import math
 import pytest
 import torch
 
-from grpo.run.rollout_metrics import evaluation_metrics, pass_at_k, pass_rates, passed
+from grpo.run.rollout_metrics import (
+    evaluation_metrics,
+    evaluation_metrics_of_sets,
+    pass_at_k,
+    pass_rates,
+    passed,
+    rollout_metrics,
+)
 from grpo.types import Completion, Prompt, Rollout
 
 
@@ -89,8 +96,8 @@ def test_pass_rates_go_by_row_and_leave_out_what_has_no_value():
         *(make_rollout(1.0, row=-1) for _ in range(4)),  # no row of a data set
         *(make_rollout(value, row=7) for value in (1.0, 1.0, 1.0, 0.0)),  # row 7 once more: 4 of 8
     ]
-    assert pass_rates(rollouts[:16], 4, "f") == {7: 0.25, 2: 0.5}
-    assert pass_rates(rollouts, 4, "f") == {7: 0.5, 2: 0.5}
+    assert pass_rates(rollouts[:16], 4, "f") == {("", 7): 0.25, ("", 2): 0.5}
+    assert pass_rates(rollouts, 4, "f") == {("", 7): 0.5, ("", 2): 0.5}
     assert pass_rates([], 4, "f") == {}
     with pytest.raises(ValueError, match="19 rollouts are not whole groups of 4"):
         pass_rates(rollouts[:19], 4, "f")
@@ -163,3 +170,43 @@ def test_without_any_reward_the_mean_is_nan_not_zero():
 def test_broken_groups_are_refused(num_greedy, num_all_samples, num_samples, message):
     with pytest.raises(ValueError, match=message):
         evaluation_metrics([make_rollout(1.0)] * num_greedy, [make_rollout(1.0)] * num_all_samples, num_samples, "f")
+
+
+def of_source(source: str, reward: float, text: str = "text") -> Rollout:
+    prompt = Prompt(index=0, ids=[0], row=0, source=source)
+    return Rollout(prompt, Completion(torch.ones(2).long(), torch.zeros(2), False), text, {"f": reward}, reward)
+
+
+def test_several_held_out_sets_have_names_a_single_one_has_not():
+    greedy = [of_source("math", 1.0), of_source("math", 0.0), of_source("code", 1.0)]
+    samples = [of_source("math", 1.0)] * 2 + [of_source("math", 0.0)] * 2 + [of_source("code", 0.0)] * 2
+    metrics = evaluation_metrics_of_sets(greedy, samples, 2, "f")
+    assert metrics["eval/math/accuracy"] == metrics["eval/math/pass_at_2"] == 0.5
+    assert (metrics["eval/code/accuracy"], metrics["eval/code/pass_at_1"]) == (1.0, 0.0)
+    assert "eval/accuracy" not in metrics
+    assert evaluation_metrics_of_sets(greedy[:2], [], 0, "f") == evaluation_metrics(greedy[:2], [], 0, "f")
+
+
+def test_a_wrong_format_does_not_look_like_a_bad_model():
+    """Three of four completions have an answer where the reward looks, one of them a right one."""
+    texts = ["<answer>1</answer>", "<answer>2</answer>", "<answer> </answer><answer>3</answer>", "\\boxed{1}"]
+    greedy = [of_source("", float(i == 0), text) for i, text in enumerate(texts)]
+    metrics = evaluation_metrics(greedy, [], 0, "f", "answer_tag")
+    assert (metrics["eval/accuracy"], metrics["eval/has_answer_frac"]) == (0.25, 0.75)
+    assert evaluation_metrics(greedy, [], 0, "f", "boxed")["eval/has_answer_frac"] == 0.25
+    assert "eval/has_answer_frac" not in evaluation_metrics(greedy, [], 0, "f")
+    assert rollout_metrics(greedy, 2, "answer_tag")["completion/has_answer_frac"] == 0.75
+    assert "completion/has_answer_frac" not in rollout_metrics(greedy, 2)
+
+
+def test_sources_have_their_reward_and_their_share():
+    rollouts = [of_source("a", 1.0)] * 4 + [of_source("b", 0.5), of_source("b", 0.0)]
+    metrics = rollout_metrics(rollouts, 2)
+    assert (metrics["reward/source/a"], metrics["reward/source/b"]) == (1.0, 0.25)
+    assert (metrics["prompt/source/a"], metrics["prompt/source/b"]) == pytest.approx((2 / 3, 1 / 3))
+    assert not any("source" in name for name in rollout_metrics([of_source("", 1.0)] * 2, 2))
+
+
+def test_a_row_of_two_sources_has_two_pass_rates():
+    rollouts = [of_source("a", 1.0), of_source("a", 0.0), of_source("b", 0.0), of_source("b", 0.0)]
+    assert pass_rates(rollouts, 2, "f") == {("a", 0): 0.5, ("b", 0): 0.0}

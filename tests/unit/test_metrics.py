@@ -6,6 +6,7 @@ import json
 import math
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from grpo.run import step_timer
 from grpo.run.formats import compact_duration, compact_number
 from grpo.run.log import RunLog
 from grpo.run.rollout_metrics import function_names, rollout_metrics
-from grpo.run.samples import failure_lines, spread_by_reward
+from grpo.run.samples import completion_records, describe_rollout, failure_lines, spread_by_reward
 from grpo.run.step_timer import StepTimer
 from grpo.summary import terminal_curve
 from grpo.types import Completion, Prompt, Rollout
@@ -47,7 +48,9 @@ def clock(monkeypatch):
 def make_rollout(
     reward, rewards=None, num_tokens=2, truncated=False, text="text", prompt_tokens=3, columns=None, row=-1, **trained
 ):
-    prompt = Prompt(index=0, ids=[0] * prompt_tokens, columns=columns or {}, row=row)
+    columns = columns or {}
+    content = columns.get("question", "")
+    prompt = Prompt(index=0, ids=[0] * prompt_tokens, columns=columns, row=row, content=content)
     completion = Completion(torch.ones(num_tokens).long(), torch.zeros(num_tokens), truncated)
     return Rollout(prompt=prompt, completion=completion, text=text, rewards=rewards or {}, reward=reward, **trained)
 
@@ -504,7 +507,7 @@ HARMLESS = r"a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \frac ü
 
 
 def test_samples_cannot_act_on_a_terminal(tmp_path):
-    rollout = make_rollout(1.0, {"f": 1.0}, text=HOSTILE, columns={"question": HOSTILE, "answer": HOSTILE})
+    rollout = make_rollout(1.0, {"f": 1.0}, text=HOSTILE, columns={"question": HOSTILE, "answer": f"{HOSTILE} "})
     failed = make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": HOSTILE})
     log = RunLog(MetricsConfig(tensorboard=True, num_samples=2), str(tmp_path), num_steps=3)
     log.completions(1, [rollout, failed], [HOSTILE, HOSTILE])
@@ -631,3 +634,23 @@ def test_summary_tells_its_usage(capsys):
             summary.main(arguments)
     summary.main(["--help"])
     assert capsys.readouterr().out.startswith("usage: python -m grpo.summary RUN_DIR\n")
+
+
+def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=4)
+    log.log(1, {"time/step": 1.0, "reward/mean": 0.0})
+    for step, accuracy in ((0, 0.25), (4, 0.5)):
+        log.log_evaluation(step, {"eval/math/accuracy": accuracy, "eval/code/accuracy": 0.75})
+    log.close()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert lines[-2:] == ["eval 4/4 100%  math  accuracy 0.5", "eval 4/4 100%  code  accuracy 0.75"]
+    text = summary.summarize(read_records(tmp_path), tmp_path)
+    assert "accuracy on held-out prompts of math (greedy): 0.25 after step 0, 0.5 after step 4" in text
+
+
+def test_a_sample_tells_its_source(tmp_path):
+    rollout = make_rollout(1.0, columns={"question": "1+2", "answer": "3"})
+    rollout = replace(rollout, prompt=replace(rollout.prompt, source="mine"))
+    assert completion_records([rollout], ["1+2="])[0]["source"] == "mine"
+    assert "finish reason stop | source mine\n" in describe_rollout(rollout, "1+2=")
+    assert "source" not in completion_records([make_rollout(1.0)], [""])[0]

@@ -35,7 +35,7 @@ METRICS = {
     "grpo/run/rollout_metrics.py": "reward/mean reward/std reward/none_count reward/failed_count "
     "completion/length_mean completion/length_max completion/truncated_frac prompt/length_mean "
     "groups/zero_variance_frac eval/accuracy eval/reward_mean eval/completion_length_mean eval/truncated_frac "
-    "eval/none_count eval/sample_reward_mean eval/sample_length_mean",
+    "eval/none_count eval/has_answer_frac completion/has_answer_frac eval/sample_reward_mean eval/sample_length_mean",
     "grpo/run/step_timer.py": "time/startup time/other time/step",
     "grpo/algorithm/losses.py": "loss/clip_frac loss/clip_low_frac loss/clip_high_frac loss/dual_clip_frac "
     "loss/gate_mean loss/weight_cut_frac loss/active_frac loss/ratio_mean loss/ratio_max",
@@ -46,8 +46,8 @@ METRICS = {
     "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
     "sampling/informative_frac sampling/full_frac sampling/filtered",
 }
-# One per reward function, and one per number of samples
-MANY = {"reward/<function>", "eval/pass_at_<k>"}
+# One per reward function, number of samples, source
+MANY = {"reward/<function>", "eval/pass_at_<k>", "reward/source/<name>", "prompt/source/<name>"}
 NAMED = {name for names in METRICS.values() for name in names.split()} | MANY
 # What the log replaces by `mismatch/ess`
 INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
@@ -183,7 +183,7 @@ def test_the_usual_run_of_torchforge_is_one_command():
     """Its config, written as flags: Qwen2.5-7B-Instruct, GSM8K, groups of 16, KL 0.1, learning rate 1e-5, 500 steps."""
     (command,) = [command for command in commands() if "--group-size 16" in command]
     config = load(c.GRPOConfig, DEFAULTS["train_grpo.py"][1], shlex.split(command)[3:])
-    assert (config.model.path, config.data.path) == ("Qwen/Qwen2.5-7B-Instruct", "openai/gsm8k")
+    assert (config.model.path, config.data.path) == ("Qwen/Qwen2.5-7B-Instruct", "openai/gsm8k[main]")
     assert (config.group_size, config.algorithm.kl_coef, config.num_steps) == (16, 0.1, 500)
     assert config.trainer.learning_rate == 1e-5 and config.needs_reference and config.num_ranks == 8
 

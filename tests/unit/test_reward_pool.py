@@ -259,7 +259,8 @@ RAISING_LINE = next(n for n, line in enumerate(REWARD_FILE.splitlines(), start=1
 
 def rollout(text: str, index: int = 0, num_tokens: int = 1, truncated: bool = False, **columns) -> Rollout:
     completion = Completion(torch.full((num_tokens,), 2), torch.full((num_tokens,), -0.5), truncated)
-    return Rollout(prompt=Prompt(index, [1], columns), completion=completion, text=text)
+    prompt = Prompt(index, [1], columns, content="what?")
+    return Rollout(prompt=prompt, completion=completion, text=text)
 
 
 @pytest.fixture
@@ -282,7 +283,7 @@ def open_pool(tmp_path: pathlib.Path):
 
 
 def score(pool: RewardPool, rollouts: list[Rollout], group_size: int) -> list[Rollout]:
-    pool.submit(rollouts, group_size)
+    pool.submit(rollouts, group_size, step=7)
     return pool.collect()
 
 
@@ -466,12 +467,20 @@ def test_ordinary_functions_get_one_completion_and_group_level_ones_a_group(open
     assert [r.rewards[mine(tmp_path, "record")] for r in scored] == [0.0] * 6
     calls = sorted(json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines())
     cut = [False, False, False, False, False, True]
+
+    def extra(number: int) -> dict:
+        return {"prompts": ["what?"] * number, "step": [7] * number}
+
     single = [
-        [["abcdef"[i]], {"answer": ["pppqqq"[i]], "num_tokens": [10 + i], "truncated": [cut[i]]}] for i in range(6)
+        [["abcdef"[i]], {"answer": ["pppqqq"[i]], "num_tokens": [10 + i], "truncated": [cut[i]], **extra(1)}]
+        for i in range(6)
     ]
     groups = [
-        [["a", "b", "c"], {"answer": ["p"] * 3, "num_tokens": [10, 11, 12], "truncated": [False] * 3}],
-        [["d", "e", "f"], {"answer": ["q"] * 3, "num_tokens": [13, 14, 15], "truncated": [False, False, True]}],
+        [["a", "b", "c"], {"answer": ["p"] * 3, "num_tokens": [10, 11, 12], "truncated": [False] * 3, **extra(3)}],
+        [
+            ["d", "e", "f"],
+            {"answer": ["q"] * 3, "num_tokens": [13, 14, 15], "truncated": [False, False, True], **extra(3)},
+        ],
     ]
     assert calls == sorted(single + groups)
 

@@ -29,7 +29,7 @@ from grpo.rewards.builtin import (
     repetition_penalty,
     thinking_reward,
 )
-from grpo.rewards.loading import is_group_level, load_functions
+from grpo.rewards.loading import answer_format_of, call_arguments, is_group_level, load_functions
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
@@ -647,7 +647,11 @@ def test_load_functions_gives_every_built_in_its_options():
     [
         ("math_verify", "solution", r"math_verify cannot .* 'answer'; .* columns it needs in data.columns"),
         ("code_reward", "answer", r"code_reward cannot .* 'tests'; .* columns it needs in data.columns"),
-        ("thinking_reward", "truncated", r"data.columns has truncated, .* rename the data set's column"),
+        (
+            "thinking_reward",
+            "truncated",
+            r"data.columns has truncated, .* another name, such as --data.columns my_truncated truncated",
+        ),
         ("language_reward", "language", r"column language is named like an option of language_reward; rename"),
     ],
 )
@@ -784,7 +788,7 @@ def test_scripts_that_are_known(language):
         (
             "mine.py:strict",
             r"mine.py:strict cannot be called with completions and the columns question, answer, num_tokens, "
-            r"truncated: got an unexpected keyword argument 'question'; end its arguments with \*\*columns",
+            r"truncated, prompts, step: got an unexpected keyword argument 'question'; end its arguments with \*\*col",
         ),
         ("mine.py:words", r"missing a required argument: 'solution'.*list the columns it needs in data.columns"),
     ],
@@ -799,3 +803,51 @@ def test_load_functions_refuses(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_functions(RewardConfig(functions={name: 1.0}), columns=["question", "answer"])
+
+
+# ---- how a function is called
+
+
+def trl(prompts, completions, answer, **columns):
+    return [float(a in text) for a, text in zip(answer, completions, strict=True)]
+
+
+def first_by_any_name(texts, **columns):
+    return [float(len(text)) for text in texts]
+
+
+def keywords_only(**columns):
+    return [float(len(text)) for text in columns["completions"]]
+
+
+@pytest.mark.parametrize(
+    ("function", "values"), [(trl, [1.0, 0.0]), (first_by_any_name, [1.0, 2.0]), (keywords_only, [1.0, 2.0])]
+)
+def test_completions_go_by_their_name_or_first(function, values):
+    columns = {"prompts": ["1+2", "2+2"], "answer": ["3", "4"], "step": [1, 1]}
+    arguments, named = call_arguments(function, ["3", "55"], columns)
+    assert function(*arguments, **named) == values
+    partial = functools.partial(function)
+    arguments, named = call_arguments(partial, ["3", "55"], columns)
+    assert partial(*arguments, **named) == values
+
+
+def test_trl_s_signature_is_accepted_with_the_data_s_columns(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(prompts, completions, answer, **kwargs):\n    return [0.0 for _ in completions]\n")
+    load_functions(RewardConfig(functions={f"{path}:f": 1.0}), ["question", "answer"])
+    with pytest.raises(ValueError, match="missing a required argument: 'answer'"):
+        load_functions(RewardConfig(functions={f"{path}:f": 1.0}), ["question"])
+
+
+@pytest.mark.parametrize(
+    ("functions", "options", "expected"),
+    [
+        ({"math_reward": 1.0, "format_reward": 1.0}, {}, "hashes"),
+        ({"format_reward": 1.0, "exact_match": 1.0}, {"exact_match": {"answer_format": "boxed"}}, "boxed"),
+        ({"format_reward": 1.0, "repetition_penalty": 1.0}, {}, None),
+    ],
+)
+def test_where_answers_are_looked_for(functions, options, expected):
+    config = RewardConfig(functions=functions, options=options, answer_format="hashes")
+    assert answer_format_of(load_functions(config, None, 100)) == expected

@@ -1,0 +1,75 @@
+"""Where rows come from, written as one text: `PATH[NAME]@REVISION:SPLIT`, of which only the path must be there."""
+
+import os
+import pathlib
+import re
+from dataclasses import dataclass
+
+# Suffix of a local file -> what reads it; a file with any other suffix has JSON lines.
+KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_PARTS = re.compile(
+    r"(?P<path>(?:toy:)?[^\[\]@:]+)(?:\[(?P<name>[^\[\]]*)\])?(?:@(?P<revision>[^\[\]@:]+))?(?::(?P<split>.+))?"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set, by the name that metrics and samples give it; that name is empty where there is only one."""
+
+    label: str
+    path: str
+    name: str = ""
+    revision: str = ""
+    split: str = "train"
+    weight: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        """toy, folder, hub, or what a file holds: json, csv, parquet."""
+        if self.path.startswith("toy:"):
+            return "toy"
+        if pathlib.Path(self.path).is_dir():
+            return "folder"
+        suffix = pathlib.Path(self.path).suffix
+        return KINDS.get(suffix, "json") if suffix in KINDS or pathlib.Path(self.path).is_file() else "hub"
+
+    @property
+    def is_file(self) -> bool:
+        return self.kind in KINDS.values()
+
+    @property
+    def text(self) -> str:
+        """The source in full, as a config says it."""
+        name = f"[{self.name}]" if self.name else ""
+        return f"{self.path}{name}{'@' if self.revision else ''}{self.revision}:{self.split}"
+
+
+def parse_source(
+    spec: str,
+    field: str,
+    label: str = "",
+    name: str = "",
+    revision: str = "",
+    split: str = "train",
+    weight: float = 1.0,
+) -> Source:
+    """`openai/gsm8k[main]@v1:train[:5%]` as a Source; `name`, `revision` and `split` fill in what it leaves open.
+
+    A text that is the path of a file or folder is that and nothing else. Raises ValueError, which names the config's
+    `field`, for a text of another form, and for a configuration or revision that is given twice.
+    """
+    if os.path.exists(spec):
+        return Source(label, spec, name, revision, split, weight)
+    parts = _PARTS.fullmatch(spec)
+    if parts is None:
+        raise ValueError(
+            f"{field}={spec!r} is no data set; write PATH[NAME]@REVISION:SPLIT, of which only PATH must be there, such "
+            "as openai/gsm8k[main]:train[:90%] or rows.jsonl"
+        )
+    given = {"name": parts["name"] or "", "revision": parts["revision"] or ""}
+    for part, value in (("name", name), ("revision", revision)):
+        if given[part] and value and given[part] != value:
+            raise ValueError(f"{field}={spec!r} names another {part} than {value!r}, which is given too; drop one")
+    return Source(
+        label, parts["path"], given["name"] or name, given["revision"] or revision, parts["split"] or split, weight
+    )

@@ -1,0 +1,246 @@
+"""The rows of a source: a file, a folder, the hub or a toy task, read by the library `datasets`.
+
+Rows of JSON are read by it as lines of text and parsed one at a time. Its own reader of JSON was seen (4.7) to turn
+texts that look like dates into dates, to stop at blank lines and at rows with different columns without saying where,
+and to accept or refuse a mixture of types by where in the file it is. Left out: streaming data sets.
+"""
+
+import csv
+import json
+import pathlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo.config.sources import KINDS, Source
+from grpo.text import one_line, shorten
+
+if TYPE_CHECKING:
+    import datasets
+
+Row = Mapping[str, Any]
+# Rows that are read together: one by one takes five times as long.
+READ_ROWS = 1000
+# Of a library's message.
+SHOWN_CHARACTERS = 400
+
+
+class JsonRows:
+    """Rows of JSON lines, which stay on disk and are parsed when they are read. Blank lines are none."""
+
+    def __init__(self, lines: "datasets.Dataset", where: str):
+        """Reads every line once; raises ValueError for one that is not a JSON object."""
+        self.lines, self.positions = lines, array("q")
+        position = 0
+        for batch in lines.iter(batch_size=READ_ROWS):
+            for text in batch["text"]:
+                if text.strip():
+                    _parse(text, f"{where}, line {position + 1}")
+                    self.positions.append(position)
+                position += 1
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, index: int) -> Row:
+        return json.loads(self.lines[self.positions[index]]["text"])
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self.lines.iter(batch_size=READ_ROWS):
+            yield from (json.loads(text) for text in batch["text"] if text.strip())
+
+
+class TableRows:
+    """Rows of a `datasets.Dataset`, read in batches when all are asked for."""
+
+    def __init__(self, table: "datasets.Dataset"):
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.table[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        names = self.table.column_names
+        for batch in self.table.iter(batch_size=READ_ROWS):
+            for values in zip(*(batch[name] for name in names), strict=True):
+                yield dict(zip(names, values, strict=True))
+
+
+Rows = Sequence[Row] | JsonRows | TableRows
+
+
+def load_rows(source: Source) -> Rows:
+    """All rows of a source, in its order.
+
+    Raises:
+        FileNotFoundError: the file does not exist; the message has its absolute path.
+        ValueError: it cannot be read, a line is not a JSON object, or there are no rows; one line with the way out.
+    """
+    if source.kind == "toy":
+        from grpo.data.toy import task_rows  # only toy runs need it
+
+        rows = task_rows(source.path.removeprefix("toy:"), source.split)
+    elif source.is_file:
+        path = pathlib.Path(source.path)
+        if not path.is_file():
+            raise FileNotFoundError(f"data file {path.absolute()} does not exist; correct the path or create it")
+        # A file has one split, which goes by the name that is asked for, so that `train[:90%]` takes a part of it.
+        rows = _read_files(source, source.kind, {source.split.partition("[")[0]: [str(path)]})
+    elif source.kind == "folder" and not (pathlib.Path(source.path) / "README.md").is_file():
+        rows = _read_folder(source)
+    else:  # of the hub, or a folder with the card of such a data set, which says what its files are
+        options = {"revision": source.revision} if source.revision else {}
+        rows = TableRows(_load(source, source.path, source.name or None, **options))
+    if len(rows) == 0:
+        raise ValueError(f"data set {source.path} (split {source.split!r}) has no rows; give one that has")
+    return rows
+
+
+def _read_folder(source: Source) -> Rows:
+    """The files of a folder, whose names say which split they are of (all train if none does)."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    folder = pathlib.Path(source.path).absolute()
+    try:
+        patterns = get_data_patterns(str(folder))
+        found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=list(KINDS))
+    except FileNotFoundError:
+        found = {}
+    files = {split: [str(file) for file in names] for split, names in found.items() if names}
+    kinds = {KINDS[pathlib.Path(file).suffix] for names in files.values() for file in names}
+    if len(kinds) != 1:
+        there = f"files of several kinds ({', '.join(sorted(kinds))})" if kinds else f"no {', '.join(KINDS)} file"
+        raise ValueError(f"data folder {folder} has {there}; give one with files of one kind, or a single file")
+    return _read_files(source, kinds.pop(), files)
+
+
+def _read_files(source: Source, kind: str, files: dict[str, list[str]]) -> Rows:
+    if kind == "json":
+        return _read_json(source, files)
+    options = [_csv_options(path) for paths in files.values() for path in paths][0] if kind == "csv" else {}
+    return TableRows(_load(source, kind, data_files=files, **options))
+
+
+def _read_json(source: Source, files: dict[str, list[str]]) -> Rows:
+    paths = [path for names in files.values() for path in names]
+    beginnings = [_beginning(path) for path in paths]
+    if not any(beginnings):
+        return []
+    if all(path.endswith(".json") and first == b"[" for path, first in zip(paths, beginnings, strict=True)):
+        return _read_lists(source, files)
+    try:
+        lines = _load(source, "text", data_files=files)
+    except UnicodeDecodeError:
+        for path in paths:
+            _find_undecodable(path)
+        raise
+    where = source.path if len(paths) == 1 else f"{source.path} ({len(paths)} files, one after the other)"
+    return JsonRows(lines, where if "[" not in source.split else f"{where}:{source.split}")
+
+
+def _beginning(path: str) -> bytes:
+    """The first byte that is not blank; none of an empty file."""
+    with open(path, "rb") as file:
+        return next((line.strip()[:1] for line in file if line.strip()), b"")
+
+
+def _read_lists(source: Source, files: dict[str, list[str]]) -> list[Row]:
+    """Files that are one list of all rows each."""
+    import datasets
+
+    rows_of = {split: [row for path in paths for row in _read_list(path)] for split, paths in files.items()}
+    try:
+        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({s: len(r) for s, r in rows_of.items()})
+    except (ValueError, AssertionError) as error:  # of a split that is not there, or that cannot be read
+        raise ValueError(f"data set {source.path} (split {source.split!r}) could not be loaded: {error}") from error
+    return [row for part in parts for row in rows_of[part.splitname][part.from_ : part.to]]
+
+
+def _read_list(path: str) -> list[Row]:
+    """A file that is one list of all rows, perhaps over many lines."""
+    rows = _parse(pathlib.Path(path).read_text(encoding="utf-8"), path, list)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, entry {number}: a {type(row).__name__}, not a JSON object; write objects only")
+    return rows
+
+
+def _parse(text: str, where: str, kind: type = dict) -> Any:
+    way_out = "write one JSON object per line"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # no JSON, or a number or nesting beyond all bounds
+        raise ValueError(f"{where}: not JSON ({error}); {way_out}") from error
+    if not isinstance(value, kind):
+        raise ValueError(f"{where}: a {type(value).__name__}, not a JSON object; {way_out}")
+    return value
+
+
+def _find_undecodable(path: str) -> None:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error}); write UTF-8") from error
+
+
+def _csv_options(path: str) -> dict[str, Any]:
+    """All cells as the text that they are, so that 007 stays 007 and NA is a word; an empty one is missing.
+
+    Raises ValueError for a row with more or fewer cells than the header, which pandas would shift or fill.
+    """
+    import datasets
+
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file)
+        try:
+            names = next(reader, [])
+            for cells in reader:
+                if cells and len(cells) != len(names):
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: {len(cells)} cells, the header has {len(names)}; put cells "
+                        'with commas or line breaks in "quotes"'
+                    )
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path}, line {reader.line_num + 1}: not CSV ({error}); write UTF-8 and commas"
+            ) from error
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"{path}, line 1: the header is {names}; name each column, and no two alike")
+    features = datasets.Features({name: datasets.Value("string") for name in names})
+    return {"features": features, "keep_default_na": False, "na_values": [""]}
+
+
+def _load(source: Source, *arguments: Any, **options: Any) -> "datasets.Dataset":
+    """`datasets.load_dataset`; raises ValueError with one line and the way out, UnicodeDecodeError for other bytes."""
+    import datasets  # takes a second to load, and toy tasks do without
+
+    said = {"name": source.name, "revision": source.revision, "split": source.split}
+    what = f"data set {source.path} ({', '.join(f'{part} {value!r}' for part, value in said.items() if value)})"
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is said once, by the error
+    try:
+        return datasets.load_dataset(*arguments, split=source.split, **options)
+    # OSError covers a data set that is not there (FileNotFoundError) and a hub that cannot be reached
+    # (ConnectionError), ValueError a wrong configuration or split, DatasetsError what its files are refused for.
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, UnicodeDecodeError):
+            raise cause from error
+        reason = shorten(one_line(f"{type(cause).__name__}: {cause}"), SHOWN_CHARACTERS)
+        way_out = (
+            "check the spelling; for a local file, give a path ending in .jsonl, .json, .csv or .parquet; without "
+            "network, load the data set where there is one and bring its cache (HF_HOME)"
+        )
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            way_out = (
+                "its rows are no table: a file is damaged, or a column has text in one row and a number in another; "
+                "make each column one type, or write the rows as JSON lines"
+            )
+        raise ValueError(f"{what} could not be loaded: {reason}; {way_out}") from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)

@@ -1,0 +1,84 @@
+"""Data as it comes, in whole runs: two sources in two formats, two held-out sets, a reward with TRL's signature."""
+
+import json
+import pathlib
+
+from grpo.data import toy
+from tests.e2e.runs import TINY, read_completions, read_metrics
+from tests.torchrun import torchrun
+
+REWARD = """
+def trl(prompts, completions, answer, *, answer_format, **columns):
+    assert isinstance(prompts[0], list) == (columns["kind"][0] == "chat")
+    text = prompts[0] if isinstance(prompts[0], str) else prompts[0][-1]["content"]
+    a, b = map(int, text.split("+"))
+    assert int(answer[0]) == a + b
+    return [columns["step"][0] + len(completions[0]) / 100]
+"""
+
+
+def write_sources(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """12 additions as JSON lines with messages and nested answers; 6 as CSV; both in the columns of the first."""
+    rows = toy.task_rows("addition", "train")
+    chats = [
+        {
+            "prompt": [{"role": "user", "content": row["question"]}],
+            "truth": {"value": row["answer"]},
+            "kind": "chat",
+        }
+        for row in rows[:12]
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    lines = ["prompt,truth.value,kind", *(f"{row['question']},{row['answer']},text" for row in rows[12:18])]
+    (folder / "texts.csv").write_text("\n".join(lines))
+    (folder / "mine.py").write_text(REWARD)
+    return folder / "chats.jsonl", folder / "texts.csv"
+
+
+def test_two_sources_and_two_held_out_sets(model: pathlib.Path, tmp_path: pathlib.Path):
+    chats, texts = write_sources(tmp_path)
+    output = torchrun(
+        "train_grpo.py",
+        *(TINY, "--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0, "--model.path", model),
+        *("--data.path", "", "--data.sources", "chats", chats, "texts", texts, "--data.weights", "chats", 3),
+        *("--data.prompt-column", "prompt", "--data.answer-column", "truth.value", "--data.columns", "kind", "kind"),
+        *("--evaluation.sets", "first", f"{chats}:train[:4]", "texts", f"{texts}:train", "--evaluation.interval", 2),
+        *("--reward.functions", f"{tmp_path}/mine.py:trl", 1, "--run-dir", tmp_path / "run"),
+        nproc=1,
+        deadline=240,
+    )
+    assert "data: chats (" in output and "has 12 rows, 12 are used; an epoch is 4.0 steps of 4 prompts, 75%" in output
+    assert "held out: 4 of 4 rows of first (" in output and "held out: 6 of 6 rows of texts (" in output
+
+    steps = [m for m in read_metrics(tmp_path / "run") if "loss" in m]
+    for number, m in enumerate(steps, start=1):
+        assert (m["prompt/source/chats"], m["prompt/source/texts"]) == (0.75, 0.25)
+        for source in ("chats", "texts"):  # the reward is the step, and less than 1 for the length
+            assert number <= m[f"reward/source/{source}"] < number + 1
+        assert 0 <= m["completion/has_answer_frac"] <= 1 and m["reward/failed_count"] == 0
+    records = read_completions(tmp_path / "run")
+    assert {(r["source"], r["row"] < 6) for r in records if r["source"] == "texts"} == {("texts", True)}
+    assert [r["source"] for r in records].count("chats") == 2 * 3 * 4  # steps x prompts x completions
+
+    evaluations = [m for m in read_metrics(tmp_path / "run") if "loss" not in m]
+    assert [m["step"] for m in evaluations] == [0, 2]
+    for m in evaluations:
+        names = {name for name in m if name.startswith("eval/")}
+        assert {name.split("/")[1] for name in names} == {"first", "texts"}
+        assert {"eval/first/accuracy", "eval/texts/accuracy", "eval/texts/has_answer_frac"} <= names
+        # only from step 1 on is the step at least 1, which passes
+        assert m["eval/first/accuracy"] == m["eval/texts/accuracy"] == (m["step"] > 0)
+
+
+def test_sft_on_a_table_with_a_column_path(model: pathlib.Path, tmp_path: pathlib.Path):
+    _, texts = write_sources(tmp_path)
+    output = torchrun(
+        "train_sft.py",
+        *("configs/toy_sft.py", "--model.path", model, "--data.path", texts, "--data.prompt-column", "prompt"),
+        *("--completion-column", "truth.value", "--num-trainers", 1, "--num-steps", 2, "--sequences-per-step", 3),
+        *("--run-dir", tmp_path / "run"),
+        nproc=1,
+        deadline=180,
+    )
+    assert "has 6 rows, 6 are used; an epoch is 2.0 steps of 3 sequences" in output
+    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [1, 2]

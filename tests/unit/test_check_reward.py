@@ -1,0 +1,105 @@
+"""`python -m grpo.check_reward`: what it shows of a function, before any run."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from grpo.check_reward import main, some_completions
+from grpo.data.examples import Example
+
+ROOT = pathlib.Path(__file__).parents[2]
+REWARDS = """
+from grpo.rewards.builtin import group_level
+
+def trl(prompts, completions, answer, **columns):
+    print("seen", prompts, columns["step"], columns["level"])
+    return [float(a in text) for a, text in zip(answer, completions)]
+
+@group_level
+def lengths(completions, **columns):
+    return [len(text) for text in completions]
+
+def fails(completions, **columns):
+    return [1 / 0]
+
+def strict(completions, answer):
+    return [0.0]
+"""
+
+
+@pytest.fixture
+def show(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(REWARDS)
+    rows = [{"q": f"{i} + 1?", "truth": {"value": str(i + 1)}, "level": i} for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--data.path", "rows.jsonl", "--data.prompt-column", "q", "--data.answer-column", "truth.value"]
+
+    def run(name: str, *flags: str) -> tuple[int, str]:
+        code = main([name, *data, "--data.columns", "level", "level", *flags])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_it_shows_columns_values_and_what_is_printed(show):
+    code, out = show("mine.py:trl")
+    assert code == 0
+    assert "reward mine.py:trl: 3 rows, one completion per call\n" in out
+    assert (
+        "columns: q (str), answer (str), level (int), num_tokens (int), truncated (bool), prompts (str), step (int)\n"
+    ) in out
+    reference, wrong, empty = out.splitlines()[out.splitlines().index("row 1: 0 + 1?") + 1 :][:3]
+    assert reference.split() == ["reference", "<answer>1</answer>", reference.split()[2], "s", "1"]
+    assert wrong.split()[:2] == ["wrong", "<answer>2</answer>"] and wrong.endswith("  0")
+    assert empty.split()[0] == "empty" and empty.endswith("  0")
+    assert "prints: seen ['0 + 1?'] [1] [0]\n" in out
+
+
+def test_a_group_level_function_gets_all_of_a_row(show):
+    code, out = show("mine.py:lengths", "--reward.answer-format", "hashes")
+    assert code == 0 and "one call for each row" in out
+    assert "reference  #### 1 " in out and out.count("note: the reference earns what a wrong answer earns") == 3
+    assert out.endswith("prints: nothing\n")
+
+
+def test_what_fails_is_told_with_its_line(show):
+    code, out = show("mine.py:fails")
+    assert code == 1
+    assert out.count("FAILS: ZeroDivisionError: division by zero (") == 9 and "mine.py:13)" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        (
+            "mine.py:strict",
+            (),
+            "error: reward function mine.py:strict cannot be called with completions and the columns",
+        ),
+        ("nothing", (), "error: unknown reward function 'nothing'"),
+        ("math_reward", ("--data.path", "no.jsonl"), "no.jsonl does not exist"),
+        ("math_reward", ("--data.answer-column", "gold"), "none of the first 1000 rows of rows.jsonl can be used"),
+    ],
+)
+def test_what_cannot_be_called_is_one_line(show, name, flags, message):
+    code, out = show(name, *flags)
+    assert code == 1
+    assert message in out.splitlines()[-1] and out.splitlines()[-1].startswith("error: ")
+
+
+def test_references_are_written_as_the_format_wants_them():
+    example = Example("?", {"answer": "so 2 * 4\n#### 1,008"})
+    assert some_completions(example, "boxed") == {"reference": "\\boxed{1,008}", "wrong": "\\boxed{1009}", "empty": ""}
+    assert some_completions(Example("?", {"answer": "Paris"}), "answer_tag")["wrong"] == "<answer>not Paris</answer>"
+    assert some_completions(Example("?"), "answer_tag") == {"some text": "some text", "empty": ""}
+
+
+def test_as_a_command_with_a_recipe():
+    command = [sys.executable, "-m", "grpo.check_reward", "math_reward", "configs/toy_arithmetic.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "reward math_reward: 3 rows" in done.stdout and "<answer>623</answer>" in done.stdout

@@ -1,0 +1,242 @@
+"""What is told and refused before a run about the lengths of rows, and mixtures of sources."""
+
+import json
+import pathlib
+
+import pytest
+
+from grpo.config import DataConfig, GRPOConfig, SamplingConfig, SFTConfig
+from grpo.data import toy
+from grpo.data.chat import Refused, encode_prompt
+from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_chats, usable_prompts
+from grpo.data.streams import ChatStream, PromptStream
+from tests.unit.test_data import config_of, long_rows, word_tokenizer, write_rows
+
+GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer()
+
+
+def prepared(data: DataConfig, tokenizer, prompts_per_step=1):
+    return usable_prompts(load_sources(data), GRPOConfig(data=data, prompts_per_step=prompts_per_step), tokenizer)
+
+
+def test_next_to_nothing_left_is_refused_with_a_limit_that_helps(tokenizer, tmp_path):
+    path = long_rows(tmp_path, [5, *range(10, 210)])
+    with pytest.raises(ValueError) as refused:
+        prepared(config_of(path, max_prompt_tokens=9), tokenizer)
+    assert str(refused.value) == (
+        f"1 of 201 rows of {path} are left, less than 1%: 200 longer than data.max_prompt_tokens=9; with "
+        "data.max_prompt_tokens=199, 95% of them fit"
+    )
+
+
+def test_fewer_rows_left_than_a_step_needs_are_refused(tokenizer, tmp_path):
+    path = long_rows(tmp_path, [5, 6, 7, 20, 20, 20])
+    assert len(prepared(config_of(path, max_prompt_tokens=9), tokenizer, 3)[0].usable) == 3
+    with pytest.raises(ValueError) as refused:
+        prepared(config_of(path, max_prompt_tokens=9), tokenizer, 4)
+    assert str(refused.value) == (
+        "3 of 6 rows are left, and a step needs 4 prompts: 3 longer than data.max_prompt_tokens=9; raise "
+        "data.max_prompt_tokens, or bring other rows"
+    )
+
+
+def test_few_rows_of_which_none_is_left_out_are_a_warning(tokenizer, tmp_path, capsys):
+    path = long_rows(tmp_path, [5, 6])
+    prepared(config_of(path), tokenizer, 4)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "warning: a step of 4 prompts takes each of 2 rows several times"
+    )
+
+
+def test_up_to_five_percent_left_out_is_no_warning(tokenizer, tmp_path, capsys):
+    prepared(config_of(long_rows(tmp_path, [5] * 95 + [20] * 5), max_prompt_tokens=9), tokenizer)
+    assert "left out: 5 longer" in capsys.readouterr().out
+    prepared(config_of(long_rows(tmp_path, [5] * 94 + [20] * 6), max_prompt_tokens=9), tokenizer)
+    assert "warning: 6% of the rows" in capsys.readouterr().out
+
+
+def test_what_the_template_refuses_is_a_row_that_cannot_be_used(tmp_path):
+    strict = "{% if messages[0].content == 'add n1' %}{{ raise_exception('not this') }}{% endif %}<user>"
+    rows = [{"question": f"add n{i}", "answer": "1"} for i in range(3)]
+    data = config_of(write_rows(tmp_path / "rows.jsonl", rows))
+    own = word_tokenizer()
+    own.chat_template = strict
+    message = r"1 of 3 rows of .* row 2: the chat template refuses it \(TemplateError: not this\)"
+    with pytest.raises(ValueError, match=message):
+        prepared(data, own)
+    found = prepared(config_of(data.path, bad_rows="skip"), own)
+    assert list(found[0].usable) == [0, 2] and found[0].left_out == {"that the chat template refuses": 1}
+
+
+def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def f(row):\n    return {'prompt': row['question'], 'n': 1} if row['n'] < 8 else None\n"
+    )
+    rows = [{"question": "add", "n": n} for n in range(10)]
+    rows[3]["question"], rows[4]["question"] = "", "add " * 50
+    data = config_of(
+        write_rows(tmp_path / "r.jsonl", rows), row=f"{tmp_path}/mine.py:f", bad_rows="skip", max_prompt_tokens=9
+    )
+    sources = load_sources(data)
+    assert reward_columns(sources) == ["n"]
+    (found,) = usable_prompts(sources, GRPOConfig(data=data, prompts_per_step=1), tokenizer)
+    assert list(found.usable) == [0, 1, 2, 5, 6, 7]
+    assert (
+        f"left out: 2 left out by {tmp_path}/mine.py:f, 1 that cannot be used, 1 longer than data.max_prompt_tokens=9"
+    ) in capsys.readouterr().out
+
+
+def test_what_an_own_function_leaves_out_is_meant_so(tokenizer, tmp_path, capsys):
+    """2 of 400 rows are kept: no warning and no refusal, for all of those that are wanted fit."""
+    (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'add'} if row['n'] % 200 == 0 else None\n")
+    data = config_of(write_rows(tmp_path / "r.jsonl", [{"n": n} for n in range(400)]), row=f"{tmp_path}/mine.py:f")
+    assert list(prepared(data, tokenizer, 2)[0].usable) == [0, 200]
+    out = capsys.readouterr().out
+    assert "has 400 rows, 2 are used" in out and f"left out: 398 left out by {tmp_path}/mine.py:f" in out
+    assert "warning" not in out
+
+
+# ---- mixtures
+
+
+@pytest.fixture
+def two_sources(tmp_path) -> dict:
+    paths = {
+        name: write_rows(
+            tmp_path / f"{name}.jsonl",
+            [{"question": f"add n{i}", "answer": f"{name}{i}", "completion": "yes"} for i in range(number)],
+        )
+        for name, number in (("a", 7), ("b", 3))
+    }
+    return {"path": "", "sources": paths, "weights": {"a": 0.7, "b": 0.3}}
+
+
+def stream_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
+    config = GRPOConfig(data=data, seed=seed, prompts_per_step=1, **fields)
+    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config, tokenizer)
+
+
+def test_sources_come_by_their_weights_each_through_epochs_of_its_own(tokenizer, two_sources, capsys):
+    stream = stream_of(config_of(**two_sources, shuffle=False), tokenizer)
+    prompts = stream.draw(20)
+    assert "".join(p.source for p in prompts[:10]) == "abaaabaaba"
+    for number in range(1, 21):  # never further from 70 % than one row
+        assert abs(sum(p.source == "a" for p in prompts[:number]) - 0.7 * number) < 1
+    assert [p.columns["answer"] for p in prompts if p.source == "b"] == ["b0", "b1", "b2"] * 2
+    assert [p.row for p in prompts if p.source == "a"] == [*range(7)] * 2
+    assert [p.index for p in prompts] == list(range(20))
+    out = capsys.readouterr().out
+    assert "an epoch is 10.0 steps of 1 prompts, 70% of them from here" in out
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1, 5, 12])
+def test_a_mixture_resumes_exactly(tokenizer, two_sources, num_drawn):
+    def steps(stream, count: int) -> list:
+        drawn = []
+        for _ in range(count):
+            prompts = stream.draw(3)
+            stream.record({(p.source, p.row): float(p.row % 2) for p in prompts})
+            drawn += prompts
+        return drawn
+
+    fields = {"sampling": SamplingConfig(min_pass_rate=0.1)}
+    stream, resumed = (stream_of(config_of(**two_sources), tokenizer, seed=3, **fields) for _ in range(2))
+    steps(stream, num_drawn)
+    steps(resumed, 2)  # whatever it did before does not matter
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert steps(resumed, 10) == steps(stream, 10)
+
+
+def test_sources_have_orders_of_their_own(tokenizer, two_sources):
+    same = two_sources["sources"]["a"]
+    data = config_of(**two_sources | {"sources": {"a": same, "b": same}, "weights": {}})
+    prompts = stream_of(data, tokenizer).draw(14)
+    rows = {name: [p.row for p in prompts if p.source == name] for name in "ab"}
+    assert sorted(rows["a"]) == sorted(rows["b"]) == [*range(7)] and rows["a"] != rows["b"]
+
+
+def test_a_state_of_another_mixture_or_version_is_refused(tokenizer, two_sources):
+    state = stream_of(config_of(**two_sources), tokenizer).state_dict()
+    with pytest.raises(ValueError, match=r"has weight=0.7, this run has 0.5; resume with the data sets, weights"):
+        other = config_of(**two_sources | {"weights": {"a": 0.5, "b": 0.3}})
+        stream_of(other, tokenizer).load_state_dict(state)
+    one = config_of(path=two_sources["sources"]["a"])
+    with pytest.raises(ValueError, match="has the data.sources a, b, this run has none"):
+        stream_of(one, tokenizer).load_state_dict(state)
+    with pytest.raises(ValueError, match="in the form of an older version, which is not read any more; start a new"):
+        stream_of(one, tokenizer).load_state_dict({"num_rows": 7, "epoch": 0})
+
+
+def test_chats_of_a_mixture_resume_exactly(tokenizer, two_sources):
+    config = SFTConfig(data=config_of(**two_sources), sequences_per_step=4, max_sequence_tokens=20)
+    sources = usable_chats(load_sources(config.data, "completion"), config, tokenizer)
+    stream, resumed = (ChatStream(sources, config, tokenizer) for _ in range(2))
+    stream.draw(5)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert resumed.draw(15) == stream.draw(15)
+
+
+def test_sources_whose_own_columns_differ_are_refused(two_sources, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'p', row['answer'][0]: 1}\n")
+    data = config_of(**two_sources, row=f"{tmp_path}/mine.py:f")
+    with pytest.raises(ValueError, match="data.row gives the columns b for .*b.jsonl, and a for .*a.jsonl"):
+        reward_columns(load_sources(data))
+
+
+# ---- real rows
+
+
+@pytest.fixture(scope="module")
+def gsm8k():
+    if not GSM8K.exists():
+        pytest.skip(f"{GSM8K} is not there")
+    sources = load_sources(DataConfig(path=str(GSM8K)))
+    return sources, toy.trained_tokenizer(texts_of(sources))
+
+
+def test_all_of_gsm8k_is_used(gsm8k, capsys):
+    sources, tokenizer = gsm8k
+    (found,) = usable_prompts(sources, GRPOConfig(data=DataConfig(path=str(GSM8K)), prompts_per_step=64), tokenizer)
+    assert len(found.usable) == 7473 and found.left_out == {}
+    assert "has 7,473 rows, 7,473 are used; an epoch is 116.8 steps of 64 prompts" in capsys.readouterr().out
+
+
+def test_a_limit_that_leaves_next_to_nothing_of_gsm8k_is_refused(gsm8k):
+    sources, tokenizer = gsm8k
+    config = GRPOConfig(data=DataConfig(path=str(GSM8K), max_prompt_tokens=64))
+    with pytest.raises(ValueError, match="of 7473 rows of .* are left, less than 1%: 7,4.. longer than data.max_prom"):
+        usable_prompts(sources, config, tokenizer)
+
+
+def test_the_most_natural_first_sft_on_gsm8k_is_refused_at_once(gsm8k):
+    """The toy recipe has 64 tokens, which hardly any solution fits into."""
+    _, tokenizer = gsm8k
+    data = DataConfig(path=str(GSM8K), system_prompt="")
+    config = SFTConfig(data=data, max_sequence_tokens=64, completion_column="answer")
+    with pytest.raises(ValueError, match="1 of 7473 rows of .* less than 1%: 7,472 longer than max_sequence_tokens=64"):
+        usable_chats(load_sources(data, "answer"), config, tokenizer)
+
+
+# ---- message lists
+
+
+def test_messages_bring_their_system_prompt_or_follow_the_config_s(tokenizer):
+    user = [{"role": "user", "content": "add n1"}]
+    data = DataConfig(system_prompt="Be brief")
+    assert tokenizer.decode(encode_prompt(tokenizer, data, user, 9)) == "<system> Be brief <user> add n1 <assistant>"
+    own = [{"role": "system", "content": "yes"}, *user]
+    assert tokenizer.decode(encode_prompt(tokenizer, data, own, 9)) == "<system> yes <user> add n1 <assistant>"
+
+
+def test_a_text_template_takes_one_question(tokenizer):
+    data = DataConfig(prompt_template="{system_prompt} add {question} yes", system_prompt="Be brief")
+    user = {"role": "user", "content": "n1"}
+    assert tokenizer.decode(encode_prompt(tokenizer, data, [user], 9)) == "Be brief add n1 yes"
+    assert encode_prompt(tokenizer, data, [user], 9) == encode_prompt(tokenizer, data, "n1", 9)
+    with pytest.raises(Refused, match="a text as data.prompt_template takes one question, .* has several turns"):
+        encode_prompt(tokenizer, data, [user, {"role": "assistant", "content": "yes"}, user], 9)

@@ -1,0 +1,294 @@
+"""Where rows come from: files, folders and the hub, and what is said about those that are broken."""
+
+import json
+
+import datasets
+import pytest
+
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig
+from grpo.config.checks import validate
+from grpo.config.recipes import change
+from grpo.config.sources import Source, parse_source
+from grpo.data.rows import check_rows
+from grpo.data.sources import load_rows
+
+
+def rows_of(path: object, split: str = "train") -> list[dict]:
+    rows = load_rows(parse_source(str(path), "data.path", split=split))
+    assert [rows[index] for index in range(len(rows))] == list(rows)  # one by one as all together
+    return list(rows)
+
+
+# ---- how a source is written
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("a/b", ("a/b", "", "", "train")),
+        ("a/b[main]", ("a/b", "main", "", "train")),
+        ("a/b@v1:test", ("a/b", "", "v1", "test")),
+        ("a/b[main]@v1:train[:5%]+validation", ("a/b", "main", "v1", "train[:5%]+validation")),
+        ("toy:addition", ("toy:addition", "", "", "train")),
+        ("toy:addition:test", ("toy:addition", "", "", "test")),
+        ("rows.jsonl:train[10:]", ("rows.jsonl", "", "", "train[10:]")),
+    ],
+)
+def test_a_source_in_one_text(spec, parts):
+    source = parse_source(spec, "data.path")
+    assert (source.path, source.name, source.revision, source.split) == parts
+    assert parse_source(source.text, "data.path") == source
+
+
+def test_a_file_may_have_any_name(tmp_path):
+    path = tmp_path / "rows[1]@a:b.jsonl"
+    path.write_text('{"a": 1}\n')
+    assert parse_source(str(path), "data.path") == Source("", str(path))
+
+
+@pytest.mark.parametrize("spec", ["", "[main]", "a/b[main", "a/b]", ":train"])
+def test_a_source_that_is_none(spec):
+    with pytest.raises(ValueError, match="data.path='.*' is no data set; write PATH"):
+        parse_source(spec, "data.path")
+
+
+def test_fields_fill_in_what_the_text_leaves_open():
+    data = DataConfig(path="a/b", name="main", revision="v1", split="train+validation")
+    assert data.all_sources == [Source("", "a/b", "main", "v1", "train+validation")]
+    with pytest.raises(ValueError, match=r"data.path='a/b\[main\]' names another name than 'other'"):
+        DataConfig(path="a/b[main]", name="other").all_sources  # noqa: B018
+
+
+def test_several_sources_and_sets():
+    data = DataConfig(sources={"x": "a/b[main]:train", "y": "y.jsonl"}, weights={"x": 3})
+    assert data.all_sources == [Source("x", "a/b", "main", weight=3), Source("y", "y.jsonl")]
+    sets = EvaluationConfig(sets={"z": "a/b[main]", "w": "w.csv:train"}).held_out(data)
+    assert sets == [Source("z", "a/b", "main", split="test"), Source("w", "w.csv")]
+
+
+def test_held_out_by_default_is_the_test_split_of_the_training_data():
+    data = DataConfig(path="a/b[main]@v1")
+    assert EvaluationConfig().held_out(data) == [Source("", "a/b", "main", "v1", "test")]
+    assert EvaluationConfig(path="c/d").held_out(data) == [Source("", "c/d", split="test")]
+    with pytest.raises(ValueError, match="data.sources has 1 data sets, .* set evaluation.path or evaluation.sets"):
+        EvaluationConfig().held_out(DataConfig(sources={"x": "x.jsonl"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"data.path": "x.jsonl", "data.sources": {"y": "y.jsonl"}},
+            "data.path='x.jsonl' and data.sources (y) both say",
+        ),
+        ({"data.weights": {"y": 1.0}}, "data.weights has 'y', which is not in data.sources (empty)"),
+        ({"data.sources": {"a b": "x.jsonl"}}, "data.sources has the name 'a b'; use letters, digits"),
+        ({"data.sources": {"x": "[]"}}, "data.sources x='[]' is no data set"),
+        (
+            {"data.weights": {"y": 0.0}},
+            "data.weights={'y': 0.0} must be a dict from names, each value a number, above 0",
+        ),
+        ({"data.row": "mine.py"}, "data.row='mine.py' names no function in a file"),
+        (
+            {"data.answer_column": "gold", "data.columns": {"answer": "truth"}},
+            "data.answer_column='gold' and data.columns answer='truth' both say",
+        ),
+        ({"data.columns": {"a.b": "c.d"}}, "under which no function can take a column; write --data.columns d c.d"),
+        (
+            {"evaluation.interval": 2, "evaluation.path": "x.jsonl", "evaluation.sets": {"y": "y.jsonl"}},
+            "evaluation.path='x.jsonl' and evaluation.sets (y) both say what is held out",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(changes, message):
+    with pytest.raises(ValueError) as refused:
+        validate(change(GRPOConfig(), changes))
+    assert message in str(refused.value)
+
+
+# ---- files
+
+
+def test_json_lines_skip_blank_lines_and_take_any_name(tmp_path):
+    path = tmp_path / "rows.txt"
+    path.write_bytes(b'{"a": 1}\n\n  \n{"a": "\xc3\xbc"}')
+    assert rows_of(path) == [{"a": 1}, {"a": "ü"}]
+
+
+def test_json_keeps_values_as_they_are(tmp_path):
+    """Each of them is something else after the library's own reader of JSON, or stops it."""
+    rows = [
+        {"a": "2024-01-02"},
+        {"a": 12345678901234567890123},
+        {"b": {"c": 1}},
+        {"b": {"c": ["x"], "d": None}},
+        {"a": "\ud800"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert rows_of(path) == rows
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_may_be_one_list(tmp_path, indent):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"a": 1}, {"a": [2]}], indent=indent))
+    assert rows_of(path) == [{"a": 1}, {"a": [2]}]
+    assert rows_of(f"{path}:train[1:]") == [{"a": [2]}]
+    (tmp_path / "test.json").write_text('[{"a": 3}]')
+    path.rename(tmp_path / "train.json")
+    assert rows_of(tmp_path, "test+train[:1]") == [{"a": 3}, {"a": 1}]
+    with pytest.raises(ValueError, match=r"\(split 'more'\) could not be loaded: Unknown split"):
+        rows_of(tmp_path, "more")
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match=r"rows.json, entry 1: a int, not a JSON object"):
+        rows_of(path)
+
+
+def test_csv_cells_are_the_text_that_they_are(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('question,answer\n"add 1, 2",007\nb,NA\n"two\nlines",\n')
+    assert rows_of(path) == [
+        {"question": "add 1, 2", "answer": "007"},
+        {"question": "b", "answer": "NA"},
+        {"question": "two\nlines", "answer": None},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b\n1,2\n3,4,5\n", 'rows.csv, line 3: 3 cells, the header has 2; put cells with commas or line breaks in "'),
+        ("a,a\n1,2\n", r"rows.csv, line 1: the header is \['a', 'a'\]; name each column, and no two alike"),
+        ("a,b\n", r"rows.csv \(split 'train'\) could not be loaded: .* no data"),
+    ],
+)
+def test_broken_csv_is_refused(tmp_path, content, message):
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        rows_of(path)
+
+
+def test_parquet_and_parts_of_files(tmp_path):
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([{"a": {"b": i}} for i in range(10)]).to_parquet(str(path))
+    assert rows_of(path) == [{"a": {"b": i}} for i in range(10)]
+    assert rows_of(f"{path}:train[:20%]") == rows_of(path, "test[:2]") == [{"a": {"b": 0}}, {"a": {"b": 1}}]
+
+
+def test_a_folder_has_splits_by_the_names_of_its_files(tmp_path):
+    (tmp_path / "train-1.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "train-2.jsonl").write_text('{"a": 2}\n')
+    (tmp_path / "test.jsonl").write_text('{"a": 3}\n')
+    assert rows_of(tmp_path) == [{"a": 1}, {"a": 2}]
+    assert rows_of(tmp_path, "test") == [{"a": 3}]
+    assert rows_of(tmp_path, "test+train[:1]") == [{"a": 3}, {"a": 1}]
+    with pytest.raises(ValueError, match="could not be loaded: ValueError: Unknown split .validation.*train.*test"):
+        rows_of(tmp_path, "validation")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_folder_of_other_files(tmp_path, suffix):
+    for name in ("one", "two"):
+        table = datasets.Dataset.from_list([{"a": name}])
+        getattr(table, f"to_{suffix}")(str(tmp_path / f"{name}.{suffix}"))
+    assert rows_of(tmp_path) == [{"a": "one"}, {"a": "two"}]
+
+
+def test_a_folder_without_rows_or_with_several_kinds(tmp_path):
+    with pytest.raises(ValueError, match="has no .jsonl, .json, .csv, .parquet file; give one with"):
+        rows_of(tmp_path)
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    (tmp_path / "b.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(ValueError, match=r"has files of several kinds \(csv, json\); give one with files of one kind"):
+        rows_of(tmp_path)
+
+
+def test_a_missing_file_is_named_with_its_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=rf"data file {tmp_path}/absent.csv does not exist"):
+        rows_of("absent.csv")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1}\n\n{"a": 2\n', r"rows.jsonl, line 3: not JSON \(Expecting ',' delimiter.*one JSON object per line"),
+        (b'{"a": "\xff"}\n', r"rows.jsonl, line 1: not JSON \('utf-8' codec can't decode byte 0xff.*; write UTF-8"),
+        (b'{"a": 1}\n{"a": "\xed\xa0\x80"}\n', r"rows.jsonl, line 2: not JSON \('utf-8' codec"),
+        (b'{"a": 1}\n[1, 2]\n', r"rows.jsonl, line 2: a list, not a JSON object; write one JSON object per line"),
+        (b'"text"\n', r"rows.jsonl, line 1: a str, not a JSON object"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "rows.jsonl, line 1: not JSON"),
+        (b"", r"rows.jsonl \(split 'train'\) has no rows"),
+        (b"\n \n", r"rows.jsonl \(split 'train'\) has no rows"),
+    ],
+)
+def test_broken_json_lines_are_refused(tmp_path, content, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as refused:
+        rows_of(path)
+    assert "\n" not in str(refused.value)
+
+
+# ---- the hub and toy tasks
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("Couldn't reach 'a/b' on the Hub"), ValueError("BuilderConfig 'x' not found")]
+)
+def test_a_hub_data_set_that_does_not_load_gives_one_error_with_the_way_out(monkeypatch, error):
+    def fail(path, name, split, revision):
+        assert (path, name, split, revision) == ("a/b", "x", "train", "v1")
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(ValueError) as caught:
+        rows_of("a/b[x]@v1")
+    assert str(caught.value).startswith(
+        f"data set a/b (name 'x', revision 'v1', split 'train') could not be loaded: {type(error).__name__}: {error}; "
+    )
+    assert ".jsonl" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_table_with_mixed_types_in_a_nested_column_is_refused_in_one_line(monkeypatch):
+    """The library's own error, as it reads the JSON of a hub data set whose types change after 10 MB."""
+    import pyarrow
+
+    def fail(path, name, split):
+        try:
+            pyarrow.array([{"truth": 1}, {"truth": "one"}])
+        except pyarrow.ArrowInvalid as error:
+            raise datasets.exceptions.DatasetGenerationError("An error occurred") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(ValueError) as caught:
+        rows_of("a/b")
+    message = str(caught.value)
+    assert message.startswith("data set a/b (split 'train') could not be loaded: ArrowInvalid: Could not convert 'one'")
+    assert "has text in one row and a number in another; make each column one type" in message
+    assert "\n" not in message
+
+
+def test_a_hub_data_set_without_a_name(monkeypatch):
+    rows = datasets.Dataset.from_list([{"question": "add n1", "answer": "1"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: rows if name is None else None)
+    assert rows_of("a/b") == [{"question": "add n1", "answer": "1"}]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_toy_tasks_have_what_the_streams_need(split):
+    source = Source("", "toy:addition", split=split)
+    rows = load_rows(source)
+    assert len(check_rows(source, rows, DataConfig()).usable) == len(rows)
+    assert len(check_rows(source, rows, DataConfig(), "completion").usable) == len(rows)
+
+
+def test_progress_is_shown_when_it_takes_long(monkeypatch, capsys):
+    from grpo.data import rows
+
+    seconds = iter([0.0, 1.0, 2.5, 3.0, 12.6])
+    monkeypatch.setattr(rows.time, "monotonic", lambda: next(seconds, 20.0))
+    assert list(rows.progress("abcd", 4, "rows of x read")) == list("abcd")
+    assert capsys.readouterr().out == "data: 1 of 4 rows of x read\ndata: 3 of 4 rows of x read\n"
