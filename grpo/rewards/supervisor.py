@@ -112,6 +112,8 @@ class Supervisor:
             self.queues: dict[bool, collections.deque[int]] = {part: collections.deque() for part in self.configs}
             os.chdir(folder)
             sys.path[:] = path
+            if not self.configs:  # without reward functions, a teacher alone judges
+                self._reply(([], ""))
             while True:
                 self._run_once()
         except NoWorkers as error:
@@ -145,7 +147,7 @@ class Supervisor:
         wake_at = [worker.deadline for worker in self.workers.values()]
         if any(map(self._is_short_of, self.configs)):
             wake_at.append(self.start_after)
-        seconds = max(0.0, min(wake_at) - time.monotonic())
+        seconds = max(0.0, min(wake_at, default=math.inf) - time.monotonic())
         for key, events in self.selector.select(seconds if seconds < math.inf else None):
             worker = key.data
             if worker is not None and not worker.closed:

@@ -304,13 +304,15 @@ def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_pat
 
     start("alone")
     (tmp_path / "alone/evaluation.jsonl").write_text("{}\n")
-    start("alone")  # which is written anew each time
+    with pytest.raises(BadInput, match="alone holds an earlier run .evaluation.jsonl.*--overwrite"):
+        start("alone")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes").write_text("")
     with pytest.raises(BadInput, match="no run.json"):
         start("mine")
     start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
-    with pytest.raises(ValueError, match="holds a run, whose log would be lost"):
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    with pytest.raises(BadInput, match="run holds an earlier run .metrics.jsonl"):
         start("run")
 
 
