@@ -1,9 +1,14 @@
 """Chats as token ids with their labels: masks worked out by hand, templates and tokenizers that make it hard."""
 
+import functools
 import itertools
+import json
+import pathlib
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
@@ -11,10 +16,11 @@ from grpo.config import DataConfig
 from grpo.data import chat as chat_module
 from grpo.data import toy
 from grpo.data.chat import TooLong, encode_prompt
-from grpo.data.formats import Chat
+from grpo.data.formats import Chat, row_to_chat
 from grpo.data.turns import Refused, encode_chat, encode_example, encode_text
 
 DATA = DataConfig(system_prompt="")
+GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 TEXTS = [
     "be brief, 1+1? two. and 2+2? four. call: thanks a lot hello " * 20,
     "User\nAssistant\nTool\nSystem\nhello\n" * 20,
@@ -342,6 +348,34 @@ def test_characters_of_several_tokens_and_tokens_without_characters():
     ids, mask = encode_chat(metaspace, DATA, messages[:2], "assistant", 100)
     labels = [token for token, is_label in zip(metaspace.convert_ids_to_tokens(ids), mask, strict=True) if is_label]
     assert labels == ["▁y", "<eos>"]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.text(), min_size=2, max_size=6), st.booleans())
+def test_labels_are_the_answers_whatever_is_in_them(texts, trim_offsets):
+    """Special tokens stand at the edges of turns, which nothing merges with."""
+    tokenizer = any_text_tokenizer(trim_offsets)
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    ids, mask = encode_chat(tokenizer, DATA, messages, "assistant", 10_000)
+    assert tokenizer.decode(list(itertools.compress(ids, mask))) == "".join(f"{text}<|im_end|>" for text in texts[1::2])
+
+
+@functools.cache
+def any_text_tokenizer(trim_offsets: bool) -> PreTrainedTokenizerFast:
+    return tokenizer_for(CHATML, "<|im_end|>", trim_offsets)
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not there")
+def test_real_answers():
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:500]]
+    tokenizer = toy.trained_tokenizer(row[column] for row in rows for column in ("question", "answer"))
+    for row in rows:
+        chat = row_to_chat(row, "auto", "question", "answer")
+        ids, mask = encode_example(tokenizer, DataConfig(), chat, "assistant", 2048)
+        prompt = encode_prompt(tokenizer, DataConfig(), row["question"], 2048)
+        assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt)
+        assert tokenizer.decode(list(itertools.compress(ids, mask))) == row["answer"] + "<|im_end|>"
+        assert tokenizer.decode(ids[len(prompt) + sum(mask) :]) == "\n"
 
 
 def test_bounds():
