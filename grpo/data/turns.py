@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 # Start and end among the characters of a text.
 Span = tuple[int, int]
-# (messages, whether the opening of an answer follows) -> text, and the characters in generation markers; None without.
+# (number of messages, whether the opening of an answer follows) -> the chat up to there as text, and what is inside
+# generation markers, None in a template without; see _write.
 Writer = Callable[..., tuple[str, list[Span] | None]]
 
 HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -97,7 +98,7 @@ def encode_chat(
         if data.is_text_template:
             text, spans = _fill_in(data, messages, name)
         else:
-            write = functools.partial(_write, tokenizer, data, tools)
+            write = functools.cache(functools.partial(_write, tokenizer, data, tools, messages))
             text, spans = _write_chat(write, messages, train_on, ends, name)
     if train_on == "all":
         spans = [(0, len(text))]
@@ -135,19 +136,20 @@ def _write(
     data: DataConfig,
     tools: list[dict[str, Any]] | None,
     messages: list[Message],
+    num_messages: int,
     opening: bool = False,
 ) -> tuple[str, list[Span] | None]:
-    """A Writer: what the chat template makes of the messages, with the opening of an answer if asked for."""
+    """A Writer when it has its first arguments: what the chat template makes of the first messages of a chat."""
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    question = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+    question = next((message["content"] for message in messages if message["role"] == "user"), "")
     arguments = {**tokenizer.special_tokens_map, **_template_arguments(data, question)}
     template = tokenizer.get_chat_template(arguments.pop("chat_template", None), tools)
     has_markers = HAS_MARKERS.search(template) is not None
     try:
         texts, spans = render_jinja_template(
-            [messages],
+            [messages[:num_messages]],
             tools=tools,
             chat_template=template,
             add_generation_prompt=opening,
@@ -165,32 +167,28 @@ def _write_chat(
     write: Writer, messages: list[Message], train_on: TrainOn, ends: tuple[str, ...], name: str
 ) -> tuple[str, list[Span]]:
     """The chat as one text, and the characters of the turns that `train_on` names; none for `all`."""
-    text, marked = write(messages)
+    text, marked = write(len(messages))
     if messages[-1]["role"] != "assistant":
         return text, []
     if marked is not None:
-        return text, _marked_spans(write, messages, train_on, text, marked, ends)
+        num_before = len(write(len(messages) - 1)[1]) if train_on == "last" and len(messages) > 1 else 0
+        return text, _marked_spans(text, marked, num_before, ends)
     # A template that writes prompts only makes no more of the answer than of the question.
-    if len(messages) > 1 and (prompt := write(messages[:-1], opening=True)[0]).startswith(text):
+    if len(messages) > 1 and (prompt := write(len(messages) - 1, True)[0]).startswith(text):
         return _append_answer(prompt, messages, name)
     return text, [] if train_on == "all" else _prefix_spans(write, messages, train_on, text, name)
 
 
-def _marked_spans(
-    write: Writer, messages: list[Message], train_on: TrainOn, text: str, marked: list[Span], ends: tuple[str, ...]
-) -> list[Span]:
-    """What is inside the generation markers, and the special token that ends a turn if it stands right behind them.
+def _marked_spans(text: str, marked: list[Span], num_before: int, ends: tuple[str, ...]) -> list[Span]:
+    """What is inside generation markers, without the first `num_before`, and what ends a turn right behind them.
 
-    What ends a turn is seen at the end of the chat, whose last message is the assistant's.
+    What ends a turn is the special token at the end of the chat, whose last message is the assistant's.
     """
-    chosen = marked
-    if train_on == "last" and len(messages) > 1:
-        chosen = marked[len(write(messages[:-1])[1] or []) :]
     behind = text[marked[-1][1] :] if marked else ""
     end = next((behind[: behind.index(end) + len(end)] for end in ends if behind.lstrip().startswith(end)), "")
     return [
         (first, past + len(end) if text.startswith(end, past) and not text[first:past].endswith(ends) else past)
-        for first, past in chosen
+        for first, past in marked[num_before:]
     ]
 
 
@@ -203,7 +201,7 @@ def _prefix_spans(write: Writer, messages: list[Message], train_on: TrainOn, tex
     spans = []
     for turn in turns if train_on == "assistant" else turns[-1:]:
         start = len(_before_turn(write, messages, turn, text, name))
-        end = len(_same_as_in(text, write(messages[: turn + 1])[0], messages, turn + 1, name))
+        end = len(_same_as_in(text, write(turn + 1)[0], messages, turn + 1, name))
         spans.append((start, end))
     return spans
 
@@ -211,10 +209,9 @@ def _prefix_spans(write: Writer, messages: list[Message], train_on: TrainOn, tex
 def _before_turn(write: Writer, messages: list[Message], turn: int, text: str, name: str) -> str:
     """The text up to where the model would begin to sample the turn."""
     if turn:
-        return _same_as_in(text, write(messages[:turn], opening=True)[0], messages, turn, name)
+        return _same_as_in(text, write(turn, True)[0], messages, turn, name)
     # No template takes an empty chat: the opening is what it would add to this message.
-    first = write(messages[:1])[0]
-    opening = write(messages[:1], opening=True)[0].removeprefix(first)
+    opening = write(1, True)[0].removeprefix(write(1)[0])
     before, found, _ = text.partition(opening) if opening else ("", "", text)
     if opening and not found:
         raise Refused(f"{name} does not open the chat's first turn, an assistant's, as it opens an answer")
@@ -273,7 +270,7 @@ def _cut_after_end(text: str, span: Span, ends: tuple[str, ...]) -> Span:
 def _special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
     """Texts of the tokens that end turns, begin them, and pad."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return tuple(sorted(added | set(tokenizer.all_special_tokens)))
+    return tuple(sorted(text for text in added | set(tokenizer.all_special_tokens) if text))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,14 +315,10 @@ def _encode(
 def _labels(offsets: list[Span], spans: list[Span], num_characters: int) -> list[bool]:
     """For each token whether the last character that it stands for is in one of the spans.
 
-    Tokenizers that trim offsets (Llama 3's) give a token of blanks an empty range behind them. A token with an empty
-    range where nothing is new stands for no character: BOS, or a mark that the tokenizer put in.
+    Only where it ends is looked at: tokenizers that trim offsets (Llama 3's) let a blank begin where it ends. What the
+    tokenizer put before the text (BOS) ends at 0.
     """
     inside = bytearray(num_characters)
     for start, end in spans:
         inside[start:end] = b"\1" * len(inside[start:end])
-    mask, reached = [], 0
-    for start, end in offsets:
-        mask.append(bool((start < end or end > reached) and inside[end - 1]))
-        reached = max(reached, end)
-    return mask
+    return [end > 0 and inside[end - 1] == 1 for _, end in offsets]

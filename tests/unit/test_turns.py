@@ -7,6 +7,7 @@ import pathlib
 import time
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -15,9 +16,12 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from grpo.config import DataConfig
 from grpo.data import chat as chat_module
 from grpo.data import toy
+from grpo.data.batches import make_batch
 from grpo.data.chat import TooLong, encode_prompt
 from grpo.data.formats import Chat, row_to_chat
+from grpo.data.packing import build_micro_batch
 from grpo.data.turns import Refused, encode_chat, encode_example, encode_text
+from grpo.types import Sample
 
 DATA = DataConfig(system_prompt="")
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
@@ -180,6 +184,13 @@ def test_markers_in_two_places_of_a_turn():
     assert encoded(tokenizer, chat, "last") == "1+1?1+1 so:two.<|eot|>and 2+2?[1+1] so:[two.<|eot|>]"
 
 
+def test_markers_that_hold_the_end_of_a_turn_already():
+    marked = "{% generation %}{{ messages[1].content }}<|eot|>{% endgeneration %}<eos>"
+    assert encoded(tokenizer_for("1+1?" + marked, "<eos>"), TALK[1:3]) == "1+1?[two.<|eot|>]<eos>"
+    nobody = "{% if messages[1].role == 'nobody' %}" + marked + "{% endif %}{{ messages[1].content }}"
+    assert encoded(tokenizer_for("1+1?" + nobody, "<eos>"), TALK[1:3]) == "1+1?two.<eos>"  # no label, not even EOS
+
+
 def test_tools_and_tool_calls():
     template = (
         "{% if tools %}{{ tools[0].function.name }} {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -211,6 +222,17 @@ def test_an_example_without_a_label():
         assert len(ids) == len(mask) > 10 and not any(mask)
     assert any(encode_chat(tokenizer, DATA, TALK[:2], "all", 1000)[1])
     assert encode_chat(tokenizer_for("{{ messages[0].nothing }}", "<eos>"), DATA, TALK[:1], "last", 9) == ([], [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_label_is_predicted_in_a_micro_batch(family):
+    """Also with `all`, in which the first token is none."""
+    tokenizer = tokenizer_for(*FAMILIES[family])
+    encodings = [encode_chat(tokenizer, DATA, TALK, train_on, 1000) for train_on in ("all", "assistant", "last")]
+    batch = make_batch([Sample(torch.tensor(ids), torch.tensor(mask)) for ids, mask in encodings])
+    micro = build_micro_batch(batch, [[0, 1, 2]], batch.num_tokens)
+    labels = [token for ids, mask in encodings for token in itertools.compress(ids, mask)]
+    assert micro.targets_BT[micro.loss_mask_BT].tolist() == labels
 
 
 def test_the_system_prompt_comes_first_unless_the_chat_has_one():
