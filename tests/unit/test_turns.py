@@ -235,6 +235,13 @@ def test_every_label_is_predicted_in_a_micro_batch(family):
     assert micro.targets_BT[micro.loss_mask_BT].tolist() == labels
 
 
+def test_a_special_token_without_text_ends_nothing():
+    tokenizer = tokenizer_for(*FAMILIES["plain"])
+    tokenizer.bos_token = ""
+    assert "" in tokenizer.all_special_tokens
+    assert encoded(tokenizer, TALK) == BY_HAND["plain", "assistant"]
+
+
 def test_the_system_prompt_comes_first_unless_the_chat_has_one():
     tokenizer, data = tokenizer_for(*FAMILIES["plain"]), DataConfig(system_prompt="hello")
     assert encoded(tokenizer, TALK[1:3], data=data) == "System: hello\nUser: 1+1?\nAssistant:[ two.\n<eos>]"
@@ -318,6 +325,7 @@ def test_texts_have_the_tokenizers_beginning_and_eos():
             single=pattern, special_tokens=special
         )
         assert bracketed(tokenizer, *encode_text(tokenizer, "hello", 100)) == "<|begin|>[hello<eos>]"
+        assert bracketed(tokenizer, *encode_text(tokenizer, "", 100)) == "<|begin|>[<eos>]"
         data = DataConfig(prompt_template="{question}", system_prompt="")
         assert encoded(tokenizer, TALK[1:3], data=data) == "<|begin|>1+1?[two.<eos>]"
 
