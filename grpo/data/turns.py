@@ -143,7 +143,7 @@ def _write(
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    question = next((message["content"] for message in messages if message["role"] == "user"), "")
+    question = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
     arguments = {**tokenizer.special_tokens_map, **_template_arguments(data, question)}
     template = tokenizer.get_chat_template(arguments.pop("chat_template", None), tools)
     has_markers = HAS_MARKERS.search(template) is not None
