@@ -493,6 +493,12 @@ class GRPOConfig:
         return roles.num_trainers + (0 if roles.colocated else roles.num_references + roles.num_generators)
 
 
+# Which tokens of an example are labels, see grpo/data/turns.py.
+TrainOn = Literal["all", "assistant", "last"]
+# What the columns of a row mean, see grpo/data/formats.py.
+RowFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "text"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
     """Everything `train_sft.py` needs: supervised fine-tuning with one role."""

@@ -5,6 +5,7 @@ never cut, and nothing here knows about devices or process groups; every rank co
 lengths and takes its own part.
 """
 
+import bisect
 import heapq
 import math
 from collections.abc import Sequence
@@ -28,8 +29,10 @@ def plan_micro_batches(
     Every sequence appears once. All ranks get the same number of micro-batches, at least one, because their collectives
     (FSDP gathers each block in every forward) must pair up; a rank may get an empty micro-batch, which has no rows.
 
-    packing=True: a micro-batch is one row of at most `max_tokens`. Their number is the smallest at which longest-first
-    greedy (Graham 1969: each sequence into the emptiest row) fits; this also makes rows nearly equally full.
+    packing=True: a micro-batch is one row of at most `max_tokens`. Their number is the smallest at which one of two
+    longest-first rules fits: each sequence into the emptiest row (Graham 1969), which makes rows nearly equally full;
+    or best fit, each into the fullest row that has room (Johnson et al. 1974), which fits more often where a row holds
+    few sequences.
     packing=False: every row holds one sequence. Sequences of similar length run together, at the same time on all
     ranks; rows x the longest of them (over all ranks, rounded up to `multiple`) stays within `max_tokens`.
 
@@ -145,12 +148,17 @@ def _pack_rows(longest_first: list[int], lengths: Sequence[int], num_ranks: int,
     at_least = max(1, math.ceil(sum(lengths) / max_tokens), sum(2 * length > max_tokens for length in lengths))
     num_micro_batches = math.ceil(at_least / num_ranks)
     # ends at the latest when every sequence has a row of its own
-    while (rows := _fill_rows(longest_first, lengths, num_ranks * num_micro_batches, max_tokens)) is None:
+    while True:
+        num_rows = num_ranks * num_micro_batches
+        rows = _fill_evenly(longest_first, lengths, num_rows, max_tokens)
+        rows = rows or _fill_by_best_fit(longest_first, lengths, num_rows, max_tokens)
+        if rows:
+            break
         num_micro_batches += 1
     return sorted(rows, key=lambda row: -sum(lengths[index] for index in row))
 
 
-def _fill_rows(
+def _fill_evenly(
     longest_first: list[int], lengths: Sequence[int], num_rows: int, max_tokens: int
 ) -> list[list[int]] | None:
     """Put each sequence into the emptiest row; None as soon as one does not fit there, since it then fits nowhere."""
@@ -162,6 +170,22 @@ def _fill_rows(
             return None
         rows[row].append(index)
         heapq.heapreplace(emptiest, (load + lengths[index], row))
+    return rows
+
+
+def _fill_by_best_fit(
+    longest_first: list[int], lengths: Sequence[int], num_rows: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Put each sequence into the row that it leaves least room in; None as soon as one fits nowhere."""
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    fullest_first = [(max_tokens, row) for row in range(num_rows)]  # room left
+    for index in longest_first:
+        place = bisect.bisect_left(fullest_first, (lengths[index], 0))
+        if place == num_rows:
+            return None
+        room, row = fullest_first.pop(place)
+        rows[row].append(index)
+        bisect.insort(fullest_first, (room - lengths[index], row))
     return rows
 
 

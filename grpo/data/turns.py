@@ -1,0 +1,324 @@
+"""Chats -> token ids and which of them are labels (the loss mask), by the model's chat template.
+
+The whole chat is written as one text and tokenized once, as the model would see it. Which characters of that text the
+assistant wrote is read from the template: from its generation markers (`{% generation %}`), else by writing the chat up
+to each assistant turn and comparing. The tokenizer then says which characters each token stands for.
+
+Only what the model itself would sample is a label: an assistant's turn with the token that ends it, and nothing after
+that token. Left out: weights of single messages, images.
+"""
+
+import functools
+import os.path
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from grpo.config import DataConfig, TrainOn
+from grpo.data.chat import (
+    QUOTED_CHARACTERS,
+    TEMPLATE_SECONDS,
+    TooLong,
+    _deadline,
+    _longest_token,
+    _template_arguments,
+    _template_name,
+    check_characters,
+)
+from grpo.data.formats import Chat, Message
+from grpo.text import has_surrogates, one_line, shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Start and end among the characters of a text.
+Span = tuple[int, int]
+# (number of messages, whether the opening of an answer follows) -> the chat up to there as text, and what is inside
+# generation markers, None in a template without; see _write.
+Writer = Callable[..., tuple[str, list[Span] | None]]
+
+HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Of the text around the place where two writings of a chat part.
+SHOWN_CHARACTERS = 30
+
+
+class Refused(ValueError):
+    """A row cannot be encoded, mostly because the chat template does not take its messages; the message says why."""
+
+
+def encode_example(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    chat: Chat,
+    train_on: TrainOn,
+    max_tokens: int,
+    truncate: bool = False,
+) -> tuple[list[int], list[bool]]:
+    """Token ids of what a row gave, messages or plain text, and which are labels; see the two functions below."""
+    if not chat.messages:
+        return encode_text(tokenizer, chat.text, max_tokens, truncate)
+    return encode_chat(tokenizer, data, chat.messages, train_on, max_tokens, chat.tools, truncate)
+
+
+def encode_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    messages: list[Message],
+    train_on: TrainOn,
+    max_tokens: int,
+    tools: list[dict[str, Any]] | None = None,
+    truncate: bool = False,
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a chat, and for each whether it is a label. The first token never is: nothing predicts it.
+
+    train_on: `assistant` every assistant turn, `last` the last one, `all` every token. The token that ends a trained
+    turn is a label, the line break that templates write after it is not. If the template writes no such token, EOS
+    follows the last turn. Messages after the last assistant turn are left out, except with `all`. A chat without an
+    assistant turn has no label.
+
+    `data.system_prompt` comes first unless the chat brings a system message of its own. A template that writes prompts
+    only (`data.prompt_template` as text, say) is followed by the answer and EOS; the chat then has one question.
+
+    A token that stands for characters on both sides of a turn's edge belongs to the side of its last character, so a
+    label never reaches into the next turn.
+
+    truncate: keep the first `max_tokens` tokens of a longer chat, instead of TooLong.
+    Raises TooLong; Refused for a chat that the template does not take, or whose turns cannot be told apart because the
+    template writes them otherwise when more messages follow; ValueError if it takes longer than TEMPLATE_SECONDS, or
+    the tokenizer cannot say which characters a token stands for.
+    """
+    messages = with_system_prompt(data, messages)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if turns and train_on != "all":
+        messages = messages[: turns[-1] + 1]
+    if not truncate:
+        check_characters(tokenizer, "".join(message.get("content") or "" for message in messages), max_tokens)
+    name, ends = _template_name(tokenizer, data), _special_texts(tokenizer)
+    with _deadline(TEMPLATE_SECONDS, name):
+        if data.is_text_template:
+            text, spans = _fill_in(data, messages, name)
+        else:
+            write = functools.cache(functools.partial(_write, tokenizer, data, tools, messages))
+            text, spans = _write_chat(write, messages, train_on, ends, name)
+    if train_on == "all":
+        spans = [(0, len(text))]
+    else:
+        spans = [_cut_after_end(text, span, ends) for span in spans]
+    ended = messages[-1]["role"] != "assistant" or text.rstrip().endswith(ends)
+    return _encode(tokenizer, text, spans, max_tokens, truncate, bos=data.is_text_template, eos=not ended)
+
+
+def encode_text(
+    tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int, truncate: bool = False
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a text without turns and whether each is a label: all but the first are.
+
+    The tokenizer's beginning of a text (BOS), if it has one, comes first and EOS last. `truncate` and what it raises as
+    in `encode_chat`.
+    """
+    return _encode(tokenizer, text, [(0, len(text))], max_tokens, truncate, bos=True, eos=True)
+
+
+def with_system_prompt(data: DataConfig, messages: list[Message]) -> list[Message]:
+    """`messages` behind `data.system_prompt`, unless that is empty or they begin with a system message."""
+    if not data.system_prompt or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": data.system_prompt}, *messages]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Texts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    tools: list[dict[str, Any]] | None,
+    messages: list[Message],
+    num_messages: int,
+    opening: bool = False,
+) -> tuple[str, list[Span] | None]:
+    """A Writer when it has its first arguments: what the chat template makes of the first messages of a chat."""
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    question = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+    arguments = {**tokenizer.special_tokens_map, **_template_arguments(data, question)}
+    template = tokenizer.get_chat_template(arguments.pop("chat_template", None), tools)
+    has_markers = HAS_MARKERS.search(template) is not None
+    try:
+        texts, spans = render_jinja_template(
+            [messages[:num_messages]],
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=opening,
+            return_assistant_tokens_mask=has_markers,
+            **arguments,
+        )
+    # what the operators of a template raise when a row is not what they expect
+    except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
+        raise Refused(f"{_template_name(tokenizer, data)} refuses this chat: {reason}") from error
+    return texts[0], spans[0] if has_markers else None
+
+
+def _write_chat(
+    write: Writer, messages: list[Message], train_on: TrainOn, ends: tuple[str, ...], name: str
+) -> tuple[str, list[Span]]:
+    """The chat as one text, and the characters of the turns that `train_on` names; none for `all`."""
+    text, marked = write(len(messages))
+    if messages[-1]["role"] != "assistant":
+        return text, []
+    if marked is not None:
+        num_before = len(write(len(messages) - 1)[1]) if train_on == "last" and len(messages) > 1 else 0
+        return text, _marked_spans(text, marked, num_before, ends)
+    # A template that writes prompts only makes no more of the answer than of the question.
+    if len(messages) > 1 and (prompt := write(len(messages) - 1, True)[0]).startswith(text):
+        return _append_answer(prompt, messages, name)
+    return text, [] if train_on == "all" else _prefix_spans(write, messages, train_on, text, name)
+
+
+def _marked_spans(text: str, marked: list[Span], num_before: int, ends: tuple[str, ...]) -> list[Span]:
+    """What is inside generation markers, without the first `num_before`, and what ends a turn right behind them.
+
+    What ends a turn is the special token at the end of the chat, whose last message is the assistant's.
+    """
+    behind = text[marked[-1][1] :] if marked else ""
+    end = next((behind[: behind.index(end) + len(end)] for end in ends if behind.lstrip().startswith(end)), "")
+    return [
+        (first, past + len(end) if text.startswith(end, past) and not text[first:past].endswith(ends) else past)
+        for first, past in marked[num_before:]
+    ]
+
+
+def _prefix_spans(write: Writer, messages: list[Message], train_on: TrainOn, text: str, name: str) -> list[Span]:
+    """For each turn, what follows the opening of the answer, up to the end of the chat if it ended with that turn.
+
+    Raises Refused with the first place where the template writes the beginning of the chat in another way.
+    """
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    spans = []
+    for turn in turns if train_on == "assistant" else turns[-1:]:
+        start = len(_before_turn(write, messages, turn, text, name))
+        end = len(_same_as_in(text, write(turn + 1)[0], messages, turn + 1, name))
+        spans.append((start, end))
+    return spans
+
+
+def _before_turn(write: Writer, messages: list[Message], turn: int, text: str, name: str) -> str:
+    """The text up to where the model would begin to sample the turn."""
+    if turn:
+        return _same_as_in(text, write(turn, True)[0], messages, turn, name)
+    # No template takes an empty chat: the opening is what it would add to this message.
+    opening = write(1, True)[0].removeprefix(write(1)[0])
+    before, found, _ = text.partition(opening) if opening else ("", "", text)
+    if opening and not found:
+        raise Refused(f"{name} does not open the chat's first turn, an assistant's, as it opens an answer")
+    return before + found
+
+
+def _same_as_in(text: str, beginning: str, messages: list[Message], num_messages: int, name: str) -> str:
+    """`beginning`, what the template makes of the first messages, if `text` begins with it; else Refused."""
+    if text.startswith(beginning):
+        return beginning
+    place = len(os.path.commonprefix([text, beginning]))
+    alone, whole = (
+        repr(shown[max(0, place - SHOWN_CHARACTERS) : place + SHOWN_CHARACTERS]) for shown in (beginning, text)
+    )
+    # the last turn alone needs no more than what comes before it
+    other_way = "" if num_messages == len(messages) - 1 else "train_on last may do, else "
+    raise Refused(
+        f"{name} is not prefix-stable: from character {place + 1} on, the first {num_messages} of {len(messages)} "
+        f"messages are {alone} alone and {whole} in the whole chat, so the turns cannot be told apart; {other_way}give "
+        "a template with {% generation %} markers as data.prompt_template FILE.jinja"
+    )
+
+
+def _fill_in(data: DataConfig, messages: list[Message], name: str) -> tuple[str, list[Span]]:
+    """The text template with its placeholders filled in, and the answer if there is one."""
+    users = [message["content"] for message in messages if message["role"] == "user"]
+    systems = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    # the question last, so that nothing within it is taken for a placeholder
+    prompt = data.prompt_template.replace("{system_prompt}", "\n".join(systems))
+    prompt = prompt.replace("{question}", users[0] if users else "")
+    if messages[-1]["role"] != "assistant":
+        messages = [*messages, {"role": "assistant", "content": ""}]
+        return _append_answer(prompt, messages, name)[0], []
+    return _append_answer(prompt, messages, name)
+
+
+def _append_answer(prompt: str, messages: list[Message], name: str) -> tuple[str, list[Span]]:
+    """A prompt and the assistant's text behind it. Raises Refused for more than one question and one answer."""
+    roles = [message["role"] for message in messages if message["role"] not in ("system", "developer")]
+    if roles != ["user", "assistant"]:
+        raise Refused(
+            f"{name} writes one question for one answer, and this chat has {', '.join(roles)}; give a template that "
+            "writes all `messages` as data.prompt_template FILE.jinja"
+        )
+    text = prompt + messages[-1]["content"]
+    return text, [(len(prompt), len(text))]
+
+
+def _cut_after_end(text: str, span: Span, ends: tuple[str, ...]) -> Span:
+    """Without the blanks behind a special token that ends the span: the model stops at that token."""
+    turn = text[slice(*span)].rstrip()
+    return (span[0], span[0] + len(turn)) if turn.endswith(ends) else span
+
+
+@functools.lru_cache(maxsize=4)
+def _special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
+    """Texts of the tokens that end turns, begin them, and pad."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(text for text in added | set(tokenizer.all_special_tokens) if text))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _encode(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    spans: list[Span],
+    max_tokens: int,
+    truncate: bool,
+    bos: bool,
+    eos: bool,
+) -> tuple[list[int], list[bool]]:
+    """Ids of the text and which stand for characters in `spans`; `eos` adds EOS, a label if there are spans."""
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path} cannot say which characters a token stands for; save it as "
+            "tokenizer.json (a fast tokenizer)"
+        )
+    if has_surrogates(text):
+        raise Refused("the text has a lone surrogate (half of a character)")
+    if truncate:  # what is cut here lies behind the last token that is kept
+        text = text[: (max_tokens + 2) * _longest_token(tokenizer)]
+    else:
+        check_characters(tokenizer, text, max_tokens)
+    encoded = tokenizer(text, add_special_tokens=bos, return_offsets_mapping=True)
+    ids, mask = list(encoded["input_ids"]), _labels(encoded["offset_mapping"], spans, len(text))
+    if bos and ids[-1:] == [tokenizer.eos_token_id] and encoded["offset_mapping"][-1] == (0, 0):
+        ids, mask = ids[:-1], mask[:-1]  # some tokenizers close every text
+    if eos:
+        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, bool(spans)]
+    if len(ids) > max_tokens and not truncate:
+        raise TooLong(len(ids), exact=True)
+    if mask:
+        mask[0] = False
+    return ids[:max_tokens], mask[:max_tokens]
+
+
+def _labels(offsets: list[Span], spans: list[Span], num_characters: int) -> list[bool]:
+    """For each token whether the last character that it stands for is in one of the spans.
+
+    Only where it ends is looked at: tokenizers that trim offsets (Llama 3's) let a blank begin where it ends. What the
+    tokenizer put before the text (BOS) ends at 0.
+    """
+    inside = bytearray(num_characters)
+    for start, end in spans:
+        inside[start:end] = b"\1" * len(inside[start:end])
+    return [end > 0 and inside[end - 1] == 1 for _, end in offsets]

@@ -1,0 +1,121 @@
+"""Rows of each format as chats; rows that are none are told with what is wrong about them."""
+
+import pytest
+
+from grpo.data.formats import Chat, detect_format, row_to_chat
+
+USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
+
+
+def chat_of(row: dict, row_format: str = "auto") -> Chat:
+    return row_to_chat(row, row_format, "question", "answer")
+
+
+@pytest.mark.parametrize(
+    "row, messages",
+    [
+        ({"messages": [USER, ASSISTANT], "source": "x"}, [USER, ASSISTANT]),
+        ({"question": "1+1?", "answer": "two"}, [USER, ASSISTANT]),
+        ({"question": [USER], "answer": [ASSISTANT]}, [USER, ASSISTANT]),
+        ({"question": [USER, ASSISTANT, USER], "answer": "two"}, [USER, ASSISTANT, USER, ASSISTANT]),
+        ({"instruction": "1+1?", "input": "", "output": "two"}, [USER, ASSISTANT]),
+        ({"instruction": "1+1?", "output": "two"}, [USER, ASSISTANT]),
+        (
+            {"instruction": "Add", "input": "1 and 1", "output": "two", "text": "all of it"},
+            [{"role": "user", "content": "Add\n\n1 and 1"}, ASSISTANT],
+        ),
+    ],
+)
+def test_rows_with_turns(row, messages):
+    assert chat_of(row) == Chat(messages)
+
+
+def test_plain_text():
+    assert chat_of({"text": "Once upon a time"}) == Chat([], text="Once upon a time")
+
+
+def test_the_first_format_that_fits_is_taken_unless_one_is_named():
+    row = {"text": "t", "instruction": "i", "output": "o", "question": "q", "answer": "a", "messages": [USER]}
+    expected = {
+        "messages": Chat([USER]),
+        "prompt_completion": Chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]),
+        "alpaca": Chat([{"role": "user", "content": "i"}, {"role": "assistant", "content": "o"}]),
+        "text": Chat([], text="t"),
+    }
+    assert {name: chat_of(row, name) for name in expected} == expected
+    needed = {"messages": ["messages"], "prompt_completion": ["question"], "alpaca": ["output"], "text": ["text"]}
+    for name, columns in needed.items():
+        assert detect_format(row, "question", "answer") == name
+        row = {column: value for column, value in row.items() if column not in columns}
+    with pytest.raises(
+        ValueError, match="the columns instruction, answer are no row format; there must be messages, or"
+    ):
+        detect_format(row, "question", "answer")
+
+
+def test_what_a_table_adds_to_messages_is_left_out():
+    """A table gives each row every entry that any has; arguments of a call may be there as JSON text."""
+    function = {"name": "add", "arguments": '{"b": 1, "a": null}'}
+    call = {"id": "1", "type": "function", "function": function}
+    row = {
+        "messages": [
+            {"role": "user", "content": "1+1?", "tool_calls": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [call, {"name": "sub", "arguments": {"a": 1, "b": None}}],
+            },
+            {"role": "tool", "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "!"}], "name": "add"},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+    }
+    before = repr(row)
+    assert chat_of(row) == Chat(
+        [
+            USER,
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": None}}},
+                    {"name": "sub", "arguments": {"a": 1}},
+                ],
+            },
+            {"role": "tool", "content": "2!", "name": "add"},
+        ],
+        tools=[{"type": "function", "function": {"name": "add"}}],
+    )
+    assert repr(row) == before
+    assert chat_of({"messages": [USER], "tools": [{"name": "f", "default": None}]}).tools == [{"name": "f"}]
+    assert chat_of({"messages": [USER], "tools": []}).tools is None
+
+
+@pytest.mark.parametrize(
+    "row, row_format, message",
+    [
+        ({"question": "1+1?", "answer": None}, "auto", "^column 'answer' is missing$"),
+        ({"question": " \n", "answer": "two"}, "auto", "^column 'question' is empty$"),
+        ({"question": 2, "answer": "two"}, "auto", "^column 'question' holds int, not text$"),
+        ({"question": [], "answer": "two"}, "auto", "^column 'question' has no messages$"),
+        ({"text": "t"}, "messages", "^column 'messages' is missing$"),
+        ({"messages": "hi"}, "auto", "^column 'messages' holds str, not a list of messages$"),
+        ({"messages": [USER, "hi"]}, "auto", "message 2 is str, not an object with role and content$"),
+        ({"messages": [{"from": "human", "value": "hi"}]}, "auto", "message 1 has no role$"),
+        ({"messages": [{"role": "user", "content": None}]}, "auto", "message 1 has no text as content$"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "auto", "message 1 has no text as content$"),
+        ({"messages": [ASSISTANT | {"tool_calls": "add"}]}, "auto", "message 1: tool_calls must be a list of objects$"),
+        ({"messages": [ASSISTANT | {"tool_calls": [{"function": "f"}]}]}, "auto", "a tool call is str, not an object$"),
+        (
+            {"messages": [ASSISTANT | {"tool_calls": [{"function": {"arguments": "{a: 1}"}}]}]},
+            "auto",
+            "message 1: the arguments of a tool call are text, but not JSON",
+        ),
+        ({"messages": [USER], "tools": "[" * 100_000}, "auto", "^column 'tools' are text, but not JSON"),
+        ({"messages": [USER], "tools": ["add"]}, "auto", "^column 'tools' does not hold a list of JSON schemas$"),
+        ({"instruction": "add", "input": 3, "output": "o"}, "auto", "^column 'input' holds int, not text$"),
+        ({"text": None}, "auto", "^column 'text' is missing$"),
+    ],
+)
+def test_rows_that_are_no_chats(row, row_format, message):
+    with pytest.raises(ValueError, match=message):
+        chat_of(row, row_format)

@@ -1,0 +1,462 @@
+"""Chats as token ids with their labels: masks worked out by hand, templates and tokenizers that make it hard."""
+
+import functools
+import itertools
+import json
+import pathlib
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+
+from grpo.config import DataConfig
+from grpo.data import chat as chat_module
+from grpo.data import toy
+from grpo.data.batches import make_batch
+from grpo.data.chat import TooLong, encode_prompt
+from grpo.data.formats import Chat, row_to_chat
+from grpo.data.packing import build_micro_batch
+from grpo.data.turns import Refused, encode_chat, encode_example, encode_text
+from grpo.types import Sample
+
+DATA = DataConfig(system_prompt="")
+GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
+TEXTS = [
+    "be brief, 1+1? two. and 2+2? four. call: thanks a lot hello " * 20,
+    "User\nAssistant\nTool\nSystem\nhello\n" * 20,
+]
+
+CHATML = toy.CHAT_TEMPLATE
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+# Of a template's kind: writes the assistant's turns before the last one without their thoughts.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "two."},
+    {"role": "user", "content": "and 2+2?"},
+    {"role": "assistant", "content": "call:"},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "four."},
+    {"role": "user", "content": "thanks"},
+]
+# Labels in brackets.
+BY_HAND = {
+    ("chatml", "assistant"): "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+    "<|im_start|>assistant\n[two.<|im_end|>]\n<|im_start|>user\nand 2+2?<|im_end|>\n"
+    "<|im_start|>assistant\n[call:<|im_end|>]\n<|im_start|>tool\n4<|im_end|>\n"
+    "<|im_start|>assistant\n[four.<|im_end|>]\n",
+    ("chatml", "last"): "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+    "<|im_start|>assistant\ntwo.<|im_end|>\n<|im_start|>user\nand 2+2?<|im_end|>\n"
+    "<|im_start|>assistant\ncall:<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+    "<|im_start|>assistant\n[four.<|im_end|>]\n",
+    ("chatml", "all"): "<|im_start|>[system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+    "<|im_start|>assistant\ntwo.<|im_end|>\n<|im_start|>user\nand 2+2?<|im_end|>\n"
+    "<|im_start|>assistant\ncall:<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+    "<|im_start|>assistant\nfour.<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n]",
+    ("llama3", "assistant"): "<|begin|><|start|>system<|end|>\n\nbe brief<|eot|><|start|>user<|end|>\n\n1+1?<|eot|>"
+    "<|start|>assistant<|end|>\n\n[two.<|eot|>]<|start|>user<|end|>\n\nand 2+2?<|eot|>"
+    "<|start|>assistant<|end|>\n\n[call:<|eot|>]<|start|>tool<|end|>\n\n4<|eot|>"
+    "<|start|>assistant<|end|>\n\n[four.<|eot|>]",
+    ("llama3", "last"): "<|begin|><|start|>system<|end|>\n\nbe brief<|eot|><|start|>user<|end|>\n\n1+1?<|eot|>"
+    "<|start|>assistant<|end|>\n\ntwo.<|eot|><|start|>user<|end|>\n\nand 2+2?<|eot|>"
+    "<|start|>assistant<|end|>\n\ncall:<|eot|><|start|>tool<|end|>\n\n4<|eot|>"
+    "<|start|>assistant<|end|>\n\n[four.<|eot|>]",
+    ("llama3", "all"): "<|begin|>[<|start|>system<|end|>\n\nbe brief<|eot|><|start|>user<|end|>\n\n1+1?<|eot|>"
+    "<|start|>assistant<|end|>\n\ntwo.<|eot|><|start|>user<|end|>\n\nand 2+2?<|eot|>"
+    "<|start|>assistant<|end|>\n\ncall:<|eot|><|start|>tool<|end|>\n\n4<|eot|>"
+    "<|start|>assistant<|end|>\n\nfour.<|eot|><|start|>user<|end|>\n\nthanks<|eot|>]",
+    # what ends a turn is the line break; EOS follows the last one
+    ("plain", "assistant"): "System: be brief\nUser: 1+1?\nAssistant:[ two.\n]User: and 2+2?\nAssistant:[ call:\n]"
+    "Tool: 4\nAssistant:[ four.\n<eos>]",
+    ("plain", "last"): "System: be brief\nUser: 1+1?\nAssistant: two.\nUser: and 2+2?\nAssistant: call:\n"
+    "Tool: 4\nAssistant:[ four.\n<eos>]",
+    ("plain", "all"): "System[: be brief\nUser: 1+1?\nAssistant: two.\nUser: and 2+2?\nAssistant: call:\n"
+    "Tool: 4\nAssistant: four.\nUser: thanks\n]",
+}
+FAMILIES = {"chatml": (CHATML, "<|im_end|>"), "llama3": (LLAMA3, "<|eot|>"), "plain": (PLAIN, "<eos>")}
+# The same with generation markers, the token that ends a turn inside or behind them.
+ANSWER = "{% if m.role == 'assistant' %}{% generation %}ANSWER{% endgeneration %}BEHIND{% else %}OTHER{% endif %}"
+MARKED = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\nANSWER\n{% endfor %}",
+    "llama3": "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\nANSWER{% endfor %}",
+}
+
+
+def marked_template(family: str, end_inside: bool) -> str:
+    """A template of the family with markers. trim_blocks eats a line break behind a block, hence the expression."""
+    end = FAMILIES[family][1]
+    content = "{{ m.content }}"
+    turn = ANSWER.replace("BEHIND", "" if end_inside else end)
+    turn = turn.replace("ANSWER", content + end if end_inside else content).replace("OTHER", content + end)
+    return MARKED[family].replace("ANSWER\n", turn + "{{ '\n' }}").replace("ANSWER", turn)
+
+
+def tokenizer_for(template: str, eos: str, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE; `trim_offsets` as in Llama 3's."""
+    special = ["<eos>", "<|im_start|>", "<|im_end|>", "<|begin|>", "<|start|>", "<|end|>", "<|eot|>"]
+    backend = toy.trained_tokenizer(TEXTS, 1000).backend_tokenizer
+    backend.add_special_tokens(special)
+    backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|begin|>",
+        eos_token=eos,
+        additional_special_tokens=special,
+        chat_template=template,
+    )
+
+
+def bracketed(tokenizer, ids: list[int], mask: list[bool]) -> str:
+    """The tokens' text, labels in brackets."""
+    runs = itertools.groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+    parts = [(is_label, tokenizer.decode([token for token, _ in run])) for is_label, run in runs]
+    return "".join(f"[{text}]" if is_label else text for is_label, text in parts)
+
+
+def encoded(tokenizer, messages, train_on="assistant", max_tokens=1000, **options) -> str:
+    data = options.pop("data", DATA)
+    return bracketed(tokenizer, *encode_chat(tokenizer, data, messages, train_on, max_tokens, **options))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("family, train_on", BY_HAND)
+def test_masks_by_hand(family, train_on, trim_offsets):
+    tokenizer = tokenizer_for(*FAMILIES[family], trim_offsets)
+    assert encoded(tokenizer, TALK, train_on) == BY_HAND[family, train_on]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_are_those_of_the_whole_text(family):
+    """And those of the prompt that a generator would get, where no token lies across the edge."""
+    tokenizer = tokenizer_for(*FAMILIES[family])
+    ids, mask = encode_chat(tokenizer, DATA, TALK[1:3], "assistant", 1000)
+    text = tokenizer.apply_chat_template(TALK[1:3], tokenize=False)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == whole + ([tokenizer.eos_token_id] if family == "plain" else [])
+    assert ids[: mask.index(True)] == encode_prompt(tokenizer, DATA, "1+1?", 1000)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last"])
+@pytest.mark.parametrize("end_inside", [True, False])
+@pytest.mark.parametrize("family", MARKED)
+def test_generation_markers_give_the_same_as_prefixes(family, end_inside, train_on):
+    tokenizer = tokenizer_for(marked_template(family, end_inside), FAMILIES[family][1])
+    assert encoded(tokenizer, TALK, train_on) == BY_HAND[family, train_on]
+
+
+def test_generation_markers_agree_with_transformers():
+    tokenizer = tokenizer_for(marked_template("llama3", True), "<|eot|>")
+    ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant", 1000)
+    theirs = tokenizer.apply_chat_template(TALK[:-1], return_assistant_tokens_mask=True, return_dict=True)
+    assert (ids, mask) == (theirs["input_ids"], [bool(label) for label in theirs["assistant_masks"]])
+
+
+def test_markers_in_two_places_of_a_turn():
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.thought }}{% endgeneration %} so:"
+        "{% generation %}{{ m.content }}{% endgeneration %}<|eot|>{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = tokenizer_for(template, "<|eot|>")
+    turn = {"role": "assistant", "thought": "1+1", "content": "two."}
+    chat = [TALK[1], turn, TALK[3], turn]
+    assert encoded(tokenizer, chat) == "1+1?[1+1] so:[two.<|eot|>]and 2+2?[1+1] so:[two.<|eot|>]"
+    assert encoded(tokenizer, chat, "last") == "1+1?1+1 so:two.<|eot|>and 2+2?[1+1] so:[two.<|eot|>]"
+
+
+def test_markers_that_hold_the_end_of_a_turn_already():
+    marked = "{% generation %}{{ messages[1].content }}<|eot|>{% endgeneration %}<eos>"
+    assert encoded(tokenizer_for("1+1?" + marked, "<eos>"), TALK[1:3]) == "1+1?[two.<|eot|>]<eos>"
+    nobody = "{% if messages[1].role == 'nobody' %}" + marked + "{% endif %}{{ messages[1].content }}"
+    assert encoded(tokenizer_for("1+1?" + nobody, "<eos>"), TALK[1:3]) == "1+1?two.<eos>"  # no label, not even EOS
+
+
+def test_tools_and_tool_calls():
+    template = (
+        "{% if tools %}{{ tools[0].function.name }} {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    calls = [{"function": {"name": "add", "arguments": {"a": 2}}}]
+    messages = [TALK[3], {"role": "assistant", "content": "", "tool_calls": calls}, *TALK[5:7]]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert encoded(tokenizer_for(template, "<|im_end|>"), messages, tools=tools) == (
+        "add <|im_start|>user\nand 2+2?<|im_end|>\n"
+        '<|im_start|>assistant\n[{"name": "add", "arguments": {"a": 2}}<|im_end|>]\n'
+        "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n[four.<|im_end|>]\n"
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chat_that_begins_with_the_assistant(family):
+    messages = [{"role": "assistant", "content": "hello"}, *TALK[1:3]]
+    end = {"plain": "\n"}.get(family, FAMILIES[family][1])
+    shown = encoded(tokenizer_for(*FAMILIES[family]), messages)
+    assert shown.count("[") == 2 and ("[ hello" if family == "plain" else "[hello") + end + "]" in shown
+
+
+def test_an_example_without_a_label():
+    tokenizer = tokenizer_for(*FAMILIES["chatml"])
+    for train_on in ("assistant", "last"):
+        ids, mask = encode_chat(tokenizer, DATA, TALK[:2], train_on, 1000)
+        assert len(ids) == len(mask) > 10 and not any(mask)
+    assert any(encode_chat(tokenizer, DATA, TALK[:2], "all", 1000)[1])
+    assert encode_chat(tokenizer_for("{{ messages[0].nothing }}", "<eos>"), DATA, TALK[:1], "last", 9) == ([], [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_label_is_predicted_in_a_micro_batch(family):
+    """Also with `all`, in which the first token is none."""
+    tokenizer = tokenizer_for(*FAMILIES[family])
+    encodings = [encode_chat(tokenizer, DATA, TALK, train_on, 1000) for train_on in ("all", "assistant", "last")]
+    batch = make_batch([Sample(torch.tensor(ids), torch.tensor(mask)) for ids, mask in encodings])
+    micro = build_micro_batch(batch, [[0, 1, 2]], batch.num_tokens)
+    labels = [token for ids, mask in encodings for token in itertools.compress(ids, mask)]
+    assert micro.targets_BT[micro.loss_mask_BT].tolist() == labels
+
+
+def test_a_special_token_without_text_ends_nothing():
+    tokenizer = tokenizer_for(*FAMILIES["plain"])
+    tokenizer.bos_token = ""
+    assert "" in tokenizer.all_special_tokens
+    assert encoded(tokenizer, TALK) == BY_HAND["plain", "assistant"]
+
+
+def test_the_system_prompt_comes_first_unless_the_chat_has_one():
+    tokenizer, data = tokenizer_for(*FAMILIES["plain"]), DataConfig(system_prompt="hello")
+    assert encoded(tokenizer, TALK[1:3], data=data) == "System: hello\nUser: 1+1?\nAssistant:[ two.\n<eos>]"
+    assert encoded(tokenizer, TALK[:3], data=data) == "System: be brief\nUser: 1+1?\nAssistant:[ two.\n<eos>]"
+
+
+def test_arguments_are_left_as_they_are():
+    messages = [dict(message) for message in TALK]
+    encoded(tokenizer_for(*FAMILIES["chatml"]), messages, data=DataConfig())
+    assert messages == TALK
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Templates that make it hard
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_template_that_is_not_prefix_stable():
+    tokenizer = tokenizer_for(FORGETFUL, "<|im_end|>")
+    thinking = [message | {"content": message["content"].replace("t", "<think>hm</think>t", 1)} for message in TALK[:5]]
+    with pytest.raises(Refused) as refused:
+        encode_chat(tokenizer, DATA, thinking, "assistant", 1000)
+    message = str(refused.value)
+    place = len("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n") + 1
+    assert f"is not prefix-stable: from character {place} on, the first 3 of 5 messages are " in message
+    assert "assistant\\n<think>hm</think>two." in message and "assistant\\ntwo.<|im_end|>\\n" in message
+    assert "train_on last may do, else give a template with {% generation %}" in message and "\n" not in message
+    assert encoded(tokenizer, thinking, "last").endswith("<|im_start|>assistant\n[call:<|im_end|>]\n")
+    assert "two." in encoded(tokenizer, thinking, "last") and "think" not in encoded(tokenizer, thinking, "last")
+
+
+def test_an_answer_that_is_not_opened_as_the_prompt_says():
+    """As in R1's distilled models, whose prompt opens a thought that their chats leave out: not even the last turn."""
+    template = PLAIN.replace("Assistant:{% endif", "Assistant: <think>\n{% endif")
+    for train_on in ("assistant", "last"):
+        with pytest.raises(Refused, match="character 23 on.*<think>.*cannot be told apart; give a template"):
+            encode_chat(tokenizer_for(template, "<eos>"), DATA, TALK[1:3], train_on, 1000)
+
+
+def test_roles_that_the_template_refuses():
+    strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No system\x1b role') }}{% endif %}"
+    for template, message in {
+        strict
+        + "{{ m.content }}{% endfor %}": r"^the chat template of .* refuses this chat: TemplateError: No system\\x1b",
+        "{{ messages[0].content + 1 }}": "refuses this chat: TypeError: ",
+        "{{ messages[0].content.nothing.at_all }}": "refuses this chat: UndefinedError: ",
+        "{{ 1 // (messages | length - 3) }}": "refuses this chat: ZeroDivisionError: ",
+        "{{ messages[0].content }}\ud800": "^the text has a lone surrogate",
+    }.items():
+        with pytest.raises(Refused, match=message) as refused:
+            encode_chat(tokenizer_for(template, "<eos>"), DATA, TALK[:3], "assistant", 1000)
+        assert str(refused.value).isprintable()
+
+
+def test_templates_that_write_prompts_only(tmp_path):
+    """Text with placeholders, or a question in Jinja: the answer and EOS follow."""
+    tokenizer = tokenizer_for("", "<eos>")
+    text = DataConfig(prompt_template="{system_prompt}, {question} {question} Assistant:", system_prompt="")
+    shown = "be brief, 1+1? 1+1? Assistant:[two.<eos>]"
+    assert encoded(tokenizer, TALK[:3], data=text) == shown
+    jinja = DataConfig(prompt_template=str(tmp_path / "q.jinja"), system_prompt="")
+    for opening in ("Assistant:", "{% if add_generation_prompt %}Assistant:{% endif %}"):
+        tokenizer.chat_template = "be brief, {{ question }} {{ question }} " + opening
+        assert encoded(tokenizer, TALK[:3], data=jinja) == shown
+        assert encoded(tokenizer, TALK[:3], "all", data=jinja) == "be[" + shown[2:].replace("[", "")
+    for data in (text, jinja):
+        with pytest.raises(Refused, match="one question for one answer, and this chat has user, assistant, user, assi"):
+            encode_chat(tokenizer, data, TALK[:5], "last", 1000)
+    assert encoded(tokenizer, TALK[:2], data=text) == "be brief, 1+1? 1+1? Assistant:"
+
+
+def test_texts_have_the_tokenizers_beginning_and_eos():
+    tokenizer = tokenizer_for(*FAMILIES["plain"])
+    assert bracketed(tokenizer, *encode_text(tokenizer, "hello a lot", 100)) == "hello[ a lot<eos>]"
+    assert encode_example(tokenizer, DATA, Chat([], text="hello a lot"), "last", 100) == encode_text(
+        tokenizer, "hello a lot", 100
+    )
+    special = [("<|begin|>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+    for pattern in ("<|begin|> $A", "<|begin|> $A <eos>"):
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=pattern, special_tokens=special
+        )
+        assert bracketed(tokenizer, *encode_text(tokenizer, "hello", 100)) == "<|begin|>[hello<eos>]"
+        assert bracketed(tokenizer, *encode_text(tokenizer, "", 100)) == "<|begin|>[<eos>]"
+        data = DataConfig(prompt_template="{question}", system_prompt="")
+        assert encoded(tokenizer, TALK[1:3], data=data) == "<|begin|>1+1?[two.<eos>]"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers that make it hard, bounds
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """One token per character, except for these pairs, which lie across the edges of turns."""
+    characters = sorted(set("\n useran:yo!") | {" y", "!\n"})
+    vocab = {piece: token for token, piece in enumerate(["<eos>", *characters])}
+    backend = Tokenizer(models.BPE(vocab, merges=[(" ", "y"), ("!", "\n")]))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template)
+
+
+def test_tokens_across_the_edge_of_a_turn():
+    """They are of the side of their last character: " y" is a label, "!" with the next turn's line break is not."""
+    template = (
+        "{% for m in messages %}{{ '' if loop.first else '\n' }}{{ m.role[0] }}: {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\n' }}a: {% endif %}"
+    )
+    tokenizer = merging_tokenizer(template)
+    messages = [
+        {"role": "user", "content": "sn"},
+        {"role": "assistant", "content": "yes!"},
+        {"role": "user", "content": "n"},
+        {"role": "assistant", "content": "no!"},
+    ]
+    ids, mask = encode_chat(tokenizer, DATA, messages, "assistant", 100)
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    assert "".join(pieces) == "U: sn\na: yes!\nU: n\na: no!<eos>".replace("U", "u")
+    labels = [piece for piece, is_label in zip(pieces, mask, strict=True) if is_label]
+    assert labels == [" y", "e", "s", "n", "o", "!", "<eos>"]
+    assert pieces[pieces.index("s", 8) + 1] == "!\n"
+
+
+def test_characters_of_several_tokens_and_tokens_without_characters():
+    tokenizer = tokenizer_for(*FAMILIES["chatml"])
+    messages = [{"role": "user", "content": "数👍🏽"}, {"role": "assistant", "content": "学é👍🏽\u0301"}]
+    assert encoded(tokenizer, messages).endswith("数👍🏽<|im_end|>\n<|im_start|>assistant\n[学é👍🏽\u0301<|im_end|>]\n")
+    # a mark that stands for no character of the text, put before each piece: never a label where it begins a turn
+    backend = Tokenizer(models.BPE({"▁": 0, "<eos>": 1, "U": 2, "y": 3, "▁y": 4}, merges=[("▁", "y")]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    backend.add_special_tokens(["<eos>"])
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    metaspace = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template)
+    messages = [{"role": role, "content": text} for role, text in (("user", "U"), ("assistant", "y"), ("user", "U"))]
+    ids, mask = encode_chat(metaspace, DATA, messages[:2], "assistant", 100)
+    labels = [token for token, is_label in zip(metaspace.convert_ids_to_tokens(ids), mask, strict=True) if is_label]
+    assert labels == ["▁y", "<eos>"]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.text(), min_size=2, max_size=6), st.booleans())
+def test_labels_are_the_answers_whatever_is_in_them(texts, trim_offsets):
+    """Special tokens stand at the edges of turns, which nothing merges with."""
+    tokenizer = any_text_tokenizer(trim_offsets)
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    ids, mask = encode_chat(tokenizer, DATA, messages, "assistant", 10_000)
+    assert tokenizer.decode(list(itertools.compress(ids, mask))) == "".join(f"{text}<|im_end|>" for text in texts[1::2])
+
+
+@functools.cache
+def any_text_tokenizer(trim_offsets: bool) -> PreTrainedTokenizerFast:
+    return tokenizer_for(CHATML, "<|im_end|>", trim_offsets)
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not there")
+def test_real_answers():
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:500]]
+    tokenizer = toy.trained_tokenizer(row[column] for row in rows for column in ("question", "answer"))
+    for row in rows:
+        chat = row_to_chat(row, "auto", "question", "answer")
+        ids, mask = encode_example(tokenizer, DataConfig(), chat, "assistant", 2048)
+        prompt = encode_prompt(tokenizer, DataConfig(), row["question"], 2048)
+        assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt)
+        assert tokenizer.decode(list(itertools.compress(ids, mask))) == row["answer"] + "<|im_end|>"
+        assert tokenizer.decode(ids[len(prompt) + sum(mask) :]) == "\n"
+
+
+def test_bounds():
+    tokenizer = tokenizer_for(*FAMILIES["chatml"])
+    ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant", 1000)
+    assert encode_chat(tokenizer, DATA, TALK, "assistant", len(ids)) == (ids, mask)
+    with pytest.raises(TooLong, match=f"^{len(ids)} tokens$"):
+        encode_chat(tokenizer, DATA, TALK, "assistant", len(ids) - 1)
+    for kept in (1, 7, len(ids) - 1):
+        assert encode_chat(tokenizer, DATA, TALK, "assistant", kept, truncate=True) == (ids[:kept], mask[:kept])
+    huge = [TALK[1], {"role": "assistant", "content": "two. " * 4_000_000}]
+    start = time.monotonic()
+    with pytest.raises(TooLong, match="^at least "):
+        encode_chat(tokenizer, DATA, huge, "assistant", 100)
+    kept, mask = encode_chat(tokenizer, DATA, huge, "assistant", 100, truncate=True)
+    assert time.monotonic() - start < 5
+    assert (len(kept), mask[-1]) == (100, True) and kept[-1] != tokenizer.eos_token_id
+    with pytest.raises(TooLong):
+        encode_text(tokenizer, "hello " * 200, 100)
+    assert len(encode_text(tokenizer, "hello " * 200, 100, truncate=True)[0]) == 100
+
+
+def test_plain_text_that_is_cut_off_has_no_eos():
+    tokenizer = tokenizer_for(*FAMILIES["plain"])
+    ids, _ = encode_text(tokenizer, "hello a lot", 100)
+    assert encode_text(tokenizer, "hello a lot", len(ids) - 1, truncate=True)[0] == ids[:-1]
+
+
+def test_a_template_that_is_endless_for_one_chat(monkeypatch):
+    monkeypatch.setattr("grpo.data.turns.TEMPLATE_SECONDS", 0.3)
+    endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+    tokenizer = tokenizer_for("{% if messages | length > 2 %}" + endless + "{% endif %}" + PLAIN, "<eos>")
+    assert any(encode_chat(tokenizer, DATA, TALK[1:3], "assistant", 100)[1])
+    with pytest.raises(ValueError, match="the chat template of .* was not done after 0.3 s") as refused:
+        encode_chat(tokenizer, DATA, TALK[:3], "assistant", 100)
+    assert not isinstance(refused.value, Refused)  # not the row's fault
+    assert chat_module.TEMPLATE_SECONDS == 10
+
+
+def test_a_tokenizer_that_does_not_know_the_characters_of_its_tokens():
+    class Slow(PreTrainedTokenizer):
+        vocab_size = 2
+
+        def get_vocab(self):
+            return {"a": 0, "<eos>": 1}
+
+        def _convert_token_to_id(self, token):
+            return self.get_vocab().get(token, 0)
+
+        def _convert_id_to_token(self, index):
+            return "a"
+
+    with pytest.raises(ValueError, match="cannot say which characters a token stands for; save it as tokenizer.json"):
+        encode_text(Slow(eos_token="<eos>"), "a", 100)
