@@ -22,7 +22,7 @@ from grpo.config.recipes import as_recipe
 from grpo.data import toy
 from grpo.data.batches import make_batch
 from grpo.data.chat import check_template, load_tokenizer
-from grpo.data.prepare import load_sources, texts_of, usable_chats
+from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
 from grpo.data.streams import ChatStream
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
@@ -93,7 +93,7 @@ class Driver:
         config = self.config
         with refuse_bad_input():
             data = config.data
-            sources = load_sources(data, config.completion_column)
+            sources = load_chat_sources(config)
             inputs = (config.model.path, *(source.path for source in data.all_sources))
             check_run_folder(config.run_dir, SCRIPT, inputs, overwrite=config.overwrite)
             mark_run_folder(config.run_dir, SCRIPT)
@@ -110,12 +110,9 @@ class Driver:
 
     @on_driver
     def next_batch(self) -> TrainBatch:
-        """The step's examples laid end to end; the answers' tokens count in the loss."""
-        samples = []
-        for prompt, answer in self.stream.draw(self.config.sequences_per_step):
-            is_answer_T = torch.arange(len(prompt) + len(answer)) >= len(prompt)
-            samples.append(Sample(torch.tensor([*prompt, *answer]), is_answer_T))
-        return make_batch(samples)
+        """The step's examples laid end to end; their labels count in the loss."""
+        examples = self.stream.draw(self.config.sequences_per_step)
+        return make_batch([Sample(torch.tensor(ids), torch.tensor(mask)) for ids, mask in examples])
 
     @on_driver
     def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:

@@ -20,7 +20,8 @@ import time
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.data.examples import BadRow, Example, row_reader
+from grpo.data.columns import BadRow
+from grpo.data.examples import Example, row_reader
 from grpo.data.sources import load_rows
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction

@@ -496,7 +496,7 @@ class GRPOConfig:
 # Which tokens of an example are labels, see grpo/data/turns.py.
 TrainOn = Literal["all", "assistant", "last"]
 # What the columns of a row mean, see grpo/data/formats.py.
-RowFormat = Literal["auto", "messages", "prompt_completion", "alpaca", "text"]
+RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -516,14 +516,26 @@ class SFTConfig:
     """Trainer ranks (all of torchrun's)."""
     num_steps: Annotated[int, AtLeast(1)] = 100
     """Optimizer steps in total."""
+    row_format: RowFormat = "auto"
+    """What the columns of a row are. prompt_completion: `data.prompt_column` and `completion_column`, each a text or
+    messages; messages: `messages`, a chat of any number of turns; alpaca: `instruction`, `input` and `output`; text:
+    `text`, without turns; auto: the first of these, in this order, whose columns a data set has."""
     completion_column: str = "completion"
     """Column that holds the answer to learn for `data.prompt_column`."""
+    train_on: TrainOn = "assistant"
+    """Tokens that are labels. assistant: those of all assistant turns, with the token that ends each; last: those of
+    the last one; all: every token. In plain text every token is one."""
+    too_long: Literal["leave_out", "truncate"] = "leave_out"
+    """What becomes of an example of more than `max_sequence_tokens`. leave_out: it is not drawn; truncate: its first
+    tokens are. Both are counted at the start."""
+    show: Annotated[int, AtLeast(0)] = 0
+    """Print so many examples with their labels in colour, and stop before a model is loaded."""
     stop_at_loss: Annotated[float, AtLeast(0)] = 0.0
     """End early, with export, once the mean loss of the last 10 steps is below this; 0 runs all steps."""
     sequences_per_step: Annotated[int, AtLeast(1)] = 128
-    """Prompt and answer pairs per step."""
+    """Examples per step."""
     max_sequence_tokens: Annotated[int, AtLeast(1)] = 2048
-    """Longest example in tokens; longer ones are left out and counted at the start."""
+    """Longest example in tokens; what becomes of longer ones is `too_long`."""
     seed: int = 0
     """The order of the data and, for a toy model, its first weights follow from it."""
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
+from grpo.data.columns import Message
 from grpo.text import one_line, shorten
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ TEMPLATE_CHARACTERS = 1_000_000
 QUOTED_CHARACTERS = 300
 # Tokenized together: 300 bytes of memory for each.
 TOKENIZED_CHARACTERS = 500_000
-# One turn of a chat: role, content, perhaps tool_calls.
-Message = dict[str, Any]
 # Stands for a prompt, to see whether a template writes it
 PROBE = "grpo probe 1867"
 # Run in a process of its own: {"messages", "template", "arguments", "seconds", "probe"} from stdin -> the number of
@@ -67,8 +66,8 @@ class TooLong(Exception):
         self.num_tokens = num_tokens
 
 
-class Refused(Exception):
-    """The chat template does not take a prompt; the message says why."""
+class Refused(ValueError):
+    """A row cannot be encoded, mostly because the chat template does not take its messages; the message says why."""
 
 
 def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTokenizerBase":
@@ -118,11 +117,11 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, sec
     """
     if config.is_text_template:  # nothing is run
         return
-    arguments = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **_template_arguments(config, PROBE)}
+    arguments = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **template_arguments(config, PROBE)}
     template = tokenizer.get_chat_template(arguments.pop("chat_template", None))
     messages = _messages(config, PROBE)
     job = {"messages": messages, "template": template, "arguments": arguments, "seconds": seconds, "probe": PROBE}
-    wrong = _template_name(tokenizer, config)
+    wrong = template_name(tokenizer, config)
     way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
     command = [sys.executable, "-P", "-c", TRIAL]  # -P: no module out of the folder that the run starts in
     try:
@@ -184,11 +183,11 @@ def render_prompt(
     messages = _messages(config, prompt)
     check_characters(tokenizer, "".join(message["content"] for message in messages), max_tokens)
     if config.is_text_template:
-        chat = _fill_in(config.prompt_template, messages)
+        chat = fill_in(config, messages, template_name(tokenizer, config))
     else:
-        arguments = _template_arguments(config, _question(messages)) | ({"tools": tools} if tools else {})
+        arguments = template_arguments(config, _question(messages)) | ({"tools": tools} if tools else {})
         try:
-            with _deadline(TEMPLATE_SECONDS, _template_name(tokenizer, config)):
+            with deadline(TEMPLATE_SECONDS, template_name(tokenizer, config)):
                 chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
         except (jinja2.TemplateError, TypeError) as error:
             reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
@@ -197,13 +196,16 @@ def render_prompt(
     return chat
 
 
-def _fill_in(template: str, messages: list[Message]) -> str:
-    *system, question = messages
-    if question["role"] != "user" or [message["role"] for message in system] not in ([], ["system"]):
-        raise Refused("a text as data.prompt_template takes one question, and this prompt has several turns")
+def fill_in(config: DataConfig, messages: list[Message], name: str) -> str:
+    """The text template with its placeholders filled in. Raises Refused for anything else than one question."""
+    systems = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    others = [message for message in messages if message["role"] not in ("system", "developer")]
+    if [message["role"] for message in others] != ["user"]:
+        roles = ", ".join(message["role"] for message in others) or "none"
+        raise Refused(f"{name} takes one question, and this prompt has the turns {roles}")
     # the question last, so that nothing within it is taken for a placeholder
-    filled = template.replace("{system_prompt}", system[0]["content"] if system else "")
-    return filled.replace("{question}", question["content"])
+    filled = config.prompt_template.replace("{system_prompt}", "\n".join(systems))
+    return filled.replace("{question}", others[0]["content"])
 
 
 def _question(messages: list[Message]) -> str:
@@ -234,11 +236,13 @@ def tokenize(
     return ids + (tokenizer(waiting, add_special_tokens=add_special_tokens)["input_ids"] if waiting else [])
 
 
-def _template_arguments(config: DataConfig, text: str) -> dict[str, Any]:
+def template_arguments(config: DataConfig, text: str) -> dict[str, Any]:
+    """What a chat template gets besides messages and tools; `text` is the question, for templates of prompts."""
     return ({"question": text} if config.prompt_template else {}) | dict(config.chat_template_kwargs)
 
 
-def _template_name(tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> str:
+def template_name(tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> str:
+    """The template as a message names it."""
     own = config.prompt_template
     return f"data.prompt_template {own}" if own else f"the chat template of {tokenizer.name_or_path}"
 
@@ -252,26 +256,30 @@ def check_characters(tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens
     """
     if len(text) <= max_tokens:
         return
-    least = -(-len(text) // _longest_token(tokenizer))
+    least = -(-len(text) // longest_token(tokenizer))
     if least > max_tokens:
         raise TooLong(least, exact=False)
 
 
 @functools.lru_cache(maxsize=4)  # 0.1 s for 150,000 entries
-def _longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Characters of the longest entry of the vocabulary."""
     return max(map(len, tokenizer.get_vocab()))
 
 
+def with_system_prompt(config: DataConfig, messages: list[Message]) -> list[Message]:
+    """`messages` behind `data.system_prompt`, unless that is empty or they begin with a system message."""
+    if not config.system_prompt or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": config.system_prompt}, *messages]
+
+
 def _messages(config: DataConfig, prompt: str | list[Message]) -> list[Message]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    brings_one = messages[0]["role"] in ("system", "developer")
-    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt and not brings_one else []
-    return [*system, *messages]
+    return with_system_prompt(config, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
 
 @contextlib.contextmanager
-def _deadline(seconds: float, what: str) -> Iterator[None]:
+def deadline(seconds: float, what: str) -> Iterator[None]:
     """Raise ValueError in the block after so many seconds; only in the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield

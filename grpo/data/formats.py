@@ -3,15 +3,14 @@
 Left out: ShareGPT's `from` and `value`, images, weights of single messages.
 """
 
-import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grpo.config import RowFormat
+from grpo.data.columns import ABSENT, Message, messages_of, text_of, tools_of, value_at
 
-# One turn: role and content, perhaps tool_calls, reasoning_content or whatever else the chat template reads.
-Message = dict[str, Any]
+TOOLS_COLUMN = "tools"
 
 
 @dataclass(frozen=True)
@@ -25,55 +24,76 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the chat template offers to the model."""
 
+    @property
+    def texts(self) -> list[str]:
+        """All that it says."""
+        return [text for text in (self.text, *(message["content"] for message in self.messages)) if text]
 
-def detect_format(columns: Collection[str], prompt_column: str, completion_column: str) -> RowFormat:
-    """The row format that these columns speak for; of several, the first in the order of `ROW_FORMATS`.
 
-    Raises ValueError if there is none.
+@dataclass(frozen=True)
+class Columns:
+    """Where a row holds what; each may be a path, see `value_at`."""
+
+    prompt: str
+    completion: str
+    tools: str = TOOLS_COLUMN
+
+    def needed(self, row_format: RowFormat) -> tuple[str, ...]:
+        """The columns without which a row is not of this format."""
+        return {
+            "prompt_completion": (self.prompt, self.completion),
+            "messages": ("messages",),
+            "alpaca": ("instruction", "output"),
+            "text": ("text",),
+        }[row_format]
+
+
+def detect_format(rows: Iterable[Mapping[str, Any]], columns: Columns) -> RowFormat | None:
+    """The row format that some of these rows have columns for; of several, the first in the order of `ROW_FORMATS`.
+
+    None if there is none.
     """
-    needed = {
-        "messages": ("messages",),
-        "prompt_completion": (prompt_column, completion_column),
-        "alpaca": ("instruction", "output"),
-        "text": ("text",),
-    }
+    rows = list(rows)
     for name in ROW_FORMATS:
-        if all(column in columns for column in needed[name]):
+        needed = columns.needed(name)
+        if any(all(value_at(row, column, ABSENT) is not ABSENT for column in needed) for row in rows):
             return name
-    choices = ", or ".join(" and ".join(names) for names in needed.values())
-    raise ValueError(
-        f"the columns {', '.join(columns) or 'none'} are no row format; there must be {choices}; rename columns, or "
-        "name those of prompt and completion"
+    return None
+
+
+def no_format(names: Iterable[str], columns: Columns) -> str:
+    """What to tell about rows that have columns of these names, and no format."""
+    choices = ", or ".join(" and ".join(columns.needed(name)) for name in ROW_FORMATS)
+    return (
+        f"the columns {', '.join(map(str, names)) or 'none'} are no row format; there must be {choices}; rename "
+        "columns, or name those of prompt and completion"
     )
 
 
-def row_to_chat(row: Mapping[str, Any], row_format: RowFormat, prompt_column: str, completion_column: str) -> Chat:
-    """One row as a chat; `auto` looks at the row's own columns. The row is left as it is.
+def row_to_chat(row: Mapping[str, Any], row_format: RowFormat, columns: Columns) -> Chat:
+    """One row as a chat, read as `row_format`, which is not `auto`. The row is left as it is.
 
-    Raises ValueError, without the row's number, if the row does not hold what the format asks for.
+    Raises BadRow, without the row's number, if the row does not hold what the format asks for.
     """
-    if row_format == "auto":
-        row_format = detect_format(row, prompt_column, completion_column)
-    return ROW_FORMATS[row_format](row, prompt_column, completion_column)
+    return ROW_FORMATS[row_format](row, columns)
 
 
-def _from_messages(row: Mapping[str, Any], *_: str) -> Chat:
-    """Column `messages`, and `tools` if there is one."""
-    return Chat(_messages(row, "messages"), tools=_tools(row))
-
-
-def _from_prompt_completion(row: Mapping[str, Any], prompt_column: str, completion_column: str) -> Chat:
+def _from_prompt_completion(row: Mapping[str, Any], columns: Columns) -> Chat:
     """Each of the two columns holds a text, the user's and the assistant's, or messages."""
     messages = []
-    for column, role in ((prompt_column, "user"), (completion_column, "assistant")):
-        if isinstance(row.get(column), list):
-            messages += _messages(row, column)
-        else:
-            messages.append({"role": role, "content": _text(row, column)})
-    return Chat(messages, tools=_tools(row))
+    for column, role in ((columns.prompt, "user"), (columns.completion, "assistant")):
+        value = value_at(row, column)
+        is_list = isinstance(value, list)
+        messages += messages_of(value, column) if is_list else [{"role": role, "content": text_of(value, column)}]
+    return Chat(messages, tools=_tools(row, columns))
 
 
-def _from_alpaca(row: Mapping[str, Any], *_: str) -> Chat:
+def _from_messages(row: Mapping[str, Any], columns: Columns) -> Chat:
+    """Column `messages`, and the tools if there are any."""
+    return Chat(messages_of(value_at(row, "messages"), "messages"), tools=_tools(row, columns))
+
+
+def _from_alpaca(row: Mapping[str, Any], columns: Columns) -> Chat:
     """`instruction` and, where there is one, `input` below it are the user's; `output` is the assistant's."""
     question = _text(row, "instruction")
     if row.get("input"):
@@ -81,95 +101,22 @@ def _from_alpaca(row: Mapping[str, Any], *_: str) -> Chat:
     return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}])
 
 
-def _from_text(row: Mapping[str, Any], *_: str) -> Chat:
+def _from_text(row: Mapping[str, Any], columns: Columns) -> Chat:
     return Chat([], text=_text(row, "text"))
 
 
-# In the order in which `detect_format` tries them.
-ROW_FORMATS: dict[RowFormat, Callable[..., Chat]] = {
-    "messages": _from_messages,
+# In the order in which `detect_format` tries them: the columns that the config names come first.
+ROW_FORMATS: dict[RowFormat, Callable[[Mapping[str, Any], Columns], Chat]] = {
     "prompt_completion": _from_prompt_completion,
+    "messages": _from_messages,
     "alpaca": _from_alpaca,
     "text": _from_text,
 }
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
-    value = row.get(column)
-    if not isinstance(value, str):
-        raise ValueError(f"column {column!r} " + ("is missing" if value is None else f"holds {_kind(value)}, not text"))
-    if not value.strip():
-        raise ValueError(f"column {column!r} is empty")
-    return value
+    return text_of(value_at(row, column), column)
 
 
-def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
-    value = row.get(column)
-    if not isinstance(value, list):
-        what = "is missing" if value is None else f"holds {_kind(value)}, not a list of messages"
-        raise ValueError(f"column {column!r} {what}")
-    if not value:
-        raise ValueError(f"column {column!r} has no messages")
-    return [_message(message, f"column {column!r}, message {number}") for number, message in enumerate(value, 1)]
-
-
-def _message(message: Any, where: str) -> Message:
-    """A message as chat templates take it: content is text, the arguments of tool calls are objects."""
-    if not isinstance(message, dict):
-        raise ValueError(f"{where} is {_kind(message)}, not an object with role and content")
-    message = _without_none(message)
-    if not isinstance(message.get("role"), str):
-        raise ValueError(f"{where} has no role")
-    calls = message.get("tool_calls")
-    content = message.get("content", "" if calls else None)
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        content = "".join(str(part["text"]) for part in content)
-    if not isinstance(content, str):
-        raise ValueError(f"{where} has no text as content")
-    message = message | {"content": content}
-    if calls:
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError(f"{where}: tool_calls must be a list of objects")
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
-    return message
-
-
-def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """With arguments as an object: chat templates turn them into JSON, and JSON text would be quoted once more."""
-    function = call.get("function", call)
-    if not isinstance(function, dict):
-        raise ValueError(f"{where}: the function of a tool call is {_kind(function)}, not an object")
-    if isinstance(function.get("arguments"), str):
-        arguments = _json(function["arguments"], f"{where}: the arguments of a tool call")
-        function = function | {"arguments": arguments}
-    return call | {"function": function} if "function" in call else function
-
-
-def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Column `tools`: a list of schemas, also as JSON text, since tables cannot hold schemas of several shapes."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        tools = _json(tools, "column 'tools'")
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError("column 'tools' does not hold a list of JSON schemas")
-    return _without_none(tools)
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} are text, but not JSON ({error})") from error
-
-
-def _without_none(value: Any) -> Any:
-    """Without the entries of objects that are None: a table gives every row the entries that any row has."""
-    if isinstance(value, dict):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
+def _tools(row: Mapping[str, Any], columns: Columns) -> list[dict[str, Any]] | None:
+    return tools_of(value_at(row, columns.tools, None), columns.tools)

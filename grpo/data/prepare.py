@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
-from grpo.data.chat import Refused, TooLong, check_characters, render_prompt, tokenize, tokenize_prompts
+from grpo.data.chat import Refused, TooLong, render_prompt, tokenize_prompts
 from grpo.data.examples import Example
-from grpo.data.rows import SourceRows, check_rows, progress, tell_unusable
+from grpo.data.rows import SourceRows, check_chat_rows, check_rows, progress, tell_unusable
 from grpo.data.sources import READ_ROWS, load_rows
+from grpo.data.turns import encode_example
 from grpo.text import printable
 
 if TYPE_CHECKING:
@@ -27,13 +28,19 @@ COUNTED_TOKENS = 4096
 # The share of rows for which a message suggests a limit.
 MOST_FRAC = 0.95
 
-# Tokens of each example, or why there are none; a number above the limit may be a lower bound.
+# Tokens of each example, 0 if none of them is a label, or why there are none; a number above the limit may be a lower
+# bound.
 CountTokens = Callable[[list[Example]], list[int | str]]
 
 
-def load_sources(data: DataConfig, completion_column: str = "") -> list[SourceRows]:
+def load_sources(data: DataConfig) -> list[SourceRows]:
     """The rows of all sources of `data`, checked but not measured; raises what `load_rows` and `check_rows` raise."""
-    return [check_rows(source, load_rows(source), data, completion_column) for source in data.all_sources]
+    return [check_rows(source, load_rows(source), data) for source in data.all_sources]
+
+
+def load_chat_sources(config: SFTConfig) -> list[SourceRows]:
+    """The same for SFT."""
+    return [check_chat_rows(source, load_rows(source), config) for source in config.data.all_sources]
 
 
 def reward_columns(sources: list[SourceRows]) -> list[str]:
@@ -75,16 +82,27 @@ def usable_prompts(
 def usable_chats(
     sources: list[SourceRows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[SourceRows]:
-    """The same for SFT, whose limit is on prompt and completion together."""
-    limit = Limit("max_sequence_tokens", config.max_sequence_tokens, config.sequences_per_step, "sequences")
+    """The same for SFT; left out are also examples of which no token is a label."""
+    longest, truncates = config.max_sequence_tokens, config.too_long == "truncate"
+    limit = Limit("max_sequence_tokens", longest, config.sequences_per_step, "sequences", truncates)
 
     def count(examples: list[Example]) -> list[int | str]:
-        counted = max(limit.max_tokens, COUNTED_TOKENS)
-        counts = count_prompt_tokens(tokenizer, config.data, examples, counted)
-        completions = count_completion_tokens(tokenizer, examples, counted)
-        return [n if isinstance(n, str) else n + more for n, more in zip(counts, completions, strict=True)]
+        return [count_chat_tokens(tokenizer, config, example) for example in examples]
 
     return measure(sources, count, limit, config.data.bad_rows)
+
+
+def count_chat_tokens(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, example: Example) -> int | str:
+    """Tokens of an example to learn, 0 if none of those that are kept is a label, or why it cannot be encoded."""
+    longest, truncates = config.max_sequence_tokens, config.too_long == "truncate"
+    counted = max(longest + 1, COUNTED_TOKENS)
+    try:
+        ids, mask = encode_example(tokenizer, config.data, example.chat, config.train_on, counted, truncates)
+    except TooLong as error:
+        return error.num_tokens
+    except Refused as error:
+        return str(error)
+    return len(ids) if any(mask[:longest] if truncates else mask) else 0
 
 
 def count_prompt_tokens(
@@ -105,23 +123,6 @@ def count_prompt_tokens(
     return counts
 
 
-def count_completion_tokens(
-    tokenizer: "PreTrainedTokenizerBase", examples: list[Example], max_tokens: int
-) -> list[int]:
-    """Tokens of each answer to learn, its EOS included; where it is not worth to count them, more than `max_tokens`."""
-    counts = [0] * len(examples)
-    texts = {}
-    for i, example in enumerate(examples):
-        try:
-            check_characters(tokenizer, example.completion, max_tokens)
-            texts[i] = example.completion
-        except TooLong as error:
-            counts[i] = error.num_tokens
-    for i, ids in zip(texts, tokenize(tokenizer, list(texts.values())), strict=True):
-        counts[i] = len(ids) + 1
-    return counts
-
-
 @dataclasses.dataclass(frozen=True)
 class Limit:
     """The longest that a row may be, and how many rows a step needs."""
@@ -130,6 +131,8 @@ class Limit:
     max_tokens: int
     per_step: int
     unit: str
+    truncates: bool = False
+    """Longer ones are cut off, and not left out."""
 
 
 def measure(sources: list[SourceRows], count: CountTokens, limit: Limit, bad_rows: str) -> list[SourceRows]:
@@ -144,18 +147,25 @@ def measure(sources: list[SourceRows], count: CountTokens, limit: Limit, bad_row
         start = time.monotonic()
         lengths, refused = _lengths(rows, count)
         tell_unusable(refused, len(rows.rows), rows.source.path, bad_rows, len(refused) < len(rows.usable))
-        fit = [row for row, length in lengths.items() if length <= limit.max_tokens]
+        labelled = {row: length for row, length in lengths.items() if length}
+        if not labelled:
+            raise ValueError(
+                f"none of {len(lengths)} examples of {rows.source.path} has a token to learn within {limit.field}="
+                f"{limit.max_tokens}; bring chats with assistant turns, choose another train_on, or raise {limit.field}"
+            )
+        fit = [row for row, length in labelled.items() if limit.truncates or length <= limit.max_tokens]
         left_out = dict(rows.left_out)
         for why, number in (
             ("that the chat template refuses", len(refused)),
-            (f"longer than {limit.field}={limit.max_tokens}", len(lengths) - len(fit)),
+            ("without a token to learn", len(lengths) - len(labelled)),
+            (f"longer than {limit.field}={limit.max_tokens}", len(labelled) - len(fit)),
         ):
             if number:
                 left_out[why] = number
         new = dataclasses.replace(rows, usable=fit, left_out=left_out)
         share = rows.source.weight / total_weight
-        _check_enough(new, list(lengths.values()), limit)
-        print(printable(_report(new, list(lengths.values()), limit, share, time.monotonic() - start)), flush=True)
+        _check_enough(new, list(labelled.values()), limit)
+        print(printable(_report(new, list(labelled.values()), limit, share, time.monotonic() - start)), flush=True)
         measured.append(new)
     num_rows, num_left = sum(rows.num_wanted for rows in measured), sum(len(rows.usable) for rows in measured)
     if num_left < limit.per_step <= num_rows:
@@ -209,19 +219,22 @@ def _check_enough(rows: SourceRows, lengths: Sequence[int], limit: Limit) -> Non
 
 def _way_out(lengths: Sequence[int], limit: Limit) -> str:
     enough = sorted(lengths)[int(MOST_FRAC * (len(lengths) - 1))]
-    return f"with {limit.field}={enough}, {MOST_FRAC:.0%} of them fit" if enough > limit.max_tokens else "correct them"
+    way_out = f"with {limit.field}={enough}, {MOST_FRAC:.0%} of them fit"
+    return way_out if enough > limit.max_tokens and not limit.truncates else "correct them"
 
 
 def _report(rows: SourceRows, lengths: Sequence[int], limit: Limit, share: float, seconds: float) -> str:
     num_rows, num_usable = len(rows.rows), len(rows.usable)
     label = f"{rows.source.label} ({rows.source.text})" if rows.source.label else rows.source.text
     steps = num_usable / (limit.per_step * share)
+    num_cut = sum(length > limit.max_tokens for length in lengths) if limit.truncates else 0
     parts = [
         f"data: {label} has {num_rows:,} rows, {num_usable:,} are used",
         f"an epoch is {steps:,.1f} steps of {limit.per_step} {limit.unit}"
         + (f", {share:.0%} of them from here" if rows.source.label else ""),
         f"tokens {min(lengths):,} to {max(lengths):,}, median {statistics.median(lengths):,.0f}",
         *([f"left out: {_reasons([rows])}"] if rows.left_out else []),
+        *([f"cut off: {num_cut:,} longer than {limit.field}={limit.max_tokens}"] if num_cut else []),
     ]
     line = f"{'; '.join(parts)} (counted in {seconds:.1f} s)"
     if num_usable < (1 - LOUD_FRAC) * rows.num_wanted:

@@ -8,9 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from grpo.config import DataConfig
+from grpo.config import DataConfig, SFTConfig
 from grpo.config.sources import Source
-from grpo.data.examples import ABSENT, BadRow, Example, RowReader, row_reader, value_at
+from grpo.data.columns import ABSENT, BadRow, value_at
+from grpo.data.examples import Example, RowReader, chat_columns, chat_reader, row_reader
+from grpo.data.formats import detect_format, no_format
 from grpo.data.sources import Row, Rows, TableRows
 from grpo.text import printable
 
@@ -58,15 +60,36 @@ class SourceRows:
         )
 
 
-def check_rows(source: Source, rows: Rows, data: DataConfig, completion_column: str = "") -> SourceRows:
+def check_rows(source: Source, rows: Rows, data: DataConfig) -> SourceRows:
     """Look once at every row; what is told about those that cannot be used goes to the console or into the error.
 
     Raises ValueError if no row has one of the columns, if there are rows that cannot be used and `data.bad_rows` is
     refuse, or if no row can be.
     """
     if isinstance(rows, TableRows) and not data.row:
-        rows = _narrow(rows, _paths(data, completion_column), source.path)
-    read = row_reader(data, completion_column)
+        paths = [data.prompt_column, *data.reward_columns.values(), data.tools_column]
+        rows = _narrow(rows, [path for path in dict.fromkeys(paths) if path], source.path)
+    return _look_at(source, rows, data, row_reader(data))
+
+
+def check_chat_rows(source: Source, rows: Rows, config: SFTConfig) -> SourceRows:
+    """The same for SFT. The format of the rows, unless it is given, is that of the first rows for all of a source.
+
+    Raises ValueError also if they have columns of no format.
+    """
+    data, columns, row_format = config.data, chat_columns(config), config.row_format
+    if row_format == "auto" and not data.row:
+        row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
+        if row_format is None:
+            raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
+    if isinstance(rows, TableRows) and not data.row:
+        there = rows.table.column_names
+        optional = [path for path in ("input", columns.tools) if path.partition(".")[0] in there]
+        rows = _narrow(rows, [*columns.needed(row_format), *optional], source.path)
+    return _look_at(source, rows, data, chat_reader(config, row_format))
+
+
+def _look_at(source: Source, rows: Rows, data: DataConfig, read: RowReader) -> SourceRows:
     usable, unusable, absent = [], {}, Counter()
     num_dropped, has_tools = 0, False
     first: Example | None = None
@@ -86,7 +109,7 @@ def check_rows(source: Source, rows: Rows, data: DataConfig, completion_column: 
             names = ", ".join(example.columns) or "none"
             unusable[index] = f"data.row gave the columns {names}, and before {', '.join(first.columns) or 'none'}"
             continue
-        has_tools = has_tools or bool(example.tools)
+        has_tools = has_tools or bool(example.chat.tools if example.chat else example.tools)
         for name, value in example.columns.items():
             kinds[name][_kind(value)].append(index)
         usable.append(index)
@@ -117,11 +140,6 @@ def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
         yield item
 
 
-def _paths(data: DataConfig, completion_column: str) -> list[str]:
-    named = [completion_column] if completion_column else data.reward_columns.values()
-    return [path for path in dict.fromkeys([data.prompt_column, *named, data.tools_column]) if path]
-
-
 def _narrow(rows: TableRows, paths: list[str], where: str) -> TableRows:
     """Only the columns that are used: others may be large."""
     there = rows.table.column_names
@@ -133,11 +151,16 @@ def _narrow(rows: TableRows, paths: list[str], where: str) -> TableRows:
 
 
 def _no_column(path: str, where: str, rows: Rows) -> ValueError:
+    return ValueError(f"column {path!r} is missing in {where}; columns there: {', '.join(_names(rows)) or 'none'}")
+
+
+def _names(rows: Rows) -> list[str]:
+    """The columns of the first rows, entries of tables as paths."""
     there: dict[str, None] = {}
     for row in itertools.islice(rows, LISTED_ROWS):
         for name, value in row.items():
-            there |= dict.fromkeys([f"{name}.{key}" for key in value] if isinstance(value, dict) else [name])
-    return ValueError(f"column {path!r} is missing in {where}; columns there: {', '.join(map(str, there)) or 'none'}")
+            there |= dict.fromkeys([f"{name}.{key}" for key in value] if isinstance(value, dict) else [str(name)])
+    return list(there)
 
 
 def _kind(value: Any) -> str:

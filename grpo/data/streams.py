@@ -1,7 +1,6 @@
 """Prompts and chat examples, tokenized as they are drawn: streams that resume exactly, and the held-out prompts.
 
-Only the driver (rank 0) reads data; generators and trainers see token ids. Left out: conversations of more than one
-trained turn.
+Only the driver (rank 0) reads data; generators and trainers see token ids.
 """
 
 import random
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig
 from grpo.config.sources import Source
-from grpo.data.chat import Refused, TooLong, encode_prompt, tokenize
+from grpo.data.chat import Refused, TooLong, encode_prompt
 from grpo.data.examples import Example
 from grpo.data.prepare import all_too_long
 from grpo.data.rows import SourceRows, check_rows
 from grpo.data.sources import load_rows
+from grpo.data.turns import encode_example
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -239,33 +239,31 @@ def _make_prompt(
 
 
 class ChatStream(Mixture[RowOrder]):
-    """Prompt and completion pairs for SFT, one after the other without end."""
+    """Chats and texts for SFT with their labels, one after the other without end."""
 
     def __init__(self, sources: Sequence[SourceRows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"):
         """sources: those of `usable_chats`."""
         super().__init__([RowOrder(rows, config.seed, config.data.shuffle) for rows in sources])
-        self.data, self.tokenizer, self.max_tokens = config.data, tokenizer, config.max_sequence_tokens
+        self.config, self.tokenizer = config, tokenizer
 
-    def draw(self, count: int) -> list[tuple[list[int], list[int]]]:
-        """The next `count` pairs of prompt ids and completion ids (EOS included), across epochs where needed."""
-        pairs = []
+    def draw(self, count: int) -> list[tuple[list[int], list[bool]]]:
+        """The next `count` examples, across epochs where needed: token ids, and for each whether it is a label."""
+        examples = []
         for _ in range(count):
             order = self.next_order()
-            row = order.next()
-            pairs.append(self._encode(row, order.rows))
-        return pairs
+            examples.append(_encode_row(order.next(), order.rows, self.config, self.tokenizer))
+        return examples
 
-    def _encode(self, row: int, rows: SourceRows) -> tuple[list[int], list[int]]:
-        example = rows.example(row)
-        try:
-            prompt_ids = encode_prompt(self.tokenizer, self.data, example.prompt, self.max_tokens, example.tools)
-        except (TooLong, Refused) as error:
-            raise rows.changed(row, error) from error
-        (completion_ids,) = tokenize(self.tokenizer, [example.completion])
-        completion_ids = [*completion_ids, self.tokenizer.eos_token_id]  # it ends what is to be imitated
-        if len(prompt_ids) + len(completion_ids) > self.max_tokens:
-            raise rows.changed(row, TooLong(len(prompt_ids) + len(completion_ids), exact=True))
-        return prompt_ids, completion_ids
+
+def _encode_row(
+    row: int, rows: SourceRows, config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[list[int], list[bool]]:
+    """A usable row's token ids and which are labels."""
+    chat, truncates = rows.example(row).chat, config.too_long == "truncate"
+    try:
+        return encode_example(tokenizer, config.data, chat, config.train_on, config.max_sequence_tokens, truncates)
+    except (TooLong, Refused) as error:
+        raise rows.changed(row, error) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

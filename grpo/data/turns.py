@@ -18,14 +18,18 @@ from grpo.config import DataConfig, TrainOn
 from grpo.data.chat import (
     QUOTED_CHARACTERS,
     TEMPLATE_SECONDS,
+    Refused,
     TooLong,
-    _deadline,
-    _longest_token,
-    _template_arguments,
-    _template_name,
     check_characters,
+    deadline,
+    fill_in,
+    longest_token,
+    template_arguments,
+    template_name,
+    with_system_prompt,
 )
-from grpo.data.formats import Chat, Message
+from grpo.data.columns import Message
+from grpo.data.formats import Chat
 from grpo.text import has_surrogates, one_line, shorten
 
 if TYPE_CHECKING:
@@ -40,10 +44,6 @@ Writer = Callable[..., tuple[str, list[Span] | None]]
 HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Of the text around the place where two writings of a chat part.
 SHOWN_CHARACTERS = 30
-
-
-class Refused(ValueError):
-    """A row cannot be encoded, mostly because the chat template does not take its messages; the message says why."""
 
 
 def encode_example(
@@ -93,8 +93,8 @@ def encode_chat(
         messages = messages[: turns[-1] + 1]
     if not truncate:
         check_characters(tokenizer, "".join(message.get("content") or "" for message in messages), max_tokens)
-    name, ends = _template_name(tokenizer, data), _special_texts(tokenizer)
-    with _deadline(TEMPLATE_SECONDS, name):
+    name, ends = template_name(tokenizer, data), _special_texts(tokenizer)
+    with deadline(TEMPLATE_SECONDS, name):
         if data.is_text_template:
             text, spans = _fill_in(data, messages, name)
         else:
@@ -119,13 +119,6 @@ def encode_text(
     return _encode(tokenizer, text, [(0, len(text))], max_tokens, truncate, bos=True, eos=True)
 
 
-def with_system_prompt(data: DataConfig, messages: list[Message]) -> list[Message]:
-    """`messages` behind `data.system_prompt`, unless that is empty or they begin with a system message."""
-    if not data.system_prompt or messages[0]["role"] in ("system", "developer"):
-        return messages
-    return [{"role": "system", "content": data.system_prompt}, *messages]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Texts
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,7 +137,7 @@ def _write(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     question = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
-    arguments = {**tokenizer.special_tokens_map, **_template_arguments(data, question)}
+    arguments = {**tokenizer.special_tokens_map, **template_arguments(data, question)}
     template = tokenizer.get_chat_template(arguments.pop("chat_template", None), tools)
     has_markers = HAS_MARKERS.search(template) is not None
     try:
@@ -159,7 +152,7 @@ def _write(
     # what the operators of a template raise when a row is not what they expect
     except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
-        raise Refused(f"{_template_name(tokenizer, data)} refuses this chat: {reason}") from error
+        raise Refused(f"{template_name(tokenizer, data)} refuses this chat: {reason}") from error
     return texts[0], spans[0] if has_markers else None
 
 
@@ -237,27 +230,26 @@ def _same_as_in(text: str, beginning: str, messages: list[Message], num_messages
 
 def _fill_in(data: DataConfig, messages: list[Message], name: str) -> tuple[str, list[Span]]:
     """The text template with its placeholders filled in, and the answer if there is one."""
-    users = [message["content"] for message in messages if message["role"] == "user"]
-    systems = [message["content"] for message in messages if message["role"] in ("system", "developer")]
-    # the question last, so that nothing within it is taken for a placeholder
-    prompt = data.prompt_template.replace("{system_prompt}", "\n".join(systems))
-    prompt = prompt.replace("{question}", users[0] if users else "")
     if messages[-1]["role"] != "assistant":
-        messages = [*messages, {"role": "assistant", "content": ""}]
-        return _append_answer(prompt, messages, name)[0], []
-    return _append_answer(prompt, messages, name)
+        return fill_in(data, messages, name), []
+    _check_one_answer(messages, name)
+    return _append_answer(fill_in(data, messages[:-1], name), messages, name)
 
 
 def _append_answer(prompt: str, messages: list[Message], name: str) -> tuple[str, list[Span]]:
     """A prompt and the assistant's text behind it. Raises Refused for more than one question and one answer."""
+    _check_one_answer(messages, name)
+    text = prompt + messages[-1]["content"]
+    return text, [(len(prompt), len(text))]
+
+
+def _check_one_answer(messages: list[Message], name: str) -> None:
     roles = [message["role"] for message in messages if message["role"] not in ("system", "developer")]
     if roles != ["user", "assistant"]:
         raise Refused(
             f"{name} writes one question for one answer, and this chat has {', '.join(roles)}; give a template that "
             "writes all `messages` as data.prompt_template FILE.jinja"
         )
-    text = prompt + messages[-1]["content"]
-    return text, [(len(prompt), len(text))]
 
 
 def _cut_after_end(text: str, span: Span, ends: tuple[str, ...]) -> Span:
@@ -296,7 +288,7 @@ def _encode(
     if has_surrogates(text):
         raise Refused("the text has a lone surrogate (half of a character)")
     if truncate:  # what is cut here lies behind the last token that is kept
-        text = text[: (max_tokens + 2) * _longest_token(tokenizer)]
+        text = text[: (max_tokens + 2) * longest_token(tokenizer)]
     else:
         check_characters(tokenizer, text, max_tokens)
     encoded = tokenizer(text, add_special_tokens=bos, return_offsets_mapping=True)

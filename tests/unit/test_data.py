@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig
 from grpo.data.chat import encode_prompt, load_tokenizer
-from grpo.data.prepare import load_sources, usable_chats, usable_prompts
+from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream, load_eval_prompts
 from grpo.rewards.answers import extract_answer, parse_number
 
@@ -102,7 +102,7 @@ def prompts_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
 def chats_of(data: DataConfig, tokenizer, max_sequence_tokens=20, seed=0, completion_column="completion") -> ChatStream:
     fields = {"max_sequence_tokens": max_sequence_tokens, "completion_column": completion_column}
     config = SFTConfig(data=data, seed=seed, sequences_per_step=1, **fields)
-    return ChatStream(usable_chats(load_sources(data, completion_column), config, tokenizer), config, tokenizer)
+    return ChatStream(usable_chats(load_chat_sources(config), config, tokenizer), config, tokenizer)
 
 
 def test_prompts_have_ids_columns_and_a_running_index(tokenizer, ten_rows):
@@ -364,11 +364,11 @@ def test_states_load_with_and_without_a_filter(tokenizer, four_rows):
 # ---- chat stream
 
 
-def test_chats_are_prompt_and_completion_with_eos(tokenizer, ten_rows):
+def test_chats_have_the_answer_and_eos_as_labels(tokenizer, ten_rows):
     stream = chats_of(config_of(ten_rows, shuffle=False), tokenizer, max_sequence_tokens=20, seed=0)
     assert stream.draw(2) == [
-        (ids_of("<user> add n0 <assistant>"), ids_of("yes n0 <eos>")),
-        (ids_of("<user> add n1 <assistant>"), ids_of("yes n1 <eos>")),
+        (ids_of("<user> add n0 <assistant> yes n0 <eos>"), [False] * 4 + [True] * 3),
+        (ids_of("<user> add n1 <assistant> yes n1 <eos>"), [False] * 4 + [True] * 3),
     ]
 
 

@@ -2,13 +2,17 @@
 
 import pytest
 
-from grpo.data.formats import Chat, detect_format, row_to_chat
+from grpo.data.columns import BadRow
+from grpo.data.formats import Chat, Columns, detect_format, no_format, row_to_chat
 
 USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
 
 
+COLUMNS = Columns("question", "answer")
+
+
 def chat_of(row: dict, row_format: str = "auto") -> Chat:
-    return row_to_chat(row, row_format, "question", "answer")
+    return row_to_chat(row, detect_format([row], COLUMNS) if row_format == "auto" else row_format, COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +47,21 @@ def test_the_first_format_that_fits_is_taken_unless_one_is_named():
         "text": Chat([], text="t"),
     }
     assert {name: chat_of(row, name) for name in expected} == expected
-    needed = {"messages": ["messages"], "prompt_completion": ["question"], "alpaca": ["output"], "text": ["text"]}
+    needed = {"prompt_completion": ["question"], "messages": ["messages"], "alpaca": ["output"], "text": ["text"]}
     for name, columns in needed.items():
-        assert detect_format(row, "question", "answer") == name
+        assert detect_format([{}, row], COLUMNS) == name
         row = {column: value for column, value in row.items() if column not in columns}
-    with pytest.raises(
-        ValueError, match="the columns instruction, answer are no row format; there must be messages, or"
-    ):
-        detect_format(row, "question", "answer")
+    assert detect_format([row], COLUMNS) is None
+    assert no_format(row, COLUMNS).startswith(
+        "the columns instruction, answer are no row format; there must be question and answer, or messages, or"
+    )
+
+
+def test_columns_may_be_paths():
+    row = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "2"}], "also": {"tools": [{"a": 1}]}}
+    columns = Columns("messages.:-1", "messages.-1.content", "also.tools")
+    assert detect_format([row], columns) == "prompt_completion"
+    assert row_to_chat(row, "prompt_completion", columns) == Chat(row["messages"], tools=[{"a": 1}])
 
 
 def test_what_a_table_adds_to_messages_is_left_out():
@@ -96,26 +107,26 @@ def test_what_a_table_adds_to_messages_is_left_out():
         ({"question": "1+1?", "answer": None}, "auto", "^column 'answer' is missing$"),
         ({"question": " \n", "answer": "two"}, "auto", "^column 'question' is empty$"),
         ({"question": 2, "answer": "two"}, "auto", "^column 'question' holds int, not text$"),
-        ({"question": [], "answer": "two"}, "auto", "^column 'question' has no messages$"),
+        ({"question": [], "answer": "two"}, "auto", "^column 'question' is empty$"),
         ({"text": "t"}, "messages", "^column 'messages' is missing$"),
         ({"messages": "hi"}, "auto", "^column 'messages' holds str, not a list of messages$"),
-        ({"messages": [USER, "hi"]}, "auto", "message 2 is str, not an object with role and content$"),
+        ({"messages": [USER, "hi"]}, "auto", "message 2 is str, not a table with role and content$"),
         ({"messages": [{"from": "human", "value": "hi"}]}, "auto", "message 1 has no role$"),
         ({"messages": [{"role": "user", "content": None}]}, "auto", "message 1 has no text as content$"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "auto", "message 1 has no text as content$"),
-        ({"messages": [ASSISTANT | {"tool_calls": "add"}]}, "auto", "message 1: tool_calls must be a list of objects$"),
-        ({"messages": [ASSISTANT | {"tool_calls": [{"function": "f"}]}]}, "auto", "a tool call is str, not an object$"),
+        ({"messages": [ASSISTANT | {"tool_calls": "add"}]}, "auto", "message 1: tool_calls must be a list of tables$"),
+        ({"messages": [ASSISTANT | {"tool_calls": [{"function": "f"}]}]}, "auto", "a tool call is str, not a table$"),
         (
             {"messages": [ASSISTANT | {"tool_calls": [{"function": {"arguments": "{a: 1}"}}]}]},
             "auto",
-            "message 1: the arguments of a tool call are text, but not JSON",
+            "message 1: what a tool call has as arguments is text, but not JSON",
         ),
-        ({"messages": [USER], "tools": "[" * 100_000}, "auto", "^column 'tools' are text, but not JSON"),
-        ({"messages": [USER], "tools": ["add"]}, "auto", "^column 'tools' does not hold a list of JSON schemas$"),
+        ({"messages": [USER], "tools": "[" * 100_000}, "auto", "^column 'tools' is text, but not JSON"),
+        ({"messages": [USER], "tools": ["add"]}, "auto", "^column 'tools' holds no list of JSON schemas$"),
         ({"instruction": "add", "input": 3, "output": "o"}, "auto", "^column 'input' holds int, not text$"),
         ({"text": None}, "auto", "^column 'text' is missing$"),
     ],
 )
 def test_rows_that_are_no_chats(row, row_format, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(BadRow, match=message):
         chat_of(row, row_format)

@@ -8,7 +8,7 @@ import pytest
 from grpo.config import DataConfig, GRPOConfig, SamplingConfig, SFTConfig
 from grpo.data import toy
 from grpo.data.chat import Refused, encode_prompt
-from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_chats, usable_prompts
+from grpo.data.prepare import load_chat_sources, load_sources, reward_columns, texts_of, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
 from tests.unit.test_data import config_of, long_rows, word_tokenizer, write_rows
 
@@ -174,7 +174,7 @@ def test_a_state_of_another_mixture_or_version_is_refused(tokenizer, two_sources
 
 def test_chats_of_a_mixture_resume_exactly(tokenizer, two_sources):
     config = SFTConfig(data=config_of(**two_sources), sequences_per_step=4, max_sequence_tokens=20)
-    sources = usable_chats(load_sources(config.data, "completion"), config, tokenizer)
+    sources = usable_chats(load_chat_sources(config), config, tokenizer)
     stream, resumed = (ChatStream(sources, config, tokenizer) for _ in range(2))
     stream.draw(5)
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
@@ -218,8 +218,10 @@ def test_the_most_natural_first_sft_on_gsm8k_is_refused_at_once(gsm8k):
     _, tokenizer = gsm8k
     data = DataConfig(path=str(GSM8K), system_prompt="")
     config = SFTConfig(data=data, max_sequence_tokens=64, completion_column="answer")
-    with pytest.raises(ValueError, match="1 of 7473 rows of .* less than 1%: 7,472 longer than max_sequence_tokens=64"):
-        usable_chats(load_sources(data, "answer"), config, tokenizer)
+    with pytest.raises(
+        ValueError, match="[1-9] of 7473 rows of .* less than 1%: 7,4.. longer than max_sequence_tokens=64"
+    ):
+        usable_chats(load_chat_sources(config), config, tokenizer)
 
 
 # ---- message lists
@@ -238,5 +240,61 @@ def test_a_text_template_takes_one_question(tokenizer):
     user = {"role": "user", "content": "n1"}
     assert tokenizer.decode(encode_prompt(tokenizer, data, [user], 9)) == "Be brief add n1 yes"
     assert encode_prompt(tokenizer, data, [user], 9) == encode_prompt(tokenizer, data, "n1", 9)
-    with pytest.raises(Refused, match="a text as data.prompt_template takes one question, .* has several turns"):
+    with pytest.raises(Refused, match="takes one question, and this prompt has the turns user, assistant, user"):
         encode_prompt(tokenizer, data, [user, {"role": "assistant", "content": "yes"}, user], 9)
+
+
+# ---- what SFT learns
+
+
+def sft_of(path: str, **fields) -> SFTConfig:
+    return SFTConfig(data=config_of(path, shuffle=False), sequences_per_step=1, **{"max_sequence_tokens": 9} | fields)
+
+
+def chats(config: SFTConfig, tokenizer) -> list[tuple[str, str]]:
+    """The examples of an epoch and their labels as texts."""
+    sources = usable_chats(load_chat_sources(config), config, tokenizer)
+    examples = ChatStream(sources, config, tokenizer).draw(sum(len(rows.usable) for rows in sources))
+    pairs = []
+    for ids, mask in examples:
+        labels = [token for token, is_label in zip(ids, mask, strict=True) if is_label]
+        pairs.append((tokenizer.decode(ids), tokenizer.decode(labels)))
+    return pairs
+
+
+@pytest.fixture
+def talks(tmp_path) -> str:
+    """Chats of 5, 9 and 11 tokens (EOS included), and one without an assistant turn."""
+    user, yes = {"role": "user", "content": "add"}, {"role": "assistant", "content": "yes"}
+    answer = {"role": "assistant", "content": "n1 n2 n3"}
+    talks = [[user, yes], [user, yes, user, yes], [user], [user, yes, user, answer]]
+    return write_rows(tmp_path / "talks.jsonl", [{"messages": messages} for messages in talks])
+
+
+def test_an_example_without_a_label_is_counted(tokenizer, talks, capsys):
+    assert chats(sft_of(talks), tokenizer) == [
+        ("<user> add <assistant> yes <eos>", "yes <eos>"),
+        ("<user> add <assistant> yes <user> add <assistant> yes <eos>", "yes yes <eos>"),
+    ]
+    out = capsys.readouterr().out
+    assert "has 4 rows, 2 are used" in out and "tokens 5 to 11, median 9" in out
+    assert "left out: 1 without a token to learn, 1 longer than max_sequence_tokens=9" in out
+    assert len(chats(sft_of(talks, train_on="all"), tokenizer)) == 3  # there, every token is one
+
+
+def test_too_long_examples_are_cut_off_and_counted(tokenizer, talks, capsys):
+    found = chats(sft_of(talks, too_long="truncate"), tokenizer)
+    assert found[2] == ("<user> add <assistant> yes <user> add <assistant> n1 n2", "yes n1 n2")
+    assert "left out: 1 without a token to learn; cut off: 1 longer than max_" in capsys.readouterr().out
+    # of 7 tokens, the last answer's are all cut off
+    found = chats(sft_of(talks, too_long="truncate", max_sequence_tokens=7, train_on="last"), tokenizer)
+    assert found == [("<user> add <assistant> yes <eos>", "yes <eos>")]
+    assert "left out: 3 without a token to learn" in capsys.readouterr().out
+
+
+def test_a_set_without_any_label_is_refused(tokenizer, talks):
+    with pytest.raises(ValueError) as refused:
+        chats(sft_of(talks, too_long="truncate", max_sequence_tokens=3), tokenizer)
+    assert str(refused.value).startswith(
+        f"none of 4 examples of {talks} has a token to learn within max_sequence_tokens=3; bring chats with assistant"
+    )

@@ -8,7 +8,7 @@ import pytest
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load
-from grpo.data.prepare import load_sources, texts_of, usable_chats, usable_prompts
+from grpo.data.prepare import load_chat_sources, load_sources, texts_of, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.toy import trained_tokenizer
 from grpo.rewards.builtin import math_reward
@@ -65,12 +65,15 @@ def prompts_of(path: str, *flags: str):
 
 
 def chats_of(path: str, *flags: str) -> list[tuple[str, str]]:
-    """Prompt and completion of three rows as SFT gets them."""
+    """What comes before the first label, and the labels, of three rows as SFT gets them."""
     fixed = ["--data.path", path, "--data.no-shuffle", "--sequences-per-step", "3", "--max-sequence-tokens", "4000"]
     config = load(SFTConfig, str(ROOT / "configs/toy_sft.py"), [*fixed, *flags])
-    tokenizer = tokenizer_of(sources := load_sources(config.data, config.completion_column))
-    pairs = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer).draw(3)
-    return [(tokenizer.decode(prompt), tokenizer.decode(completion)) for prompt, completion in pairs]
+    tokenizer = tokenizer_of(sources := load_chat_sources(config))
+    chats = []
+    for ids, mask in ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer).draw(3):
+        start, labels = mask.index(True), [token for token, is_label in zip(ids, mask, strict=True) if is_label]
+        chats.append((tokenizer.decode(ids[:start]), tokenizer.decode(labels)))
+    return chats
 
 
 def test_gsm8k(data_set):
@@ -121,7 +124,8 @@ def test_alpaca(data_set, tmp_path):
         "user\nSort these numbers from small to large.\n\n3, 1, 2<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompts[1].columns == {"completion": "1, 2, 3", "answer": "1, 2, 3"}
-    prompt, completion = chats_of(data_set("alpaca"), *own)[0]
+    assert chats_of(data_set("alpaca"), *own) == chats_of(data_set("alpaca"))  # of itself
+    prompt, completion = chats_of(data_set("alpaca"))[0]
     assert "Give the capital of France.<|im_end|>" in prompt
     assert completion == "The capital of France is Paris.<|im_end|>"
 
@@ -138,8 +142,20 @@ def test_chats_with_tools(data_set):
     assert '"properties": {"a": {' in second and "city" not in second and "null" not in "".join(texts)
     assert [prompt.columns["answer"] for prompt in prompts] == ["Clear, at 4 degrees.", "16.5", "Hello!"]
     assert [message["role"] for message in prompts[1].content] == ["user", "assistant", "tool"]
-    completions = [c for _, c in chats_of(data_set("tool_chats"), *TOOLS, "--completion-column", "messages.-1.content")]
-    assert completions == ["Clear, at 4 degrees.<|im_end|>", "16.5<|im_end|>", "Hello!<|im_end|>"]
+
+
+def test_chats_with_tools_as_they_are(data_set):
+    """SFT needs no flags: tools are found, and every turn of the assistant's is learned, calls included."""
+    chats = chats_of(data_set("tool_chats"))
+    prompt, labels = chats[0]
+    assert prompt.count("<tool>") == 2 and prompt.endswith("<|im_start|>assistant\n")
+    call = '<call>{"name": "get_weather", "arguments": {"city": "Oslo"}}<|im_end|>'
+    assert labels == f"{call}Clear, at 4 degrees.<|im_end|>"
+    path = [*TOOLS, "--completion-column", "messages.-1.content"]
+    for flags in (["--train-on", "last"], [*path, "--train-on", "last"]):
+        completions = [labels for _, labels in chats_of(data_set("tool_chats"), *flags)]
+        assert completions == ["Clear, at 4 degrees.<|im_end|>", "16.5<|im_end|>", "Hello!<|im_end|>"]
+    assert chats_of(data_set("tool_chats"), *path) == chats
 
 
 def test_tools_may_be_text(tmp_path):

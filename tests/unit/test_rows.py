@@ -3,24 +3,25 @@
 import datasets
 import pytest
 
-from grpo.config import DataConfig
+from grpo.config import DataConfig, SFTConfig
 from grpo.config.sources import Source
-from grpo.data.examples import BadRow, row_reader, value_at
-from grpo.data.rows import check_rows
+from grpo.data.columns import BadRow, value_at
+from grpo.data.examples import row_reader
+from grpo.data.rows import check_chat_rows, check_rows
 from grpo.data.sources import TableRows
 
 GOOD = {"question": "1+2", "answer": "3"}
 FILE = Source("", "f.jsonl")
 
 
-def checked(*rows: dict, completion_column: str = "", source: Source = FILE, **fields):
-    return check_rows(source, list(rows), DataConfig(**fields), completion_column)
+def checked(*rows: dict, source: Source = FILE, **fields):
+    return check_rows(source, list(rows), DataConfig(**fields))
 
 
-def fault(row: dict, completion_column: str = "", **fields) -> str:
+def fault(row: dict, **fields) -> str:
     """Why the row cannot be used, or nothing."""
     try:
-        row_reader(DataConfig(**fields), completion_column)(row)
+        row_reader(DataConfig(**fields))(row)
     except BadRow as error:
         return str(error)
     return ""
@@ -237,3 +238,42 @@ def test_a_tools_column_may_be_empty_but_must_be_there():
     assert checked(GOOD | {"tools": []}, GOOD, tools_column="tools").usable == [0, 1]
     with pytest.raises(ValueError, match="column 'tool' is missing in f.jsonl; columns there: question, answer, tools"):
         checked(GOOD | {"tools": []}, tools_column="tool")
+
+
+# ---- SFT
+
+
+def chats(*rows: dict, table: bool = False, row_format: str = "auto", **fields):
+    rows = TableRows(datasets.Dataset.from_list(list(rows))) if table else list(rows)
+    return check_chat_rows(FILE, rows, SFTConfig(data=DataConfig(**fields), row_format=row_format))
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_the_first_rows_decide_the_format_of_a_source(table):
+    rows = [{"text": None, "instruction": "add", "output": "two"}, {"text": "once", "instruction": "sub"}]
+    with pytest.raises(ValueError, match="1 of 2 rows of f.jsonl cannot be used: row 2: column 'output' is missing"):
+        chats(*rows, table=table)
+    assert chats(*rows, table=table, bad_rows="skip").usable == [0]
+    assert chats(*rows, table=table, bad_rows="skip", row_format="text").example(1).texts == ["once"]
+    with pytest.raises(ValueError, match="column 'messages' is missing in f.jsonl; columns there: text, instruction"):
+        chats(*rows, table=table, row_format="messages")
+    with pytest.raises(ValueError, match="f.jsonl: the columns q, a are no row format; there must be question and com"):
+        chats({"q": "1+1", "a": "2"}, table=table)
+
+
+def test_only_the_columns_of_the_format_are_read_from_a_table():
+    row = {"messages": [{"role": "user", "content": "1+1"}], "tools": "[]", "text": "x", "more": 1}
+    assert chats(row, table=True).rows.table.column_names == ["messages", "tools"]
+    with pytest.raises(ValueError, match="column 'functions' is missing in f.jsonl"):
+        chats(row, table=True, tools_column="functions")
+
+
+def test_an_own_function_may_make_rows_of_any_format(own):
+    name = own("return {'messages': [{'role': 'user', 'content': row['q']}]} if row['q'] else {'text': 'none'}")
+    found = chats({"q": "1+1"}, {"q": ""}, row=name)
+    assert [found.example(row).texts for row in found.usable] == [["1+1"], ["none"]]
+
+
+def test_an_own_function_that_makes_no_chat(own):
+    with pytest.raises(ValueError, match="row 1: data.row gave no chat: the columns q are no row format"):
+        chats({"q": "1+1"}, row=own("return row"))

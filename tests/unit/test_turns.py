@@ -17,10 +17,10 @@ from grpo.config import DataConfig
 from grpo.data import chat as chat_module
 from grpo.data import toy
 from grpo.data.batches import make_batch
-from grpo.data.chat import TooLong, encode_prompt
-from grpo.data.formats import Chat, row_to_chat
+from grpo.data.chat import Refused, TooLong, encode_prompt
+from grpo.data.formats import Chat, Columns, row_to_chat
 from grpo.data.packing import build_micro_batch
-from grpo.data.turns import Refused, encode_chat, encode_example, encode_text
+from grpo.data.turns import encode_chat, encode_example, encode_text
 from grpo.types import Sample
 
 DATA = DataConfig(system_prompt="")
@@ -400,7 +400,7 @@ def test_real_answers():
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:500]]
     tokenizer = toy.trained_tokenizer(row[column] for row in rows for column in ("question", "answer"))
     for row in rows:
-        chat = row_to_chat(row, "auto", "question", "answer")
+        chat = row_to_chat(row, "prompt_completion", Columns("question", "answer"))
         ids, mask = encode_example(tokenizer, DataConfig(), chat, "assistant", 2048)
         prompt = encode_prompt(tokenizer, DataConfig(), row["question"], 2048)
         assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt)
