@@ -3,10 +3,12 @@
     torchrun --nproc_per_node=2 train_sft.py [RECIPE.py] [--field value ...]
 
 Every rank is a trainer; rank 0, the driver, draws the examples and logs. The loss is the mean negative log-prob of the
-answers' tokens over the whole step. Left out so far: LoRA, validation, resume.
+labels over the whole step; labels are the tokens that `train_on` names, by default what the assistant says. `--show 3`
+prints examples with their labels in colour and stops. Left out: LoRA, evaluation by generating.
 """
 
 import collections
+import os
 import pathlib
 from functools import partial
 
@@ -18,55 +20,60 @@ CONFIG = read_config(SFTConfig, DEFAULT_RECIPE) if __name__ == "__main__" else N
 
 import torch
 
-from grpo.config.recipes import as_recipe
-from grpo.data import toy
-from grpo.data.batches import make_batch
-from grpo.data.chat import check_template, load_tokenizer
-from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
-from grpo.data.streams import ChatStream
-from grpo.models import hf_folder
 from grpo.models.export import export_hf
-from grpo.roles.comm import from_driver, on_driver, send_batch
+from grpo.models.hf_folder import fetch_folder
+from grpo.roles.comm import send_batch
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
-from grpo.run.failures import refuse_bad_input, run_rank, set_place
-from grpo.run.log import RunLog
-from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
+from grpo.run import checkpoint
+from grpo.run.failures import run_rank, set_place
+from grpo.run.sft_driver import Driver, Start, show_examples
 from grpo.run.step_timer import StepTimer
-from grpo.types import MicroBatch, Sample, TrainBatch
+from grpo.types import MicroBatch, TrainBatch
 
-SCRIPT = pathlib.Path(__file__).name  # as run.json names it
+STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
 
 
 def main(config: SFTConfig) -> None:
+    if config.show:
+        if os.environ.get("RANK", "0") == "0":
+            show_examples(config)
+        return
     roles = setup_trainers()
     set_place(role=roles.name)
     train(config, roles)
 
 
 def train(config: SFTConfig, roles: Roles) -> None:
-    """Run `config.num_steps` supervised steps. Every rank calls it."""
+    """Run the supervised steps up to `config.num_steps`, from the checkpoint's or from 0. Every rank calls it."""
     timer = StepTimer(roles.is_driver)
     driver = Driver(config, roles, timer)
-    with timer.startup("checking data, tokenizer and model"):
-        folder = hf_folder.fetch_folder(driver.start(), roles.control)
-    with timer.startup("loading the model"):
-        trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
+    start, trainer, held_out = start_up(config, driver, timer, roles)
 
-    recent_losses = collections.deque(maxlen=10)
-    for step in range(config.num_steps):
+    recent_losses = collections.deque(start.recent_losses, maxlen=STOP_WINDOW)  # the same on all ranks
+    for step in range(start.step, config.num_steps):
+        if is_learned(recent_losses, config):
+            break
         batch = send_batch(driver.next_batch(), roles)  # driver -> trainers
         metrics = StepMetrics(batch.num_sequences)
         with timer.phase("train"), timer.compilation_in_startup():
             denominator = float(batch.loss_mask_N.sum())  # the whole step's, whatever the micro-batch
-            trainer.forward_backward(batch, partial(answer_objective, denominator=denominator), metrics)
+            trainer.forward_backward(batch, partial(label_objective, denominator=denominator), metrics)
             metrics.record(**trainer.optimizer_step())
             trainer.schedule.step()
+        recent_losses.append(metrics.means()["loss"])
+
+        is_last = step + 1 == config.num_steps or is_learned(recent_losses, config)
+        if held_out and (is_last or (step + 1) % config.validation.interval == 0):
+            with timer.phase("validate"):
+                validate(driver, trainer, held_out, step + 1)
         driver.log(step + 1, batch, metrics)
-        recent_losses.append(metrics.means()["loss"])  # the same on all ranks
-        if len(recent_losses) == 10 and sum(recent_losses) / 10 < config.stop_at_loss:
-            break
+        interval = config.checkpoint.interval
+        if is_last or (interval and (step + 1) % interval == 0):  # dying before it is complete repeats the step
+            with timer.phase("save"):
+                state = driver.state(step + 1, list(recent_losses))
+                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
 
     if config.checkpoint.export:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
@@ -74,58 +81,44 @@ def train(config: SFTConfig, roles: Roles) -> None:
     close_roles(roles)
 
 
-def answer_objective(
+def label_objective(
     micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor, *, denominator: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One micro-batch's part of the mean negative log-prob of the answers' tokens."""
+    """One micro-batch's part of the mean negative log-prob of the labels."""
     return -logprobs_BT.where(micro.loss_mask_BT, 0).sum() / denominator, {}
 
 
-class Driver:
-    """Examples and the log, on rank 0; every rank calls its methods."""
+def validate(driver: Driver, trainer: Trainer, held_out: dict[str, TrainBatch], step: int) -> None:
+    """Log the mean negative log-prob of the labels of each held-out set. Every rank calls it."""
+    losses = {}
+    for name, batch in held_out.items():
+        logprobs_N = trainer.logprobs(batch)  # of the whole set, on every rank
+        losses[name] = -logprobs_N[batch.loss_mask_N].double().mean().item()
+    driver.log_validation(step, losses)
 
-    def __init__(self, config: SFTConfig, roles: Roles, timer: StepTimer):
-        self.config, self.roles, self.timer = config, roles, timer
 
-    @from_driver
-    def start(self) -> str:
-        """Refuse bad input before the model is loaded, open the run folder; returns the model's folder or hub name."""
-        config = self.config
-        with refuse_bad_input():
-            data = config.data
-            sources = load_chat_sources(config)
-            inputs = (config.model.path, *(source.path for source in data.all_sources))
-            check_run_folder(config.run_dir, SCRIPT, inputs, overwrite=config.overwrite)
-            mark_run_folder(config.run_dir, SCRIPT)
-            folder = toy.build_if_toy(config.model.path, config.run_dir, texts_of(sources), config.seed)
-            folder = hf_folder.resolve_folder(folder)
-            hf_folder.check_folder(folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
-            tokenizer = load_tokenizer(folder, data)
-            check_template(tokenizer, data)
-            self.stream = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer)
-        begin_run(config.run_dir, SCRIPT, as_recipe(config), overwrite=config.overwrite)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps)
-        print(f"{config.num_trainers} trainer ranks; {config.run_dir}", flush=True)
-        return folder
+def is_learned(recent_losses: collections.deque[float], config: SFTConfig) -> bool:
+    """Whether the mean loss of the last STOP_WINDOW steps is below `stop_at_loss`."""
+    return len(recent_losses) == STOP_WINDOW and sum(recent_losses) / STOP_WINDOW < config.stop_at_loss
 
-    @on_driver
-    def next_batch(self) -> TrainBatch:
-        """The step's examples laid end to end; their labels count in the loss."""
-        examples = self.stream.draw(self.config.sequences_per_step)
-        return make_batch([Sample(torch.tensor(ids), torch.tensor(mask)) for ids, mask in examples])
 
-    @on_driver
-    def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:
-        """The step's one log call."""
-        metrics = measured.means() | self.timer.close_step()
-        metrics["tokens_per_second"] = batch.num_tokens / metrics["time/step"]
-        self.run_log.log(step, metrics)
-
-    @on_driver
-    def finish(self) -> None:
-        """Close the log."""
-        self.run_log.close()
-        print(f"done; everything is in {self.config.run_dir}", flush=True)
+def start_up(
+    config: SFTConfig, driver: Driver, timer: StepTimer, roles: Roles
+) -> tuple[Start, Trainer, dict[str, TrainBatch]]:
+    """Check everything on rank 0, then load the model. Every rank calls it."""
+    with timer.startup("checking data, tokenizer and model"):
+        start = driver.start()
+        folder = fetch_folder(start.model_folder, roles.control)
+    with timer.startup("loading the model"):
+        trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
+    held_out = {name: send_batch(driver.held_out_batch(name), roles) for name in start.held_out}
+    if start.checkpoint is not None:
+        with timer.startup("loading the checkpoint"):
+            checkpoint.load_checkpoint(start.checkpoint, trainer)
+    if held_out and start.step == 0:
+        with timer.startup("validating before the first step"):
+            validate(driver, trainer, held_out, 0)
+    return start, trainer, held_out
 
 
 if __name__ == "__main__":

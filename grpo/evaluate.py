@@ -21,7 +21,7 @@ from grpo.config.checks import validate
 from grpo.config.recipes import as_recipe, load
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
-from grpo.data.streams import load_eval_prompts
+from grpo.data.held_out import load_eval_prompts
 from grpo.models import hf_folder
 from grpo.rewards.loading import load_functions
 from grpo.roles.comm import from_driver, on_driver

@@ -6,7 +6,16 @@ from collections.abc import Iterable
 
 from grpo.config.bounds import check_fields
 from grpo.config.engine_options import check_engine_options, reshaping
-from grpo.config.fields import PAPER_DEFAULTS, AlgorithmConfig, DataConfig, GRPOConfig, SFTConfig, complete
+from grpo.config.fields import (
+    PAPER_DEFAULTS,
+    AlgorithmConfig,
+    DataConfig,
+    EvaluationConfig,
+    GRPOConfig,
+    SFTConfig,
+    ValidationConfig,
+    complete,
+)
 from grpo.config.user_files import near_miss
 
 # Far above the clips of its paper, for a ratio of whole sequences
@@ -24,10 +33,12 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
         )
     if isinstance(config, GRPOConfig):
         if config.evaluation.interval:
-            _check_held_out(config)
+            _check_held_out(config.evaluation, "evaluation", config.data)
         _check_generators(config)
         _check_algorithm(complete(config).algorithm, config)
         _check_sampling(config)
+    else:
+        _check_supervised(config)
     trainer, num_trainers = config.trainer, (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
     shards = trainer.tensor_parallel * trainer.data_replicas
     if num_trainers % shards:
@@ -72,14 +83,23 @@ def _check_data(data: DataConfig) -> None:
         )
 
 
-def _check_held_out(config: GRPOConfig) -> None:
-    evaluation = config.evaluation
-    evaluation.held_out(config.data)
-    _check_labels("evaluation.sets", evaluation.sets)
-    if evaluation.sets and evaluation.path:
+def _check_supervised(config: SFTConfig) -> None:
+    if config.validation.interval:
+        _check_held_out(config.validation, "validation", config.data)
+    if config.checkpoint.keep_best:
         raise ValueError(
-            f"evaluation.path={evaluation.path!r} and evaluation.sets ({', '.join(evaluation.sets)}) both say what is "
-            "held out; drop one (--evaluation.sets with nothing behind it drops a recipe's)"
+            f"checkpoint.keep_best={config.checkpoint.keep_best} is the highest metric of an evaluation, which SFT has "
+            "none of; leave it empty and raise checkpoint.keep to keep more checkpoints"
+        )
+
+
+def _check_held_out(section: EvaluationConfig | ValidationConfig, called: str, data: DataConfig) -> None:
+    section.held_out(data)
+    _check_labels(f"{called}.sets", section.sets)
+    if section.sets and section.path:
+        raise ValueError(
+            f"{called}.path={section.path!r} and {called}.sets ({', '.join(section.sets)}) both say what is held out; "
+            f"drop one (--{called}.sets with nothing behind it drops a recipe's)"
         )
 
 

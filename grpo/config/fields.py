@@ -362,19 +362,46 @@ class EvaluationConfig:
 
     def held_out(self, data: DataConfig) -> list[Source]:
         """`sets`, or `path` as the only one, or the training data's. Raises ValueError if none is named."""
-        if self.sets:
-            sets = self.sets.items()
-            return [parse_source(spec, f"evaluation.sets {label}", label, split=self.split) for label, spec in sets]
-        if self.path:
-            same = not data.sources and self.path == data.path
-            name = self.name or (data.name if same else "")
-            return [parse_source(self.path, "evaluation.path", "", name, data.revision if same else "", self.split)]
-        if data.sources:
-            raise ValueError(
-                f"data.sources has {len(data.sources)} data sets, so it must be said which prompts are held out: set "
-                "evaluation.path or evaluation.sets"
-            )
-        return [replace(data.all_sources[0], split=self.split, **({"name": self.name} if self.name else {}))]
+        return _held_out(self, "evaluation", data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """Loss on held-out examples (SFT): before the first step, every `interval` steps and at the end."""
+
+    interval: Interval = 0
+    """Steps between validations; 0 never validates."""
+    path: str = ""
+    """Held-out data set, written like `data.path`; empty takes that (with its name and revision)."""
+    name: str = ""
+    """Configuration name of that data set on the hub."""
+    split: str = "test"
+    """Split of the held-out data, or an expression of splits."""
+    sets: Table[str] = field(default_factory=dict)
+    """Several held-out data sets in place of `path`, as names for their metrics and PATH[NAME]@REVISION:SPLIT each."""
+    num_examples: Annotated[int, AtLeast(1)] = 256
+    """Held-out examples of each set: the first that can be used, always the same ones."""
+
+    def held_out(self, data: DataConfig) -> list[Source]:
+        """`sets`, or `path` as the only one, or the training data's. Raises ValueError if none is named."""
+        return _held_out(self, "validation", data)
+
+
+def _held_out(section: EvaluationConfig | ValidationConfig, called: str, data: DataConfig) -> list[Source]:
+    """What `evaluation` or `validation` holds out."""
+    if section.sets:
+        sets = section.sets.items()
+        return [parse_source(spec, f"{called}.sets {label}", label, split=section.split) for label, spec in sets]
+    if section.path:
+        same = not data.sources and section.path == data.path
+        name = section.name or (data.name if same else "")
+        return [parse_source(section.path, f"{called}.path", "", name, data.revision if same else "", section.split)]
+    if data.sources:
+        raise ValueError(
+            f"data.sources has {len(data.sources)} data sets, so it must be said what is held out: set {called}.path "
+            f"or {called}.sets"
+        )
+    return [replace(data.all_sources[0], split=section.split, **({"name": section.name} if section.name else {}))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -506,10 +533,13 @@ class SFTConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     run_dir: str = "runs/sft"
     """Folder of the run."""
+    resume: bool = False
+    """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
     num_trainers: Annotated[int, AtLeast(1)] = 1

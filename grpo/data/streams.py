@@ -1,4 +1,4 @@
-"""Prompts and chat examples, tokenized as they are drawn: streams that resume exactly, and the held-out prompts.
+"""Prompts and chat examples, tokenized as they are drawn, in streams that resume exactly.
 
 Only the driver (rank 0) reads data; generators and trainers see token ids.
 """
@@ -7,19 +7,18 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig
-from grpo.config.sources import Source
+from grpo.config import DataConfig, GRPOConfig, SamplingConfig, SFTConfig
 from grpo.data.chat import Refused, TooLong, encode_prompt
 from grpo.data.examples import Example
-from grpo.data.prepare import all_too_long
-from grpo.data.rows import SourceRows, check_rows
-from grpo.data.sources import load_rows
+from grpo.data.rows import SourceRows
 from grpo.data.turns import encode_example
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Token ids, and for each whether it is a label.
+Labelled = tuple[list[int], list[bool]]
 # What is saved of a source's order: what its place belongs to, and the place.
 BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle")
 PLACE = ("epoch", "position", "num_drawn")
@@ -246,81 +245,20 @@ class ChatStream(Mixture[RowOrder]):
         super().__init__([RowOrder(rows, config.seed, config.data.shuffle) for rows in sources])
         self.config, self.tokenizer = config, tokenizer
 
-    def draw(self, count: int) -> list[tuple[list[int], list[bool]]]:
-        """The next `count` examples, across epochs where needed: token ids, and for each whether it is a label."""
+    def draw(self, count: int) -> list[Labelled]:
+        """The next `count` examples, across epochs where needed."""
         examples = []
         for _ in range(count):
             order = self.next_order()
-            examples.append(_encode_row(order.next(), order.rows, self.config, self.tokenizer))
+            row = order.next()
+            try:
+                examples.append(encode_chat_row(order.rows.example(row), self.config, self.tokenizer))
+            except (TooLong, Refused) as error:
+                raise order.rows.changed(row, error) from error
         return examples
 
 
-def _encode_row(
-    row: int, rows: SourceRows, config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[list[int], list[bool]]:
-    """A usable row's token ids and which are labels."""
-    chat, truncates = rows.example(row).chat, config.too_long == "truncate"
-    try:
-        return encode_example(tokenizer, config.data, chat, config.train_on, config.max_sequence_tokens, truncates)
-    except (TooLong, Refused) as error:
-        raise rows.changed(row, error) from error
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Held-out prompts
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def load_eval_prompts(
-    data: DataConfig, evaluation: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase"
-) -> list[Prompt]:
-    """Of each held-out set the first `evaluation.num_prompts` prompts that fit, in its order.
-
-    Fewer if the set has fewer. Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Prints
-    how many there are.
-
-    Raises:
-        ValueError: rows cannot be used (see `check_rows`), or no prompt of a set fits into data.max_prompt_tokens.
-    """
-    prompts = []
-    for source in evaluation.held_out(data):
-        for training in data.all_sources:
-            if source.path == training.path and (source.is_file or source.split == training.split):
-                print(
-                    f"warning: evaluation uses the training data {source.path}; set evaluation.path or "
-                    "evaluation.split",
-                    flush=True,
-                )
-        prompts += _held_out_prompts(source, data, evaluation.num_prompts, len(prompts), tokenizer)
-    return prompts
-
-
-def _held_out_prompts(
-    source: Source, data: DataConfig, most: int, first_index: int, tokenizer: "PreTrainedTokenizerBase"
-) -> list[Prompt]:
-    rows = check_rows(source, load_rows(source), data)
-    prompts, too_long = [], []
-    for row in rows.usable:
-        if len(prompts) == most:
-            break
-        example: Example = rows.example(row)
-        try:
-            ids = encode_prompt(tokenizer, data, example.prompt, data.max_prompt_tokens, example.tools)
-        except TooLong as error:
-            too_long.append(error.num_tokens)
-            continue
-        except Refused as error:
-            raise ValueError(f"row {row + 1} of {source.path}: {error}; correct it, or the template") from error
-        index = first_index + len(prompts)
-        prompts.append(Prompt(index, ids, example.columns, row, source.label, example.prompt))
-    if too_long and not prompts:
-        raise ValueError(all_too_long(source.path, "data.max_prompt_tokens", data.max_prompt_tokens, too_long))
-    name = f"{source.label} ({source.text})" if source.label else source.text
-    print(f"held out: {len(prompts):,} of {len(rows.rows):,} rows of {name}", flush=True)
-    if too_long:
-        print(
-            f"warning: {len(too_long)} held-out prompts of {source.path} are longer than data.max_prompt_tokens="
-            f"{data.max_prompt_tokens} and were left out",
-            flush=True,
-        )
-    return prompts
+def encode_chat_row(example: Example, config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> Labelled:
+    """What a row gave as token ids with their labels, cut off if `too_long` says so; raises TooLong and Refused."""
+    max_tokens, truncates = config.max_sequence_tokens, config.too_long == "truncate"
+    return encode_example(tokenizer, config.data, example.chat, config.train_on, max_tokens, truncates)

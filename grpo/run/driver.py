@@ -21,8 +21,9 @@ from grpo.config.recipes import as_recipe
 from grpo.data import toy
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.chat import check_template, load_tokenizer
+from grpo.data.held_out import load_eval_prompts
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
-from grpo.data.streams import PromptStream, load_eval_prompts
+from grpo.data.streams import PromptStream
 from grpo.models import hf_folder
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import check_all_failed

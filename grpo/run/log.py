@@ -82,15 +82,22 @@ class RunLog:
 
         Of several held-out sets (`eval/SET/accuracy`), each has a line of its own on the console.
         """
-        metrics = {f"eval/{name.removeprefix('eval/')}": value for name, value in metrics.items()}
+        self._log_held_out(step, "eval", metrics)
+
+    def log_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """The same for the losses of held-out examples, `validation/loss` or `validation/SET/loss`."""
+        self._log_held_out(step, "validation", metrics)
+
+    def _log_held_out(self, step: int, group: str, metrics: dict[str, float]) -> None:
+        metrics = {f"{group}/{name.removeprefix(f'{group}/')}": value for name, value in metrics.items()}
         self._write(step, metrics)
         lines: dict[str, list[str]] = {}
         for name, value in metrics.items():
-            held_out_set, _, short = name.removeprefix("eval/").rpartition("/")
+            held_out_set, _, short = name.removeprefix(f"{group}/").rpartition("/")
             lines.setdefault(held_out_set, []).append(f"{short} {compact_number(value)}")
         for held_out_set, numbers in lines.items():
             where = [held_out_set] if held_out_set else []
-            self._print(Text("  ".join([f"eval {self._progress(step)}", *where, *numbers]), style="cyan"))
+            self._print(Text("  ".join([f"{group} {self._progress(step)}", *where, *numbers]), style="cyan"))
 
     def completions(self, step: int, rollouts: list[Rollout], prompts: list[str]) -> None:
         """Record a step's completions: all in completions.jsonl, `num_samples` to read in samples.txt and TensorBoard.

@@ -41,13 +41,20 @@ METRICS = {
     "loss/gate_mean loss/weight_cut_frac loss/active_frac loss/ratio_mean loss/ratio_max",
     "grpo/algorithm/importance.py": "mismatch/mean mismatch/max mismatch/kl mismatch/ess mismatch/corrected_frac",
     "grpo/roles/metrics.py": "loss",
+    "grpo/run/sft_driver.py": "validation/loss",
     "grpo/roles/trainer.py": "entropy grad_norm learning_rate",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
     "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
     "sampling/informative_frac sampling/full_frac sampling/filtered",
 }
 # One per reward function, number of samples, source
-MANY = {"reward/<function>", "eval/pass_at_<k>", "reward/source/<name>", "prompt/source/<name>"}
+MANY = {
+    "validation/<name>/loss",
+    "reward/<function>",
+    "eval/pass_at_<k>",
+    "reward/source/<name>",
+    "prompt/source/<name>",
+}
 NAMED = {name for names in METRICS.values() for name in names.split()} | MANY
 # What the log replaces by `mismatch/ess`
 INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
@@ -100,7 +107,7 @@ def test_metrics_are_logged(file):
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss|distill"
+    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss|distill|validation"
     for file, source in SOURCES.items():
         found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
         assert found <= NAMED | phases() | INGREDIENTS, file

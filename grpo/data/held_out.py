@@ -1,0 +1,124 @@
+"""Held-out prompts, on which GRPO is evaluated, and held-out examples, on which SFT is validated."""
+
+from typing import TYPE_CHECKING
+
+from grpo.config import DataConfig, EvaluationConfig, SFTConfig
+from grpo.config.sources import Source
+from grpo.data.chat import Refused, TooLong, encode_prompt
+from grpo.data.examples import Example
+from grpo.data.prepare import all_too_long
+from grpo.data.rows import SourceRows, check_chat_rows, check_rows
+from grpo.data.sources import load_rows
+from grpo.data.streams import Labelled, encode_chat_row
+from grpo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_eval_prompts(
+    data: DataConfig, evaluation: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> list[Prompt]:
+    """Of each held-out set the first `evaluation.num_prompts` prompts that fit, in its order.
+
+    Fewer if the set has fewer. Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Prints
+    how many there are.
+
+    Raises:
+        ValueError: rows cannot be used (see `check_rows`), or no prompt of a set fits into data.max_prompt_tokens.
+    """
+    prompts = []
+    for source in evaluation.held_out(data):
+        _warn_of_training_data(source, data, "evaluation")
+        prompts += _held_out_prompts(source, data, evaluation.num_prompts, len(prompts), tokenizer)
+    return prompts
+
+
+def _held_out_prompts(
+    source: Source, data: DataConfig, most: int, first_index: int, tokenizer: "PreTrainedTokenizerBase"
+) -> list[Prompt]:
+    rows = check_rows(source, load_rows(source), data)
+    prompts, too_long = [], []
+    for row in rows.usable:
+        if len(prompts) == most:
+            break
+        example: Example = rows.example(row)
+        try:
+            ids = encode_prompt(tokenizer, data, example.prompt, data.max_prompt_tokens, example.tools)
+        except TooLong as error:
+            too_long.append(error.num_tokens)
+            continue
+        except Refused as error:
+            raise ValueError(f"row {row + 1} of {source.path}: {error}; correct it, or the template") from error
+        index = first_index + len(prompts)
+        prompts.append(Prompt(index, ids, example.columns, row, source.label, example.prompt))
+    if too_long and not prompts:
+        raise ValueError(all_too_long(source.path, "data.max_prompt_tokens", data.max_prompt_tokens, too_long))
+    _tell(rows, len(prompts))
+    if too_long:
+        print(
+            f"warning: {len(too_long)} held-out prompts of {source.path} are longer than data.max_prompt_tokens="
+            f"{data.max_prompt_tokens} and were left out",
+            flush=True,
+        )
+    return prompts
+
+
+def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Labelled]]:
+    """Name of each held-out set (empty if there is one) -> the first `validation.num_examples` of its usable rows.
+
+    Left out, as in training, are those without a label, and too long ones if `too_long` says so. Prints how many
+    there are. Raises ValueError if rows cannot be used (see `check_chat_rows`), or none of a set is left.
+    """
+    sets = {}
+    for source in config.validation.held_out(config.data):
+        _warn_of_training_data(source, config.data, "validation")
+        sets[source.label] = _held_out_examples(source, config, tokenizer)
+    return sets
+
+
+def _held_out_examples(source: Source, config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> list[Labelled]:
+    rows = check_chat_rows(source, load_rows(source), config)
+    examples, num_left_out = [], 0
+    for row in rows.usable:
+        if len(examples) == config.validation.num_examples:
+            break
+        try:
+            ids, mask = encode_chat_row(rows.example(row), config, tokenizer)
+        except TooLong:
+            ids, mask = [], []
+        except Refused as error:
+            raise ValueError(f"row {row + 1} of {source.path}: {error}; correct it, or the template") from error
+        if any(mask):
+            examples.append((ids, mask))
+        else:
+            num_left_out += 1
+    limit = f"max_sequence_tokens={config.max_sequence_tokens}"
+    if not examples:
+        raise ValueError(
+            f"none of {len(rows.usable)} held-out examples of {source.path} has a token to learn within {limit}; raise "
+            "it, or bring chats with assistant turns"
+        )
+    _tell(rows, len(examples))
+    if num_left_out:
+        print(
+            f"warning: {num_left_out} held-out examples of {source.path} are longer than {limit} or have no token to "
+            "learn, and were left out",
+            flush=True,
+        )
+    return examples
+
+
+def _warn_of_training_data(source: Source, data: DataConfig, called: str) -> None:
+    for training in data.all_sources:
+        if source.path == training.path and (source.is_file or source.split == training.split):
+            print(
+                f"warning: {called} uses the training data {source.path}; set {called}.path or {called}.split",
+                flush=True,
+            )
+
+
+def _tell(rows: SourceRows, num_used: int) -> None:
+    source = rows.source
+    name = f"{source.label} ({source.text})" if source.label else source.text
+    print(f"held out: {num_used:,} of {len(rows.rows):,} rows of {name}", flush=True)

@@ -1,0 +1,108 @@
+"""SFT in whole runs: exact resume, validation, examples to look at, an early stop."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from grpo.data import toy
+from tests.e2e.runs import read_metrics, without_clocks
+from tests.torchrun import run_python, torchrun
+
+
+@pytest.fixture(scope="module")
+def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """4 steps of two sources, chats and texts, that are shuffled, mixed and packed; so few rows that epochs end."""
+    folder = tmp_path_factory.mktemp("rows")
+    rows = toy.task_rows("addition", "train")[:14]
+    turns = [
+        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["completion"]}]
+        for row in rows[:9]
+    ]
+    turns[0] += turns[1]  # a chat of two questions
+    chats = [{"messages": messages} for messages in turns]
+    files = {"chats": chats, "texts": [{"text": row["question"]} for row in rows[9:]]}
+    for name, part in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    sources = [word for name in files for word in (name, folder / f"{name}.jsonl")]
+    flags = ["configs/toy_sft.py", "--model.path", model, "--data.path", "", "--data.sources", *sources]
+    flags += ["--data.weights", "chats", 2, "--sequences-per-step", 5, "--num-steps", 4, "--num-trainers", 2]
+    flags += ["--trainer.micro-batch-tokens", 64, "--trainer.schedule", "linear", "--trainer.warmup-steps", 2]
+    flags += ["--validation.interval", 2, "--validation.split", "train", "--validation.sets", *sources]
+    flags += ["--validation.num-examples", 4, "--checkpoint.interval", 2, "--metrics.no-tensorboard"]
+    return [str(flag) for flag in flags]
+
+
+@pytest.fixture(scope="module")
+def finished(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    run_dir = tmp_path_factory.mktemp("sft") / "run"
+    output = torchrun("train_sft.py", *arguments, "--run-dir", run_dir, "--resume", nproc=2)
+    assert "starting at step 0" in output and "held out: 4 of 9 rows of chats (" in output
+    assert "validation 4/4 100%  chats  loss" in output
+    return run_dir
+
+
+def crashed(finished: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
+    """The finished run as if it had died after its log line of step 3."""
+    shutil.copytree(finished, to)
+    shutil.rmtree(to / "model")
+    shutil.rmtree(to / "checkpoints" / "step-00000004")
+    lines = (to / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (to / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 3))
+    return to
+
+
+def test_4_steps_equal_2_resume_and_2(finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path):
+    run_dir = crashed(finished, tmp_path / "run")
+    output = torchrun("train_sft.py", *arguments, "--run-dir", run_dir, "--resume", nproc=2)
+    assert "starting at step 2" in output
+    whole, resumed = read_metrics(finished), read_metrics(run_dir)
+    assert [(m["step"], "loss" in m) for m in whole] == [
+        *((0, False), (1, True), (2, False), (2, True)),
+        *((3, True), (4, False), (4, True)),
+    ]
+    assert [without_clocks(m) for m in resumed] == [without_clocks(m) for m in whole]
+    for name in ("loss", "grad_norm", "entropy", "learning_rate"):  # the comparison means something
+        assert len({m[name] for m in whole if name in m}) == (2 if name == "learning_rate" else 4), name
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (finished, run_dir)]
+    assert weights[0] == weights[1]
+
+
+def test_resume_and_validation_on_another_number_of_ranks(
+    finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path
+):
+    run_dir = crashed(finished, tmp_path / "run")
+    torchrun("train_sft.py", *arguments, "--num-trainers", 1, "--run-dir", run_dir, "--resume", nproc=1)
+    for before, after in zip(read_metrics(finished), read_metrics(run_dir), strict=True):
+        for name in ("loss", "validation/loss", "validation/chats/loss", "validation/texts/loss"):
+            assert before.get(name) == pytest.approx(after.get(name), abs=1e-4), name
+
+
+def test_validation_is_the_mean_over_tokens_of_each_set(finished: pathlib.Path):
+    for m in (m for m in read_metrics(finished) if "loss" not in m):
+        sets = [m["validation/chats/loss"], m["validation/texts/loss"]]
+        assert m["validation/loss"] == pytest.approx(sum(sets) / 2) and sets[0] != sets[1]
+    losses = [m["validation/chats/loss"] for m in read_metrics(finished) if "loss" not in m]
+    assert losses[0] > losses[-1]
+
+
+def test_a_run_that_stopped_by_its_loss_stays_stopped(arguments: list[str], tmp_path: pathlib.Path):
+    flags = [*arguments, "--num-trainers", 1, "--num-steps", 20, "--stop-at-loss", 99, "--validation.interval", 0]
+    flags += ["--run-dir", tmp_path / "run"]
+    torchrun("train_sft.py", *flags, "--checkpoint.interval", 7, nproc=1)
+    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [*range(1, 11)]
+    folders = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert folders == ["step-00000007", "step-00000010"]
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000010")  # the window of 10 steps continues from 7 of them
+    for _ in range(2):
+        torchrun("train_sft.py", *flags, "--checkpoint.interval", 7, "--resume", nproc=1)
+        assert [m["step"] for m in read_metrics(tmp_path / "run")] == [*range(1, 11)]
+
+
+def test_show_prints_examples_and_stops(arguments: list[str], tmp_path: pathlib.Path):
+    output = run_python("train_sft.py", *arguments, "--show", 2, "--run-dir", tmp_path / "run")
+    assert "example 1: " in output and "example 2: " in output and "example 3" not in output
+    assert "example 2: 8 tokens, 7 of them labels" in output and "802+849<eos>" in output
+    assert "loading the model" not in output
+    assert not (tmp_path / "run").exists()
