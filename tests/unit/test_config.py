@@ -24,6 +24,7 @@ from grpo.config import (
     SamplingConfig,
     SFTConfig,
     TrainerConfig,
+    ValidationConfig,
     change,
 )
 from grpo.config import fields as config_module
@@ -154,6 +155,18 @@ BAD = {
     ),
     "3 trainer ranks do not split into trainer.tensor_parallel=2": SFTConfig(
         num_trainers=3, trainer=TrainerConfig(tensor_parallel=2)
+    ),
+    "checkpoint.keep_best=accuracy is the highest metric of an evaluation, which SFT has none of": SFTConfig(
+        checkpoint=CheckpointConfig(keep_best="accuracy")
+    ),
+    "data.sources has 1 data sets, so it must be said what is held out: set validation.path or validation.sets": (
+        SFTConfig(data=DataConfig(path="", sources={"a": "a.jsonl"}), validation=ValidationConfig(interval=1))
+    ),
+    "validation.path='b.jsonl' and validation.sets (a) both say what is held out": SFTConfig(
+        validation=ValidationConfig(interval=1, path="b.jsonl", sets={"a": "a.jsonl"})
+    ),
+    "validation.sets has the name 'a b'; use letters": SFTConfig(
+        validation=ValidationConfig(interval=1, sets={"a b": "a.jsonl"})
     ),
 }
 

@@ -333,6 +333,23 @@ def test_a_fresh_start_after_an_abort_without_checkpoint_counts_nothing_twice(tm
     assert read_scalars(tmp_path, "eval/accuracy") == [(0, 0.2)]
 
 
+def test_validation_losses_of_several_sets(tmp_path, capsys):
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
+    log.log_validation(5, {"validation/a/loss": 2.0, "validation/b/loss": 1.0, "validation/loss": 1.5})
+    log.close()
+    (record,) = read_records(tmp_path)
+    assert {n: v for n, v in record.items() if n not in ("step", "time")} == {
+        "validation/a/loss": 2.0,
+        "validation/b/loss": 1.0,
+        "validation/loss": 1.5,
+    }
+    assert capsys.readouterr().out.splitlines() == [
+        "validation  5/10  50%  a  loss 2",
+        "validation  5/10  50%  b  loss 1",
+        "validation  5/10  50%  loss 1.5",
+    ]
+
+
 # --- the console
 
 

@@ -5,9 +5,10 @@ import pathlib
 
 import pytest
 
-from grpo.config import DataConfig, GRPOConfig, SamplingConfig, SFTConfig
+from grpo.config import DataConfig, GRPOConfig, SamplingConfig, SFTConfig, ValidationConfig
 from grpo.data import toy
 from grpo.data.chat import Refused, encode_prompt
+from grpo.data.held_out import load_validation
 from grpo.data.prepare import load_chat_sources, load_sources, reward_columns, texts_of, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
 from tests.unit.test_data import config_of, long_rows, word_tokenizer, write_rows
@@ -298,3 +299,36 @@ def test_a_set_without_any_label_is_refused(tokenizer, talks):
     assert str(refused.value).startswith(
         f"none of 4 examples of {talks} has a token to learn within max_sequence_tokens=3; bring chats with assistant"
     )
+
+
+# ---- held-out examples
+
+
+def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, talks, ten_answers, capsys):
+    sets = {"talks": talks, "answers": f"{ten_answers}:train[5:]"}
+    config = sft_of(ten_answers, validation=ValidationConfig(interval=1, num_examples=3, sets=sets))
+    found = load_validation(config, tokenizer)
+    texts = {name: [tokenizer.decode(ids) for ids, _ in examples] for name, examples in found.items()}
+    assert texts["talks"] == [
+        "<user> add <assistant> yes <eos>",
+        "<user> add <assistant> yes <user> add <assistant> yes <eos>",
+    ]
+    assert texts["answers"] == [f"<user> add <assistant> n{i} <eos>" for i in (5, 6, 7)]
+    out = capsys.readouterr().out
+    assert "held out: 2 of 4 rows of talks (" in out and "held out: 3 of 5 rows of answers (" in out
+    assert "warning: 2 held-out examples of" in out and "longer than max_sequence_tokens=9 or have no token" in out
+    assert f"warning: validation uses the training data {ten_answers}; set validation.path or" in out
+
+
+def test_held_out_examples_of_which_none_has_a_label_are_refused(tokenizer, talks, ten_answers):
+    config = sft_of(ten_answers, max_sequence_tokens=4, validation=ValidationConfig(interval=1, path=talks))
+    with pytest.raises(
+        ValueError, match="none of 4 held-out examples of .*talks.jsonl has a token to learn within max"
+    ):
+        load_validation(config, tokenizer)
+
+
+@pytest.fixture
+def ten_answers(tmp_path) -> str:
+    rows = [{"question": "add", "completion": f"n{i}"} for i in range(10)]
+    return write_rows(tmp_path / "answers.jsonl", rows)
