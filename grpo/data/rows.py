@@ -82,6 +82,8 @@ def check_chat_rows(source: Source, rows: Rows, config: SFTConfig) -> SourceRows
         row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
         if row_format is None:
             raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
+        needed = " and ".join(columns.needed(row_format))
+        print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
     if isinstance(rows, TableRows) and not data.row:
         there = rows.table.column_names
         optional = [path for path in ("input", columns.tools) if path.partition(".")[0] in there]

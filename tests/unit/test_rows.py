@@ -249,10 +249,11 @@ def chats(*rows: dict, table: bool = False, row_format: str = "auto", **fields):
 
 
 @pytest.mark.parametrize("table", [False, True])
-def test_the_first_rows_decide_the_format_of_a_source(table):
+def test_the_first_rows_decide_the_format_of_a_source(table, capsys):
     rows = [{"text": None, "instruction": "add", "output": "two"}, {"text": "once", "instruction": "sub"}]
     with pytest.raises(ValueError, match="1 of 2 rows of f.jsonl cannot be used: row 2: column 'output' is missing"):
         chats(*rows, table=table)
+    assert "data: f.jsonl has instruction and output, so its row_format is alpaca\n" in capsys.readouterr().out
     assert chats(*rows, table=table, bad_rows="skip").usable == [0]
     assert chats(*rows, table=table, bad_rows="skip", row_format="text").example(1).texts == ["once"]
     with pytest.raises(ValueError, match="column 'messages' is missing in f.jsonl; columns there: text, instruction"):

@@ -5,11 +5,11 @@ import json
 import datasets
 import pytest
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
 from grpo.config.checks import validate
 from grpo.config.recipes import change
 from grpo.config.sources import Source, parse_source
-from grpo.data.rows import check_rows
+from grpo.data.rows import check_chat_rows, check_rows
 from grpo.data.sources import load_rows
 
 
@@ -282,7 +282,7 @@ def test_toy_tasks_have_what_the_streams_need(split):
     source = Source("", "toy:addition", split=split)
     rows = load_rows(source)
     assert len(check_rows(source, rows, DataConfig()).usable) == len(rows)
-    assert len(check_rows(source, rows, DataConfig(), "completion").usable) == len(rows)
+    assert len(check_chat_rows(source, rows, SFTConfig()).usable) == len(rows)
 
 
 def test_progress_is_shown_when_it_takes_long(monkeypatch, capsys):
