@@ -25,7 +25,7 @@ from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_pro
 from grpo.data.streams import PromptStream, load_eval_prompts
 from grpo.models import hf_folder
 from grpo.rewards.loading import load_functions
-from grpo.rewards.pool import check_all_failed
+from grpo.rewards.workers.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles

@@ -13,7 +13,7 @@ from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig
 from grpo.data.chat import encode_prompt, load_tokenizer
 from grpo.data.prepare import load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream, load_eval_prompts
-from grpo.rewards.answers import extract_answer, parse_number
+from grpo.rewards.answers.equality import extract_answer, parse_number
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
