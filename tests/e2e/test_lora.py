@@ -17,15 +17,10 @@ RANK = 2
 LORA = ("--trainer.lora-rank", RANK, "--trainer.lora-alpha", 8)
 LAYOUTS = {  # processes, flags
     "TP 2, a reference of its own": (4, (*split(2, 1, 1), "--trainer.tensor-parallel", "2")),
-    "TP 2, its own reference, an engine of 2 ranks": (
+    "TP 2, the reference on the trainers, an engine of 2 ranks": (
         4,
         (*split(2, 0, 2), "--trainer.tensor-parallel", "2", "--generator.tensor-parallel", "2"),
     ),
-    "colocated on 2 ranks, bfloat16": (
-        2,
-        (*COLOCATED, "--roles.num-trainers", "2", "--model.dtype", "bfloat16"),
-    ),
-    "colocated on 2 ranks": (2, (*COLOCATED, "--roles.num-trainers", "2")),
 }
 
 
@@ -118,6 +113,16 @@ def test_colocated_with_lora(model, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_with_lora(model, tmp_path, layout):
     two_steps(model, tmp_path, layout)
+
+
+@pytest.mark.slow
+def test_bfloat16_with_lora(model, tmp_path):
+    """The base is held in bfloat16. vLLM has W + alpha / rank * B A rounded to it; the trainer adds in its forward."""
+    flags = (*COLOCATED, "--roles.num-trainers", "2", "--model.dtype", "bfloat16")
+    torchrun("train_grpo.py", TINY, *flags, *LORA, "--model.path", model, "--run-dir", tmp_path / "run", nproc=2)
+    metrics = read_metrics(tmp_path / "run")
+    assert len(metrics) == 2 and metrics[0]["kl"] == 0 < metrics[1]["kl"]
+    assert all(m["mismatch/mean"] < 0.05 for m in metrics)  # half of what the sync check allows
 
 
 def two_steps(model, tmp_path, layout):
