@@ -4,9 +4,9 @@ A is [rank, inputs] and B [outputs, rank], both float32 whatever W is held in. B
 its base to the last bit. They are sharded like W, B's rows as W's rows and A's columns as W's columns, so that each
 rank merges its own shard.
 
-Not torchtitan 0.3.0's LoRA converter, because it has keys and values in one config, so that v_proj cannot be chosen
-without k_proj; takes the LM head, which here returns log-probs, for one more linear layer; holds adapters in the base's
-dtype; and can neither merge a sharded weight nor leave the adapters out of a forward.
+torchtitan 0.3.0 has a LoRA converter, which runs under FSDP and TP here too. It is not used: keys and values share one
+config there, so that v_proj cannot be chosen without k_proj; adapters are held in the base's dtype; A starts with other
+numbers when it is sharded otherwise; and it neither merges a sharded weight nor leaves the adapters out of a forward.
 """
 
 import grpo.models.titan_on_cpu  # noqa: F401

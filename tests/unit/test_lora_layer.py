@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torchtitan.models.common import Linear
 
 from grpo.config import TrainerConfig
@@ -31,6 +32,18 @@ def test_forward_with_and_without_the_adapter(layer):
     with pytest.raises(KeyError), adapters_off(layer):
         raise KeyError
     assert layer(x).tolist() == [21, 49]
+
+
+def test_compiled_once_with_and_once_without_the_adapter(layer):
+    """Without breaks in the graph; a second time each is taken from the cache."""
+    layer.weight = torch.nn.Parameter(layer.weight.float(), requires_grad=False)
+    counter = CompileCounter()
+    compiled, x = torch.compile(layer, backend=counter, fullgraph=True), torch.tensor([1.0, 10.0])
+    for _ in range(2):
+        assert compiled(x).tolist() == [21, 49]
+        with adapters_off(layer):
+            assert compiled(x).tolist() == [21, 43]
+    assert counter.frame_count == 2
 
 
 def test_merged_in_float32_and_rounded_once(layer):

@@ -109,6 +109,20 @@ def test_colocated_with_lora(model, tmp_path):
     assert read_metrics(tmp_path / "run")[0]["kl"] == 0
 
 
+def test_sft_with_lora(model, tmp_path):
+    """Adapters of two layers learn, and lie beside the merged model."""
+    flags = ("--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 20, "--num-trainers", 1)
+    few = ("--trainer.lora-targets", "q_proj", "down_proj", "--trainer.learning-rate", 1e-2)
+    run_python("train_sft.py", "configs/toy_sft.py", *flags, *LORA, *few)
+    losses = [m["loss"] for m in read_metrics(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 1
+    adapters = load_file(tmp_path / "run" / "model-adapter" / "adapter_model.safetensors")
+    assert len(adapters) == 2 * 2 * 2  # A and B of 2 layers in 2 blocks
+    base, merged = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "model"))
+    moved = {name.split(".")[-2] for name in base if not torch.equal(base[name], merged[name])}
+    assert moved == {"q_proj", "down_proj"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_with_lora(model, tmp_path, layout):
