@@ -43,7 +43,7 @@ class ShardedModel:
     folder: str
     """Hugging Face folder the weights came from."""
     name: str
-    """The same for others, who have it under its hub name."""
+    """What others would call that folder: its hub name, if it has one."""
     spmd_context: object
 
     @property

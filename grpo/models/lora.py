@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): a frozen weight W acts as W + alpha / rank * B A, with A and B of low rank.
 
-A is [rank, inputs] and B [outputs, rank], both float32 whatever W is held in. B starts at 0, so the policy starts as
-its base to the last bit. They are sharded like W, B's rows as W's rows and A's columns as W's columns, so that each
-rank merges its own shard.
+A is [rank, inputs] and B [outputs, rank], both held in float32 whatever W is held in, and cast for a forward as master
+weights are. B starts at 0, so the policy starts as its base to the last bit. They are sharded like W, B's rows as W's
+rows and A's columns as W's columns, so that each rank merges its own shard.
 
 torchtitan 0.3.0 has a LoRA converter, which runs under FSDP and TP here too. It is not used: keys and values share one
 config there, so that v_proj cannot be chosen without k_proj; adapters are held in the base's dtype; A starts with other
@@ -79,13 +79,12 @@ class LoRALinear(Linear):
 
 def add_adapters(module: Decoder, trainer: TrainerConfig) -> None:
     """Put adapters into `trainer.lora_targets` of every block. Before the module is sharded."""
+    places = [place for target, place in PLACES.items() if target in trainer.lora_targets]
     for index, block in module.layers.items():
-        for target in set(trainer.lora_targets):
-            parent, _, attribute = PLACES[target].rpartition(".")
-            base = block.get_submodule(PLACES[target])
-            setattr(
-                block.get_submodule(parent), attribute, LoRALinear(base, f"layers.{index}.{PLACES[target]}", trainer)
-            )
+        for place in places:
+            parent, _, attribute = place.rpartition(".")
+            adapted = LoRALinear(block.get_submodule(place), f"layers.{index}.{place}", trainer)
+            setattr(block.get_submodule(parent), attribute, adapted)
 
 
 def is_adapter(name: str) -> bool:

@@ -73,15 +73,9 @@ def check_adapters(checkpoint: pathlib.Path, trainer: TrainerConfig) -> None:
             saved[places[name.split(".", 3)[3].removesuffix(".lora_a")]] = there[name].size[0]
     wanted = dict.fromkeys(trainer.lora_targets, trainer.lora_rank) if trainer.lora_rank else {}
     if saved != wanted:
-        words = [
-            f"adapters of rank {max(ranks.values())} for {', '.join(t for t in PLACES if t in ranks)}"
-            if ranks
-            else "no adapters"
-            for ranks in (saved, wanted)
-        ]
         raise ValueError(
-            f"{checkpoint} has {words[0]}, and this run trains {words[1]}; resume with the trainer.lora_rank and "
-            "trainer.lora_targets that the run began with"
+            f"{checkpoint} has {_in_words(saved)}, and this run trains {_in_words(wanted)}; resume with the "
+            "trainer.lora_rank and trainer.lora_targets that the run began with"
         )
 
 
@@ -151,6 +145,13 @@ def load_model(checkpoint: pathlib.Path, model: Stateful) -> None:
     state = {"model": model.state_dict()}
     dcp.load(state, storage_reader=PlainReader(checkpoint), planner=PlainPlanner())
     model.load_state_dict(state["model"])
+
+
+def _in_words(rank_of: dict[str, int]) -> str:
+    """Of adapters, by their targets."""
+    if not rank_of:
+        return "no adapters"
+    return f"adapters of rank {max(rank_of.values())} for {', '.join(name for name in PLACES if name in rank_of)}"
 
 
 class PlainReader(dcp.FileSystemReader):

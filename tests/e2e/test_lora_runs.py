@@ -104,7 +104,7 @@ def test_resume_with_other_targets_is_refused(run, tmp_path):
 
 
 def test_colocated_with_lora(model, tmp_path):
-    two_steps(model, tmp_path, "colocated on 2 ranks")
+    two_steps(model, tmp_path, 2, (*COLOCATED, "--roles.num-trainers", "2"))
     # at first the reference is the policy to the last bit: the same weights in the same forward
     assert read_metrics(tmp_path / "run")[0]["kl"] == 0
 
@@ -126,7 +126,7 @@ def test_sft_with_lora(model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_with_lora(model, tmp_path, layout):
-    two_steps(model, tmp_path, layout)
+    two_steps(model, tmp_path, *LAYOUTS[layout])
 
 
 @pytest.mark.slow
@@ -139,8 +139,7 @@ def test_bfloat16_with_lora(model, tmp_path):
     assert all(m["mismatch/mean"] < 0.05 for m in metrics)  # half of what the sync check allows
 
 
-def two_steps(model, tmp_path, layout):
-    nproc, flags = LAYOUTS[layout]
+def two_steps(model, tmp_path, nproc, flags):
     arguments = (TINY, *flags, *LORA, "--model.path", model, "--run-dir", tmp_path / "run")
     torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
     check_two_steps(tmp_path / "run", has_reference=True)
