@@ -97,7 +97,7 @@ def test_4_steps_equal_2_resume_and_2(run, tmp_path):
 def test_resume_with_other_targets_is_refused(run, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     arguments = (*run[1], "--run-dir", tmp_path / "run", "--trainer.lora-targets", "q_proj", "--num-steps", 5)
-    result = run_torchrun("train_grpo.py", *arguments, nproc=3, deadline=60)
+    result = run_torchrun("train_grpo.py", *arguments, nproc=3)
     assert result.returncode != 0
     there = "has adapters of rank 2 for q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     assert f"{there}, and this run trains adapters of rank 2 for q_proj; resume with" in result.stdout
