@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 train_sft.py [RECIPE.py] [--field value ...]
 
 Every rank is a trainer; rank 0, the driver, draws the examples and logs. The loss is the mean negative log-prob of the
-answers' tokens over the whole step. Left out so far: LoRA, validation, resume.
+answers' tokens over the whole step. Left out so far: validation, resume.
 """
 
 import collections

@@ -111,6 +111,7 @@ class Driver:
             self.first_step = 0
             if resume_from is not None:
                 state = checkpoint.read_driver_state(resume_from)
+                checkpoint.check_adapters(resume_from, config.trainer)
                 self.first_step = state["step"]
                 self.stream.load_state_dict(state["data"])
             self.scorer = Scorer(config, folder, tokenizer)

@@ -30,6 +30,7 @@ RUN_FILES = (
     "tensorboard",
     CHECKPOINTS,
     "model",
+    "model-adapter",
     "initial_model",
     MARKER,
 )
