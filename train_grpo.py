@@ -249,7 +249,8 @@ def start_up(
             trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
         if config.needs_reference:
             folder = fetch_folder(start.reference_folder, roles.control)
-            reference = Reference(config, folder, roles) if roles.references else None
+            base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters
+            reference = Reference(config, folder, roles, base) if roles.references else None
     with timer.startup("waiting for the other ranks"):
         wait_for_all(roles)
     if start.checkpoint is not None:

@@ -4,7 +4,7 @@
 
 Every rank is a trainer; rank 0, the driver, draws the examples and logs. The loss is the mean negative log-prob of the
 labels over the whole step; labels are the tokens that `train_on` names, by default what the assistant says. `--show 3`
-prints examples with their labels in colour and stops. Left out: LoRA, evaluation by generating.
+prints examples with their labels in colour and stops. Left out: evaluation by generating.
 """
 
 import collections

@@ -23,11 +23,11 @@ from grpo.config.recipes import load
 from grpo.data.columns import BadRow
 from grpo.data.examples import Example, row_reader
 from grpo.data.sources import load_rows
-from grpo.rewards.answers import extract_answer, parse_number
+from grpo.rewards.answers.equality import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
 from grpo.rewards.loading import call_arguments, is_group_level, load_functions
-from grpo.rewards.values import plain_values
-from grpo.rewards.worker import describe
+from grpo.rewards.workers.values import plain_values
+from grpo.rewards.workers.worker import describe
 from grpo.text import one_line, printable, shorten
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")

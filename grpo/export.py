@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     is_toy = config.model.path.startswith("toy:")
     folder = fetch_folder(str(given.run_dir / "initial_model") if is_toy else config.model.path, roles.control)
     model = build_model(config.model, config.trainer, folder, device=roles.device, tensor_parallel=1)
-    load_model(checkpoint, model.module)
+    load_model(checkpoint, model)
     export_hf(model, target, getattr(torch, config.model.dtype))
     if roles.is_driver:
         print(f"{checkpoint} -> {target}", flush=True)

@@ -13,7 +13,7 @@ import sys
 
 import transformers
 
-from grpo.config import GRPOConfig
+from grpo.config import GRPOConfig, TrainerConfig
 from grpo.config.recipes import load
 from grpo.models.hf_folder import FAMILIES, config_folder, head_dim_of, read_hf_config
 from grpo.run.failures import refuse_bad_input, run_rank
@@ -45,17 +45,29 @@ def num_parameters(hf: transformers.PretrainedConfig) -> int:
     return embeddings + hf.num_hidden_layers * block + hf.hidden_size
 
 
+def num_adapter_parameters(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> int:
+    """Of LoRA: rank x (inputs + outputs) for each layer with an adapter."""
+    products, _, _ = _block(hf)
+    sizes = sum(sum(products[target.removesuffix("_proj")]) for target in trainer.lora_targets)
+    return hf.num_hidden_layers * trainer.lora_rank * sizes
+
+
 def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
     """Parts of a trainer rank's peak, at the end of the forward of a full micro-batch; GiB."""
     trainer, num_trainers, dtype_bytes = config.trainer, config.roles.num_trainers, DTYPE_BYTES[config.model.dtype]
     parameters, shards = num_parameters(hf), num_trainers // trainer.data_replicas
     kept = trainer.micro_batch_tokens * _saved_values(hf, trainer.activation_checkpointing)
+    states = {"weights, gradients and moments": STATE_BYTES * parameters / shards}
+    if trainer.lora_rank:
+        adapters = STATE_BYTES * num_adapter_parameters(hf, trainer) / shards
+        states = {"frozen weights": dtype_bytes * parameters / shards, "adapters, gradients and moments": adapters}
     parts = {
-        "weights, gradients and moments": STATE_BYTES * parameters / shards,
+        **states,
         **_of_a_forward(hf, config, trainer.tensor_parallel),
         "activations": dtype_bytes * kept / trainer.tensor_parallel,
     }
-    if config.needs_reference and (config.roles.colocated or not config.roles.num_references):
+    on_trainers = config.roles.colocated or not config.roles.num_references
+    if config.needs_reference and on_trainers and not config.reference_is_base:
         parts["reference"] = dtype_bytes * parameters / num_trainers
     return _gib(parts)
 

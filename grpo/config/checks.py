@@ -47,6 +47,11 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
             f"trainer.data_replicas={trainer.data_replicas}; use a multiple of {shards} trainer ranks, "
             f"for example {max(shards, num_trainers - num_trainers % shards)}"
         )
+    if trainer.lora_rank and not trainer.lora_targets:
+        raise ValueError(
+            f"trainer.lora_rank={trainer.lora_rank} with no trainer.lora_targets leaves nothing to train; name some, "
+            "such as --trainer.lora-targets q_proj v_proj, or set --trainer.lora-rank 0"
+        )
     if config.max_sequence_tokens > trainer.micro_batch_tokens:
         raise ValueError(
             f"a sequence of up to {config.max_sequence_tokens} tokens does not fit into trainer.micro_batch_tokens="

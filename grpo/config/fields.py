@@ -7,7 +7,7 @@ bounds.py holds the fields against types and bounds, checks.py against each othe
 import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from grpo.config.bounds import Above, AtLeast, AtMost, Below
 from grpo.config.sources import Source, parse_source
@@ -24,6 +24,8 @@ Json = bool | int | float | str | list | dict | None
 Options = dict[str, Any]
 # Every so many steps, never at 0.
 Interval = Annotated[int, AtLeast(0, "0 turns it off")]
+# Those of every family; the LM head and the embeddings get no adapter.
+LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Temperature = Annotated[float, Above(0, "greedy samples cannot be compared"), Below(math.inf)]
 
 
@@ -235,6 +237,14 @@ class TrainerConfig:
     """Learning rate at the last step of a linear or cosine schedule, as a share of the peak."""
     max_grad_norm: Annotated[float, Above(0)] = 1.0
     """Largest global norm of the gradients, which are scaled down to it."""
+    lora_rank: Annotated[int, AtLeast(0)] = 0
+    """Train adapters of this rank beside the weights, which then stay as they are, in `model.dtype`; 0 trains all."""
+    lora_alpha: Annotated[float, Above(0)] = 32.0
+    """An adapter's product B A counts lora_alpha / lora_rank times."""
+    lora_targets: tuple[LoRATarget, ...] = get_args(LoRATarget)
+    """Linear layers of each block that get an adapter, by their names in Hugging Face's models."""
+    lora_seed: int = 0
+    """The adapters' first A follows from it; B starts at 0."""
 
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
@@ -507,6 +517,13 @@ class GRPOConfig:
         """Unless set, the reference is sharded like the trainer as far as its ranks allow."""
         shared = math.gcd(self.num_reference_ranks, self.trainer.tensor_parallel)
         return self.model.reference_tensor_parallel or shared
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the policy without its adapters, and no model of its own."""
+        on_trainers = self.roles.colocated or not self.roles.num_references
+        same_shards = self.reference_tensor_parallel == self.trainer.tensor_parallel
+        return self.trainer.lora_rank > 0 and on_trainers and same_shards and not self.model.reference_path
 
     @property
     def largest_mismatch(self) -> float:

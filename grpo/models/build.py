@@ -26,6 +26,7 @@ from torchtitan.tools.utils import set_default_dtype
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.models.architecture import Adapter, titan_config
 from grpo.models.hf_folder import read_hf_config
+from grpo.models.lora import add_adapters, is_adapter
 from grpo.types import MicroBatch
 
 ACTIVATION_CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
@@ -41,6 +42,8 @@ class ShardedModel:
     device: torch.device
     folder: str
     """Hugging Face folder the weights came from."""
+    name: str
+    """What others would call that folder: its hub name, if it has one."""
     spmd_context: object
 
     @property
@@ -59,6 +62,16 @@ class ShardedModel:
     def tensor_parallel_rank(self) -> int:
         """This rank's position among those that share each layer."""
         return self.parallel_dims.get_mesh("tp").get_local_rank() if self.parallel_dims.tp_enabled else 0
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds, sharded: all parameters, with LoRA those of the adapters."""
+        state = self.module.state_dict()
+        adapters = {name: value for name, value in state.items() if is_adapter(name)}
+        return adapters or state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Undo `state_dict`."""
+        self.module.load_state_dict(self.module.state_dict() | state)
 
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
@@ -81,9 +94,11 @@ def build_model(
 ) -> ShardedModel:
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
-    A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas.
-    Collective over the role's ranks.
+    A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas. With
+    LoRA, a trained model holds weights in `model.dtype` without gradients, and float32 adapters with them. Collective
+    over the role's ranks.
     """
+    adapted = trainer.lora_rank > 0 and not frozen
     attention = model.attention if model.attention != "auto" else "flex" if device.type == "cuda" else "documents"
     hf = read_hf_config(folder)
     compiled = trainer.compile and device.type == "cuda"
@@ -95,7 +110,7 @@ def build_model(
         data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
     parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
-    training = TrainingConfig(dtype=model.dtype if frozen else "float32", mixed_precision_param=model.dtype)
+    training = TrainingConfig(dtype=model.dtype if frozen or adapted else "float32", mixed_precision_param=model.dtype)
     titan_dist.set_spmd_backend(parallelism.spmd_backend)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig()))
@@ -104,6 +119,8 @@ def build_model(
 
     with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
         module = config.build()
+        if adapted:
+            add_adapters(module, trainer)
     module = parallelize_qwen3(
         module,
         parallel_dims=parallel_dims,
@@ -122,11 +139,13 @@ def build_model(
     first, *others = (layer.attention.rope for layer in module.layers.values())
     for rope in others:  # each layer made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
         rope.cache = first.cache
-    module.requires_grad_(not frozen)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
 
     adapter = Adapter(config, folder)
     tensors = adapter.to_hf(module.state_dict())
     dcp.load(tensors, storage_reader=adapter.get_hf_storage_reader(folder))
     module.load_state_dict(adapter.from_hf(tensors), strict=False)
     spmd_context = titan_dist.get_spmd_context(parallel_dims=parallel_dims)
-    return ShardedModel(module, adapter, parallel_dims, device, folder, spmd_context)
+    name = folder if model.path.startswith("toy:") else model.path
+    return ShardedModel(module, adapter, parallel_dims, device, folder, name, spmd_context)

@@ -1,4 +1,4 @@
-"""Weights out of a sharded model under HF names: one by one, or as a Hugging Face folder."""
+"""Weights out of a sharded model under HF names: one by one, or as a Hugging Face folder; adapters as a PEFT folder."""
 
 import json
 import pathlib
@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from grpo.models.build import ShardedModel
 from grpo.models.hf_folder import copied_files
+from grpo.models.lora import adapted_layers, merged_weight
 
 EXPORT_SHARD_BYTES = 4 * 2**30
 
@@ -20,31 +22,32 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, t
     """(HF name, full tensor in `dtype`), one transformer block at a time, so that only one block is ever gathered.
 
     Shards are cast before they are gathered, which halves the traffic of bfloat16. Tied embeddings yield no
-    lm_head.weight. Collective over the role's ranks: all iterate in lock step, and to the end.
+    lm_head.weight. With LoRA, a weight comes merged with its adapter. Collective over the role's ranks: all iterate in
+    lock step, and to the end.
     """
     module = model.module
     parts = [("tok_embeddings.", module.tok_embeddings)]
     parts += [(f"layers.{name}.", block) for name, block in module.layers.items()]
     parts += [("norm.", module.norm), ("lm_head.", module.lm_head)]
     for prefix, part in parts:
-        for name, value in model.adapter.to_hf(part.state_dict(prefix=prefix)).items():
+        merged = {f"{layer.name}.weight": merged_weight(layer, dtype) for layer in adapted_layers(part)}
+        for name, value in model.adapter.to_hf(part.state_dict(prefix=prefix) | merged).items():
             shard = value.detach().to(dtype)
             yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
 
 
 def export_hf(model: ShardedModel, target: str | pathlib.Path, dtype: torch.dtype) -> None:
-    """Write a folder that `from_pretrained` and vLLM load. Collective over the role's ranks; its rank 0 writes.
+    """Write a folder that `from_pretrained` and vLLM load, and of LoRA the adapters beside it, at `adapters_beside`.
 
-    Rank 0 holds the whole model in host memory meanwhile.
+    Collective over the role's ranks; its rank 0 writes, and holds the whole model in host memory meanwhile.
     """
+    if adapted_layers(model.module):
+        export_adapters(model, adapters_beside(target))
     writes = dist.get_rank() == 0
     tensors = {name: tensor.cpu() for name, tensor in hf_tensors(model, dtype) if writes}
     if not writes:
         return
-    target = pathlib.Path(target)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = _begin(target)
     save_torch_state_dict(tensors, partial, max_shard_size=EXPORT_SHARD_BYTES)
     source = pathlib.Path(model.folder)
     for file in copied_files(source):
@@ -53,5 +56,55 @@ def export_hf(model: ShardedModel, target: str | pathlib.Path, dtype: torch.dtyp
     config.pop("torch_dtype", None)  # the older name of the same
     config["dtype"] = str(dtype).removeprefix("torch.")
     (partial / "config.json").write_text(json.dumps(config, indent=2))
+    _finish(partial, target)
+
+
+def adapters_beside(target: str | pathlib.Path) -> pathlib.Path:
+    """Where the adapters of an exported folder go. Not into it: transformers would add them to the merged weights."""
+    target = pathlib.Path(target)
+    return target.with_name(target.name + "-adapter")
+
+
+def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
+    """Write the adapters as a folder that PEFT loads on top of the base. As `export_hf`, otherwise."""
+    layers, tensors, targets = adapted_layers(model.module), {}, set()
+    for layer in layers:
+        (name,) = model.adapter.to_hf({f"{layer.name}.weight": None})
+        name = name.removesuffix(".weight")
+        targets.add(name.rpartition(".")[2])
+        for ending, value in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b)):
+            whole = value.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            tensors[f"base_model.model.{name}.{ending}.weight"] = whole.cpu()
+    if dist.get_rank() != 0:
+        return
+    rank = len(layers[0].lora_a)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.name,
+        "r": rank,
+        "lora_alpha": layers[0].scale * rank,
+        "target_modules": sorted(targets),
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+    partial = _begin(target)
+    save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    _finish(partial, target)
+
+
+def _begin(target: str | pathlib.Path) -> pathlib.Path:
+    """An empty folder to fill, which `_finish` gives its name."""
+    target = pathlib.Path(target)
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def _finish(partial: pathlib.Path, target: str | pathlib.Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)

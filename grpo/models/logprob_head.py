@@ -87,15 +87,20 @@ class ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs_N, grad_entropy_N):
         *per_token, weight_VD = ctx.saved_tensors
         head, group, first_row = ctx.rest
-        grad_hidden, grad_weight_VD = [], torch.zeros_like(weight_VD, dtype=torch.float32)
+        trains_weight = ctx.needs_input_grad[1]  # not with LoRA
+        grad_hidden = []
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains_weight else None
         for hidden, *rest in _chunks(head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N):
-            grad_chunk, grad_weight = head.gradients(hidden, weight_VD, *rest, first_row)
+            grad_chunk, grad_weight = head.gradients(hidden, weight_VD, *rest, first_row, trains_weight)
             grad_hidden.append(grad_chunk)
-            grad_weight_VD += grad_weight
+            if trains_weight:
+                grad_weight_VD += grad_weight
         grad_hidden_ND = torch.cat(grad_hidden)
         if group is not None:  # each rank saw only its rows of the vocabulary
             dist.all_reduce(grad_hidden_ND, group=group)
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None, None, None
+        if trains_weight:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
 def chunk_statistics(hidden_ND, weight_VD, targets_N, temperatures_N, first_row: int):
@@ -109,9 +114,18 @@ def chunk_statistics(hidden_ND, weight_VD, targets_N, temperatures_N, first_row:
 
 
 def chunk_gradients(
-    hidden_ND, weight_VD, targets_N, temperatures_N, entropy_N, logsumexp_N, grad_logprobs_N, grad_entropy_N, first_row
+    hidden_ND,
+    weight_VD,
+    targets_N,
+    temperatures_N,
+    entropy_N,
+    logsumexp_N,
+    grad_logprobs_N,
+    grad_entropy_N,
+    first_row: int,
+    trains_weight: bool,
 ):
-    """Gradients of one chunk's log-probs and entropy with respect to hidden states and weight.
+    """Gradients of one chunk's log-probs and entropy with respect to hidden states and, if it is trained, weight.
 
     d logprob / d logit_v = [v = target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
     """
@@ -120,7 +134,7 @@ def chunk_gradients(
     local_N, mine_N = _local_targets(targets_N, first_row, weight_VD.shape[0])
     grad_NV = grad_NV.scatter_add(1, local_N[:, None], grad_logprobs_N.where(mine_N, 0.0)[:, None])
     grad_NV = (grad_NV / temperatures_N[:, None]).to(hidden_ND.dtype)
-    return grad_NV @ weight_VD, grad_NV.T @ hidden_ND
+    return grad_NV @ weight_VD, grad_NV.T @ hidden_ND if trains_weight else None
 
 
 def _chunks(num_tokens: int, *per_token: torch.Tensor):

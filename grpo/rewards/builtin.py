@@ -18,9 +18,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from grpo.rewards.answers import extract_answer, find_answer, is_expression, same_answer
+from grpo.rewards.answers.equality import extract_answer, find_answer, is_expression, same_answer
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
-from grpo.rewards.programs import last_program, passes, read_tests
+from grpo.rewards.sandbox.programs import last_program, passes, read_tests
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -190,7 +190,7 @@ def code_reward(
     Python tests run in the program's own process, as anywhere in the field. So a program written to attack them, one
     that walks the interpreter's frames for the success marker or returns objects that equal everything, can win.
     Against that use pairs: they are compared outside, and the expected output never enters the sandbox.
-    sandbox.py says what the program itself can and cannot do.
+    sandbox/run.py says what the program itself can and cannot do.
 
     Raises ValueError if `tests` has none of these forms.
     """

@@ -9,10 +9,13 @@ import os
 import pathlib
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from grpo.config import GRPOConfig
 from grpo.data.chat import load_tokenizer
@@ -22,6 +25,8 @@ from grpo.types import Completion, Prompt
 # Request seeds: one run's seeds lie in a block of its own, far above any number of samples a run can draw.
 SEEDS_PER_RUN = 2**40
 CPU_KV_CACHE_GIB = 1 / 16
+# Of sampling, before its progress is shown
+SILENT_SECONDS = 20
 # Engine options that vLLM's CPU backend gets wrong. Seeded requests whose prompt is prefilled in pieces crash its
 # runner (it rewinds a generator that cannot), and its sampler of drafted tokens divides by uninitialised memory where
 # the temperature should be (its `expand` kernel writes into a copy).
@@ -61,6 +66,14 @@ def request_seed(run_seed: int, prompt: Prompt, completion: int, group_size: int
     """
     first = (run_seed % 2**20) * SEEDS_PER_RUN + (SEEDS_PER_RUN // 2 if held_out else 0)
     return first + prompt.index * group_size + completion
+
+
+class SlowProgress(tqdm):
+    """A progress bar that shows itself only after SILENT_SECONDS, also where vLLM asks for it at once."""
+
+    def display(self, *arguments: Any, **options: Any) -> None:
+        if time.time() - self.start_t >= SILENT_SECONDS:
+            super().display(*arguments, **options)
 
 
 class Generator:
@@ -114,7 +127,9 @@ class Generator:
             raise RuntimeError("the engine sleeps without weights; they come back with the next sync_weights")
         gc.disable()  # vLLM makes an object per token; the collector would walk them all again and again
         try:
-            outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
+            first = self.roles.rank == self.roles.heads[0]
+            progress = partial(SlowProgress, delay=SILENT_SECONDS, mininterval=5, leave=False) if first else False
+            outputs = self.llm.generate(requests, params, use_tqdm=progress) if requests else []
         finally:
             gc.enable()
         if self.roles.rank not in self.roles.heads:

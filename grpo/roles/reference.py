@@ -3,8 +3,9 @@
 import torch
 
 from grpo.config import GRPOConfig
-from grpo.models.build import build_model
+from grpo.models.build import ShardedModel, build_model
 from grpo.models.forward import token_logprobs
+from grpo.models.lora import adapters_off
 from grpo.roles.process_groups import Roles
 from grpo.types import TrainBatch
 
@@ -12,10 +13,13 @@ from grpo.types import TrainBatch
 class Reference:
     """A frozen model over the reference ranks (or the trainer ranks, where there are no others)."""
 
-    def __init__(self, config: GRPOConfig, folder: str, roles: Roles):
-        """Load `folder` in the compute dtype. Collective over the reference ranks."""
+    def __init__(self, config: GRPOConfig, folder: str, roles: Roles, adapted: ShardedModel | None = None):
+        """Load `folder` in the compute dtype, or take the base of an `adapted` model (LoRA), which holds it already.
+
+        Collective over the reference ranks.
+        """
         self.config = config
-        self.model = build_model(
+        self.model = adapted or build_model(
             config.model,
             config.trainer,
             folder,
@@ -29,4 +33,5 @@ class Reference:
 
         At the sampling temperatures. Collective over the reference ranks.
         """
-        return token_logprobs(batch, self.model, self.config.trainer)
+        with adapters_off(self.model.module):
+            return token_logprobs(batch, self.model, self.config.trainer)

@@ -51,7 +51,11 @@ class Trainer:
             decay_type="linear" if constant else trainer.schedule,
             min_lr_factor=trainer.min_lr_ratio,
         ).build(optimizers=self.optimizer, training_steps=num_steps)
-        self._stateful = {"model": self.model.module, "optimizer": self.optimizer, "schedule": self.schedule}
+        self._stateful = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        if roles.is_driver:
+            parameters = list(self.model.module.parameters())
+            trained = sum(p.numel() for p in parameters if p.requires_grad)
+            print(f"policy: {sum(p.numel() for p in parameters):,} parameters, {trained:,} trained", flush=True)
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """The policy's log-probs of all tokens, float32 [N], CPU; 0 for the first token of each sequence.

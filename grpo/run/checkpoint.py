@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
+from grpo.config import TrainerConfig
+from grpo.models.lora import PLACES
 from grpo.run.run_folder import CHECKPOINTS, step_folders, step_of
 
 DRIVER_FILE = "driver.json"
@@ -60,6 +62,21 @@ def read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
     if not isinstance(state, dict) or type(state.get("step")) is not int or not isinstance(state.get("data"), dict):
         raise ValueError(f"{path} has no step and place in the data; {way_out}")
     return state
+
+
+def check_adapters(checkpoint: pathlib.Path, trainer: TrainerConfig) -> None:
+    """Refuse to resume with other LoRA adapters than the checkpoint has. Raises ValueError that names both."""
+    there = PlainReader(checkpoint).read_metadata().state_dict_metadata
+    places, saved = {place: target for target, place in PLACES.items()}, {}
+    for name in there:  # model.layers.0.attention.wo.lora_a
+        if name.startswith("model.layers.") and name.endswith(".lora_a"):
+            saved[places[name.split(".", 3)[3].removesuffix(".lora_a")]] = there[name].size[0]
+    wanted = dict.fromkeys(trainer.lora_targets, trainer.lora_rank) if trainer.lora_rank else {}
+    if saved != wanted:
+        raise ValueError(
+            f"{checkpoint} has {_in_words(saved)}, and this run trains {_in_words(wanted)}; resume with the "
+            "trainer.lora_rank and trainer.lora_targets that the run began with"
+        )
 
 
 def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | None:
@@ -123,11 +140,18 @@ def load_checkpoint(checkpoint: pathlib.Path, trained: Stateful) -> None:
         torch.cuda.set_rng_state(state["random"][rank]["cuda"])
 
 
-def load_model(checkpoint: pathlib.Path, module: torch.nn.Module) -> None:
+def load_model(checkpoint: pathlib.Path, model: Stateful) -> None:
     """Only the weights, into a sharded model. Collective over the ranks that hold it; any number of them."""
-    state = {"model": module.state_dict()}
+    state = {"model": model.state_dict()}
     dcp.load(state, storage_reader=PlainReader(checkpoint), planner=PlainPlanner())
-    module.load_state_dict(state["model"])
+    model.load_state_dict(state["model"])
+
+
+def _in_words(rank_of: dict[str, int]) -> str:
+    """Of adapters, by their targets."""
+    if not rank_of:
+        return "no adapters"
+    return f"adapters of rank {max(rank_of.values())} for {', '.join(name for name in PLACES if name in rank_of)}"
 
 
 class PlainReader(dcp.FileSystemReader):

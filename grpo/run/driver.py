@@ -26,7 +26,7 @@ from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_pro
 from grpo.data.streams import PromptStream
 from grpo.models import hf_folder
 from grpo.rewards.loading import load_functions
-from grpo.rewards.pool import check_all_failed
+from grpo.rewards.workers.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
@@ -112,6 +112,7 @@ class Driver:
             self.first_step = 0
             if resume_from is not None:
                 state = checkpoint.read_driver_state(resume_from)
+                checkpoint.check_adapters(resume_from, config.trainer)
                 self.first_step = state["step"]
                 self.stream.load_state_dict(state["data"])
             self.scorer = Scorer(config, folder, tokenizer)

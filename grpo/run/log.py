@@ -34,6 +34,12 @@ CONSOLE_COLUMNS = (
 # The time left is reckoned from this many steps: enough to smooth, few enough to forget compilation in the first ones.
 ETA_STEPS = 20
 
+EQUAL_REWARDS = (
+    "in step {step} the rewards of each group are all equal, so their comparison teaches nothing; if that goes on, "
+    "read {run_dir}/samples.txt: the prompts are too easy or too hard, the answers in another format, or the reward "
+    "too coarse"
+)
+
 
 class RunLog:
     """Everything a run tells: files in the run folder and the console.
@@ -50,6 +56,7 @@ class RunLog:
         self.num_steps = num_steps
         self.run_dir = run_dir
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
+        self.said_equal = False
         # No highlighting or markup: names and numbers are printed as they are. rich colours a terminal, never a file.
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
@@ -76,6 +83,10 @@ class RunLog:
             seconds_left = statistics.mean(self.step_seconds) * (self.num_steps - step)
             line.append(f"  eta {compact_duration(seconds_left)}", style="dim")
         self._print(line)
+        nothing_to_compare = metrics.get("groups/zero_variance_frac") == 1 and "distill/reverse_kl" not in metrics
+        if nothing_to_compare and not self.said_equal:
+            self.said_equal = True
+            self._print(Text(f"hint: {EQUAL_REWARDS.format(step=step, run_dir=self.run_dir)}"))
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps; `accuracy` is written as `eval/accuracy`.

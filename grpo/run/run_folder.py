@@ -30,6 +30,7 @@ RUN_FILES = (
     "tensorboard",
     CHECKPOINTS,
     "model",
+    "model-adapter",
     "initial_model",
     MARKER,
 )
@@ -94,7 +95,7 @@ def mark_run_folder(run_dir: str, script: str) -> None:
 
 
 def begin_run(run_dir: str, script: str, recipe: str, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Delete what an earlier run left, if asked to, and save this run's resolved config and `run.json`.
+    """Delete what an earlier run left, if asked to, and save this run's resolved config and `run.json`; says versions.
 
     The marker and the config of a run that is resumed change too: they say what last ran.
     """
@@ -107,8 +108,11 @@ def begin_run(run_dir: str, script: str, recipe: str, *, resume: bool = False, o
         if checkpoints.is_dir() and not checkpoints.is_symlink() and not any(checkpoints.iterdir()):
             checkpoints.rmdir()
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / MARKER, json.dumps(describe_run(script), indent=2) + "\n")
+    marker = describe_run(script)
+    _write(folder / MARKER, json.dumps(marker, indent=2) + "\n")
     _write(folder / "config.py", recipe)
+    versions = ", ".join(f"{name} {version}" for name, version in marker["versions"].items())
+    print(f"{versions}; commit {(marker['commit'] or 'unknown')[:10]}", flush=True)
 
 
 def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:

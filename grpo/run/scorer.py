@@ -6,8 +6,8 @@ from grpo.config import GRPOConfig
 from grpo.config.user_files import near_miss
 from grpo.models import hf_folder
 from grpo.rewards.loading import answer_format_of, load_functions
-from grpo.rewards.pool import RewardPool
-from grpo.rewards.programs import check_sandbox
+from grpo.rewards.sandbox.programs import check_sandbox
+from grpo.rewards.workers.pool import RewardPool
 from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles

@@ -15,7 +15,7 @@ import torch
 
 from grpo.config import RewardConfig
 from grpo.rewards.loading import load_functions
-from grpo.rewards.pool import RewardPool
+from grpo.rewards.workers.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
 
 FUNCTIONS = {"math_reward": 1.0, "thinking_reward": 0.2}

@@ -35,7 +35,7 @@ LAYOUTS = {
     ),
 }
 # How a line of the console begins; below the config
-OURS = ("starting ", "step ", "1 colocated ranks", "done; ")
+OURS = ("starting ", "policy: ", "step ", "1 colocated ranks", "done; ")
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from fractions import Fraction
 
 import pytest
 
-from grpo.rewards.answers import find_answer, is_expression, same_answer
+from grpo.rewards.answers.equality import find_answer, is_expression, same_answer
+from grpo.rewards.answers.extract import extract_answer, without_thoughts
+from grpo.rewards.answers.numbers import NUMBER_CHARACTERS, Quantity, parse_number, plain_text, read_quantity
 from grpo.rewards.builtin import exact_match, math_reward, math_verify
-from grpo.rewards.extract import extract_answer, without_thoughts
-from grpo.rewards.numbers import NUMBER_CHARACTERS, Quantity, parse_number, plain_text, read_quantity
 from tests.unit.answer_cheats import CHEATS
 from tests.unit.answer_pairs import LATEX_PAIRS, PAIRS, TAG_PAIRS
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from grpo.rewards import latex
+from grpo.rewards.answers import latex
 from grpo.rewards.builtin import math_reward, math_verify
 
 # What sympy evaluates numerically, with a symbol that it prints into Python source; X is the wrapped code.
@@ -155,7 +155,7 @@ def test_numbers_of_some_hundred_digits_are():
 def test_outside_of_the_main_thread_the_library_says_so():
     program = (
         "import concurrent.futures\n"
-        "from grpo.rewards.latex import same_expression\n"
+        "from grpo.rewards.answers.latex import same_expression\n"
         "pool = concurrent.futures.ThreadPoolExecutor(1)\n"
         "print(pool.submit(same_expression, 'x+1', '1+x', 0.0).exception())"
     )

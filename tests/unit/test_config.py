@@ -153,6 +153,9 @@ BAD = {
     "a sequence of up to 2048 tokens does not fit into trainer.micro_batch_tokens=1000": SFTConfig(
         trainer=TrainerConfig(micro_batch_tokens=1000)
     ),
+    "trainer.lora_rank=8 with no trainer.lora_targets leaves nothing to train": SFTConfig(
+        trainer=TrainerConfig(lora_rank=8, lora_targets=())
+    ),
     "3 trainer ranks do not split into trainer.tensor_parallel=2": SFTConfig(
         num_trainers=3, trainer=TrainerConfig(tensor_parallel=2)
     ),
@@ -176,6 +179,7 @@ AT_LEAST_1 = "must be a whole number, at least 1"
 AT_LEAST_0 = "must be a number, at least 0"
 ABOVE_0 = "must be a number, above 0"
 SHARE = "must be a number, at least 0 and at most 1"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 STEPS = "must be a whole number, at least 0; 0 turns it off"
 TEMPERATURE = "a number, above 0 and below inf; greedy samples cannot be compared"
 OUT_OF_BOUNDS = [
@@ -200,6 +204,10 @@ OUT_OF_BOUNDS = [
     ("trainer.learning_rate", math.nan, AT_LEAST_0),
     ("trainer.adam_beta2", 1.0, "must be a number, at least 0 and below 1"),
     ("trainer.max_grad_norm", 0.0, ABOVE_0),
+    ("trainer.lora_rank", -1, "must be a whole number, at least 0"),
+    ("trainer.lora_alpha", 0, ABOVE_0),
+    ("trainer.lora_targets", ("query",), f"must be a tuple, each entry one of {', '.join(TARGETS)}"),
+    ("trainer.lora_targets", ("lm_head",), f"must be a tuple, each entry one of {', '.join(TARGETS)}"),
     ("algorithm.clip_low", 1.1, f"must be None or {SHARE.removeprefix('must be ')}"),
     ("algorithm.clip_high", -0.1, "must be None or a number, at least 0"),
     ("algorithm.kl_coef", -0.5, AT_LEAST_0),
@@ -401,6 +409,22 @@ def test_num_ranks_of_each_layout():
 def test_reference_is_sharded_as_far_as_its_ranks_allow(roles, trainer_parallel, expected):
     config = GRPOConfig(roles=roles, trainer=TrainerConfig(tensor_parallel=trainer_parallel))
     assert config.reference_tensor_parallel == expected
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, True),
+        ({"trainer.lora_rank": 0}, False),  # without LoRA the policy's weights move
+        ({"model.reference_path": "another"}, False),
+        ({"roles.num_references": 1}, False),  # has ranks of its own
+        ({"roles.num_references": 1, "roles.colocated": True}, True),  # num_references does not apply
+        ({"model.reference_tensor_parallel": 2}, False),  # sharded in another way
+    ],
+)
+def test_with_lora_the_reference_is_the_policy_without_adapters(changes, expected):
+    start = {"roles.num_trainers": 2, "trainer.lora_rank": 8, "algorithm.kl_coef": 0.1}
+    assert change(GRPOConfig(), start | changes).reference_is_base == expected
 
 
 def test_a_reference_may_have_its_own_tensor_parallelism():

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from grpo.config import RewardConfig
-from grpo.rewards import confinement, lockdown
-from grpo.rewards.pool import RewardPool
+from grpo.rewards import lockdown
+from grpo.rewards.workers import confinement
+from grpo.rewards.workers.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.timeout(120)
 ATTACKS = r'''
 import ctypes, json, os, pathlib, signal, socket, subprocess, sys, tempfile
 from grpo.config import RewardConfig
-from grpo.rewards.confinement import confine
-from grpo.rewards.worker import limit
+from grpo.rewards.workers.confinement import confine
+from grpo.rewards.workers.worker import limit
 
 home, confined = pathlib.Path(sys.argv[1]), sys.argv[2] == "confined"
 driver = os.getppid()
@@ -292,7 +293,7 @@ def test_a_kernel_without_landlock_or_filters_is_reported_and_files_stay_empty(t
     program = (
         "import os\n"
         "from grpo.config import RewardConfig\n"
-        "from grpo.rewards import confinement, lockdown\n"
+        "from grpo.rewards import lockdown\nfrom grpo.rewards.workers import confinement\n"
         "def lacks(*_): raise OSError('no such thing')\n"
         "lockdown.restrict_files = lockdown.deny_calls = lacks\n"
         "print(confinement.confine(RewardConfig()))\n"

@@ -87,6 +87,21 @@ def test_parts_of_a_trainer_by_hand():
     assert reference_gib(hf(QWEN3_1_7B), apart) == {"weights": weights} | shared
 
 
+def test_parts_of_a_trainer_with_lora_by_hand():
+    """Qwen3-8B, rank 16: of each block q and o 4096 + 4096, k and v 4096 + 1024, three of 4096 + 12288; 36 blocks."""
+    flags = ("--roles.colocated", "--roles.num-trainers", 1, "--algorithm.kl-coef", 0.1, "--trainer.lora-rank", 16)
+    parts = trainer_gib(hf(QWEN3_8B), config_of(*flags))
+    adapters = 36 * 16 * (2 * 8192 + 2 * 5120 + 3 * 16384)
+    assert adapters == 43_646_976
+    assert parts["frozen weights"] == pytest.approx(8_190_735_360 * 2 / 2**30)
+    assert parts["adapters, gradients and moments"] == pytest.approx(adapters * 16 / 2**30)
+    assert "weights, gradients and moments" not in parts and "reference" not in parts
+    other = trainer_gib(hf(QWEN3_8B), config_of(*flags, "--model.reference-path", "another"))
+    assert other["reference"] == pytest.approx(8_190_735_360 * 2 / 2**30)
+    few = trainer_gib(hf(QWEN3_8B), config_of(*flags, "--trainer.lora-targets", "q_proj", "v_proj"))
+    assert few["adapters, gradients and moments"] == pytest.approx(36 * 16 * (8192 + 5120) * 16 / 2**30)
+
+
 def test_checkpointing_and_tensor_parallelism_save_memory():
     def activations(*flags: str) -> float:
         return trainer_gib(hf(QWEN2_5_7B), config_of(*flags))["activations"]

@@ -671,3 +671,12 @@ def test_a_sample_tells_its_source(tmp_path):
     assert completion_records([rollout], ["1+2="])[0]["source"] == "mine"
     assert "finish reason stop | source mine\n" in describe_rollout(rollout, "1+2=")
     assert "source" not in completion_records([make_rollout(1.0)], [""])[0]
+
+
+def test_equal_rewards_are_said_once(tmp_path, capsys):
+    run_log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
+    for step, share in ((1, 0.5), (2, 1.0), (3, 1.0)):
+        run_log.log(step, {"groups/zero_variance_frac": share})
+    assert capsys.readouterr().out.count("hint: in step 2 the rewards of each group are all equal") == 1
+    run_log.log(4, {"groups/zero_variance_frac": 1.0, "distill/reverse_kl": 0.1})
+    assert "hint" not in capsys.readouterr().out  # a teacher judges every token

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from grpo.config import RewardConfig
-from grpo.rewards import pool as reward_pool
-from grpo.rewards import worker as reward_worker
-from grpo.rewards.pool import RewardError, RewardPool, check_all_failed
+from grpo.rewards.workers import pool as reward_pool
+from grpo.rewards.workers import worker as reward_worker
+from grpo.rewards.workers.pool import RewardError, RewardPool, check_all_failed
 from grpo.types import Completion, Prompt, Rollout
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -694,7 +694,7 @@ DRIVER = """
 import os, sys, time
 import torch
 from grpo.config import RewardConfig
-from grpo.rewards.pool import RewardPool
+from grpo.rewards.workers.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
 
 pool = RewardPool(RewardConfig(functions={sys.argv[1]: 1.0}, num_workers=2, timeout_seconds=1000), 100)
@@ -736,9 +736,8 @@ def test_nothing_outlives_the_driver(how, send, socket, tmp_path):
 
 
 def test_the_processes_start_without_torch():
-    program = (
-        "import sys, grpo.rewards.supervisor; print([m for m in ('torch', 'numpy', 'grpo.types') if m in sys.modules])"
-    )
+    program = "import sys, grpo.rewards.workers.supervisor\n"
+    program += "print([m for m in ('torch', 'numpy', 'grpo.types') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 

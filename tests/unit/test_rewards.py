@@ -11,8 +11,7 @@ import time
 import pytest
 
 from grpo.config import RewardConfig
-from grpo.rewards import programs
-from grpo.rewards.answers import extract_answer, parse_number, same_answer
+from grpo.rewards.answers.equality import extract_answer, parse_number, same_answer
 from grpo.rewards.builtin import (
     BUILT_INS,
     code_reward,
@@ -30,6 +29,7 @@ from grpo.rewards.builtin import (
     thinking_reward,
 )
 from grpo.rewards.loading import answer_format_of, call_arguments, is_group_level, load_functions
+from grpo.rewards.sandbox import programs
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 

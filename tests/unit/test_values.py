@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo.rewards.values import is_outcome, plain_values, read_reply
+from grpo.rewards.workers.values import is_outcome, plain_values, read_reply
 
 
 class LyingList(list):

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.algorithm.losses import configured_loss
-from grpo.roles.comm import add_ref_logprobs, broadcast, gather_completions, send_batch
 from grpo.config import (
     AlgorithmConfig,
     DataConfig,
@@ -23,16 +22,17 @@ from grpo.config import (
     RolesConfig,
     TrainerConfig,
 )
-from grpo.roles.generator import Generator
-from grpo.models.export import hf_tensors
-from grpo.data.batches import make_batch, sample_of
 from grpo.config.fields import complete
-from grpo.roles.reference import Reference
-from grpo.roles.process_groups import Roles, close_roles, setup_roles
-from grpo.roles.trainer import Trainer
-from grpo.types import Prompt, TrainBatch
+from grpo.data.batches import make_batch, sample_of
+from grpo.models.export import hf_tensors
+from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch
+from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
+from grpo.roles.process_groups import Roles, close_roles, setup_roles
+from grpo.roles.reference import Reference
+from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
+from grpo.types import Prompt, TrainBatch
 from train_grpo import grpo_objective
 
 TOLERANCE = 1e-4  # nats, in float32

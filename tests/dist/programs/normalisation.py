@@ -17,6 +17,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import train_grpo
+from grpo.algorithm.aggregation import loss_denominator
+from grpo.algorithm.losses import configured_loss
 from grpo.config import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
@@ -25,14 +27,12 @@ from grpo.config import (
     ModelConfig,
     TrainerConfig,
 )
-from grpo.models.forward import micro_batches
-from grpo.algorithm.aggregation import loss_denominator
-from grpo.algorithm.losses import configured_loss
-from grpo.models.export import hf_tensors
-from grpo.data.batches import make_batch
 from grpo.config.fields import complete
-from grpo.roles.process_groups import close_roles, setup_trainers
+from grpo.data.batches import make_batch
+from grpo.models.export import hf_tensors
+from grpo.models.forward import micro_batches
 from grpo.roles.metrics import StepMetrics
+from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Objective, Trainer
 from grpo.types import Sample, TrainBatch
 
@@ -45,7 +45,9 @@ SHUFFLED = [5, 2, 11, 7, 0, 9, 3, 6, 10, 1, 8, 4]
 ALGORITHMS = {name: AlgorithmConfig(loss=name) for name in PAPER_DEFAULTS} | {
     "gspo, wide, token_mean": AlgorithmConfig(loss="gspo", aggregation="token_mean", clip_low=0.9, clip_high=9.0),
     "cispo, fixed_horizon": AlgorithmConfig(loss="cispo", aggregation="fixed_horizon"),
-    "grpo, mask_sequences": AlgorithmConfig(importance_correction="mask_sequences", loss_options={"dual_clip": 1.5}, kl_estimator="k3_k2_gradient"),
+    "grpo, mask_sequences": AlgorithmConfig(
+        importance_correction="mask_sequences", loss_options={"dual_clip": 1.5}, kl_estimator="k3_k2_gradient"
+    ),
     "a user's": AlgorithmConfig(loss="configs/examples/my_loss.py:gentle", aggregation="token_mean"),
     "reinforce, weighted": AlgorithmConfig(
         loss="reinforce", loss_options={"max_importance_weight": 2.0}, kl_estimator="k2"
@@ -131,9 +133,7 @@ def objective_of(config: GRPOConfig, batch: TrainBatch) -> Objective:
 
 
 def denominator_of(config: GRPOConfig, num_loss_tokens_S: torch.Tensor) -> float:
-    return loss_denominator(
-        num_loss_tokens_S, config.algorithm.aggregation, config.generator.max_completion_tokens
-    )
+    return loss_denominator(num_loss_tokens_S, config.algorithm.aggregation, config.generator.max_completion_tokens)
 
 
 def make_step(order: list[int]) -> TrainBatch:

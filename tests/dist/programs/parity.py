@@ -1,5 +1,6 @@
-"""Sharded models against transformers: log-probs, entropy, their gradients, and weights in and out. In bfloat16, whether
-the sampling temperatures reach the LM head unrounded.
+"""Sharded models against transformers: log-probs, entropy, their gradients, and weights in and out.
+
+In bfloat16, whether the sampling temperatures reach the LM head unrounded.
 
 Arguments: one case or more, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,PACKING(0 or 1); all run
 one after the other in the world that torchrun started. Prints the largest differences of each case.
@@ -15,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.models.forward import micro_batches
-from grpo.models.build import ShardedModel, build_model
-from grpo.models.export import hf_tensors
 from grpo.data.batches import make_batch
 from grpo.data.packing import take_out
+from grpo.models.build import ShardedModel, build_model
+from grpo.models.export import hf_tensors
+from grpo.models.forward import micro_batches
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import Sample, TrainBatch
 
@@ -115,7 +116,10 @@ def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: Train
 
 
 def random_batch(vocab_size: int) -> tuple[TrainBatch, torch.Tensor]:
-    """Sequences, and a random weight [2, N] for each token's log-prob and entropy, 0 in prompts: a loss with every gradient in it."""
+    """Sequences, and a random weight [2, N] for each token's log-prob and entropy, 0 in prompts.
+
+    So the loss has every gradient in it.
+    """
     generator = torch.Generator().manual_seed(3)
 
     # completions are drawn after all prompts
@@ -130,7 +134,7 @@ def random_batch(vocab_size: int) -> tuple[TrainBatch, torch.Tensor]:
 
 
 def original_values(original: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
-    """Transformers' log-probs and entropy of all tokens, one sequence at a time: [2, N] with gradients, 0 for firsts."""
+    """Transformers' log-probs and entropy of all tokens, a sequence at a time: [2, N] with gradients, 0 for firsts."""
     values = []
     sequences = batch.ids_N.split(batch.lengths_S.tolist())
     for ids, temperature in zip(sequences, TEMPERATURES, strict=True):

@@ -7,6 +7,7 @@ files and network; confinement.py says which workers have less.
 import ctypes
 import json
 import os
+import pathlib
 import pickle
 import resource
 import signal
@@ -15,9 +16,9 @@ import traceback
 
 from grpo.config import RewardConfig
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.confinement import confine
 from grpo.rewards.loading import call_arguments, is_group_level, load_functions
-from grpo.rewards.values import plain_values, shown
+from grpo.rewards.workers.confinement import confine
+from grpo.rewards.workers.values import plain_values, shown
 
 PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl
@@ -91,7 +92,7 @@ def describe(error: BaseException) -> str:
     except Exception:  # a user's exception may have a __str__ that fails
         message = ""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    ours = (os.path.dirname(os.path.dirname(__file__)), "<frozen")  # this package, and what imports a file
+    ours = (str(pathlib.Path(__file__).parents[2]), "<frozen")  # this package, and what imports a file
     theirs = [frame for frame in frames if not frame[0].startswith(ours)] or frames[1:]
     inside = [frame for frame in theirs if frame[0] == theirs[0][0]]
     place = f" ({inside[-1][0]}:{inside[-1][1]})" if inside else ""

@@ -8,9 +8,9 @@ import functools
 import re
 from fractions import Fraction
 
-from grpo.rewards.extract import extract_answer, find_answer
-from grpo.rewards.latex import parse_expression, same_expression
-from grpo.rewards.numbers import NAME, Quantity, parse_number, plain_text, read_quantity
+from grpo.rewards.answers.extract import extract_answer, find_answer
+from grpo.rewards.answers.latex import parse_expression, same_expression
+from grpo.rewards.answers.numbers import NAME, Quantity, parse_number, plain_text, read_quantity
 
 __all__ = ["extract_answer", "find_answer", "is_expression", "parse_number", "same_answer"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo.config import RewardConfig
 from grpo.rewards.lockdown import offered
-from grpo.rewards.sandbox import SandboxError, isolation, run_python
+from grpo.rewards.sandbox.run import SandboxError, isolation, run_python
 from grpo.text import one_line
 
 

@@ -46,7 +46,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from grpo.rewards import launcher, lockdown
+from grpo.rewards import lockdown
+from grpo.rewards.sandbox import launcher
 
 # Seconds beyond a program's own that its launcher has for starting, cleaning up and reporting.
 GRACE_SECONDS = 20
@@ -55,8 +56,8 @@ GRACE_SECONDS = 20
 # no reason to do without a measure.
 TRIAL_SECONDS = (10.0, 60.0)
 
-_ROOT = pathlib.Path(__file__).parents[2]
-_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from grpo.rewards.launcher import main; main()"
+_ROOT = pathlib.Path(__file__).parents[3]
+_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from grpo.rewards.sandbox.launcher import main; main()"
 
 
 class SandboxError(RuntimeError):

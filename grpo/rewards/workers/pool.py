@@ -19,9 +19,9 @@ import time
 from typing import Any
 
 from grpo.config import RewardConfig
-from grpo.rewards import confinement
-from grpo.rewards.supervisor import MAX_FAILED_STARTS
-from grpo.rewards.values import SHOWN_CHARACTERS
+from grpo.rewards.workers import confinement
+from grpo.rewards.workers.supervisor import MAX_FAILED_STARTS
+from grpo.rewards.workers.values import SHOWN_CHARACTERS
 from grpo.text import shorten
 from grpo.types import Rollout
 
@@ -58,12 +58,12 @@ class RewardPool:
         self._reader = self._socket.makefile("rb")
         with theirs:
             self.supervisor = subprocess.Popen(
-                [sys.executable, "-m", "grpo.rewards.supervisor", str(theirs.fileno())],
+                [sys.executable, "-m", "grpo.rewards.workers.supervisor", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 process_group=0,  # killed with the driver's group, it could not end what the workers started
-                cwd=pathlib.Path(__file__).parents[2],  # only to be found: it goes to `cwd` and takes over `path`
+                cwd=pathlib.Path(__file__).parents[3],  # only to be found: it goes to `cwd` and takes over `path`
             )
         self._send((config, max_completion_tokens, LOAD_SECONDS, os.getcwd(), sys.path))
         self._group_level, lacking = self._receive(LOAD_SECONDS + SLACK_SECONDS)

@@ -11,7 +11,7 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-from grpo.rewards.words import COMMON, IDLE, NO_UNITS, POWERS, SCALES, SHORT_UNITS, UNITS
+from grpo.rewards.answers.words import COMMON, IDLE, NO_UNITS, POWERS, SCALES, SHORT_UNITS, UNITS
 
 # Longer texts are no numbers. With the bound, no pattern below can cost more than a few microseconds.
 NUMBER_CHARACTERS = 200

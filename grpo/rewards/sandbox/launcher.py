@@ -1,6 +1,6 @@
 """The process that run_python starts for each program: it sets the program's limits and sees it end.
 
-    python -I -S -B -c "..." FOLDER PARENT REPORT_FD    (sandbox.py starts it; the job, JSON, is its stdin)
+    python -I -S -B -c "..." FOLDER PARENT REPORT_FD    (run.py starts it; the job, JSON, is its stdin)
 
     launcher  makes namespaces and waits; the kernel kills it when its parent dies
     init      process 1 of the PID namespace: makes its root, starts the program, keeps the time, ends what is left
@@ -31,7 +31,7 @@ import traceback
 from typing import Any
 
 from grpo.rewards import lockdown
-from grpo.rewards.fresh_root import DEVICES, MAX_FILES, enter_fresh_root
+from grpo.rewards.sandbox.fresh_root import DEVICES, MAX_FILES, enter_fresh_root
 
 # What of the caller's environment the interpreter needs to start at all.
 LOADER_VARIABLES = ("LD_LIBRARY_PATH",)

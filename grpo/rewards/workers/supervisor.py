@@ -1,6 +1,6 @@
 """The supervisor of the reward processes: it forks the workers, which call the reward functions, and watches them.
 
-    python -m grpo.rewards.supervisor FD    (pool.RewardPool starts it; FD is its end of a socketpair)
+    python -m grpo.rewards.workers.supervisor FD    (pool.RewardPool starts it; FD is its end of a socketpair)
 
 A verifier that loops for ever, crashes, allocates without end or kills itself must cost one completion its reward and
 nothing else, so each call runs in a process that can be killed, with a deadline that someone else watches. That someone
@@ -27,9 +27,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-from grpo.rewards.confinement import split
-from grpo.rewards.values import is_outcome, read_reply
-from grpo.rewards.worker import PR_SET_PDEATHSIG, limit, prctl, work
+from grpo.rewards.workers.confinement import split
+from grpo.rewards.workers.values import is_outcome, read_reply
+from grpo.rewards.workers.worker import PR_SET_PDEATHSIG, limit, prctl, work
 
 # Calls handed to a worker at once, so that a cheap call does not wait for a message each time.
 CHUNK_CALLS = 8

@@ -11,6 +11,7 @@ code_reward: its sandbox makes namespaces and mounts, which a confined process c
 
 import dataclasses
 import os
+import pathlib
 import re
 import resource
 import site
@@ -104,7 +105,7 @@ def readable_places() -> list[str]:
         place for place in (*sys.path, *site.getsitepackages()) if place.endswith(("site-packages", "dist-packages"))
     ]
     libraries = [place for place in os.environ.get("LD_LIBRARY_PATH", "").split(":") if os.path.isabs(place)]
-    ours = os.path.dirname(os.path.dirname(__file__))
+    ours = str(pathlib.Path(__file__).parents[2])
     interpreter = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
     system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom"]
     return sorted({*interpreter, *packages, *libraries, *system, ours})

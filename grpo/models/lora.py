@@ -1,0 +1,138 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): a frozen weight W acts as W + alpha / rank * B A, with A and B of low rank.
+
+A is [rank, inputs] and B [outputs, rank], both held in float32 whatever W is held in, and cast for a forward as master
+weights are. B starts at 0, so the policy starts as its base to the last bit. They are sharded like W, B's rows as W's
+rows and A's columns as W's columns, so that each rank merges its own shard.
+
+torchtitan 0.3.0 has a LoRA converter, which runs under FSDP and TP here too. It is not used: keys and values share one
+config there, so that v_proj cannot be chosen without k_proj; adapters are held in the base's dtype; A starts with other
+numbers when it is sharded otherwise; and it neither merges a sharded weight nor leaves the adapters out of a forward.
+"""
+
+import grpo.models.titan_on_cpu  # noqa: F401
+
+# isort: split
+
+import contextlib
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtitan.models.common import Linear
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder_sharding import dense_param_placement
+
+from grpo.config import TrainerConfig
+
+# Hugging Face's name of a linear layer -> its place in a block
+PLACES = {
+    "q_proj": "attention.qkv_linear.wq",
+    "k_proj": "attention.qkv_linear.wk",
+    "v_proj": "attention.qkv_linear.wv",
+    "o_proj": "attention.wo",
+    "gate_proj": "feed_forward.w1",
+    "up_proj": "feed_forward.w3",
+    "down_proj": "feed_forward.w2",
+}
+ADAPTERS = ("lora_a", "lora_b")
+
+
+class LoRALinear(Linear):
+    """A linear layer with its own parameters, which do not learn, and an adapter, which does."""
+
+    def __init__(self, base: Linear, name: str, trainer: TrainerConfig):
+        """Take over the parameters of `base`, torchtitan's `name` within the model; nothing is sharded yet."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.name = base.in_features, base.out_features, name
+        self.weight, self.bias = base.weight, base.bias
+        rank, self.scale = trainer.lora_rank, trainer.lora_alpha / trainer.lora_rank
+        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32))
+        self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, dtype=torch.float32))
+        self.adapted = True
+        seed = zlib.crc32(f"{trainer.lora_seed} {name}".encode())
+        bound = 1 / math.sqrt(base.in_features)
+        self._param_init = base._param_init | {
+            "lora_a": partial(draw_uniform, bound=bound, seed=seed),
+            "lora_b": nn.init.zeros_,
+        }
+        self._sharding_config = sharding = base._sharding_config
+        if sharding is not None:
+            states, whole = sharding.state_shardings, dense_param_placement(tp=spmd.R)
+            by_rows = states["weight"] == dense_param_placement(tp=spmd.S(0))
+            a, b = (whole, states["weight"]) if by_rows else (states["weight"], whole)
+            self._sharding_config = replace(sharding, state_shardings=states | {"lora_a": a, "lora_b": b})
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        if not self.adapted:
+            return output
+        return output + self.scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
+
+
+def add_adapters(module: Decoder, trainer: TrainerConfig) -> None:
+    """Put adapters into `trainer.lora_targets` of every block. Before the module is sharded."""
+    places = [place for target, place in PLACES.items() if target in trainer.lora_targets]
+    for index, block in module.layers.items():
+        for place in places:
+            parent, _, attribute = place.rpartition(".")
+            adapted = LoRALinear(block.get_submodule(place), f"layers.{index}.{place}", trainer)
+            setattr(block.get_submodule(parent), attribute, adapted)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter."""
+    return name.endswith(ADAPTERS)
+
+
+def adapted_layers(module: nn.Module) -> list[LoRALinear]:
+    """Those of a model, or of a part of it; none without LoRA."""
+    return [part for part in module.modules() if isinstance(part, LoRALinear)]
+
+
+@contextlib.contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Within it, a forward is the base's."""
+    layers = adapted_layers(module)
+    for layer in layers:
+        layer.adapted = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapted = True
+
+
+@torch.no_grad()
+def merged_weight(layer: LoRALinear, dtype: torch.dtype) -> torch.Tensor:
+    """W + alpha / rank * B A in `dtype`, computed in float32 and sharded as W. Collective over the role's ranks.
+
+    Each rank needs the rows of B that it has, and the columns of A that belong to its columns of W, in all rows.
+    """
+    weight, a, b = layer.weight, layer.lora_a, layer.lora_b
+    if not isinstance(weight, DTensor):
+        return torch.addmm(weight.float(), b, a, alpha=layer.scale).to(dtype)
+    a = a.redistribute(placements=[p if p.is_shard(1) else Replicate() for p in a.placements])
+    local = torch.addmm(weight.to_local().float(), b.to_local(), a.to_local(), alpha=layer.scale).to(dtype)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride(), run_check=False
+    )
+
+
+def draw_uniform(parameter: torch.Tensor, bound: float, seed: int) -> None:
+    """Uniform within +-bound, as PEFT starts A, and the same numbers however the parameter is sharded."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.rand(parameter.shape, generator=generator) * (2 * bound) - bound
+    if isinstance(parameter, DTensor):
+        placed = parameter.device_mesh, parameter.placements
+        sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, *placed)
+        whole = whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+        parameter = parameter.to_local()
+    parameter.copy_(whole)

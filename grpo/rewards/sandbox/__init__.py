@@ -1,0 +1,1 @@
+"""Programs that no person has read, run where they can do no harm."""

@@ -1,0 +1,43 @@
+"""LoRA on sharded models equals PEFT: losses, gradient norms, merged weights, folders out."""
+
+import pytest
+
+from tests.tiny_models import make_tiny
+from tests.torchrun import torchrun
+
+ALL = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
+CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpointing, targets)
+    1: [("qwen3-tied", 1, 1, "selective", ALL)],
+    2: [
+        ("qwen3-untied", 1, 1, "full", "q_proj+v_proj"),  # FSDP
+        ("qwen2-tied", 2, 1, "selective", ALL),  # TP, the biases sharded
+    ],
+}
+LAYOUTS = {
+    1: [(1, 1, "none")],
+    2: [(1, 1, "selective"), (2, 1, "full"), (1, 2, "none")],
+    4: [(2, 1, "none"), (2, 2, "none")],
+}
+
+
+@pytest.mark.parametrize("nproc", CASES)
+def test_lora_equals_peft(tmp_path, nproc):
+    compare(tmp_path, nproc, CASES[nproc])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-untied", "qwen2-tied", "llama3", "mistral-tied"])
+@pytest.mark.parametrize("nproc", LAYOUTS)
+def test_lora_equals_peft_in_every_layout(tmp_path, nproc, kind):
+    compare(
+        tmp_path,
+        nproc,
+        [(kind, *layout, targets) for layout in LAYOUTS[nproc] for targets in (ALL, "k_proj+down_proj")],
+    )
+
+
+def compare(folder, nproc, cases):
+    pytest.importorskip("peft")
+    kinds = {kind: make_tiny(folder, kind) for kind, *_ in cases}
+    arguments = [",".join(map(str, (kinds[kind], *rest))) for kind, *rest in cases]
+    print(torchrun("tests/dist/programs/lora.py", folder / "out", *arguments, nproc=nproc, deadline=120))

@@ -1,0 +1,71 @@
+"""An adapter by hand: forward, merged weight, adapters off, the numbers A starts with."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torchtitan.models.common import Linear
+
+from grpo.config import TrainerConfig
+from grpo.models.lora import LoRALinear, adapters_off, draw_uniform, merged_weight
+
+
+@pytest.fixture
+def layer() -> LoRALinear:
+    """W = [[1, 2], [3, 4]] in bfloat16, A = [[1, 0]], B = [[0], [2]], alpha / rank = 3."""
+    base = Linear.Config(in_features=2, out_features=2, param_init={"weight": torch.nn.init.zeros_}).build()
+    base.weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).bfloat16(), requires_grad=False)
+    layer = LoRALinear(base, "layers.0.attention.wo", TrainerConfig(lora_rank=1, lora_alpha=3.0))
+    with torch.no_grad():
+        layer.lora_a.copy_(torch.tensor([[1.0, 0.0]]))
+        layer.lora_b.copy_(torch.tensor([[0.0], [2.0]]))
+    return layer
+
+
+def test_forward_with_and_without_the_adapter(layer):
+    """x = [1, 10]: W x = [21, 43]; A x = 1, B A x = [0, 2], times 3."""
+    layer.weight = torch.nn.Parameter(layer.weight.float(), requires_grad=False)
+    x = torch.tensor([1.0, 10.0])
+    assert layer(x).tolist() == [21, 49]
+    with adapters_off(layer):
+        assert layer(x).tolist() == [21, 43]
+    assert layer(x).tolist() == [21, 49]
+    with pytest.raises(KeyError), adapters_off(layer):
+        raise KeyError
+    assert layer(x).tolist() == [21, 49]
+
+
+def test_compiled_once_with_and_once_without_the_adapter(layer):
+    """Without breaks in the graph; a second time each is taken from the cache."""
+    layer.weight = torch.nn.Parameter(layer.weight.float(), requires_grad=False)
+    counter = CompileCounter()
+    compiled, x = torch.compile(layer, backend=counter, fullgraph=True), torch.tensor([1.0, 10.0])
+    for _ in range(2):
+        assert compiled(x).tolist() == [21, 49]
+        with adapters_off(layer):
+            assert compiled(x).tolist() == [21, 43]
+    assert counter.frame_count == 2
+
+
+def test_merged_in_float32_and_rounded_once(layer):
+    """W + 3 B A = [[1, 2], [9, 4]]; then with a B that bfloat16 would round."""
+    assert merged_weight(layer, torch.float32).tolist() == [[1, 2], [9, 4]]
+    with torch.no_grad():
+        layer.lora_b[1] = 2 + 1 / 96  # bfloat16 has 2 and 2 + 1/64 there
+    merged = merged_weight(layer, torch.float32)
+    assert merged[1, 0].item() == pytest.approx(9 + 1 / 32)
+    assert merged_weight(layer, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_starts_with_the_same_numbers_everywhere(layer):
+    """Uniform within 1 / sqrt(inputs), another sample for each layer and seed."""
+    first, same, other = torch.empty(4, 1000), torch.empty(4, 1000), torch.empty(4, 1000)
+    for values, seed in ((first, 1), (same, 1), (other, 2)):
+        draw_uniform(values, bound=0.5, seed=seed)
+    assert torch.equal(first, same) and not torch.equal(first, other)
+    assert first.abs().max() <= 0.5 and first.mean().abs() < 0.02
+    assert first.std().item() == pytest.approx(1 / 12**0.5, rel=0.02)  # of a range of 1
+
+
+def test_the_adapter_alone_learns_and_in_float32(layer):
+    learns = {name: parameter.dtype for name, parameter in layer.named_parameters() if parameter.requires_grad}
+    assert learns == {"lora_a": torch.float32, "lora_b": torch.float32}
