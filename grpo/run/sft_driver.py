@@ -73,6 +73,7 @@ class Driver:
             state = {"step": 0, "recent_losses": []}
             if resume_from is not None:
                 state = checkpoint.read_driver_state(resume_from)
+                checkpoint.check_adapters(resume_from, config.trainer)
                 self.stream.load_state_dict(state["data"])
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)

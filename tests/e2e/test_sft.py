@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.data import toy
 from tests.e2e.runs import read_metrics, without_clocks
-from tests.torchrun import run_python, torchrun
+from tests.torchrun import run_python, run_torchrun, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,12 @@ def test_resume_and_validation_on_another_number_of_ranks(
     for before, after in zip(read_metrics(finished), read_metrics(run_dir), strict=True):
         for name in ("loss", "validation/loss", "validation/chats/loss", "validation/texts/loss"):
             assert before.get(name) == pytest.approx(after.get(name), abs=1e-4), name
+
+
+def test_resume_with_adapters_of_a_run_without_is_refused(finished: pathlib.Path, arguments: list[str]):
+    flags = [*arguments, "--num-trainers", 1, "--run-dir", finished, "--resume", "--trainer.lora-rank", 2]
+    result = run_torchrun("train_sft.py", *flags, nproc=1)
+    assert result.returncode and "this run trains adapters of rank 2 for" in result.stdout
 
 
 def test_validation_is_the_mean_over_tokens_of_each_set(finished: pathlib.Path):
