@@ -475,7 +475,7 @@ def test_no_program_is_left_when_the_reward_processes_are_killed(killed):
         "    options={'code_reward': {'timeout_seconds': 90}}), 10)\n"
         "print(pool.supervisor.pid, flush=True)\n"
         f"code = '```python\\nimport os, sys\\n' + {sleeper(marker)!r} + '\\n```'\n"
-        "prompt = types.SimpleNamespace(columns={'tests': 'assert True'})\n"
+        "prompt = types.SimpleNamespace(columns={'tests': 'assert True'}, content='')\n"
         "completion = types.SimpleNamespace(num_tokens=1, truncated=False)\n"
         "pool.submit([types.SimpleNamespace(text=code, prompt=prompt, completion=completion)] * 2, 1)\n"
         "input()\n"
