@@ -25,12 +25,21 @@ def call_arguments(function: RewardFunction, completions: list, columns: Mapping
 
     Else they are its first argument, whatever that is called.
     """
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.name == "completions" and p.kind is not p.POSITIONAL_ONLY for p in parameters):
+    if _takes_them_by_name(function):
         return (), {"completions": completions, **columns}
-    if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
-        return (completions,), dict(columns)
-    return (), {"completions": completions, **columns}  # only **columns
+    return (completions,), dict(columns)
+
+
+@functools.cache  # looking at a signature takes longer than most calls
+def _takes_them_by_name(function: RewardFunction) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    named = any(p.name == "completions" and p.kind is not p.POSITIONAL_ONLY for p in parameters)
+    places = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    )
+    return named or all(p.kind not in places for p in parameters)  # also where there is only **columns
 
 
 def answer_format_of(functions: Mapping[str, tuple[RewardFunction, float]]) -> str | None:

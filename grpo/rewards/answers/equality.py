@@ -22,6 +22,8 @@ _INTEGER = re.compile(r"[-+]?[0-9]{1,200}")
 
 def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bool:
     """Whether two answers are equal as math_reward defines it, with `latex` also as expressions (main thread only)."""
+    if given == reference:
+        return True
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(reference):
         return int(given) == int(reference)
     if max(len(given), len(reference)) > ANSWER_CHARACTERS:

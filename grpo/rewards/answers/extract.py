@@ -84,6 +84,9 @@ def without_thoughts(text: str) -> str:
     """
     if "<" not in text:
         return text
+    thoughts, closed, rest = text.rpartition("</think>")
+    if closed and thoughts.startswith("<think>") and thoughts.rfind("<") == 0 and "think" not in rest.lower():
+        return rest  # the usual completion, without the long way
     shown, start, depth = [], 0, 0  # `start` is where the current stretch of shown text, or of thoughts, begins
     fallback = None  # behind the last closing tag of a block that has not ended
     for tag in _THINK_TAG.finditer(text):
@@ -112,6 +115,8 @@ def tagged_answer(text: str) -> str | None:
     """
     if "<" not in text:
         return None
+    if text.startswith("<answer>") and text.endswith("</answer>") and text.count("<") == 2:
+        return text[len("<answer>") : -len("</answer>")]  # the usual one, without the long way
     found, opened = [], None
     for tag in _ANSWER_TAG.finditer(text):
         if not tag["close"]:
@@ -168,6 +173,8 @@ def _is_choice(text: str, found: list[Span]) -> bool:
 
 def _unboxed(text: str) -> str:
     """An answer's text with its box taken off: one box in some words is the answer, different boxes are none."""
+    if "box" not in text:
+        return text
     found = boxes(text)
     if not found:
         return _EMPTY_BOX.sub("", text)

@@ -8,8 +8,8 @@ than that. Values are fractions, because 10000000000000001 and ..02 are the same
 import functools
 import re
 import unicodedata
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from grpo.rewards.answers.words import COMMON, IDLE, NO_UNITS, POWERS, SCALES, SHORT_UNITS, UNITS
 
@@ -19,8 +19,7 @@ NUMBER_CHARACTERS = 200
 LARGEST_EXPONENT = 308
 
 
-@dataclass(frozen=True)
-class Quantity:
+class Quantity(NamedTuple):
     """A number as written: `unit` is made of canonical names ("cm", "dollar / h"), "" without one."""
 
     value: int | Fraction

@@ -90,7 +90,7 @@ def shown(text: str) -> str:
 def read_reply(line: bytes) -> dict[str, Any] | None:
     """A line from a worker: a JSON object without NaN or Infinity; None for anything else."""
     try:
-        message = json.loads(line, parse_constant=_refuse_constant)
+        message = _REPLIES.decode(line.decode())
     except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
@@ -98,6 +98,9 @@ def read_reply(line: bytes) -> dict[str, Any] | None:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+_REPLIES = json.JSONDecoder(parse_constant=_refuse_constant)  # json.loads would make one for every line
 
 
 def is_outcome(outcome: Any, number: int) -> bool:
