@@ -8,15 +8,11 @@ goes to every run. Each run leaves `runs/distill/METHOD-SEED`; one that is finis
 """
 
 import argparse
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).parents[2]
-COMMON = ["--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--overwrite"]
-COMMON += ["--evaluation.interval", "10", "--checkpoint.no-export"]
+from toy_runs import ALONE, ROOT, accuracies, is_finished, train
+
+COMMON = [*ALONE, "--evaluation.interval", "10"]
 MIXED = ["--reward.functions", "math_reward", "1", "thinking_reward", "0.1", "--prompts-per-step", "32"]
 MIXED += ["--group-size", "8"]
 METHODS = {
@@ -36,7 +32,8 @@ def main() -> None:
     options = parser.parse_args()
     for seed in options.seeds:  # seed after seed, so that an interrupted bench has something of every method
         for method in options.methods:
-            train(method, seed, options.flags)
+            flags = [*METHODS[method], *COMMON, "--seed", str(seed), *options.flags]
+            train(folder_of(method, seed), flags)
     print(table(options.methods, options.seeds))
 
 
@@ -44,43 +41,21 @@ def folder_of(method: str, seed: int) -> pathlib.Path:
     return ROOT / "runs" / "distill" / f"{method}-{seed}"
 
 
-def train(method: str, seed: int, flags: list[str]) -> None:
-    folder = folder_of(method, seed)
-    if (folder / "finished").exists():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    log_file = folder.with_suffix(".log")  # beside the folder, which is the run's own
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
-    command += [*METHODS[method], *COMMON, "--seed", str(seed), "--run-dir", str(folder), *flags]
-    with open(log_file, "w") as log:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env=environment).returncode
-    print(f"{method} seed {seed}: {'done' if code == 0 else f'FAILED, see {log_file}'}", flush=True)
-    if code == 0:
-        (folder / "finished").touch()
-
-
-def curve_of(folder: pathlib.Path) -> list[tuple[int, float]]:
-    """(step, accuracy) of each evaluation of a run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
-
-
 def table(methods: list[str], seeds: list[int]) -> str:
     """Markdown: one row per run; the first step at which an evaluation reached each level, or - if none did."""
-    teacher = curve_of(TEACHER)[-1][1]
+    teacher = list(accuracies(TEACHER).values())[-1]
     levels = (*LEVELS, teacher)
     header = ["method", "seed", "start", "end", "best", *(f"to {level:.3g}" for level in LEVELS)]
     header.append(f"to the teacher's {teacher:.3f}")
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     for method in methods:
         for seed in seeds:
-            if not (folder_of(method, seed) / "finished").exists():
+            if not is_finished(folder_of(method, seed)):
                 continue
-            curve = curve_of(folder_of(method, seed))
-            accuracies = [accuracy for _, accuracy in curve]
-            reached = [next((str(step) for step, a in curve if a >= level), "-") for level in levels]
-            ends = [f"{a:.3f}" for a in (accuracies[0], accuracies[-1], max(accuracies))]
+            curve = accuracies(folder_of(method, seed))
+            start, *_, end = curve.values()
+            reached = [next((str(step) for step, a in curve.items() if a >= level), "-") for level in levels]
+            ends = [f"{a:.3f}" for a in (start, end, max(curve.values()))]
             lines.append(f"| {' | '.join([method, str(seed), *ends, *reached])} |")
     return "\n".join(lines)
 

@@ -9,15 +9,10 @@ that is finished there is not run again.
 """
 
 import argparse
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).parents[2]
-COMMON = ["configs/toy_arithmetic.py", "--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0"]
-COMMON += ["--overwrite", "--checkpoint.no-export"]
+from toy_runs import ALONE, ROOT, accuracies, is_finished, records, train
+
 ADAPTERS = ["--trainer.learning-rate", "2e-3", "--trainer.lora-rank"]
 METHODS = {"full": [], "rank1": [*ADAPTERS, "1"], "rank8": [*ADAPTERS, "8"]}
 
@@ -30,7 +25,9 @@ def main() -> None:
     options = parser.parse_args()
     for seed in options.seeds:  # seed after seed, so that an interrupted bench has something of every method
         for method in options.methods:
-            train(method, seed, options.flags)
+            flags = ["configs/toy_arithmetic.py", *ALONE, *METHODS[method], "--seed", str(seed)]
+            flags += ["--trainer.lora-seed", str(seed)] if method != "full" else []
+            train(folder_of(method, seed), [*flags, *options.flags])
     print(table(options.methods, options.seeds))
 
 
@@ -38,32 +35,14 @@ def folder_of(method: str, seed: int) -> pathlib.Path:
     return ROOT / "runs" / "lora" / f"{method}-{seed}"
 
 
-def train(method: str, seed: int, flags: list[str]) -> None:
-    folder = folder_of(method, seed)
-    if (folder / "finished").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
-    command += [*COMMON, *METHODS[method], "--seed", str(seed), "--run-dir", str(folder), *flags]
-    if method != "full":
-        command += ["--trainer.lora-seed", str(seed)]
-    with open(folder.with_suffix(".log"), "w") as log:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env=environment).returncode
-    print(f"{method} seed {seed}: {'done' if code == 0 else f'FAILED, see {log.name}'}", flush=True)
-    if code == 0:
-        (folder / "finished").touch()
-
-
 def row(method: str, seed: int) -> list[str]:
     """Accuracy at the start, the end and its best; seconds of all steps; size of the last checkpoint in KiB."""
     folder = folder_of(method, seed)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
-    seconds = sum(line.get("time/step", 0) for line in lines)
+    start, *_, end = curve = list(accuracies(folder).values())
+    seconds = sum(line.get("time/step", 0) for line in records(folder))
     newest = max((folder / "checkpoints").iterdir())
     kib = sum(file.stat().st_size for file in newest.glob("*.distcp")) / 2**10
-    ends = [f"{accuracy:.3f}" for accuracy in (accuracies[0], accuracies[-1], max(accuracies))]
+    ends = [f"{accuracy:.3f}" for accuracy in (start, end, max(curve))]
     return [method, str(seed), *ends, f"{seconds:.0f}", f"{kib:.0f}"]
 
 
@@ -71,7 +50,7 @@ def table(methods: list[str], seeds: list[int]) -> str:
     """Markdown: one row per finished run."""
     header = ["method", "seed", "start", "end", "best", "seconds", "checkpoint (KiB)"]
     rows = [header, ["---"] * len(header)]
-    rows += [row(m, s) for m in methods for s in seeds if (folder_of(m, s) / "finished").exists()]
+    rows += [row(m, s) for m in methods for s in seeds if is_finished(folder_of(m, s))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 

@@ -9,17 +9,13 @@ Every step makes two updates, so that the policy leaves the one that sampled, an
 
 import argparse
 import concurrent.futures
-import json
-import os
 import pathlib
 import statistics
-import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).parents[2]
+from toy_runs import ALONE, ROOT, accuracies, is_finished, records, train
+
 LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "reinforce", "configs/examples/my_loss.py:gentle"]
-FLAGS = ["--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--overwrite"]
-FLAGS += ["--algorithm.kl-coef", "0", "--algorithm.num-mini-batches", "2", "--checkpoint.no-export"]
+FLAGS = [*ALONE, "--algorithm.kl-coef", "0", "--algorithm.num-mini-batches", "2"]
 FLAGS += ["--num-steps", "100", "--evaluation.interval", "10"]
 
 
@@ -33,7 +29,7 @@ def main() -> None:
     # seed after seed, so that an interrupted bench has something of every loss
     runs = [(loss, seed) for seed in options.seeds for loss in options.losses]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda run: train(*run, options.flags), runs))
+        list(pool.map(lambda chosen: run(*chosen, options.flags), runs))
     print(table(options.losses, options.seeds))
 
 
@@ -41,21 +37,9 @@ def folder_of(loss: str, seed: int) -> pathlib.Path:
     return ROOT / "runs" / "losses" / f"{loss.rpartition(':')[2]}-{seed}"
 
 
-def train(loss: str, seed: int, flags: list[str]) -> None:
-    folder = folder_of(loss, seed)
-    if (folder / "finished").exists():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    log_file = folder.with_suffix(".log")  # beside the folder, which is the run's own
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
-    command += ["configs/toy_arithmetic.py", *FLAGS, "--algorithm.loss", loss, "--seed", str(seed)]
-    command += ["--run-dir", str(folder), *flags]
-    with open(log_file, "w") as log:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env=environment).returncode
-    print(f"{loss} seed {seed}: {'done' if code == 0 else f'FAILED, see {log_file}'}", flush=True)
-    if code == 0:
-        (folder / "finished").touch()
+def run(loss: str, seed: int, flags: list[str]) -> None:
+    arguments = ["configs/toy_arithmetic.py", *FLAGS, "--algorithm.loss", loss, "--seed", str(seed), *flags]
+    train(folder_of(loss, seed), arguments)
 
 
 def table(losses: list[str], seeds: list[int]) -> str:
@@ -63,12 +47,12 @@ def table(losses: list[str], seeds: list[int]) -> str:
     for loss in losses:
         starts, ends, bests, rewards = [], [], [], []
         for seed in seeds:
-            if not (folder_of(loss, seed) / "finished").exists():
+            if not is_finished(folder_of(loss, seed)):
                 continue
-            records = [json.loads(line) for line in (folder_of(loss, seed) / "metrics.jsonl").read_text().splitlines()]
-            curve = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+            curve = list(accuracies(folder_of(loss, seed)).values())
             starts, ends, bests = [*starts, curve[0]], [*ends, curve[-1]], [*bests, max(curve)]
-            rewards.append([record["reward/mean"] for record in records if "reward/mean" in record][-1])
+            lines = records(folder_of(loss, seed))
+            rewards.append([line["reward/mean"] for line in lines if "reward/mean" in line][-1])
         if ends:
             columns = [" ".join(f"{x:.3f}" for x in values) for values in (starts, ends, bests)]
             spread = f"{statistics.mean(ends):.3f} ({statistics.stdev(ends) if len(ends) > 1 else 0:.3f})"

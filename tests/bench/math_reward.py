@@ -6,15 +6,10 @@ Prints for each checkout (by default this one) median, lowest and highest: CPU s
 boxed integers), and seconds of wall clock for a pool of 2 workers.
 """
 
-import argparse
-import json
-import os
-import pathlib
 import random
-import statistics
-import subprocess
-import sys
 import time
+
+from in_turns import in_turns
 
 NUM_COMPLETIONS = 1024
 
@@ -66,28 +61,5 @@ def measure() -> dict[str, float]:
     return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkouts", nargs="*", default=[str(pathlib.Path(__file__).parents[2])])
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {checkout: [] for checkout in arguments.checkouts}
-    for _ in range(arguments.rounds):
-        for checkout, measured in found.items():
-            environment = os.environ | {"PYTHONPATH": os.path.abspath(checkout)}
-            command = [sys.executable, "-P", __file__, "--child"]
-            measured.append(json.loads(subprocess.check_output(command, env=environment, cwd=checkout)))
-    for checkout, measured in found.items():
-        for name in measured[0]:
-            seconds = [one[name] for one in measured]
-            median, lowest, highest = statistics.median(seconds), min(seconds), max(seconds)
-            print(
-                f"{checkout} {name}: {median:.3f} s ({lowest:.3f} to {highest:.3f}) for {NUM_COMPLETIONS} completions"
-            )
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--child"]:
-        print(json.dumps(measure()))
-    else:
-        main()
+    in_turns(measure, __file__, __doc__, rounds=7)

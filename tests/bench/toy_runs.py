@@ -1,0 +1,41 @@
+"""GRPO runs on additions for the benches beside this file: one process each, colocated, and none that is done again."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Of a run on one rank that leaves no model
+ALONE = ["--roles.colocated", "--roles.num-trainers", "1", "--roles.num-references", "0", "--overwrite"]
+ALONE += ["--checkpoint.no-export"]
+
+
+def train(folder: pathlib.Path, arguments: list[str]) -> None:
+    """`train_grpo.py ARGUMENTS --run-dir FOLDER`, unless it finished there before; its log lies beside the folder."""
+    if is_finished(folder):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
+    command += [*arguments, "--run-dir", str(folder)]
+    with open(folder.with_suffix(".log"), "w") as log:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env=environment).returncode
+    print(f"{folder.name}: {'done' if code == 0 else f'FAILED, see {log.name}'}", flush=True)
+    if code == 0:
+        (folder / "finished").touch()
+
+
+def is_finished(folder: pathlib.Path) -> bool:
+    return (folder / "finished").exists()
+
+
+def records(folder: pathlib.Path) -> list[dict]:
+    """The lines of its metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def accuracies(folder: pathlib.Path) -> dict[int, float]:
+    """Step -> held-out accuracy after it."""
+    return {line["step"]: line["eval/accuracy"] for line in records(folder) if "eval/accuracy" in line}
