@@ -350,11 +350,9 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    """Held-out prompts, greedy and sampled: before the first step, every `interval` steps and at the end."""
+class HeldOutConfig:
+    """Data that is not trained on; what evaluation and validation have in common."""
 
-    interval: Interval = 0
-    """Steps between evaluations; 0 never evaluates."""
     path: str = ""
     """Held-out data set, written like `data.path`; empty takes that (with its name and revision)."""
     name: str = ""
@@ -363,6 +361,38 @@ class EvaluationConfig:
     """Split of the held-out data, or an expression of splits."""
     sets: Table[str] = field(default_factory=dict)
     """Several held-out data sets in place of `path`, as names for their metrics and PATH[NAME]@REVISION:SPLIT each."""
+
+    section = ""  # of the config, for messages; without an annotation it is no field
+
+    def held_out(self, data: DataConfig) -> list[Source]:
+        """`sets`, or `path` as the only one, or the training data's.
+
+        Raises ValueError if none is named, or one is not written as it should be.
+        """
+        if self.sets:
+            sets = self.sets.items()
+            return [parse_source(spec, f"{self.section}.sets {label}", label, split=self.split) for label, spec in sets]
+        if self.path:
+            same = not data.sources and self.path == data.path
+            name = self.name or (data.name if same else "")
+            return [
+                parse_source(self.path, f"{self.section}.path", "", name, data.revision if same else "", self.split)
+            ]
+        if data.sources:
+            raise ValueError(
+                f"data.sources has {len(data.sources)} data sets, so it must be said what is held out: set "
+                f"{self.section}.path or {self.section}.sets"
+            )
+        return [replace(data.all_sources[0], split=self.split, **({"name": self.name} if self.name else {}))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(HeldOutConfig):
+    """Held-out prompts, greedy and sampled: before the first step, every `interval` steps and at the end."""
+
+    section = "evaluation"
+    interval: Interval = 0
+    """Steps between evaluations; 0 never evaluates."""
     num_prompts: Annotated[int, AtLeast(1)] = 256
     """Held-out prompts per evaluation, of each set, always the same ones."""
     num_samples: Annotated[int, AtLeast(0)] = 0
@@ -370,48 +400,16 @@ class EvaluationConfig:
     temperature: Temperature = 1.0
     """Sampling temperature of these samples."""
 
-    def held_out(self, data: DataConfig) -> list[Source]:
-        """`sets`, or `path` as the only one, or the training data's. Raises ValueError if none is named."""
-        return _held_out(self, "evaluation", data)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationConfig:
+class ValidationConfig(HeldOutConfig):
     """Loss on held-out examples (SFT): before the first step, every `interval` steps and at the end."""
 
+    section = "validation"
     interval: Interval = 0
     """Steps between validations; 0 never validates."""
-    path: str = ""
-    """Held-out data set, written like `data.path`; empty takes that (with its name and revision)."""
-    name: str = ""
-    """Configuration name of that data set on the hub."""
-    split: str = "test"
-    """Split of the held-out data, or an expression of splits."""
-    sets: Table[str] = field(default_factory=dict)
-    """Several held-out data sets in place of `path`, as names for their metrics and PATH[NAME]@REVISION:SPLIT each."""
     num_examples: Annotated[int, AtLeast(1)] = 256
     """Held-out examples of each set: the first that can be used, always the same ones."""
-
-    def held_out(self, data: DataConfig) -> list[Source]:
-        """`sets`, or `path` as the only one, or the training data's. Raises ValueError if none is named."""
-        return _held_out(self, "validation", data)
-
-
-def _held_out(section: EvaluationConfig | ValidationConfig, called: str, data: DataConfig) -> list[Source]:
-    """What `evaluation` or `validation` holds out."""
-    if section.sets:
-        sets = section.sets.items()
-        return [parse_source(spec, f"{called}.sets {label}", label, split=section.split) for label, spec in sets]
-    if section.path:
-        same = not data.sources and section.path == data.path
-        name = section.name or (data.name if same else "")
-        return [parse_source(section.path, f"{called}.path", "", name, data.revision if same else "", section.split)]
-    if data.sources:
-        raise ValueError(
-            f"data.sources has {len(data.sources)} data sets, so it must be said what is held out: set {called}.path "
-            f"or {called}.sets"
-        )
-    return [replace(data.all_sources[0], split=section.split, **({"name": section.name} if section.name else {}))]
 
 
 @dataclass(frozen=True, kw_only=True)
