@@ -29,7 +29,7 @@ def load_eval_prompts(
     """
     prompts = []
     for source in evaluation.held_out(data):
-        _warn_of_training_data(source, data, "evaluation")
+        _warn_of_training_data(source, data, evaluation.section)
         prompts += _held_out_prompts(source, data, evaluation.num_prompts, len(prompts), tokenizer)
     return prompts
 
@@ -75,7 +75,7 @@ def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> 
     """
     sets = {}
     for source in config.validation.held_out(config.data):
-        _warn_of_training_data(source, config.data, "validation")
+        _warn_of_training_data(source, config.data, config.validation.section)
         sets[source.label] = _held_out_examples(source, config, tokenizer)
     return sets
 
@@ -115,12 +115,17 @@ def _held_out_examples(source: Source, config: SFTConfig, tokenizer: "PreTrained
 
 
 def _warn_of_training_data(source: Source, data: DataConfig, called: str) -> None:
-    for training in data.all_sources:
-        if source.path == training.path and (source.is_file or source.split == training.split):
-            print(
-                f"warning: {called} uses the training data {source.path}; set {called}.path or {called}.split",
-                flush=True,
-            )
+    if any(_may_overlap(source, training) for training in data.all_sources):
+        print(
+            f"warning: {called} uses the training data {source.path}; set {called}.path or {called}.split", flush=True
+        )
+
+
+def _may_overlap(one: Source, other: Source) -> bool:
+    """Whether both have rows of one split, except two different parts of it, which a user wrote to keep them apart."""
+    (split, _, part), (other_split, _, other_part) = one.split.partition("["), other.split.partition("[")
+    same_rows = (one.path, one.name) == (other.path, other.name) and (one.is_file or split == other_split)
+    return same_rows and (not part or not other_part or part == other_part)
 
 
 def _tell(rows: SourceRows, num_used: int) -> None:
