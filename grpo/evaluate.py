@@ -19,8 +19,6 @@ import sys
 from grpo.config import AlgorithmConfig, GRPOConfig, RolesConfig
 from grpo.config.checks import validate
 from grpo.config.recipes import as_recipe, load
-from grpo.data import toy
-from grpo.data.chat import check_template, load_tokenizer
 from grpo.data.held_out import load_eval_prompts
 from grpo.models import hf_folder
 from grpo.rewards.loading import load_functions
@@ -29,6 +27,7 @@ from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.run.failures import BadInput, refuse_bad_input, run_rank, set_place
 from grpo.run.log import RunLog
+from grpo.run.model_folder import open_model_folder
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.scorer import Scorer, evaluate
 from grpo.types import Completion, Prompt
@@ -100,10 +99,7 @@ class Driver:
             inputs = (config.model.path, *(source.path for source in config.evaluation.held_out(data)))
             check_run_folder(config.run_dir, SCRIPT, inputs, overwrite=config.overwrite)
             mark_run_folder(config.run_dir, SCRIPT)
-            folder = hf_folder.resolve_folder(toy.build_if_toy(config.model.path, config.run_dir, [], config.seed))
-            hf_folder.check_folder(folder, config.max_sequence_tokens, config.generator.tensor_parallel)
-            tokenizer = load_tokenizer(folder, config.data)
-            check_template(tokenizer, config.data)
+            folder, tokenizer = open_model_folder(config, config.generator.tensor_parallel)
             prompts = load_eval_prompts(config.data, config.evaluation, tokenizer)
             if data.row:
                 load_functions(config.reward, list(prompts[0].columns), config.generator.max_completion_tokens)

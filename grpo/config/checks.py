@@ -10,10 +10,9 @@ from grpo.config.fields import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
     DataConfig,
-    EvaluationConfig,
     GRPOConfig,
+    HeldOutConfig,
     SFTConfig,
-    ValidationConfig,
     complete,
 )
 from grpo.config.user_files import near_miss
@@ -33,7 +32,7 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
         )
     if isinstance(config, GRPOConfig):
         if config.evaluation.interval:
-            _check_held_out(config.evaluation, "evaluation", config.data)
+            _check_held_out(config.evaluation, config.data)
         _check_generators(config)
         _check_algorithm(complete(config).algorithm, config)
         _check_sampling(config)
@@ -90,7 +89,7 @@ def _check_data(data: DataConfig) -> None:
 
 def _check_supervised(config: SFTConfig) -> None:
     if config.validation.interval:
-        _check_held_out(config.validation, "validation", config.data)
+        _check_held_out(config.validation, config.data)
     if config.checkpoint.keep_best:
         raise ValueError(
             f"checkpoint.keep_best={config.checkpoint.keep_best} is the highest metric of an evaluation, which SFT has "
@@ -98,13 +97,14 @@ def _check_supervised(config: SFTConfig) -> None:
         )
 
 
-def _check_held_out(section: EvaluationConfig | ValidationConfig, called: str, data: DataConfig) -> None:
-    section.held_out(data)
-    _check_labels(f"{called}.sets", section.sets)
-    if section.sets and section.path:
+def _check_held_out(config: HeldOutConfig, data: DataConfig) -> None:
+    config.held_out(data)
+    section = config.section
+    _check_labels(f"{section}.sets", config.sets)
+    if config.sets and config.path:
         raise ValueError(
-            f"{called}.path={section.path!r} and {called}.sets ({', '.join(section.sets)}) both say what is held out; "
-            f"drop one (--{called}.sets with nothing behind it drops a recipe's)"
+            f"{section}.path={config.path!r} and {section}.sets ({', '.join(config.sets)}) both say what is held out; "
+            f"drop one (--{section}.sets with nothing behind it drops a recipe's)"
         )
 
 

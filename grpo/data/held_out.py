@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from grpo.config import DataConfig, EvaluationConfig, SFTConfig
 from grpo.config.sources import Source
 from grpo.data.chat import Refused, TooLong, encode_prompt
-from grpo.data.examples import Example
 from grpo.data.prepare import all_too_long
-from grpo.data.rows import SourceRows, check_chat_rows, check_rows
+from grpo.data.rows import SourceRows, check_chat_rows, check_rows, tell_unusable
 from grpo.data.sources import load_rows
 from grpo.data.streams import Labelled, encode_chat_row
 from grpo.types import Prompt
@@ -25,11 +24,12 @@ def load_eval_prompts(
     how many there are.
 
     Raises:
-        ValueError: rows cannot be used (see `check_rows`), or no prompt of a set fits into data.max_prompt_tokens.
+        ValueError: rows cannot be used (see `check_rows`), or the chat template refuses some, and `data.bad_rows` is
+            refuse; or no prompt of a set fits into data.max_prompt_tokens.
     """
     prompts = []
     for source in evaluation.held_out(data):
-        _warn_of_training_data(source, data, "evaluation")
+        _warn_of_training_data(source, data, evaluation.section)
         prompts += _held_out_prompts(source, data, evaluation.num_prompts, len(prompts), tokenizer)
     return prompts
 
@@ -38,20 +38,22 @@ def _held_out_prompts(
     source: Source, data: DataConfig, most: int, first_index: int, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[Prompt]:
     rows = check_rows(source, load_rows(source), data)
-    prompts, too_long = [], []
+    prompts, too_long, refused = [], [], {}
     for row in rows.usable:
         if len(prompts) == most:
             break
-        example: Example = rows.example(row)
+        example = rows.example(row)
         try:
             ids = encode_prompt(tokenizer, data, example.prompt, data.max_prompt_tokens, example.tools)
         except TooLong as error:
             too_long.append(error.num_tokens)
             continue
         except Refused as error:
-            raise ValueError(f"row {row + 1} of {source.path}: {error}; correct it, or the template") from error
+            refused[row] = str(error)
+            continue
         index = first_index + len(prompts)
         prompts.append(Prompt(index, ids, example.columns, row, source.label, example.prompt))
+    tell_unusable(refused, len(rows.rows), source.path, data.bad_rows, len(refused) < len(rows.usable))
     if too_long and not prompts:
         raise ValueError(all_too_long(source.path, "data.max_prompt_tokens", data.max_prompt_tokens, too_long))
     _tell(rows, len(prompts))
@@ -68,18 +70,19 @@ def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> 
     """Name of each held-out set (empty if there is one) -> the first `validation.num_examples` of its usable rows.
 
     Left out, as in training, are those without a label, and too long ones if `too_long` says so. Prints how many
-    there are. Raises ValueError if rows cannot be used (see `check_chat_rows`), or none of a set is left.
+    there are. Raises ValueError if rows cannot be used (see `check_chat_rows`), or the chat template refuses some, and
+    `data.bad_rows` is refuse; or if none of a set is left.
     """
     sets = {}
     for source in config.validation.held_out(config.data):
-        _warn_of_training_data(source, config.data, "validation")
+        _warn_of_training_data(source, config.data, config.validation.section)
         sets[source.label] = _held_out_examples(source, config, tokenizer)
     return sets
 
 
 def _held_out_examples(source: Source, config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> list[Labelled]:
     rows = check_chat_rows(source, load_rows(source), config)
-    examples, num_left_out = [], 0
+    examples, num_left_out, refused = [], 0, {}
     for row in rows.usable:
         if len(examples) == config.validation.num_examples:
             break
@@ -88,11 +91,13 @@ def _held_out_examples(source: Source, config: SFTConfig, tokenizer: "PreTrained
         except TooLong:
             ids, mask = [], []
         except Refused as error:
-            raise ValueError(f"row {row + 1} of {source.path}: {error}; correct it, or the template") from error
+            refused[row] = str(error)
+            continue
         if any(mask):
             examples.append((ids, mask))
         else:
             num_left_out += 1
+    tell_unusable(refused, len(rows.rows), source.path, config.data.bad_rows, len(refused) < len(rows.usable))
     limit = f"max_sequence_tokens={config.max_sequence_tokens}"
     if not examples:
         raise ValueError(
@@ -110,12 +115,17 @@ def _held_out_examples(source: Source, config: SFTConfig, tokenizer: "PreTrained
 
 
 def _warn_of_training_data(source: Source, data: DataConfig, called: str) -> None:
-    for training in data.all_sources:
-        if source.path == training.path and (source.is_file or source.split == training.split):
-            print(
-                f"warning: {called} uses the training data {source.path}; set {called}.path or {called}.split",
-                flush=True,
-            )
+    if any(_may_overlap(source, training) for training in data.all_sources):
+        print(
+            f"warning: {called} uses the training data {source.path}; set {called}.path or {called}.split", flush=True
+        )
+
+
+def _may_overlap(one: Source, other: Source) -> bool:
+    """Whether both have rows of one split, except two different parts of it, which a user wrote to keep them apart."""
+    (split, _, part), (other_split, _, other_part) = one.split.partition("["), other.split.partition("[")
+    same_rows = (one.path, one.name) == (other.path, other.name) and (one.is_file or split == other_split)
+    return same_rows and (not part or not other_part or part == other_part)
 
 
 def _tell(rows: SourceRows, num_used: int) -> None:

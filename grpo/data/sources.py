@@ -23,6 +23,8 @@ Row = Mapping[str, Any]
 READ_ROWS = 1000
 # Of a library's message.
 SHOWN_CHARACTERS = 400
+# A cell may be a whole book; the module csv takes 131,072 by default.
+MOST_CELL_CHARACTERS = 2**31 - 1
 
 
 class JsonRows:
@@ -161,7 +163,12 @@ def _read_lists(source: Source, files: dict[str, list[str]]) -> list[Row]:
 
 def _read_list(path: str) -> list[Row]:
     """A file that is one list of all rows, perhaps over many lines."""
-    rows = _parse(pathlib.Path(path).read_text(encoding="utf-8"), path, list)
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        _find_undecodable(path)
+        raise
+    rows = _parse(text, path, list)
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise ValueError(f"{path}, entry {number}: a {type(row).__name__}, not a JSON object; write objects only")
@@ -196,7 +203,7 @@ def _csv_options(path: str) -> dict[str, Any]:
     import datasets
 
     with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file)
+        reader, limit = csv.reader(file), csv.field_size_limit(MOST_CELL_CHARACTERS)
         try:
             names = next(reader, [])
             for cells in reader:
@@ -209,6 +216,8 @@ def _csv_options(path: str) -> dict[str, Any]:
             raise ValueError(
                 f"{path}, line {reader.line_num + 1}: not CSV ({error}); write UTF-8 and commas"
             ) from error
+        finally:
+            csv.field_size_limit(limit)
     if not names or len(set(names)) < len(names):
         raise ValueError(f"{path}, line 1: the header is {names}; name each column, and no two alike")
     features = datasets.Features({name: datasets.Value("string") for name in names})

@@ -119,9 +119,9 @@ def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int) ->
         raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
     if max_sequence_tokens > config.max_position_embeddings:
         raise ValueError(
-            f"prompts and completions of up to {max_sequence_tokens} tokens do not fit into {folder}, which has "
+            f"sequences of up to {max_sequence_tokens} tokens do not fit into {folder}, which has "
             f"{config.max_position_embeddings} positions (max_position_embeddings); lower --data.max-prompt-tokens or "
-            "--generator.max-completion-tokens"
+            "--generator.max-completion-tokens, in SFT --max-sequence-tokens"
         )
     if config.num_key_value_heads % tensor_parallel or config.vocab_size % tensor_parallel:
         raise ValueError(

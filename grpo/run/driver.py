@@ -18,9 +18,7 @@ from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig
 from grpo.config.layout import describe_layout
 from grpo.config.recipes import as_recipe
-from grpo.data import toy
 from grpo.data.batches import make_batch, sample_of
-from grpo.data.chat import check_template, load_tokenizer
 from grpo.data.held_out import load_eval_prompts
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
 from grpo.data.streams import PromptStream
@@ -33,6 +31,7 @@ from grpo.roles.process_groups import Roles
 from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
+from grpo.run.model_folder import open_model_folder
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.scorer import Scorer
@@ -98,11 +97,7 @@ class Driver:
             check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
             resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
             mark_run_folder(config.run_dir, SCRIPT)
-            folder = toy.build_if_toy(config.model.path, config.run_dir, texts_of(sources), config.seed)
-            folder = hf_folder.resolve_folder(folder)
-            hf_folder.check_folder(folder, config.max_sequence_tokens, config.largest_tensor_parallel)
-            tokenizer = load_tokenizer(folder, data)
-            check_template(tokenizer, data)
+            folder, tokenizer = open_model_folder(config, config.largest_tensor_parallel, texts_of(sources))
             if config.needs_reference and config.model.reference_path:
                 reference = hf_folder.resolve_folder(config.model.reference_path)
                 hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)

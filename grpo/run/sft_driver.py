@@ -10,27 +10,24 @@ from rich.console import Console
 
 from grpo.config import SFTConfig
 from grpo.config.recipes import as_recipe
-from grpo.data import toy
 from grpo.data.batches import make_batch
-from grpo.data.chat import check_template, load_tokenizer
 from grpo.data.held_out import load_validation
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
-from grpo.data.rows import SourceRows
 from grpo.data.show import show_chat
 from grpo.data.streams import ChatStream, Labelled
-from grpo.models import hf_folder
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
+from grpo.run.model_folder import open_model_folder
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.step_timer import StepTimer
 from grpo.types import Sample, TrainBatch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 SCRIPT = "train_sft.py"  # as run.json names it
 
@@ -67,7 +64,7 @@ class Driver:
             check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
             resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
             mark_run_folder(config.run_dir, SCRIPT)
-            folder, tokenizer = open_model_folder(config, sources, config.run_dir)
+            folder, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources))
             self.stream = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer)
             self.validation = load_validation(config, tokenizer) if validates else {}
             state = {"step": 0, "recent_losses": []}
@@ -126,18 +123,6 @@ class Driver:
         print(f"done; everything is in {self.config.run_dir}", flush=True)
 
 
-def open_model_folder(
-    config: SFTConfig, sources: list[SourceRows], toy_dir: str
-) -> tuple[str, "PreTrainedTokenizerBase"]:
-    """The model's folder or hub name, checked, and its tokenizer; a toy model is built in `toy_dir`."""
-    folder = toy.build_if_toy(config.model.path, toy_dir, texts_of(sources), config.seed)
-    folder = hf_folder.resolve_folder(folder)
-    hf_folder.check_folder(folder, config.max_sequence_tokens, config.trainer.tensor_parallel)
-    tokenizer = load_tokenizer(folder, config.data)
-    check_template(tokenizer, config.data)
-    return folder, tokenizer
-
-
 def batch_of(examples: list[Labelled]) -> TrainBatch:
     """Examples laid end to end."""
     return make_batch([Sample(torch.tensor(ids), torch.tensor(mask)) for ids, mask in examples])
@@ -147,7 +132,7 @@ def show_examples(config: SFTConfig) -> None:
     """Print the first `config.show` examples that a run would draw, labels in colour; no run folder is touched."""
     with refuse_bad_input(), tempfile.TemporaryDirectory() as toy_dir:
         sources = load_chat_sources(config)
-        _, tokenizer = open_model_folder(config, sources, toy_dir)
+        _, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources), toy_dir)
         examples = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer).draw(config.show)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for number, (ids, mask) in enumerate(examples, start=1):

@@ -139,7 +139,7 @@ BAD_MODELS = {
     "no tokenizer": (lambda model, target: copy_of(model, target, without="*token*"), ["tokenizer"]),
     "too short": (
         lambda model, target: copy_of(model, target, max_position_embeddings=20),
-        ["28 tokens", "20 positions", "--data.max-prompt-tokens"],
+        ["sequences of up to 28 tokens", "20 positions", "--data.max-prompt-tokens", "in SFT --max-sequence-tokens"],
     ),
     "another architecture": (lambda model, target: copy_of(model, target, model_type="gpt2"), ["gpt2", "qwen3"]),
 }

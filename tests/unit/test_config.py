@@ -26,8 +26,9 @@ from grpo.config import (
     TrainerConfig,
     ValidationConfig,
     change,
+    data_fields,
+    fields,
 )
-from grpo.config import fields as config_module
 from grpo.config.checks import cautions, validate
 from grpo.config.fields import complete
 from grpo.config.layout import check_world_size, describe_layout, suggest_layout
@@ -725,13 +726,13 @@ def test_a_value_that_a_recipe_may_not_give_names_the_recipe(tmp_path):
 
 
 def config_classes() -> list[ast.ClassDef]:
-    tree = ast.parse(pathlib.Path(config_module.__file__).read_text())
-    return [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in (data_fields, fields)]
+    return [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def test_every_field_has_a_sentence():
     classes = {node.name: node for node in config_classes()}
-    assert len(classes) == 14 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
+    assert len(classes) == 15 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
     for name, node in classes.items():
         assert ast.get_docstring(node), f"{name} has no docstring"
         following = [*node.body[1:], None]

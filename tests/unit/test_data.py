@@ -409,6 +409,32 @@ def test_evaluation_on_the_training_file_is_said_aloud(tokenizer, ten_rows, caps
 
 
 @pytest.mark.parametrize(
+    ("split", "held_out", "warns"),
+    [
+        ("train", "test", True),  # a file has one split, whatever it is called
+        ("train", "train[-3:]", True),
+        ("train[:-3]", "test", True),
+        ("train[:-3]", "train[:-3]", True),
+        ("train[:-3]", "train[-3:]", False),
+    ],
+)
+def test_two_parts_of_one_file_are_no_training_data(tokenizer, ten_rows, capsys, split, held_out, warns):
+    load_eval_prompts(config_of(ten_rows, split=split), EvaluationConfig(split=held_out), tokenizer)
+    assert ("evaluation uses the training data" in capsys.readouterr().out) == warns
+
+
+@pytest.mark.parametrize(
+    ("path", "held_out", "warns"),
+    [("a/b[main]", "train[:5%]", True), ("a/b[main]", "test[:5%]", False), ("a/b[other]", "train", False)],
+)
+def test_a_part_of_what_is_trained_on_is_training_data(tokenizer, monkeypatch, capsys, path, held_out, warns):
+    rows = datasets.Dataset.from_list([{"question": "add n1", "answer": "1"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: rows)
+    load_eval_prompts(config_of("a/b[main]"), EvaluationConfig(path=path, split=held_out), tokenizer)
+    assert ("evaluation uses the training data" in capsys.readouterr().out) == warns
+
+
+@pytest.mark.parametrize(
     ("path", "loaded"),
     [("", ("a/b", "main", "test")), ("a/b", ("a/b", "main", "test")), ("c/d", ("c/d", None, "test"))],
 )

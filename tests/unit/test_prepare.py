@@ -2,13 +2,14 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 
-from grpo.config import DataConfig, GRPOConfig, SamplingConfig, SFTConfig, ValidationConfig
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig, ValidationConfig
 from grpo.data import toy
 from grpo.data.chat import Refused, encode_prompt
-from grpo.data.held_out import load_validation
+from grpo.data.held_out import load_eval_prompts, load_validation
 from grpo.data.prepare import load_chat_sources, load_sources, reward_columns, texts_of, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
 from tests.unit.test_data import config_of, long_rows, word_tokenizer, write_rows
@@ -318,6 +319,39 @@ def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, tal
     assert "held out: 2 of 4 rows of talks (" in out and "held out: 3 of 5 rows of answers (" in out
     assert "warning: 2 held-out examples of" in out and "longer than max_sequence_tokens=9 or have no token" in out
     assert f"warning: validation uses the training data {ten_answers}; set validation.path or" in out
+
+
+STRICT = (
+    "{% if messages[0].content == 'n1' %}{{ raise_exception('not this') }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in_training(tmp_path, capsys):
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = STRICT
+    rows = [{"question": f"n{i}", "answer": "1", "completion": "yes"} for i in range(4)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    held_out = {"interval": 1, "path": path}
+
+    def prompts(bad_rows: str) -> list[int]:
+        evaluation = EvaluationConfig(**held_out, num_prompts=2)
+        return [p.row for p in load_eval_prompts(config_of(path, bad_rows=bad_rows), evaluation, tokenizer)]
+
+    def examples(bad_rows: str) -> list[str]:
+        config = SFTConfig(
+            data=config_of(path, bad_rows=bad_rows), validation=ValidationConfig(**held_out, num_examples=2)
+        )
+        return [tokenizer.decode(ids) for ids, _ in load_validation(config, tokenizer)[""]]
+
+    told = "1 of 4 rows of .*rows.jsonl cannot be used: row 2: .* refuses .*TemplateError: not this"
+    for load in (prompts, examples):
+        with pytest.raises(ValueError, match=f"{told}.*or leave them out with --data.bad-rows skip"):
+            load("refuse")
+    assert prompts("skip") == [0, 2]
+    assert examples("skip") == [f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)]
+    assert len(re.findall(f"warning: {told}", capsys.readouterr().out)) == 2
 
 
 def test_held_out_examples_of_which_none_has_a_label_are_refused(tokenizer, talks, ten_answers):

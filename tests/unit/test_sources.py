@@ -1,5 +1,6 @@
 """Where rows come from: files, folders and the hub, and what is said about those that are broken."""
 
+import csv
 import json
 
 import datasets
@@ -143,6 +144,9 @@ def test_json_may_be_one_list(tmp_path, indent):
     path.write_text("[1]")
     with pytest.raises(ValueError, match=r"rows.json, entry 1: a int, not a JSON object"):
         rows_of(path)
+    path.write_bytes(b'[{"a": 1},\n{"a": "\xff"}]')
+    with pytest.raises(ValueError, match=r"rows.json, line 2: not JSON \('utf-8' codec can't decode.*; write UTF-8"):
+        rows_of(path)
 
 
 def test_csv_cells_are_the_text_that_they_are(tmp_path):
@@ -153,6 +157,14 @@ def test_csv_cells_are_the_text_that_they_are(tmp_path):
         {"question": "b", "answer": "NA"},
         {"question": "two\nlines", "answer": None},
     ]
+
+
+def test_a_cell_of_csv_may_be_a_book(tmp_path):
+    path, limit = tmp_path / "rows.csv", csv.field_size_limit()
+    path.write_text(f"text\n{'a b ' * 50_000}\n")
+    (row,) = rows_of(path)
+    assert row == {"text": "a b " * 50_000}
+    assert csv.field_size_limit() == limit  # of the whole process
 
 
 @pytest.mark.parametrize(
