@@ -104,7 +104,7 @@ def some_completions(example: Example, answer_format: str) -> dict[str, str]:
     answer = str(example.columns["answer"])
     answer = extract_answer(answer, "hashes") or answer  # GSM8K's solutions
     number = parse_number(answer)
-    wrong = f"not {answer}" if number is None else f"{number + 1:g}"
+    wrong = f"not {answer}" if number is None else str(number + 1)  # 0.5 becomes 3/2
     written = FORMATS[answer_format]
     return {"reference": written.format(answer), "wrong": written.format(wrong), "empty": ""}
 

@@ -9,6 +9,7 @@ import pytest
 
 from grpo.check_reward import main, some_completions
 from grpo.data.examples import Example
+from grpo.rewards.builtin import math_reward
 
 ROOT = pathlib.Path(__file__).parents[2]
 REWARDS = """
@@ -96,6 +97,16 @@ def test_references_are_written_as_the_format_wants_them():
     assert some_completions(example, "boxed") == {"reference": "\\boxed{1,008}", "wrong": "\\boxed{1009}", "empty": ""}
     assert some_completions(Example("?", {"answer": "Paris"}), "answer_tag")["wrong"] == "<answer>not Paris</answer>"
     assert some_completions(Example("?"), "answer_tag") == {"some text": "some text", "empty": ""}
+
+
+@pytest.mark.parametrize(
+    ("answer", "wrong"),
+    [("0.5", "3/2"), ("-1/2", "1/2"), ("50%", "51"), ("x = 7", "8"), ("12345678", "12345679"), (2.5, "7/2")],
+)
+def test_the_wrong_answer_is_one_more_written_exactly(answer, wrong):
+    completions = some_completions(Example("?", {"answer": answer}), "answer_tag")
+    assert completions["wrong"] == f"<answer>{wrong}</answer>"
+    assert math_reward([completions["reference"], completions["wrong"]], [answer] * 2) == [1.0, 0.0]
 
 
 def test_as_a_command_with_a_recipe():

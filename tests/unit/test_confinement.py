@@ -315,4 +315,13 @@ def test_what_built_in_functions_import_is_readable(place):
     folder = os.path.realpath(spec.submodule_search_locations[0])
     readable = [os.path.realpath(readable) for readable in confinement.readable_places()]
     assert any(folder == readable_place or folder.startswith(readable_place + "/") for readable_place in readable)
-    assert not any(os.path.realpath(ROOT) == place or os.path.expanduser("~") == place for place in readable)
+    private = [ROOT, *ROOT.parents, pathlib.Path.home(), pathlib.Path("/usr"), pathlib.Path("/tmp")]
+    assert [str(path) for path in private if os.path.realpath(path) in readable] == []
+
+
+def test_an_environment_in_a_projects_folder_does_not_open_the_project(monkeypatch, tmp_path):
+    (tmp_path / "lib").mkdir()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    readable = confinement.readable_places()
+    assert str(tmp_path / "lib") in readable and str(tmp_path) not in readable

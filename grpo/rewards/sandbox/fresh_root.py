@@ -14,7 +14,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from grpo.rewards.lockdown import libc, system_call
+from grpo.rewards.lockdown import call_number, libc, system_call
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
@@ -23,9 +23,7 @@ MAX_FILES = 4096
 
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
-# The same numbers on all architectures.
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 442, -100, 0x8000, 1, 2
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = -100, 0x8000, 1, 2
 # Where the new tree is built: covered by it, in this mount namespace only.
 _PLACE = "/tmp"
 
@@ -35,8 +33,8 @@ def enter_fresh_root(places: Iterable[str], file_bytes: int) -> None:
 
     places: absolute paths of folders and files; those that do not exist are left out. A symbolic link into one of them
     is one again, since python finds its libraries by where its own link leads; others are followed. In addition there
-    are an empty /tmp that anybody may write to, and a /proc of the process's own PID namespace if the
-    kernel grants one. file_bytes: of all files that are written.
+    are an empty /tmp that anybody may write to, and a /proc of the process's own PID namespace if the kernel grants
+    one. file_bytes: of all files that are written.
 
     The calling process must be alone in its mount namespace and have CAP_SYS_ADMIN over it. Raises OSError.
     """
@@ -75,7 +73,7 @@ def enter_fresh_root(places: Iterable[str], file_bytes: int) -> None:
         _mount("proc", f"{_PLACE}/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     os.chdir(_PLACE)
     # Old and new root on one place: the old one lies on top, and is then taken away.
-    system_call(_PIVOT_ROOT[os.uname().machine], "pivot_root", b".", b".")
+    system_call(call_number("pivot_root"), "pivot_root", b".", b".")
     libc("umount2", b".", _MNT_DETACH)
     os.chdir("/")
 
@@ -94,4 +92,5 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 def _make_read_only(target: str) -> None:
     attributes = struct.pack("=4Q", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
     size = ctypes.c_size_t(len(attributes))
-    system_call(_MOUNT_SETATTR, "mount_setattr", _AT_FDCWD, os.fsencode(target), _AT_RECURSIVE, attributes, size)
+    number, place = call_number("mount_setattr"), os.fsencode(target)
+    system_call(number, "mount_setattr", _AT_FDCWD, place, _AT_RECURSIVE, attributes, size)

@@ -227,10 +227,11 @@ def _try_out(measures: Measures) -> None:
 
 
 @functools.cache
-def _readable(executable: str) -> list[str]:
+def interpreter_places(executable: str) -> list[str]:
     """The whitelist: parts of the interpreter and its environments, and what the system's loader and libraries need.
 
-    Of a prefix only the folders of programs and libraries: an environment may have been made in a project's folder.
+    Confined reward processes may read it too (workers/confinement.py). Of a prefix only the folders of programs and
+    libraries: an environment may have been made in a project's folder.
     """
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     hops = [executable]  # a virtual environment's python is a link, perhaps to another link
@@ -259,7 +260,7 @@ def _closed(executable: str) -> dict[str, str]:
     """A place of the interpreter that other users than root cannot read, and a folder on the way that they cannot
     enter; empty texts if there is none. Looks at the packages' folders, not at each of their files."""
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    places = [*_readable(executable), executable, *libraries]
+    places = [*interpreter_places(executable), executable, *libraries]
     packages = [os.path.join(place, name) for place in libraries if os.path.isdir(place) for name in os.listdir(place)]
     files = [place for place in {*places, *packages} if os.path.exists(place) and not _open_to_all(place)]
     folders = {str(folder) for place in places for folder in pathlib.Path(os.path.realpath(place)).parents}
@@ -283,7 +284,7 @@ def _launch(code: str, stdin: str, measures: Measures, limits: dict[str, Any], o
         "code": code,
         "stdin": stdin,
         "python": sys.executable,
-        "readable": _readable(sys.executable),
+        "readable": interpreter_places(sys.executable),
         "folder": folder,
         **vars(measures),
         **(_closed(sys.executable) if os.geteuid() == 0 else {"closed_files": "", "closed_folders": ""}),

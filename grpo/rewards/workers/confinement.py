@@ -14,13 +14,13 @@ import os
 import pathlib
 import re
 import resource
-import site
 import sys
 from collections.abc import Collection, Mapping
 
 from grpo.config import RewardConfig
 from grpo.rewards import lockdown
 from grpo.rewards.builtin import BUILT_INS, code_reward
+from grpo.rewards.sandbox.run import interpreter_places
 
 # What Python and its libraries need, and who they are run for. Proxies are left out: their addresses hold passwords.
 _PASSED = re.compile(
@@ -100,12 +100,7 @@ def confine(config: RewardConfig) -> str:
 
 
 def readable_places() -> list[str]:
-    """The interpreter, installed packages, system libraries and this package: all that built-in functions read."""
-    packages = [
-        place for place in (*sys.path, *site.getsitepackages()) if place.endswith(("site-packages", "dist-packages"))
-    ]
-    libraries = [place for place in os.environ.get("LD_LIBRARY_PATH", "").split(":") if os.path.isabs(place)]
+    """What the sandbox's programs may read, installed packages that lie elsewhere, and this package."""
+    packages = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
     ours = str(pathlib.Path(__file__).parents[2])
-    interpreter = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
-    system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom"]
-    return sorted({*interpreter, *packages, *libraries, *system, ours})
+    return sorted({*interpreter_places(sys.executable), *packages, "/dev/urandom", ours})

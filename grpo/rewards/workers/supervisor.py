@@ -27,9 +27,10 @@ import sys
 import time
 from collections.abc import Iterator
 
+from grpo.rewards import lockdown
 from grpo.rewards.workers.confinement import split
 from grpo.rewards.workers.values import is_outcome, read_reply
-from grpo.rewards.workers.worker import PR_SET_PDEATHSIG, limit, prctl, work
+from grpo.rewards.workers.worker import limit, work
 
 # Calls handed to a worker at once, so that a cheap call does not wait for a message each time.
 CHUNK_CALLS = 8
@@ -43,8 +44,6 @@ END_SECONDS, RETRY_SECONDS = 5.0, 0.1
 # An outcome is a line of JSON; a longer one comes from something that writes into the socket.
 LINE_BYTES = 2**24
 
-PR_SET_CHILD_SUBREAPER = 36
-
 
 def main() -> None:
     """The supervisor: set up, load, then a batch at a time until the driver closes its end of the socket."""
@@ -52,8 +51,8 @@ def main() -> None:
     # started this process, is gone; SIGKILL would not let it end what the workers started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what dead workers leave behind becomes a child of this process
+    lockdown.prctl(lockdown.PR_SET_PDEATHSIG, signal.SIGTERM)
+    lockdown.prctl(lockdown.PR_SET_CHILD_SUBREAPER, 1)  # what dead workers leave behind becomes a child of this process
     Supervisor(socket.socket(fileno=int(sys.argv[1]))).run()
 
 

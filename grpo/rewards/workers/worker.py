@@ -4,7 +4,6 @@ Left out: protection against what a user's own function does. Its worker is a pr
 files and network; confinement.py says which workers have less.
 """
 
-import ctypes
 import json
 import os
 import pathlib
@@ -15,13 +14,11 @@ import socket
 import traceback
 
 from grpo.config import RewardConfig
+from grpo.rewards import lockdown
 from grpo.rewards.builtin import RewardFunction
 from grpo.rewards.loading import call_arguments, is_group_level, load_functions
 from grpo.rewards.workers.confinement import confine
 from grpo.rewards.workers.values import plain_values, shown
-
-PR_SET_PDEATHSIG = 1
-prctl = ctypes.CDLL(None).prctl
 
 
 def limit(memory_gib: float, supervisor: int) -> None:
@@ -30,7 +27,7 @@ def limit(memory_gib: float, supervisor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    lockdown.prctl(lockdown.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:  # it was gone before that
         os._exit(1)
     for output in (1, 2):
