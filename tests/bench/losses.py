@@ -43,7 +43,7 @@ def run(loss: str, seed: int, flags: list[str]) -> None:
 
 
 def table(losses: list[str], seeds: list[int]) -> str:
-    lines = ["| loss | start | end | best | end, mean (std) | last reward/mean |", "|---|---|---|---|---|---|"]
+    rows = ["| loss | start | end | best | end, mean (std) | last reward/mean |", "|---|---|---|---|---|---|"]
     for loss in losses:
         starts, ends, bests, rewards = [], [], [], []
         for seed in seeds:
@@ -51,14 +51,14 @@ def table(losses: list[str], seeds: list[int]) -> str:
                 continue
             curve = list(accuracies(folder_of(loss, seed)).values())
             starts, ends, bests = [*starts, curve[0]], [*ends, curve[-1]], [*bests, max(curve)]
-            lines = records(folder_of(loss, seed))
-            rewards.append([line["reward/mean"] for line in lines if "reward/mean" in line][-1])
+            logged = records(folder_of(loss, seed))
+            rewards.append([line["reward/mean"] for line in logged if "reward/mean" in line][-1])
         if ends:
             columns = [" ".join(f"{x:.3f}" for x in values) for values in (starts, ends, bests)]
             spread = f"{statistics.mean(ends):.3f} ({statistics.stdev(ends) if len(ends) > 1 else 0:.3f})"
             name = loss.rpartition("/")[2]
-            lines.append(f"| {name} | {' | '.join(columns)} | {spread} | {statistics.mean(rewards):.2f} |")
-    return "\n".join(lines)
+            rows.append(f"| {name} | {' | '.join(columns)} | {spread} | {statistics.mean(rewards):.2f} |")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":
