@@ -3,7 +3,7 @@
 import pathlib
 import tempfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,9 +25,6 @@ from grpo.run.model_folder import open_model_folder
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.step_timer import StepTimer
 from grpo.types import Sample, TrainBatch
-
-if TYPE_CHECKING:
-    pass
 
 SCRIPT = "train_sft.py"  # as run.json names it
 

@@ -105,6 +105,7 @@ PAIRS = [
     ("1 1/2", "1.5", RIGHT, "a mixed number"),
     ("1 1/2", "11/2", WRONG, "a mixed number"),
     ("1\\frac{1}{2}", "3/2", RIGHT, "a mixed number"),
+    ("\\frac{1}{2x}", "\\frac{1}{2}x", WRONG, "x below the line"),
     ("-1 1/2", "-1.5", RIGHT, "a mixed number"),
     ("\u00bd", "0.5", RIGHT, "a vulgar fraction"),
     ("3\u00bd", "3.5", RIGHT, "a vulgar fraction"),
@@ -297,6 +298,9 @@ PAIRS = [
 ]
 
 LATEX_PAIRS = [
+    ("\\frac{1}{2}x", "\\frac{x}{2}", RIGHT, "the same value"),
+    ("\\frac{1}{2}\\pi", "\\frac{\\pi}{2}", RIGHT, "the same value"),
+    ("\\frac{3}{4}^2", "\\frac{9}{16}", RIGHT, "the same value"),
     ("1+x", "x+1", RIGHT, "the same sum"),
     ("x-1", "1-x", WRONG, "the sign"),
     ("\\frac{\\sqrt{3}}{2}", "\\frac{\\sqrt3}2", RIGHT, "the same"),

@@ -62,6 +62,8 @@ def read_quantity(text: str) -> Quantity | None:
     if text.isascii() and not _DIGIT.search(text):
         return None
     text = plain_text(text)
+    if "\\frac" in text:
+        text = " ".join(_FRACTION.sub(r" \1/\3 ", text).split())
     if text[:1] == "(" and text[-1:] == ")" and "," not in text:
         text = text[1:-1].strip()
     start = _FIRST_DIGIT.search(text)
@@ -103,13 +105,15 @@ _FRACTION = re.compile(r"\\[dtc]?frac ?(?:\{ ?([-+]?[0-9.]+) ?\}|([0-9])) ?(?:\{
 _TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox|operatorname) ?\{([^{}]*)\}")
 _DEGREES = re.compile(r"\^? ?\{? ?(?:\\circ|\\degrees?|°)(?![a-zA-Z]) ?\}?")
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|~")
+_NO_SPACE = re.compile(r"\\! ?")  # \! takes space away, and a blank behind a command is none
 _WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def plain_text(text: str) -> str:
-    """The text as a reader sees it, on one line: no marks of LaTeX for text, fractions of digits, spacing and degrees.
+    """The text as a reader sees it, on one line: no marks of LaTeX for text, spacing and degrees.
 
-    All dashes are `-`, full-width characters are ASCII, Markdown and the dollars or brackets of a formula are gone.
+    All dashes are `-`, full-width characters are ASCII, Markdown and the dollars or brackets of a formula are gone. A
+    fraction of digits is written `\\frac{1}{2}`, not `1/2`, which before a letter would be another value.
     """
     text = " ".join(text.split())
     if not text.isascii():
@@ -118,9 +122,9 @@ def plain_text(text: str) -> str:
         text = text.translate(_CHARACTERS)
         text = _DEGREES.sub("°", text)
     if "\\" in text:
-        text = text.replace("\\!", "").replace("\\$", "$").replace("\\%", "%").replace("{,}", ",")
+        text = _NO_SPACE.sub("", text).replace("\\$", "$").replace("\\%", "%").replace("{,}", ",")
         text = _DEGREES.sub("°", _SPACING.sub(" ", text))
-        text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]} ", text)
+        text = _FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
         text = _TEXT_COMMAND.sub(r" \1 ", text)
     elif "{,}" in text:
         text = text.replace("{,}", ",")
