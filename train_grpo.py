@@ -54,16 +54,18 @@ from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run import checkpoint
 from grpo.run.driver import Driver, Sampled, Start
-from grpo.run.failures import run_rank, set_place
+from grpo.run.failures import run_script, set_place
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
+from grpo.run.watchdog import watched
 from grpo.types import MicroBatch, Plan, TrainBatch
 
 
 def main(config: GRPOConfig) -> None:
     roles = setup_roles(config)
     set_place(role=roles.name)
-    train(config, roles)
+    with watched(roles, config.deadlines):
+        train(config, roles)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,6 +81,10 @@ def train(config: GRPOConfig, roles: Roles) -> None:
 
     for step in range(start.step, config.num_steps):
         plan = driver.plan(step)  # first prompts; whether to check, sync, evaluate, save: the same on all ranks
+        if plan.stop:  # by a signal, or the file `stop` in the run folder
+            if plan.save and trainer:
+                save(config, step, driver, trainer, timer)
+            break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
 
         with timer.phase("generate"):
@@ -107,15 +113,19 @@ def train(config: GRPOConfig, roles: Roles) -> None:
                 evaluate(driver, generator, start.eval_prompts, step + 1, roles)
         driver.log(step + 1, sampled, batch, metrics)
         if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
-            with timer.phase("save"):
-                state = driver.state(step + 1)
-                keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
-                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, keep, keep_best)
-
-    if config.checkpoint.export and trainer:
-        export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+            save(config, step + 1, driver, trainer, timer)
+    else:  # not stopped
+        if config.checkpoint.export and trainer:
+            export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
     driver.finish()
     close_roles(roles, generator.close if generator else None)
+
+
+def save(config: GRPOConfig, step: int, driver: Driver, trainer: Trainer, timer: StepTimer) -> None:
+    """Write the checkpoint after `step` steps. Collective over the trainers."""
+    with timer.phase("save"):
+        keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
+        checkpoint.save_checkpoint(config.run_dir, step, trainer, driver.state(step), keep, keep_best)
 
 
 def sample(config: GRPOConfig, plan: Plan, generator: Generator | None, driver: Driver, roles: Roles) -> Sampled | None:
@@ -265,4 +275,4 @@ def start_up(
 
 
 if __name__ == "__main__":
-    run_rank(partial(main, CONFIG))
+    run_script(partial(main, CONFIG))

@@ -10,6 +10,7 @@ prints examples with their labels in colour and stops. Left out: evaluation by g
 import collections
 import os
 import pathlib
+from collections.abc import Iterable
 from functools import partial
 
 from grpo.config import SFTConfig
@@ -27,9 +28,10 @@ from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
 from grpo.run import checkpoint
-from grpo.run.failures import run_rank, set_place
+from grpo.run.failures import run_script, set_place
 from grpo.run.sft_driver import Driver, Start, show_examples
 from grpo.run.step_timer import StepTimer
+from grpo.run.watchdog import watched
 from grpo.types import MicroBatch, TrainBatch
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
@@ -42,7 +44,8 @@ def main(config: SFTConfig) -> None:
         return
     roles = setup_trainers()
     set_place(role=roles.name)
-    train(config, roles)
+    with watched(roles, config.deadlines):
+        train(config, roles)
 
 
 def train(config: SFTConfig, roles: Roles) -> None:
@@ -51,9 +54,14 @@ def train(config: SFTConfig, roles: Roles) -> None:
     driver = Driver(config, roles, timer)
     start, trainer, held_out = start_up(config, driver, timer, roles)
 
+    stopped, saved_step = False, start.step
     recent_losses = collections.deque(start.recent_losses, maxlen=STOP_WINDOW)  # the same on all ranks
     for step in range(start.step, config.num_steps):
         if is_learned(recent_losses, config):
+            break
+        if stopped := driver.stops(step):  # by a signal, or the file `stop` in the run folder
+            if step > saved_step:
+                save(config, step, driver, trainer, timer, recent_losses)
             break
         batch = send_batch(driver.next_batch(), roles)  # driver -> trainers
         metrics = StepMetrics(batch.num_sequences)
@@ -71,14 +79,22 @@ def train(config: SFTConfig, roles: Roles) -> None:
         driver.log(step + 1, batch, metrics)
         interval = config.checkpoint.interval
         if is_last or (interval and (step + 1) % interval == 0):  # dying before it is complete repeats the step
-            with timer.phase("save"):
-                state = driver.state(step + 1, list(recent_losses))
-                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
+            save(config, step + 1, driver, trainer, timer, recent_losses)
+            saved_step = step + 1
 
-    if config.checkpoint.export:
+    if config.checkpoint.export and not stopped:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
     driver.finish()
     close_roles(roles)
+
+
+def save(
+    config: SFTConfig, step: int, driver: Driver, trainer: Trainer, timer: StepTimer, recent_losses: Iterable[float]
+) -> None:
+    """Write the checkpoint after `step` steps. Every rank calls it."""
+    with timer.phase("save"):
+        state = driver.state(step, list(recent_losses))
+        checkpoint.save_checkpoint(config.run_dir, step, trainer, state, config.checkpoint.keep)
 
 
 def label_objective(
@@ -122,4 +138,4 @@ def start_up(
 
 
 if __name__ == "__main__":
-    run_rank(partial(main, CONFIG))
+    run_script(partial(main, CONFIG))

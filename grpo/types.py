@@ -191,3 +191,5 @@ class Plan:
     """Write a checkpoint after the step."""
     evaluate: bool
     """Evaluate after the step."""
+    stop: bool = False
+    """Do not begin the step: a user asked the run to stop; `save` then is about the steps before."""

@@ -10,6 +10,7 @@ from grpo.config.layout import check_world_size, for_one_process
 from grpo.config.recipes import load
 from grpo.run.failures import refuse_bad_input, run_rank
 from grpo.run.quiet import quiet_libraries
+from grpo.run.stopping import end_with_launcher
 
 
 def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
@@ -18,6 +19,7 @@ def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Conf
     Without torchrun the layout becomes that of one process. Ends the process with one message if that cannot work.
     """
     quiet_libraries()
+    end_with_launcher()
     return run_rank(partial(_read, config_type, default_recipe))
 
 

@@ -36,6 +36,7 @@ from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.scorer import Scorer
 from grpo.run.step_timer import StepTimer
+from grpo.run.stopping import forget_stop_file, stop_line, stop_reason
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
 
 SCRIPT = "train_grpo.py"  # as run.json names it
@@ -113,6 +114,8 @@ class Driver:
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
+        forget_stop_file(config.run_dir)
+        self.saved_step, self.last_line = self.first_step, f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=self.first_step)
         print(
             f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",
@@ -131,8 +134,13 @@ class Driver:
 
     @from_driver
     def plan(self, step: int) -> Plan:
-        """Everything that is decided about a step before it starts. A filter on prompts belongs here."""
+        """Everything that is decided about a step before it starts. A filter on prompts belongs here.
+
+        A run that was asked to stop goes on to the next sync, because a resumed one begins with fresh weights.
+        """
         config, last = self.config, step + 1 == self.config.num_steps
+        if step % config.sync_interval == 0 and (reason := stop_reason(config.run_dir)):
+            return self._stop(step, reason)
 
         def due(interval: int) -> bool:
             return interval > 0 and (step + 1) % interval == 0
@@ -141,15 +149,24 @@ class Driver:
         version = max(self.first_step, step - step % config.sync_interval)
         first_syncs = step <= self.first_step + config.sync_interval
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
+        saves = last or due(config.checkpoint.interval)
+        if saves:
+            self.saved_step = step + 1
         return Plan(
             step=step,
             prompts=self.stream.draw(config.prompts_per_step),
             generator_version=version,
             sync_check=config.sync_check_interval > 0 and version == step and check_due,
             sync=last or due(config.sync_interval),
-            save=last or due(config.checkpoint.interval),
+            save=saves,
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
         )
+
+    def _stop(self, step: int, reason: str) -> Plan:
+        """Save the steps before `step`, unless they are, and begin no other."""
+        self.last_line = stop_line(reason, step, self.config.run_dir)
+        nothing = {"prompts": [], "generator_version": step, "sync_check": False, "sync": False, "evaluate": False}
+        return Plan(step=step, save=step > self.saved_step, stop=True, **nothing)
 
     @on_driver
     def take(
@@ -268,7 +285,8 @@ class Driver:
         """Close the log and end the reward processes."""
         self.scorer.pool.close()
         self.run_log.close()
-        print(f"done; everything is in {self.config.run_dir}", flush=True)
+        forget_stop_file(self.config.run_dir)
+        print(self.last_line, flush=True)
 
 
 def sequence_advantages(batch: TrainBatch) -> list[float | None]:
