@@ -44,6 +44,8 @@ class Finding:
     line: str
     is_late: bool
     """Past the deadline; else the line is a notice."""
+    answers: bool = True
+    """Whether these ranks still tell where they are."""
 
 
 def deadline_of(phase: str, deadlines: DeadlinesConfig, timeout_minutes: float) -> tuple[float, str]:
@@ -111,7 +113,8 @@ class Judge:
         phases = {places[rank].phase for rank in ranks or places}
         limit, field = max(deadline_of(phase, self.deadlines, self.timeout_minutes) for phase in phases)
         if silent > limit + self.patience:
-            return Finding(ranks or sorted(places), self._late_line(ranks, mute, silent, limit, field), is_late=True)
+            line = self._late_line(ranks, mute, silent, limit, field)
+            return Finding(ranks or sorted(places), line, is_late=True, answers=not mute)
         phase = places[(ranks or sorted(places))[0]].phase
         # doubled, because a step that takes long each time is no news
         if ranks and silent > max(NOTICE_SHARE * limit, 2 * self.noticed.get(phase, 0.0)):
@@ -129,11 +132,11 @@ class Judge:
             phases = ", ".join(f"{self._name(rank)} in {places[rank].phase}" for rank in sorted(places))
             return f"error: all ranks wait in collectives that do not end: {phases}; {why}"
         ranks = ranks or sorted(places)
-        where = ", ".join(f"{self._name(rank)} in phase {places[rank].phase}" for rank in ranks)
-        verb = "do not answer" if mute else "hang"
-        if len(ranks) == 1:
-            verb = "does not answer" if mute else "hangs"
-        return f"error: {where} {verb}: {why}"
+        phases = sorted({places[rank].phase for rank in ranks})
+        verb = "does not answer, last seen" if mute else "hangs"
+        if len(ranks) > 1:
+            verb = "do not answer, last seen" if mute else "hang"
+        return f"error: {', '.join(map(self._name, ranks))} {verb} in phase {' and '.join(phases)}: {why}"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self.places[rank].role})"

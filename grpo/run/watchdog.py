@@ -31,7 +31,7 @@ from grpo.config import DeadlinesConfig
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import collectives_entered
 from grpo.run import failures, stopping
-from grpo.run.judge import Judge, Place
+from grpo.run.judge import Finding, Judge, Place
 
 TICK_SECONDS = 1.0
 # The deputy judges this long after rank 0 should have
@@ -167,12 +167,13 @@ class Watchdog:
                 break
         finding = self.judge.look(self.places, time.monotonic())
         if finding and finding.is_late:
-            self._end_the_run(store, finding.ranks, finding.line)
+            self._end_the_run(store, finding)
         elif finding and self.roles.is_driver:
             print(finding.line, flush=True)
 
-    def _end_the_run(self, store: PrefixStore, ranks: list[int], line: str) -> None:
+    def _end_the_run(self, store: PrefixStore, finding: Finding) -> None:
         """Say which ranks hang, let them print their stacks, and end: torchrun then ends all others."""
+        ranks, line = finding.ranks, finding.line
         failures.leave_for_launcher(line)
         print(line, file=sys.stderr, flush=True)
         store.set("verdict", json.dumps({"ranks": ranks, "line": line}))
@@ -180,7 +181,7 @@ class Watchdog:
             store.set(f"ended/{rank}", "")
         if self.roles.rank in ranks:
             self._print_stack()
-        deadline = time.monotonic() + STACK_SECONDS
+        deadline = time.monotonic() + (STACK_SECONDS if finding.answers else 0)
         waiting = set(ranks) - {self.roles.rank}
         while waiting and time.monotonic() < deadline:
             waiting = {rank for rank in waiting if not store.check([f"stack/{rank}"])}
