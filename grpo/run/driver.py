@@ -36,7 +36,7 @@ from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.scorer import Scorer
 from grpo.run.step_timer import StepTimer
-from grpo.run.stopping import forget_stop_file, stop_line, stop_reason
+from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
 
 SCRIPT = "train_grpo.py"  # as run.json names it
@@ -114,7 +114,7 @@ class Driver:
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
-        forget_stop_file(config.run_dir)
+        forget_old_stop(config.run_dir)
         self.saved_step, self.last_line = self.first_step, f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=self.first_step)
         print(
@@ -164,7 +164,7 @@ class Driver:
 
     def _stop(self, step: int, reason: str) -> Plan:
         """Save the steps before `step`, unless they are, and begin no other."""
-        self.last_line = stop_line(reason, step, self.config.run_dir)
+        self.last_line = obey_stop(reason, step, self.config.run_dir)
         nothing = {"prompts": [], "generator_version": step, "sync_check": False, "sync": False, "evaluate": False}
         return Plan(step=step, save=step > self.saved_step, stop=True, **nothing)
 
@@ -285,7 +285,6 @@ class Driver:
         """Close the log and end the reward processes."""
         self.scorer.pool.close()
         self.run_log.close()
-        forget_stop_file(self.config.run_dir)
         print(self.last_line, flush=True)
 
 

@@ -24,7 +24,7 @@ from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.step_timer import StepTimer
-from grpo.run.stopping import forget_stop_file, stop_line, stop_reason
+from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Sample, TrainBatch
 
 SCRIPT = "train_sft.py"  # as run.json names it
@@ -72,7 +72,7 @@ class Driver:
                 self.stream.load_state_dict(state["data"])
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
-        forget_stop_file(config.run_dir)
+        forget_old_stop(config.run_dir)
         self.last_line = f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=state["step"])
         print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {state['step']}", flush=True)
@@ -93,7 +93,7 @@ class Driver:
     def stops(self, step: int) -> bool:
         """Whether the run was asked to stop after `step` steps."""
         if reason := stop_reason(self.config.run_dir):
-            self.last_line = stop_line(reason, step, self.config.run_dir)
+            self.last_line = obey_stop(reason, step, self.config.run_dir)
         return bool(reason)
 
     @on_driver
@@ -127,7 +127,6 @@ class Driver:
     def finish(self) -> None:
         """Close the log."""
         self.run_log.close()
-        forget_stop_file(self.config.run_dir)
         print(self.last_line, flush=True)
 
 

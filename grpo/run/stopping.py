@@ -1,8 +1,8 @@
 """How a user asks a run to stop, and what the run answers.
 
-SIGTERM, SIGINT, SIGHUP or SIGUSR1 to torchrun or to any rank, or the file `stop` in the run folder. The driver decides
-it between two steps: what is done is saved, no other step begins, and one line says how to continue. Left out: how a
-signal at another rank reaches the driver (watchdog.py).
+SIGTERM, SIGINT, SIGHUP or SIGUSR1 at any rank (torchrun passes the first three on), the file `stop` in the run folder,
+or the one that STOP_VARIABLE names. The driver decides it between two steps: what is done is saved, no other step
+begins, and one line says how to continue. Left out: how a signal at another rank reaches the driver (watchdog.py).
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from grpo.rewards import lockdown
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOP_FILE = "stop"
+STOP_VARIABLE = "GRPO_STOP_FILE"  # of launch scripts, which do not know the run folder
 
 _asked: list[str] = []  # names of signals, the first is the reason
 
@@ -27,18 +28,26 @@ def ask_to_stop(reason: str) -> None:
 
 def stop_reason(run_dir: str) -> str:
     """Why the run is to stop, such as SIGTERM; empty if nobody asked. On the driver."""
-    if not _asked and (pathlib.Path(run_dir) / STOP_FILE).exists():
-        ask_to_stop(f"the file {pathlib.Path(run_dir) / STOP_FILE}")
+    if not _asked and (there := [path for path in stop_files(run_dir) if path.exists()]):
+        ask_to_stop(f"the file {there[0]}")
     return _asked[0] if _asked else ""
 
 
-def forget_stop_file(run_dir: str) -> None:
-    """Remove a run folder's stop file, which has been obeyed or is from before this run."""
+def stop_files(run_dir: str) -> list[pathlib.Path]:
+    """Each of them stops the run as soon as it exists."""
+    named = os.environ.get(STOP_VARIABLE)
+    return [pathlib.Path(run_dir) / STOP_FILE, *([pathlib.Path(named)] if named else [])]
+
+
+def forget_old_stop(run_dir: str) -> None:
+    """Remove what stopped a run before this one. (Whoever sets STOP_VARIABLE looks after that file.)"""
     (pathlib.Path(run_dir) / STOP_FILE).unlink(missing_ok=True)
 
 
-def stop_line(reason: str, step: int, run_dir: str) -> str:
-    """What a stopped run prints last."""
+def obey_stop(reason: str, step: int, run_dir: str) -> str:
+    """Remove the files that asked for it; returns what the run, stopped after `step` steps, prints last."""
+    for path in stop_files(run_dir):
+        path.unlink(missing_ok=True)
     saved = f"saved after step {step}" if step else "before the first step, nothing is saved"
     return f"stopped by {reason}, {saved}; everything is in {run_dir}, continue with: {command_to_continue()}"
 
