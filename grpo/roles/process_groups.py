@@ -14,7 +14,6 @@ Colocated, every rank holds every role and one default group serves trainer and 
 """
 
 import datetime
-import gc
 import os
 import time
 import uuid
@@ -191,7 +190,6 @@ def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) ->
     """Leave together: wait for all, shut the engine down, destroy this rank's groups. Collective over `control`."""
     dist.barrier(group=roles.control)
     if close_engine is not None:
-        gc.freeze()  # the process ends now, and vLLM has the collector walk millions of objects four times, for seconds
         close_engine()
     if dist.is_initialized():  # an engine takes the default group with it
         dist.destroy_process_group()

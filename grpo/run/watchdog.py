@@ -38,6 +38,8 @@ TICK_SECONDS = 1.0
 DEPUTY_SECONDS = 10.0
 # For the ranks that hang to print their stacks
 STACK_SECONDS = 5.0
+# Ticks from one look of the judge at all places to the next: for each 32 ranks one more, at most 5
+LOOK_TICKS = 5
 # After Ctrl-C, a later signal ends the run at once; torchrun passes the first one on within milliseconds
 SECOND_SIGNAL_SECONDS = 1.0
 # Interval in which C code that does not let Python run would have the stack printed by faulthandler, in ticks
@@ -116,7 +118,7 @@ class Watchdog:
     def _tick(self, store: PrefixStore) -> None:
         self._tell_place(store)
         self._obey_verdict(store)
-        if self.judge is not None:
+        if self.judge is not None and self.beat % min(1 + self.num_ranks // 32, LOOK_TICKS) == 0:
             self._look_at_all(store)
         if self.asked and store.add("failures", 0):  # what was to be finished cannot be
             os._exit(1)
