@@ -237,7 +237,7 @@ class Driver:
         metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
         finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
         metrics["mismatch/nonfinite_frac"] = 1 - finite_N.float().mean().item()
-        metrics |= with_effective_sample_size(measured.means()) | self.timer.close_step()
+        metrics |= with_effective_sample_size(measured.means()) | self.stream.left_out | self.timer.close_step()
         if config.sampling.dynamic:
             metrics["sampling/rounds"] = sampled.num_rounds
             num_informative = len(sampled.informative) // config.group_size

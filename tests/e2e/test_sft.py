@@ -15,7 +15,10 @@ from tests.torchrun import run_python, run_torchrun, torchrun
 
 @pytest.fixture(scope="module")
 def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """4 steps of two sources, chats and texts, that are shuffled, mixed and packed; so few rows that epochs end."""
+    """4 steps of two sources, chats and texts, that are streamed, shuffled, mixed and packed; so few that epochs end.
+
+    That runs which are not streamed resume, test_resume.py shows, whose streams are the same.
+    """
     folder = tmp_path_factory.mktemp("rows")
     rows = toy.task_rows("addition", "train")[:14]
     turns = [
@@ -33,6 +36,7 @@ def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     flags += ["--trainer.micro-batch-tokens", 64, "--trainer.schedule", "linear", "--trainer.warmup-steps", 2]
     flags += ["--validation.interval", 2, "--validation.split", "train", "--validation.sets", *sources]
     flags += ["--validation.num-examples", 4, "--checkpoint.interval", 2, "--metrics.no-tensorboard"]
+    flags += ["--data.streaming", "--data.shuffle-buffer", 4]
     return [str(flag) for flag in flags]
 
 
@@ -65,6 +69,7 @@ def test_4_steps_equal_2_resume_and_2(finished: pathlib.Path, arguments: list[st
         *((3, True), (4, False), (4, True)),
     ]
     assert [without_clocks(m) for m in resumed] == [without_clocks(m) for m in whole]
+    assert all(0 < m["packing/padding_frac"] < 0.5 and m["data/too_long"] == 0 for m in whole if "loss" in m)
     for name in ("loss", "grad_norm", "entropy", "learning_rate"):  # the comparison means something
         assert len({m[name] for m in whole if name in m}) == (2 if name == "learning_rate" else 4), name
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (finished, run_dir)]
@@ -111,7 +116,7 @@ def test_a_run_that_stopped_by_its_loss_stays_stopped(arguments: list[str], tmp_
 def test_show_prints_examples_and_stops(arguments: list[str], tmp_path: pathlib.Path):
     output = run_python("train_sft.py", *arguments, "--show", 2, "--run-dir", tmp_path / "run")
     assert "example 1: " in output and "example 2: " in output and "example 3" not in output
-    assert "example 2: 8 tokens, 7 of them labels" in output and "802+849<eos>" in output
+    assert "example 2: 8 tokens, 7 of them labels" in output and "713+648<eos>" in output
     assert "loading the model" not in output
     assert not (tmp_path / "run").exists()
 

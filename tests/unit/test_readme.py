@@ -41,8 +41,9 @@ METRICS = {
     "loss/gate_mean loss/weight_cut_frac loss/active_frac loss/ratio_mean loss/ratio_max",
     "grpo/algorithm/importance.py": "mismatch/mean mismatch/max mismatch/kl mismatch/ess mismatch/corrected_frac",
     "grpo/roles/metrics.py": "loss",
-    "grpo/run/sft_driver.py": "validation/loss",
-    "grpo/roles/trainer.py": "entropy grad_norm learning_rate",
+    "grpo/run/sft_driver.py": "validation/loss data/truncated_frac",
+    "grpo/roles/trainer.py": "entropy grad_norm learning_rate packing/padding_frac",
+    "grpo/data/streaming.py": "data/bad_rows data/too_long data/unlabelled",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
     "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
     "sampling/informative_frac sampling/full_frac sampling/filtered",
@@ -107,7 +108,7 @@ def test_metrics_are_logged(file):
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss|distill|validation"
+    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss|distill|validation|packing"
     for file, source in SOURCES.items():
         found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
         assert found <= NAMED | phases() | INGREDIENTS, file
