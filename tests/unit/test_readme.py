@@ -27,7 +27,7 @@ FILES = [*ROOT.glob("*.py"), *(ROOT / "grpo").rglob("*.py")]
 SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 DEFAULTS = {
     "train_grpo.py": (c.GRPOConfig, str(ROOT / "configs" / "qwen3_1_7b_gsm8k.py")),
-    "train_sft.py": (c.SFTConfig, str(ROOT / "configs" / "toy_sft.py")),
+    "train_sft.py": (c.SFTConfig, str(ROOT / "configs" / "sft_llama3_1_8b.py")),
 }
 
 # Every metric that a run logs, by the file that names it; the losses name theirs without `loss/`.
@@ -181,7 +181,8 @@ def test_command_parses_and_starts_as_many_ranks_as_its_recipe_needs(command, mo
     script = next(word for word in words if word.endswith((".py", ".sbatch")))
     position = words.index(script)
     launcher, arguments = words[:position], words[position + 1 :]
-    config_type, default = DEFAULTS["train_grpo.py" if script.endswith(".sbatch") else script]
+    batch_files = {"launch/grpo.sbatch": "train_grpo.py", "launch/sft.sbatch": "train_sft.py"}
+    config_type, default = DEFAULTS[batch_files.get(script, script)]
     options = dict(word.lstrip("-").split("=") for word in launcher[1:])
     nodes = int(options.get("nodes", options.get("nnodes", 1)))
     check_world_size(load(config_type, default, arguments), nodes * int(options.get("nproc_per_node", 8)))
