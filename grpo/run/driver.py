@@ -143,7 +143,7 @@ class Driver:
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
         return Plan(
             step=step,
-            prompts=self.stream.draw(config.prompts_per_step),
+            prompts=self._draw(config.prompts_per_step),
             generator_version=version,
             sync_check=config.sync_check_interval > 0 and version == step and check_due,
             sync=last or due(config.sync_interval),
@@ -189,7 +189,7 @@ class Driver:
             return []
         if sampled.num_rounds < config.sampling.max_rounds:
             informative_frac = max(num_informative / sampled.num_prompts, LEAST_INFORMATIVE_FRAC)
-            return self.stream.draw(min(math.ceil(missing / informative_frac), config.prompts_per_step))
+            return self._draw(min(math.ceil(missing / informative_frac), config.prompts_per_step))
         print(
             f"dynamic sampling: {num_informative} of {config.prompts_per_step} groups have different rewards after "
             f"{sampled.num_rounds} rounds with {sampled.num_prompts} prompts; the step goes on with "
@@ -218,6 +218,10 @@ class Driver:
     def reward_tensors(self, sampled: Sampled) -> tuple[torch.Tensor, torch.Tensor]:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return reward_tensors(sampled.rollouts)
+
+    def _draw(self, num_prompts: int) -> list[Prompt]:
+        with refuse_bad_input():  # rows that are streamed are checked as they come
+            return self.stream.draw(num_prompts)
 
     def _collect(self) -> list[Rollout]:
         rollouts = self.scorer.collect()

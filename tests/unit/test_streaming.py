@@ -128,6 +128,20 @@ def test_a_place_of_another_buffer_or_without_streaming_is_refused(tokenizer, tw
             prompts_of(data_of(two_sources["a"], **fields), tokenizer).load_state_dict(state)
 
 
+def test_a_folder_with_a_card_is_read_as_a_data_set_of_the_hub(tokenizer, two_sources, tmp_path):
+    """By the same reader, which the card tells what its files are."""
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: train-*.parquet\n---\n"
+    (tmp_path / "b" / "README.md").write_text(card)
+    data = data_of(f"{two_sources['b']}[default]", shuffle_buffer=2)
+    stream, resumed = (prompts_of(data, tokenizer) for _ in range(2))
+    assert sorted(answers(stream.draw(5))) == [f"b{i}" for i in range(5)]
+    stream.draw(3)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert resumed.draw(9) == stream.draw(9)
+    with pytest.raises(ValueError, match="could not be loaded: ValueError: .*test"):
+        prompts_of(data_of(two_sources["b"], split="test"), tokenizer)
+
+
 # ---- rows as they come
 
 
