@@ -87,7 +87,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
                 checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, keep, keep_best)
 
     if config.checkpoint.export:
-        export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+        export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype, start.form)
     driver.finish()
     close_roles(roles, generator.close if generator else None)
 

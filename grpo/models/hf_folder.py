@@ -46,6 +46,16 @@ class Family:
     """The projections to queries, keys and values have a bias."""
 
 
+@dataclass(frozen=True)
+class ChatForm:
+    """What a model learned of chats that the folder it started from does not know."""
+
+    template: str = ""
+    """The chat template, if it is another one than the folder's."""
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens that end its answers."""
+
+
 # By the model_type of config.json
 FAMILIES = {
     "qwen3": Family(qk_norm=True),

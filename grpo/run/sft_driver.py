@@ -13,20 +13,21 @@ from rich.console import Console
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.generation import generating
-from grpo.config.recipes import as_recipe
+from grpo.config.recipes import as_recipe, change
 from grpo.data.batches import make_batch
 from grpo.data.held_out import load_validation
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
 from grpo.data.show import show_chat
 from grpo.data.streams import ChatStream, Labelled
 from grpo.models import hf_folder
+from grpo.models.hf_folder import ChatForm
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
-from grpo.run.model_folder import open_model_folder
+from grpo.run.model_folder import learned_form, open_model_folder
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.scorer import Scorer, check_functions, held_out_prompts
 from grpo.run.step_timer import StepTimer
@@ -48,6 +49,8 @@ class Start:
     """Names of the validation sets; one empty name if there is only one, none without validation."""
     recent_losses: list[float]
     """Of the steps before, see `stop_at_loss`."""
+    form: ChatForm
+    """For the exported folder."""
     eval_prompts: list[Prompt]
     """Empty without evaluation, and so are these:"""
     stop_token_ids: list[int]
@@ -78,8 +81,11 @@ class Driver:
             resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
             mark_run_folder(config.run_dir, SCRIPT)
             folder, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources))
+            form = learned_form(config, tokenizer)
             self.stream = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer)
             self.validation = load_validation(config, tokenizer) if validates else {}
+            ends = (*config.generator.stop_token_ids, *form.end_token_ids)  # as the exported folder will have them
+            generation = change(generation, {"generator.stop_token_ids": ends})
             eval_prompts = evaluation_prompts(generation, folder, tokenizer) if evaluates else []
             state = {"step": 0, "recent_losses": []}
             if resume_from is not None:
@@ -96,6 +102,7 @@ class Driver:
             model_folder=folder,
             held_out=list(self.validation),
             recent_losses=state["recent_losses"],
+            form=form,
             eval_prompts=eval_prompts,
             stop_token_ids=self.scorer.stop_token_ids if self.scorer else [],
             checkpoint=resume_from,
