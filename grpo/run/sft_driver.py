@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from grpo.config import GRPOConfig, SFTConfig
+from grpo.config import SFTConfig
 from grpo.config.generation import generating
 from grpo.config.recipes import as_recipe, change
 from grpo.data.batches import make_batch
@@ -69,9 +69,8 @@ class Driver:
         config = self.config
         with refuse_bad_input():
             validates, evaluates = config.validation.interval > 0, config.evaluation.interval > 0
-            generation = generating(config, config.num_trainers)
             if evaluates:
-                check_functions(generation)
+                check_functions(generating(config, config.num_trainers))
             sources = load_chat_sources(config)
             read = [*config.data.all_sources, *(config.validation.held_out(config.data) if validates else [])]
             read += config.evaluation.held_out(config.data) if evaluates else []
@@ -84,15 +83,12 @@ class Driver:
             form = learned_form(config, tokenizer)
             self.stream = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer)
             self.validation = load_validation(config, tokenizer) if validates else {}
-            ends = (*config.generator.stop_token_ids, *form.end_token_ids)  # as the exported folder will have them
-            generation = change(generation, {"generator.stop_token_ids": ends})
-            eval_prompts = evaluation_prompts(generation, folder, tokenizer) if evaluates else []
             state = {"step": 0, "recent_losses": []}
             if resume_from is not None:
                 state = checkpoint.read_driver_state(resume_from)
                 checkpoint.check_adapters(resume_from, config.trainer)
                 self.stream.load_state_dict(state["data"])
-            self.scorer = Scorer(generation, folder, tokenizer) if evaluates else None
+            self.scorer, eval_prompts = open_evaluation(config, folder, tokenizer, form) if evaluates else (None, [])
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=state["step"])
@@ -156,16 +152,24 @@ class Driver:
         print(f"done; everything is in {self.config.run_dir}", flush=True)
 
 
-def evaluation_prompts(generation: GRPOConfig, folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[Prompt]:
-    """The held-out prompts, of rows that rewards can judge. Raises ValueError if they, or the model, do not serve."""
+def open_evaluation(
+    config: SFTConfig, folder: str, tokenizer: "PreTrainedTokenizerBase", form: ChatForm
+) -> tuple[Scorer, list[Prompt]]:
+    """What scores held-out completions, and their prompts; answers end as those of the exported folder (`form`).
+
+    Raises ValueError if there are no rows that rewards can judge, or the model is too short for the lengths.
+    """
+    generation, data = generating(config, config.num_trainers), config.data
     hf_folder.check_folder(folder, generation.max_sequence_tokens, generation.generator.tensor_parallel)
+    ends = (*generation.generator.stop_token_ids, *form.end_token_ids)
     try:
-        return held_out_prompts(generation, tokenizer)
+        prompts = held_out_prompts(generation, tokenizer)
     except ValueError as error:
         raise ValueError(
-            f"evaluation reads rows as GRPO does, prompts from data.prompt_column={generation.data.prompt_column} and "
-            f"what rewards get from data.answer_column={generation.data.answer_column} and data.columns: {error}"
+            f"evaluation reads rows as GRPO does, prompts from data.prompt_column={data.prompt_column} and what "
+            f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
         ) from error
+    return Scorer(change(generation, {"generator.stop_token_ids": ends}), folder, tokenizer), prompts
 
 
 def batch_of(examples: list[Labelled]) -> TrainBatch:

@@ -89,7 +89,7 @@ def test_evaluation_between_steps_is_that_of_evaluate_alone(
     alone = tmp_path / "alone"
     output = run_python(
         *("-m", "grpo.evaluate", run_dir / "model", run_dir / "config.py", "--run-dir", alone),
-        *("--generator.tensor-parallel", 1, "--num-trainers", 1),
+        *("--generator.tensor-parallel", 1),
     )
     assert "40 prompts; every completion is in" in output
     evaluated = {m["step"]: m for m in read_metrics(run_dir) if "eval/accuracy" in m}
