@@ -54,7 +54,9 @@ def export_hf(
     save_torch_state_dict(tensors, partial, max_shard_size=EXPORT_SHARD_BYTES)
     source = pathlib.Path(model.folder)
     for file in copied_files(source):
-        shutil.copyfile(file, partial / file.name)
+        copy = partial / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)  # the older name of the same
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -23,6 +23,21 @@ def test_the_tokenizers_own_files_are_copied(tmp_path):
     assert names(tmp_path) == ["generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
 
 
+def test_all_templates_of_a_tokenizer_are_copied(tmp_path):
+    tokenizer = toy.trained_tokenizer(["a few words"], 300)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    tokenizer.save_pretrained(tmp_path / "there")
+    for file in copied_files(tmp_path / "there"):
+        copy = tmp_path / "copy" / file.relative_to(tmp_path / "there")
+        copy.parent.mkdir(exist_ok=True, parents=True)
+        copy.write_bytes(file.read_bytes())
+    assert load_tokenizer(str(tmp_path / "copy")).chat_template == tokenizer.chat_template
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "there/additional_chat_templates/mine.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="mine.jinja is a link"):
+        copied_files(tmp_path / "there")
+
+
 def test_other_files_and_folders_are_not(tmp_path):
     for name in (
         "tokenizer.py",
