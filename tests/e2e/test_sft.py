@@ -35,6 +35,9 @@ def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     flags += ["--trainer.micro-batch-tokens", 64, "--trainer.schedule", "linear", "--trainer.warmup-steps", 2]
     flags += ["--validation.interval", 2, "--validation.split", "train", "--validation.sets", *sources]
     flags += ["--validation.num-examples", 4, "--checkpoint.interval", 2, "--metrics.no-tensorboard"]
+    # read only where a test evaluates by generating
+    flags += ["--reward.functions", f"{REWARDS}:passes_by_chance", 1]
+    flags += ["--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 12]
     return [str(flag) for flag in flags]
 
 
@@ -73,6 +76,7 @@ def test_4_steps_equal_2_resume_and_2(finished: pathlib.Path, arguments: list[st
     assert weights[0] == weights[1]
 
 
+@pytest.mark.timeout(600)  # two starts of vLLM, on a machine that may have other work
 def test_evaluation_between_steps_is_that_of_evaluate_alone(
     finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path
 ):
@@ -80,8 +84,7 @@ def test_evaluation_between_steps_is_that_of_evaluate_alone(
     run_dir = crashed(finished, tmp_path / "run")
     flags = [*arguments, "--run-dir", run_dir, "--resume", "--evaluation.interval", 1, "--evaluation.path"]
     flags += ["toy:addition", "--evaluation.num-prompts", 40, "--evaluation.num-samples", 2]
-    flags += ["--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 12, "--generator.tensor-parallel", 2]
-    flags += ["--reward.functions", f"{REWARDS}:passes_by_chance", 1, "--checkpoint.keep-best", "accuracy"]
+    flags += ["--generator.tensor-parallel", 2, "--checkpoint.keep-best", "accuracy"]
     torchrun("train_sft.py", *flags, nproc=2)
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (finished, run_dir)]
     assert weights[0] == weights[1]
