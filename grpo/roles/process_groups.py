@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from grpo.config import GRPOConfig, RolesConfig
+from grpo.config import GRPOConfig, RolesConfig, SFTConfig
+from grpo.config.generation import generating
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,14 @@ def start_alone() -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
 
 
-def setup_trainers() -> Roles:
-    """The one-role form for `train_sft.py`: every rank is a trainer. Collective over all ranks."""
+def setup_trainers(config: SFTConfig | None = None) -> Roles:
+    """The form for `train_sft.py`: every rank is a trainer, and a generator too if `config` evaluates by generating.
+
+    Collective over all ranks.
+    """
     start_alone()
+    if config and config.evaluation.interval:
+        return setup_roles(generating(config, config.num_trainers))
     layout = RolesConfig(num_trainers=int(os.environ["WORLD_SIZE"]), num_references=0, num_generators=0)
     return setup_roles(GRPOConfig(roles=layout))
 

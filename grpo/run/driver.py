@@ -19,11 +19,9 @@ from grpo.config import GRPOConfig
 from grpo.config.layout import describe_layout
 from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch, sample_of
-from grpo.data.held_out import load_eval_prompts
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
 from grpo.data.streams import PromptStream
 from grpo.models import hf_folder
-from grpo.rewards.loading import load_functions
 from grpo.rewards.workers.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
@@ -34,7 +32,7 @@ from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
-from grpo.run.scorer import Scorer
+from grpo.run.scorer import Scorer, check_functions, held_out_prompts
 from grpo.run.step_timer import StepTimer
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
 
@@ -84,12 +82,12 @@ class Driver:
         """Refuse bad input before any model is loaded, open the run folder, start the reward processes."""
         config = self.config
         with refuse_bad_input():
-            data, max_completion_tokens = config.data, config.generator.max_completion_tokens
-            load_functions(config.reward, None if data.row else data.reward_columns, max_completion_tokens)
+            data = config.data
+            check_functions(config)
             try_loss(config.algorithm)
             sources = load_sources(data)
             if data.row:  # which columns it makes is known only now
-                load_functions(config.reward, reward_columns(sources), max_completion_tokens)
+                check_functions(config, reward_columns(sources))
             evaluates = config.evaluation.interval > 0
             read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
             inputs = (config.model.path, config.model.reference_path, *(source.path for source in read))
@@ -103,7 +101,7 @@ class Driver:
                 hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
                 hf_folder.check_reference(reference, folder, tokenizer)
             self.stream = PromptStream(usable_prompts(sources, config, tokenizer), config, tokenizer)
-            eval_prompts = load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
+            eval_prompts = held_out_prompts(config, tokenizer) if evaluates else []
             self.first_step = 0
             if resume_from is not None:
                 state = checkpoint.read_driver_state(resume_from)

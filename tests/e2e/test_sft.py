@@ -17,6 +17,8 @@ from grpo.run.step_timer import StepTimer
 from tests.e2e.runs import read_metrics, without_clocks
 from tests.torchrun import run_python, torchrun
 
+REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
+
 
 @pytest.fixture(scope="module")
 def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
@@ -42,6 +44,9 @@ def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     flags += ["--validation.interval", 2, "--validation.split", "train", "--validation.sets", *sources]
     flags += ["--validation.num-examples", 4, "--checkpoint.interval", 2, "--metrics.no-tensorboard"]
     flags += ["--data.streaming", "--data.shuffle-buffer", 4]
+    # read only where a test evaluates by generating
+    flags += ["--reward.functions", f"{REWARDS}:passes_by_chance", 1]
+    flags += ["--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 12]
     return [str(flag) for flag in flags]
 
 
@@ -79,6 +84,41 @@ def test_4_steps_equal_2_resume_and_2(finished: pathlib.Path, arguments: list[st
         assert len({m[name] for m in whole if name in m}) == (2 if name == "learning_rate" else 4), name
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (finished, run_dir)]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.timeout(600)  # two starts of vLLM, on a machine that may have other work
+def test_evaluation_between_steps_is_that_of_evaluate_alone(
+    finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path
+):
+    """The last two steps of the same run, now with an engine over both ranks: training does not notice."""
+    run_dir = crashed(finished, tmp_path / "run")
+    flags = [*arguments, "--run-dir", run_dir, "--resume", "--evaluation.interval", 1, "--evaluation.path"]
+    flags += ["toy:addition", "--evaluation.num-prompts", 40, "--evaluation.num-samples", 2]
+    flags += ["--generator.tensor-parallel", 2, "--checkpoint.keep-best", "accuracy"]
+    torchrun("train_sft.py", *flags, nproc=2)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (finished, run_dir)]
+    assert weights[0] == weights[1]
+
+    alone = tmp_path / "alone"
+    output = run_python(
+        *("-m", "grpo.evaluate", run_dir / "model", run_dir / "config.py", "--run-dir", alone),
+        *("--generator.tensor-parallel", 1),
+    )
+    assert "40 prompts; every completion is in" in output
+    evaluated = {m["step"]: m for m in read_metrics(run_dir) if "eval/accuracy" in m}
+    (expected,) = read_metrics(alone)
+    assert [*evaluated] == [3, 4]
+    assert 0 < expected["eval/accuracy"] < 1  # the comparison means something
+    assert without_clocks(evaluated[4]) == without_clocks(expected) | {"step": 4}
+
+    texts = {step: [line["completion"] for line in evaluation(run_dir, step)] for step in (3, 4)}
+    assert texts[3] != texts[4] == [line["completion"] for line in evaluation(alone, 0)]  # each step had new weights
+
+
+def evaluation(run_dir: pathlib.Path, step: int) -> list[dict]:
+    """The held-out completions of the weights after `step` steps."""
+    lines = (json.loads(line) for line in (run_dir / "evaluation.jsonl").read_text().splitlines())
+    return [line for line in lines if line["step"] == step]
 
 
 def test_resume_and_validation_on_another_number_of_ranks(
