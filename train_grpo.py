@@ -118,9 +118,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         if config.checkpoint.export and trainer:
             export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
     driver.finish()
-    # closing an engine takes seconds; one that shares no memory between ranks ends with the process
-    shares = config.generator.tensor_parallel > 1
-    close_roles(roles, generator.close if generator and shares else None)
+    close_roles(roles, generator.close if generator else None)
 
 
 def save(config: GRPOConfig, step: int, driver: Driver, trainer: Trainer, timer: StepTimer) -> None:

@@ -9,18 +9,21 @@ and config.json come from there. One process needs room for the weights in float
 """
 
 import argparse
+import dataclasses
 import pathlib
 
 import torch
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load_recipe
+from grpo.data.chat import load_tokenizer
 from grpo.models.build import build_model
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.run.checkpoint import best_checkpoint, load_model
 from grpo.run.failures import refuse_bad_input, run_rank
+from grpo.run.model_folder import learned_form
 from grpo.run.run_folder import step_folders, step_of
 
 
@@ -43,9 +46,12 @@ def main(arguments: list[str] | None = None) -> None:
     roles = setup_trainers()
     is_toy = config.model.path.startswith("toy:")
     folder = fetch_folder(str(given.run_dir / "initial_model") if is_toy else config.model.path, roles.control)
-    model = build_model(config.model, config.trainer, folder, device=roles.device, tensor_parallel=1)
+    trainer = dataclasses.replace(config.trainer, data_replicas=1)  # however the run was sharded
+    model = build_model(config.model, trainer, folder, device=roles.device, tensor_parallel=1)
     load_model(checkpoint, model)
-    export_hf(model, target, getattr(torch, config.model.dtype))
+    is_sft = isinstance(config, SFTConfig)
+    form = learned_form(config, load_tokenizer(folder, config.data)) if is_sft else None
+    export_hf(model, target, getattr(torch, config.model.dtype), form)
     if roles.is_driver:
         print(f"{checkpoint} -> {target}", flush=True)
     close_roles(roles)

@@ -15,6 +15,7 @@ from grpo.config.fields import (
     SFTConfig,
     complete,
 )
+from grpo.config.generation import generating
 from grpo.config.user_files import near_miss
 
 # Far above the clips of its paper, for a ratio of whole sequences
@@ -90,10 +91,21 @@ def _check_data(data: DataConfig) -> None:
 def _check_supervised(config: SFTConfig) -> None:
     if config.validation.interval:
         _check_held_out(config.validation, config.data)
-    if config.checkpoint.keep_best:
+    _check_keep_best(config)
+    if config.evaluation.interval:
+        _check_held_out(config.evaluation, config.data)
+        generation = generating(config, config.num_trainers)
+        _check_generators(generation)
+        _check_sampling(generation)
+
+
+def _check_keep_best(config: GRPOConfig | SFTConfig) -> None:
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    if checkpoint.keep_best and (not evaluation.interval or checkpoint.interval % evaluation.interval):
         raise ValueError(
-            f"checkpoint.keep_best={config.checkpoint.keep_best} is the highest metric of an evaluation, which SFT has "
-            "none of; leave it empty and raise checkpoint.keep to keep more checkpoints"
+            f"checkpoint.keep_best={checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
+            f"checkpoint.interval={checkpoint.interval} must be a multiple of "
+            f"evaluation.interval={evaluation.interval}, and that not 0"
         )
 
 
@@ -212,18 +224,16 @@ def _check_sampling(config: GRPOConfig) -> None:
             f"sampling.min_pass_rate={sampling.min_pass_rate} and max_pass_rate={sampling.max_pass_rate} must be "
             "shares with min below max; 0 and 1 turn the filter off"
         )
+    if sampling.filters and config.data.streaming:
+        raise ValueError(
+            "sampling.min_pass_rate and max_pass_rate remember rows, and data.streaming keeps none; drop one "
+            "(sampling.dynamic works with streams)"
+        )
     if sampling.dynamic and config.group_size == 1:
         raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
     if not reward.functions and not config.algorithm.distill_coef:
         raise ValueError("reward.functions is empty; name at least one, such as --reward.functions math_reward 1.0")
-    if config.checkpoint.keep_best and (
-        not config.evaluation.interval or config.checkpoint.interval % config.evaluation.interval
-    ):
-        raise ValueError(
-            f"checkpoint.keep_best={config.checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
-            f"checkpoint.interval={config.checkpoint.interval} must be a multiple of "
-            f"evaluation.interval={config.evaluation.interval}, and that not 0"
-        )
+    _check_keep_best(config)
     for name, asked in (
         ("evaluation.interval", config.evaluation.interval),
         ("sampling.dynamic", sampling.dynamic),

@@ -7,6 +7,7 @@ data_fields.py; all can be imported from here.
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Literal, TypeVar, get_args
 
 from grpo.config.bounds import Above, AtLeast, AtMost, Below
@@ -19,6 +20,8 @@ from grpo.config.data_fields import (  # noqa: F401
 )
 from grpo.config.kinds import Interval, Json, Options, Scalar, Table, Temperature  # noqa: F401
 
+# Of a GPU's memory, for an engine that shares it with a trainer
+SHARED_GPU = 0.35
 # Those of every family; the LM head and the embeddings get no adapter.
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -413,12 +416,15 @@ RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
-    """Everything `train_sft.py` needs: supervised fine-tuning with one role."""
+    """Everything `train_sft.py` needs: supervised fine-tuning. Only evaluation reads `reward` and `generator`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    generator: GeneratorConfig = field(default_factory=partial(GeneratorConfig, gpu_memory_utilization=SHARED_GPU))
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)

@@ -2,10 +2,7 @@
 
 from dataclasses import replace
 
-from grpo.config.fields import Config, GRPOConfig, SFTConfig
-
-# Of a GPU's memory, for an engine that shares it with a trainer
-SHARED_GPU_UTILIZATION = 0.35
+from grpo.config.fields import SHARED_GPU, Config, GRPOConfig, SFTConfig
 
 
 def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
@@ -33,7 +30,7 @@ def for_one_process(config: Config) -> Config:
         return config
     if isinstance(config, SFTConfig):
         return replace(config, num_trainers=1)
-    memory = min(config.generator.gpu_memory_utilization, SHARED_GPU_UTILIZATION)
+    memory = min(config.generator.gpu_memory_utilization, SHARED_GPU)
     return replace(
         config,
         roles=replace(config.roles, colocated=True, num_trainers=1, num_references=0),

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from grpo.config import GRPOConfig, RolesConfig
+from grpo.config import GRPOConfig, RolesConfig, SFTConfig
+from grpo.config.generation import generating
 
 # Between two looks of rank 0 for ranks that have started
 MEETING_SECONDS = 0.02
@@ -179,17 +180,25 @@ def start_alone() -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
 
 
-def setup_trainers() -> Roles:
-    """The one-role form for `train_sft.py`: every rank is a trainer. Collective over all ranks."""
+def setup_trainers(config: SFTConfig | None = None) -> Roles:
+    """The form for `train_sft.py`: every rank is a trainer, and a generator too if `config` evaluates by generating.
+
+    Collective over all ranks.
+    """
     start_alone()
+    if config and config.evaluation.interval:
+        return setup_roles(generating(config, config.num_trainers))
     layout = RolesConfig(num_trainers=int(os.environ["WORLD_SIZE"]), num_references=0, num_generators=0)
     return setup_roles(GRPOConfig(roles=layout))
 
 
 def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:
-    """Leave together: wait for all, shut the engine down, destroy this rank's groups. Collective over `control`."""
+    """Leave together: wait for all, shut the engine down, destroy this rank's groups. Collective over `control`.
+
+    An engine of one rank, which shares no memory, ends with the process: closing it would take seconds.
+    """
     dist.barrier(group=roles.control)
-    if close_engine is not None:
+    if close_engine is not None and len(roles.replicas[roles.replica]) > 1:
         close_engine()
     if dist.is_initialized():  # an engine takes the default group with it
         dist.destroy_process_group()

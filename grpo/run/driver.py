@@ -19,11 +19,9 @@ from grpo.config import GRPOConfig
 from grpo.config.layout import describe_layout
 from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch, sample_of
-from grpo.data.held_out import load_eval_prompts
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
 from grpo.data.streams import PromptStream
 from grpo.models import hf_folder
-from grpo.rewards.loading import load_functions
 from grpo.rewards.workers.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
@@ -34,7 +32,7 @@ from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
-from grpo.run.scorer import Scorer
+from grpo.run.scorer import Scorer, check_functions, held_out_prompts
 from grpo.run.step_timer import StepTimer
 from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
@@ -85,12 +83,12 @@ class Driver:
         """Refuse bad input before any model is loaded, open the run folder, start the reward processes."""
         config = self.config
         with refuse_bad_input():
-            data, max_completion_tokens = config.data, config.generator.max_completion_tokens
-            load_functions(config.reward, None if data.row else data.reward_columns, max_completion_tokens)
+            data = config.data
+            check_functions(config)
             try_loss(config.algorithm)
             sources = load_sources(data)
             if data.row:  # which columns it makes is known only now
-                load_functions(config.reward, reward_columns(sources), max_completion_tokens)
+                check_functions(config, reward_columns(sources))
             evaluates = config.evaluation.interval > 0
             read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
             inputs = (config.model.path, config.model.reference_path, *(source.path for source in read))
@@ -104,7 +102,7 @@ class Driver:
                 hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
                 hf_folder.check_reference(reference, folder, tokenizer)
             self.stream = PromptStream(usable_prompts(sources, config, tokenizer), config, tokenizer)
-            eval_prompts = load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
+            eval_prompts = held_out_prompts(config, tokenizer) if evaluates else []
             self.first_step = 0
             if resume_from is not None:
                 state = checkpoint.read_driver_state(resume_from)
@@ -154,7 +152,7 @@ class Driver:
             self.saved_step = step + 1
         return Plan(
             step=step,
-            prompts=self.stream.draw(config.prompts_per_step),
+            prompts=self._draw(config.prompts_per_step),
             generator_version=version,
             sync_check=config.sync_check_interval > 0 and version == step and check_due,
             sync=last or due(config.sync_interval),
@@ -206,7 +204,7 @@ class Driver:
             return []
         if sampled.num_rounds < config.sampling.max_rounds:
             informative_frac = max(num_informative / sampled.num_prompts, LEAST_INFORMATIVE_FRAC)
-            return self.stream.draw(min(math.ceil(missing / informative_frac), config.prompts_per_step))
+            return self._draw(min(math.ceil(missing / informative_frac), config.prompts_per_step))
         print(
             f"dynamic sampling: {num_informative} of {config.prompts_per_step} groups have different rewards after "
             f"{sampled.num_rounds} rounds with {sampled.num_prompts} prompts; the step goes on with "
@@ -236,6 +234,10 @@ class Driver:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return reward_tensors(sampled.rollouts)
 
+    def _draw(self, num_prompts: int) -> list[Prompt]:
+        with refuse_bad_input():  # rows that are streamed are checked as they come
+            return self.stream.draw(num_prompts)
+
     def _collect(self) -> list[Rollout]:
         rollouts = self.scorer.collect()
         self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
@@ -254,7 +256,7 @@ class Driver:
         metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
         finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
         metrics["mismatch/nonfinite_frac"] = 1 - finite_N.float().mean().item()
-        metrics |= with_effective_sample_size(measured.means()) | self.timer.close_step()
+        metrics |= with_effective_sample_size(measured.means()) | self.stream.left_out | self.timer.close_step()
         if config.sampling.dynamic:
             metrics["sampling/rounds"] = sampled.num_rounds
             num_informative = len(sampled.informative) // config.group_size

@@ -1,31 +1,41 @@
-"""What rank 0 alone does in supervised fine-tuning: draw examples and log. As in driver.py, every rank holds one."""
+"""What rank 0 alone does in supervised fine-tuning: draw examples, score held-out completions, log.
+
+As in driver.py, every rank holds one.
+"""
 
 import pathlib
 import tempfile
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
 from grpo.config import SFTConfig
-from grpo.config.recipes import as_recipe
+from grpo.config.generation import generating
+from grpo.config.recipes import as_recipe, change
 from grpo.data.batches import make_batch
 from grpo.data.held_out import load_validation
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
 from grpo.data.show import show_chat
 from grpo.data.streams import ChatStream, Labelled
+from grpo.models import hf_folder
+from grpo.models.hf_folder import ChatForm
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
-from grpo.run.model_folder import open_model_folder
+from grpo.run.model_folder import learned_form, open_model_folder
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
+from grpo.run.scorer import Scorer, check_functions, held_out_prompts
 from grpo.run.step_timer import StepTimer
 from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
-from grpo.types import Sample, TrainBatch
+from grpo.types import Completion, Prompt, Sample, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SCRIPT = "train_sft.py"  # as run.json names it
 
@@ -40,6 +50,11 @@ class Start:
     """Names of the validation sets; one empty name if there is only one, none without validation."""
     recent_losses: list[float]
     """Of the steps before, see `stop_at_loss`."""
+    form: ChatForm
+    """For the exported folder."""
+    eval_prompts: list[Prompt]
+    """Empty without evaluation, and so are these:"""
+    stop_token_ids: list[int]
     checkpoint: pathlib.Path | None
 
 
@@ -54,15 +69,19 @@ class Driver:
         """Refuse bad input before the model is loaded, open the run folder."""
         config = self.config
         with refuse_bad_input():
-            validates = config.validation.interval > 0
+            validates, evaluates = config.validation.interval > 0, config.evaluation.interval > 0
+            if evaluates:
+                check_functions(generating(config, config.num_trainers))
             sources = load_chat_sources(config)
             read = [*config.data.all_sources, *(config.validation.held_out(config.data) if validates else [])]
+            read += config.evaluation.held_out(config.data) if evaluates else []
             inputs = (config.model.path, *(source.path for source in read))
             starts = {"resume": config.resume, "overwrite": config.overwrite}
             check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
             resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
             mark_run_folder(config.run_dir, SCRIPT)
             folder, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources))
+            form = learned_form(config, tokenizer)
             self.stream = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer)
             self.validation = load_validation(config, tokenizer) if validates else {}
             state = {"step": 0, "recent_losses": []}
@@ -70,6 +89,7 @@ class Driver:
                 state = checkpoint.read_driver_state(resume_from)
                 checkpoint.check_adapters(resume_from, config.trainer)
                 self.stream.load_state_dict(state["data"])
+            self.scorer, eval_prompts = open_evaluation(config, folder, tokenizer, form) if evaluates else (None, [])
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
         forget_old_stop(config.run_dir)
@@ -81,6 +101,9 @@ class Driver:
             model_folder=folder,
             held_out=list(self.validation),
             recent_losses=state["recent_losses"],
+            form=form,
+            eval_prompts=eval_prompts,
+            stop_token_ids=self.scorer.stop_token_ids if self.scorer else [],
             checkpoint=resume_from,
         )
 
@@ -99,7 +122,8 @@ class Driver:
     @on_driver
     def next_batch(self) -> TrainBatch:
         """The step's examples laid end to end; their labels count in the loss."""
-        return batch_of(self.stream.draw(self.config.sequences_per_step))
+        with refuse_bad_input():  # rows that are streamed are checked as they come
+            return batch_of(self.stream.draw(self.config.sequences_per_step))
 
     def state(self, step: int, recent_losses: list[float]) -> dict[str, Any] | None:
         """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
@@ -110,7 +134,9 @@ class Driver:
     @on_driver
     def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps."""
-        metrics = measured.means() | self.timer.close_step()
+        metrics = measured.means() | self.stream.left_out | self.timer.close_step()
+        if self.config.too_long == "truncate":
+            metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
         metrics["tokens_per_second"] = batch.num_tokens / metrics["time/step"]
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -124,15 +150,44 @@ class Driver:
         self.run_log.log_validation(step, metrics)
 
     @on_driver
+    def log_evaluation(
+        self, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion], step: int
+    ) -> None:
+        """Score held-out completions and log them."""
+        self.scorer.log_evaluation(self.run_log, prompts, greedy, samples, step)
+
+    @on_driver
     def finish(self) -> None:
-        """Close the log."""
+        """Close the log and end the reward processes."""
+        if self.scorer:
+            self.scorer.pool.close()
         self.run_log.close()
         print(self.last_line, flush=True)
 
 
+def open_evaluation(
+    config: SFTConfig, folder: str, tokenizer: "PreTrainedTokenizerBase", form: ChatForm
+) -> tuple[Scorer, list[Prompt]]:
+    """What scores held-out completions, and their prompts; answers end as those of the exported folder (`form`).
+
+    Raises ValueError if there are no rows that rewards can judge, or the model is too short for the lengths.
+    """
+    generation, data = generating(config, config.num_trainers), config.data
+    hf_folder.check_folder(folder, generation.max_sequence_tokens, generation.generator.tensor_parallel)
+    ends = (*generation.generator.stop_token_ids, *form.end_token_ids)
+    try:
+        prompts = held_out_prompts(generation, tokenizer)
+    except ValueError as error:
+        raise ValueError(
+            f"evaluation reads rows as GRPO does, prompts from data.prompt_column={data.prompt_column} and what "
+            f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
+        ) from error
+    return Scorer(change(generation, {"generator.stop_token_ids": ends}), folder, tokenizer), prompts
+
+
 def batch_of(examples: list[Labelled]) -> TrainBatch:
     """Examples laid end to end."""
-    return make_batch([Sample(torch.tensor(ids), torch.tensor(mask)) for ids, mask in examples])
+    return make_batch([Sample(torch.tensor(e.ids), torch.tensor(e.mask), truncated=e.truncated) for e in examples])
 
 
 def show_examples(config: SFTConfig) -> None:
@@ -142,6 +197,6 @@ def show_examples(config: SFTConfig) -> None:
         _, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources), toy_dir)
         examples = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer).draw(config.show)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for number, (ids, mask) in enumerate(examples, start=1):
+    for number, (ids, mask, _) in enumerate(examples, start=1):
         console.rule(f"example {number}: {len(ids)} tokens, {sum(mask)} of them labels", align="left")
         console.print(show_chat(ids, mask, tokenizer))
