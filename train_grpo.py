@@ -55,6 +55,7 @@ from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run import checkpoint
 from grpo.run.driver import Driver, Sampled, Start
 from grpo.run.failures import run_rank, set_place
+from grpo.run.replay import ReplayDriver
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
 from grpo.types import MicroBatch, Plan, TrainBatch
@@ -74,7 +75,7 @@ def main(config: GRPOConfig) -> None:
 def train(config: GRPOConfig, roles: Roles) -> None:
     """Run the GRPO steps up to `config.num_steps`, from the checkpoint's or from 0."""
     timer = StepTimer(roles.is_driver)
-    driver = Driver(config, roles, timer)
+    driver = (ReplayDriver if config.replay else Driver)(config, roles, timer)
     start, trainer, reference, generator = start_up(config, driver, timer, roles)
 
     for step in range(start.step, config.num_steps):
@@ -91,6 +92,8 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         with timer.phase("reward"):
             sampled = driver.collect_rewards(sampled)
             rewards_S, has_reward_S = broadcast_tensors(driver.reward_tensors(sampled), roles)  # driver -> all
+            if config.record:
+                driver.record(step + 1, sampled, batch, rewards_S, has_reward_S)  # a file, for --replay
 
         with timer.phase("train"), timer.compilation_in_startup():
             metrics = StepMetrics(len(rewards_S))  # filled on the trainers

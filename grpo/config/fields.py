@@ -327,6 +327,10 @@ class GRPOConfig:
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
     sync_check_tolerance: Annotated[float, AtLeast(0)] = 0.0
     """Largest mean absolute log-prob difference that a sync check accepts; 0 takes 1e-3 in float32, 0.1 in bfloat16."""
+    record: bool = False
+    """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for `replay`."""
+    replay: str = ""
+    """Folder of a run with recorded batches to train on; nothing is sampled, and all ranks are trainers."""
 
     @property
     def completions_per_step(self) -> int:
@@ -350,8 +354,8 @@ class GRPOConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any rank holds a frozen reference."""
-        return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
+        """Whether any rank holds a frozen reference; in a replay its log-probs were recorded."""
+        return not self.replay and (self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0)
 
     @property
     def largest_tensor_parallel(self) -> int:

@@ -21,6 +21,7 @@ from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.held_out import load_eval_prompts
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
+from grpo.data.recorded import RecordedStep, save_step
 from grpo.data.streams import PromptStream
 from grpo.models import hf_folder
 from grpo.rewards.loading import load_functions
@@ -147,7 +148,7 @@ class Driver:
             generator_version=version,
             sync_check=config.sync_check_interval > 0 and version == step and check_due,
             sync=last or due(config.sync_interval),
-            save=last or due(config.checkpoint.interval),
+            save=saves_after(step + 1, config),
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
         )
 
@@ -219,6 +220,15 @@ class Driver:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return reward_tensors(sampled.rollouts)
 
+    @on_driver
+    def record(
+        self, step: int, sampled: Sampled, batch: TrainBatch, rewards_S: torch.Tensor, has_reward_S: torch.Tensor
+    ) -> None:
+        """Write what the trainers get in the `step`-th step, for a replay."""
+        metrics = self._sampling_metrics(sampled)
+        recorded = RecordedStep(batch, rewards_S, has_reward_S, self.config.group_size, metrics)
+        save_step(self.config.run_dir, step, recorded)
+
     def _collect(self) -> list[Rollout]:
         rollouts = self.scorer.collect()
         self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
@@ -233,11 +243,20 @@ class Driver:
     @on_driver
     def log(self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
+        num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
+        metrics = self._sampling_metrics(sampled) | measured_metrics(measured, self.timer, num_tokens)
+        self.run_log.log(step, metrics)
+        interval = self.config.metrics.samples_interval
+        if interval and (step - 1) % interval == 0:
+            values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
+            rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
+            self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
+
+    def _sampling_metrics(self, sampled: Sampled) -> dict[str, float]:
         config = self.config
         metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
         finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
         metrics["mismatch/nonfinite_frac"] = 1 - finite_N.float().mean().item()
-        metrics |= with_effective_sample_size(measured.means()) | self.timer.close_step()
         if config.sampling.dynamic:
             metrics["sampling/rounds"] = sampled.num_rounds
             num_informative = len(sampled.informative) // config.group_size
@@ -245,16 +264,7 @@ class Driver:
             metrics["sampling/full_frac"] = min(1.0, num_informative / config.prompts_per_step)
         if config.sampling.filters:
             metrics["sampling/filtered"] = self.stream.num_filtered
-        num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
-        metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
-        if torch.cuda.is_available():
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self.run_log.log(step, metrics)
-        interval = config.metrics.samples_interval
-        if interval and (step - 1) % interval == 0:
-            values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
-            rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
-            self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
+        return metrics
 
     @on_driver
     def log_evaluation(
@@ -269,6 +279,21 @@ class Driver:
         self.scorer.pool.close()
         self.run_log.close()
         print(f"done; everything is in {self.config.run_dir}", flush=True)
+
+
+def saves_after(step: int, config: GRPOConfig) -> bool:
+    """Whether a checkpoint follows the step that is the `step`-th."""
+    interval = config.checkpoint.interval
+    return step == config.num_steps or (interval > 0 and step % interval == 0)
+
+
+def measured_metrics(measured: StepMetrics, timer: StepTimer, num_tokens: int) -> dict[str, float]:
+    """What the updates measured, the step's times, tokens per second and memory. Ends the timer's step."""
+    metrics = with_effective_sample_size(measured.means()) | timer.close_step()
+    metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
+    if torch.cuda.is_available():
+        metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return metrics
 
 
 def sequence_advantages(batch: TrainBatch) -> list[float | None]:

@@ -28,6 +28,7 @@ RUN_FILES = (
     "evaluation.jsonl",
     "samples.txt",
     "tensorboard",
+    "batches",
     CHECKPOINTS,
     "model",
     "model-adapter",

@@ -1,0 +1,123 @@
+"""What rank 0 does in a replay (`--replay RUN`): it reads each step's batch from a file where a driver samples one.
+
+The loop is the same. A step's plan has no prompts, so nothing is sampled or scored, and there are no generators,
+references or reward processes. The trainers see no difference: from the same weights, on as many ranks, the recorded
+run's losses come out again to the last digit. Left out: evaluations, which need a generator (`python -m grpo.evaluate`
+takes the exported model), and rollouts as text, which the recorded run's folder has.
+"""
+
+from typing import Any
+
+import torch
+
+from grpo.algorithm.losses import try_loss
+from grpo.config import GRPOConfig
+from grpo.config.recipes import as_recipe
+from grpo.data.recorded import batch_path, check_recorded, read_step
+from grpo.models import hf_folder
+from grpo.roles.comm import from_driver, on_driver
+from grpo.roles.metrics import StepMetrics
+from grpo.roles.process_groups import Roles
+from grpo.run import checkpoint
+from grpo.run.driver import SCRIPT, Start, measured_metrics, saves_after
+from grpo.run.failures import refuse_bad_input
+from grpo.run.log import RunLog
+from grpo.run.model_folder import open_model_folder
+from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
+from grpo.run.step_timer import StepTimer
+from grpo.types import Plan, TrainBatch
+
+
+class ReplayDriver:
+    """The methods of `Driver` that the loop calls. `self.recorded` is the step at hand, read by `plan`."""
+
+    def __init__(self, config: GRPOConfig, roles: Roles, timer: StepTimer):
+        self.config, self.roles, self.timer = config, roles, timer
+
+    @from_driver
+    def start(self) -> Start:
+        """Refuse bad input before the model is loaded, open the run folder."""
+        config, algorithm = self.config, self.config.algorithm
+        with refuse_bad_input():
+            try_loss(algorithm)
+            starts = {"resume": config.resume, "overwrite": config.overwrite}
+            recorded = str(batch_path(config.replay, 1).parent)
+            inputs = (config.model.path, recorded)
+            check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
+            resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
+            first_step = 0
+            if resume_from is not None:
+                first_step = checkpoint.read_driver_state(resume_from)["step"]
+                checkpoint.check_adapters(resume_from, config.trainer)
+            coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
+            needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
+            steps = range(first_step + 1, config.num_steps + 1)
+            check_recorded(config.replay, steps, config.group_size, needs_reference)
+            mark_run_folder(config.run_dir, SCRIPT)
+            folder, _ = open_model_folder(config, config.trainer.tensor_parallel)
+            self.vocab_size = hf_folder.read_hf_config(folder).vocab_size
+        begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
+        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=first_step)
+        print(
+            f"replay of {recorded} on {config.roles.num_trainers} trainer ranks, which neither samples nor evaluates; "
+            f"{config.run_dir}, starting at step {first_step}",
+            flush=True,
+        )
+        return Start(
+            step=first_step,
+            model_folder=folder,
+            reference_folder="",
+            stop_token_ids=[],
+            eval_prompts=[],
+            checkpoint=resume_from,
+        )
+
+    @from_driver
+    def plan(self, step: int) -> Plan:
+        """Read the step's batch. Raises ValueError if its tokens are not in the model's vocabulary."""
+        self.recorded = read_step(self.config.replay, step + 1)
+        largest = int(self.recorded.batch.ids_N.max())
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"{batch_path(self.config.replay, step + 1)} has token {largest}, and the model has {self.vocab_size} "
+                "tokens; use a model with the tokenizer of the recorded run"
+            )
+        return Plan(
+            step=step,
+            prompts=[],
+            generator_version=step,
+            sync_check=False,
+            sync=False,
+            save=saves_after(step + 1, self.config),
+            evaluate=False,
+        )
+
+    @on_driver
+    def make_batch(self, sampled: None) -> TrainBatch:
+        """The recorded batch, with the reference's log-probs if it has them."""
+        return self.recorded.batch
+
+    @on_driver
+    def collect_rewards(self, sampled: None) -> None:
+        """There is nothing to wait for."""
+
+    @on_driver
+    def reward_tensors(self, sampled: None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(float32 [S], bool [S]): rewards, and which there are."""
+        return self.recorded.rewards_S, self.recorded.has_reward_S
+
+    def state(self, step: int) -> dict[str, Any] | None:
+        """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
+        return {"step": step, "data": {}} if self.roles.is_driver else None
+
+    @on_driver
+    def log(self, step: int, sampled: None, batch: TrainBatch, measured: StepMetrics) -> None:
+        """The step's one log call, after `step` steps; metrics of the sampling are the recorded run's."""
+        metrics = measured_metrics(measured, self.timer, batch.num_tokens)
+        self.run_log.log(step, self.recorded.metrics | metrics)
+
+    @on_driver
+    def finish(self) -> None:
+        """Close the log."""
+        self.run_log.close()
+        print(f"done; everything is in {self.config.run_dir}", flush=True)
