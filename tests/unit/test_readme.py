@@ -63,6 +63,7 @@ INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 OTHER_FILES = {"path/file.py", "configs/my_run.py", "apps/grpo/main.py", "apps/sft/main.py"}
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step"}
+OTHER_TOOLS_FLAGS |= {"--num", "--worst", "--prompt", "--evaluation"}
 MOST_LINES = 230  # of the page that a newcomer reads first
 
 
