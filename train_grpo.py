@@ -55,6 +55,7 @@ from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run import checkpoint
 from grpo.run.driver import Driver, Sampled, Start
 from grpo.run.failures import run_rank, set_place
+from grpo.run.profiler import profile_step
 from grpo.run.replay import ReplayDriver
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
@@ -78,7 +79,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
     driver = (ReplayDriver if config.replay else Driver)(config, roles, timer)
     start, trainer, reference, generator = start_up(config, driver, timer, roles)
 
-    for step in range(start.step, config.num_steps):
+    for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
         plan = driver.plan(step)  # first prompts; whether to check, sync, evaluate, save: the same on all ranks
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
 

@@ -28,6 +28,7 @@ from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
 from grpo.run import checkpoint
 from grpo.run.failures import run_rank, set_place
+from grpo.run.profiler import profile_step
 from grpo.run.sft_driver import Driver, Start, show_examples
 from grpo.run.step_timer import StepTimer
 from grpo.types import MicroBatch, TrainBatch
@@ -52,7 +53,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
     start, trainer, held_out = start_up(config, driver, timer, roles)
 
     recent_losses = collections.deque(start.recent_losses, maxlen=STOP_WINDOW)  # the same on all ranks
-    for step in range(start.step, config.num_steps):
+    for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
         if is_learned(recent_losses, config):
             break
         batch = send_batch(driver.next_batch(), roles)  # driver -> trainers

@@ -40,6 +40,8 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
         _check_sampling(config)
     else:
         _check_supervised(config)
+    if config.profile > config.num_steps:
+        raise ValueError(f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it")
     trainer, num_trainers = config.trainer, (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
     shards = trainer.tensor_parallel * trainer.data_replicas
     if num_trainers % shards:

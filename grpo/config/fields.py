@@ -327,6 +327,8 @@ class GRPOConfig:
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
     sync_check_tolerance: Annotated[float, AtLeast(0)] = 0.0
     """Largest mean absolute log-prob difference that a sync check accepts; 0 takes 1e-3 in float32, 0.1 in bfloat16."""
+    profile: Interval = 0
+    """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
     record: bool = False
     """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for `replay`."""
     replay: str = ""
@@ -441,6 +443,8 @@ class SFTConfig:
     """Longest example in tokens; what becomes of longer ones is `too_long`."""
     seed: int = 0
     """The order of the data and, for a toy model, its first weights follow from it."""
+    profile: Interval = 0
+    """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
 
     @property
     def num_ranks(self) -> int:

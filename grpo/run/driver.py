@@ -31,8 +31,10 @@ from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
+from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
+from grpo.run.profiler import check_profile
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.scorer import Scorer
@@ -79,6 +81,7 @@ class Driver:
 
     def __init__(self, config: GRPOConfig, roles: Roles, timer: StepTimer):
         self.config, self.roles, self.timer = config, roles, timer
+        self.ledger = Ledger(roles)
 
     @from_driver
     def start(self) -> Start:
@@ -111,6 +114,7 @@ class Driver:
                 checkpoint.check_adapters(resume_from, config.trainer)
                 self.first_step = state["step"]
                 self.stream.load_state_dict(state["data"])
+            check_profile(config.profile, self.first_step)
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
@@ -240,12 +244,24 @@ class Driver:
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
-    @on_driver
     def log(self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
+        times = self.timer.close_step()
+        self._log(step, sampled, batch, measured, times, self.ledger.exchange(step, self.timer.worked))
+
+    @on_driver
+    def _log(
+        self,
+        step: int,
+        sampled: Sampled,
+        batch: TrainBatch,
+        measured: StepMetrics,
+        times: dict[str, float],
+        ledger: tuple[int, torch.Tensor] | None,
+    ) -> None:
         num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
-        metrics = self._sampling_metrics(sampled) | measured_metrics(measured, self.timer, num_tokens)
-        self.run_log.log(step, metrics)
+        metrics = self._sampling_metrics(sampled) | measured_metrics(measured, times, num_tokens)
+        self.run_log.log(step, metrics | self.run_log.ledger(ledger))
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
             values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
@@ -277,6 +293,7 @@ class Driver:
     def finish(self) -> None:
         """Close the log and end the reward processes."""
         self.scorer.pool.close()
+        self.run_log.ledger(self.ledger.collect())
         self.run_log.close()
         print(f"done; everything is in {self.config.run_dir}", flush=True)
 
@@ -287,9 +304,9 @@ def saves_after(step: int, config: GRPOConfig) -> bool:
     return step == config.num_steps or (interval > 0 and step % interval == 0)
 
 
-def measured_metrics(measured: StepMetrics, timer: StepTimer, num_tokens: int) -> dict[str, float]:
-    """What the updates measured, the step's times, tokens per second and memory. Ends the timer's step."""
-    metrics = with_effective_sample_size(measured.means()) | timer.close_step()
+def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens: int) -> dict[str, float]:
+    """What the updates measured, the step's times, tokens per second and memory."""
+    metrics = with_effective_sample_size(measured.means()) | times
     metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
     if torch.cuda.is_available():
         metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30

@@ -10,12 +10,14 @@ import statistics
 import time
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import MetricsConfig
 from grpo.run.formats import compact_duration, compact_number
+from grpo.run.ledger import PHASES, slowest_ranks
 from grpo.run.samples import completion_records, describe_rollout, finite_or_none, markdown_table, spread_by_reward
 from grpo.types import Rollout
 
@@ -45,9 +47,10 @@ class RunLog:
     """Everything a run tells: files in the run folder and the console.
 
     The files: `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones),
-    `samples.txt` (a few, to read) and `tensorboard/`. Opened with `start_step` above 0 it continues a run: what an
-    aborted part had written beyond that step is dropped from the .jsonl files and hidden in TensorBoard, so that no
-    step counts twice. Opened with 0 it starts them afresh. samples.txt is only ever appended to.
+    `ledger.jsonl` (what each rank worked), `samples.txt` (a few, to read) and `tensorboard/`. Opened with `start_step`
+    above 0 it continues a run: what an aborted part had written beyond that step is dropped from the .jsonl files and
+    hidden in TensorBoard, so that no step counts twice. Opened with 0 it starts them afresh. samples.txt is only ever
+    appended to.
     """
 
     def __init__(self, config: MetricsConfig, run_dir: str, num_steps: int, start_step: int = 0) -> None:
@@ -59,7 +62,7 @@ class RunLog:
         self.said_equal = False
         # No highlighting or markup: names and numbers are printed as they are. rich colours a terminal, never a file.
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
-        for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
+        for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "ledger.jsonl"):
             if os.path.exists(os.path.join(run_dir, name)):
                 drop_steps_after(os.path.join(run_dir, name), start_step)
         # TensorBoard hides what was written before at this step or later; before a fresh start that is everything.
@@ -134,6 +137,18 @@ class RunLog:
         """Record completions of held-out prompts in evaluation.jsonl; the arguments are those of `completions`."""
         records = completion_records(rollouts, prompts)
         self._append_records("evaluation.jsonl", [{"step": step, "kind": kind, **record} for record in records])
+
+    def ledger(self, step_and_seconds: tuple[int, torch.Tensor] | None) -> dict[str, float]:
+        """Record what each rank worked in a step (see `Ledger`) in ledger.jsonl; returns metrics of the slowest ranks.
+
+        The step is usually the one before that which is logged. None records nothing.
+        """
+        if step_and_seconds is None:
+            return {}
+        step, seconds_RP = step_and_seconds
+        of_ranks = dict(zip(PHASES, seconds_RP.T.tolist(), strict=True))
+        self._append_records("ledger.jsonl", [{"step": step, **of_ranks}])
+        return slowest_ranks(seconds_RP)
 
     def close(self) -> None:
         """Flush and close TensorBoard's file; the others are closed after every call."""

@@ -21,8 +21,10 @@ from grpo.roles.process_groups import Roles
 from grpo.run import checkpoint
 from grpo.run.driver import SCRIPT, Start, measured_metrics, saves_after
 from grpo.run.failures import refuse_bad_input
+from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
+from grpo.run.profiler import check_profile
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.step_timer import StepTimer
 from grpo.types import Plan, TrainBatch
@@ -33,6 +35,7 @@ class ReplayDriver:
 
     def __init__(self, config: GRPOConfig, roles: Roles, timer: StepTimer):
         self.config, self.roles, self.timer = config, roles, timer
+        self.ledger = Ledger(roles)
 
     @from_driver
     def start(self) -> Start:
@@ -49,6 +52,7 @@ class ReplayDriver:
             if resume_from is not None:
                 first_step = checkpoint.read_driver_state(resume_from)["step"]
                 checkpoint.check_adapters(resume_from, config.trainer)
+            check_profile(config.profile, first_step)
             coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
             needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
             steps = range(first_step + 1, config.num_steps + 1)
@@ -110,14 +114,26 @@ class ReplayDriver:
         """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
         return {"step": step, "data": {}} if self.roles.is_driver else None
 
-    @on_driver
     def log(self, step: int, sampled: None, batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps; metrics of the sampling are the recorded run's."""
-        metrics = measured_metrics(measured, self.timer, batch.num_tokens)
-        self.run_log.log(step, self.recorded.metrics | metrics)
+        times = self.timer.close_step()
+        self._log(step, batch, measured, times, self.ledger.exchange(step, self.timer.worked))
+
+    @on_driver
+    def _log(
+        self,
+        step: int,
+        batch: TrainBatch,
+        measured: StepMetrics,
+        times: dict[str, float],
+        ledger: tuple[int, torch.Tensor] | None,
+    ) -> None:
+        metrics = self.recorded.metrics | measured_metrics(measured, times, batch.num_tokens)
+        self.run_log.log(step, metrics | self.run_log.ledger(ledger))
 
     @on_driver
     def finish(self) -> None:
         """Close the log."""
+        self.run_log.ledger(self.ledger.collect())
         self.run_log.close()
         print(f"done; everything is in {self.config.run_dir}", flush=True)

@@ -27,6 +27,8 @@ RUN_FILES = (
     "completions.jsonl",
     "evaluation.jsonl",
     "samples.txt",
+    "ledger.jsonl",
+    "profile",
     "tensorboard",
     "batches",
     CHECKPOINTS,

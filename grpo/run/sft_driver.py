@@ -22,6 +22,7 @@ from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
+from grpo.run.profiler import check_profile
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.step_timer import StepTimer
 from grpo.types import Sample, TrainBatch
@@ -69,6 +70,7 @@ class Driver:
                 state = checkpoint.read_driver_state(resume_from)
                 checkpoint.check_adapters(resume_from, config.trainer)
                 self.stream.load_state_dict(state["data"])
+            check_profile(config.profile, state["step"])
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=state["step"])

@@ -54,6 +54,8 @@ MANY = {
     "eval/pass_at_<k>",
     "reward/source/<name>",
     "prompt/source/<name>",
+    "time/<phase>_max",
+    "time/<phase>_max_rank",
 }
 NAMED = {name for names in METRICS.values() for name in names.split()} | MANY
 # What the log replaces by `mismatch/ess`
