@@ -290,6 +290,8 @@ class MetricsConfig:
     """Steps between readable samples of completions with their rewards; 0 writes none."""
     num_samples: Annotated[int, AtLeast(0)] = 4
     """Completions written each time."""
+    wandb_project: str = ""
+    """Log to this project at Weights & Biases too (`pip install wandb`); empty does not."""
 
 
 @dataclass(frozen=True, kw_only=True)

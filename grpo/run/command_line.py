@@ -10,6 +10,7 @@ from grpo.config.layout import check_world_size, for_one_process, for_replay
 from grpo.config.recipes import load
 from grpo.run.failures import refuse_bad_input, run_rank
 from grpo.run.quiet import quiet_libraries
+from grpo.run.wandb_log import check_wandb
 
 
 def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
@@ -34,4 +35,5 @@ def _read(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
             config = for_one_process(config)
             validate(config)
         check_world_size(config, world_size)
+        check_wandb(config.metrics.wandb_project)
     return config

@@ -7,7 +7,7 @@ was sampled is a value that the loop passes on. Left out: everything that severa
 
 import math
 import pathlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ class Driver:
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=self.first_step)
+        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, self.first_step, asdict(config))
         print(
             f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",
             flush=True,

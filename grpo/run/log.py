@@ -18,7 +18,16 @@ from torch.utils.tensorboard import SummaryWriter
 from grpo.config import MetricsConfig
 from grpo.run.formats import compact_duration, compact_number
 from grpo.run.ledger import PHASES, slowest_ranks
-from grpo.run.samples import completion_records, describe_rollout, finite_or_none, markdown_table, spread_by_reward
+from grpo.run.samples import (
+    TABLE_HEADER,
+    completion_records,
+    describe_rollout,
+    finite_or_none,
+    markdown_table,
+    spread_by_reward,
+    table_rows,
+)
+from grpo.run.wandb_log import WandbLog
 from grpo.types import Rollout
 
 # Metric, its label on the console line, its unit there. The rest is in metrics.jsonl and TensorBoard.
@@ -53,7 +62,15 @@ class RunLog:
     appended to.
     """
 
-    def __init__(self, config: MetricsConfig, run_dir: str, num_steps: int, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        config: MetricsConfig,
+        run_dir: str,
+        num_steps: int,
+        start_step: int = 0,
+        whole_config: dict[str, Any] | None = None,
+    ) -> None:
+        """whole_config: the run's, for its page at Weights & Biases."""
         os.makedirs(run_dir, exist_ok=True)
         self.config = config
         self.num_steps = num_steps
@@ -69,6 +86,8 @@ class RunLog:
         first_step = start_step + 1 if start_step else 0
         folder = os.path.join(run_dir, "tensorboard")
         self.tensorboard = SummaryWriter(folder, purge_step=first_step) if config.tensorboard else None
+        project = config.wandb_project
+        self.wandb = WandbLog(project, run_dir, start_step, whole_config) if project else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one finished step everywhere; one call per step."""
@@ -126,10 +145,12 @@ class RunLog:
             return
         text = "\n\n".join(describe_rollout(rollouts[i], prompts[i]) for i in chosen)
         self._append("samples.txt", f"{f'===== step {step} '.ljust(120, '=')}\n{text}\n\n")
+        rows = table_rows([rollouts[i] for i in chosen], [prompts[i] for i in chosen])
         if self.tensorboard:
-            table = markdown_table([rollouts[i] for i in chosen], [prompts[i] for i in chosen])
-            self.tensorboard.add_text("samples", table, step)
+            self.tensorboard.add_text("samples", markdown_table(rows), step)
             self.tensorboard.flush()
+        if self.wandb:
+            self.wandb.samples(step, TABLE_HEADER, rows)
 
     def evaluation_completions(
         self, step: int, kind: Literal["greedy", "sample"], rollouts: list[Rollout], prompts: list[str]
@@ -151,9 +172,11 @@ class RunLog:
         return slowest_ranks(seconds_RP)
 
     def close(self) -> None:
-        """Flush and close TensorBoard's file; the others are closed after every call."""
+        """Flush and close TensorBoard's file and the run at Weights & Biases; the other files are closed already."""
         if self.tensorboard:
             self.tensorboard.close()
+        if self.wandb:
+            self.wandb.close()
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """One JSON line and the TensorBoard scalars, both flushed: a run that dies has told all it knew."""
@@ -164,6 +187,8 @@ class RunLog:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()
+        if self.wandb:
+            self.wandb.log(step, values)
 
     def _append_records(self, name: str, records: list[dict[str, Any]]) -> None:
         self._append(name, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))

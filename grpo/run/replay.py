@@ -6,6 +6,7 @@ run's losses come out again to the last digit. Left out: evaluations, which need
 takes the exported model), and rollouts as text, which the recorded run's folder has.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class ReplayDriver:
             folder, _ = open_model_folder(config, config.trainer.tensor_parallel)
             self.vocab_size = hf_folder.read_hf_config(folder).vocab_size
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=first_step)
+        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, first_step, asdict(config))
         print(
             f"replay of {recorded} on {config.roles.num_trainers} trainer ranks, which neither samples nor evaluates; "
             f"{config.run_dir}, starting at step {first_step}",

@@ -30,6 +30,7 @@ RUN_FILES = (
     "ledger.jsonl",
     "profile",
     "tensorboard",
+    "wandb",
     "batches",
     CHECKPOINTS,
     "model",
@@ -38,7 +39,7 @@ RUN_FILES = (
     MARKER,
 )
 # of which these are there already when a start fails, on bad input or while models load; the corrected run may begin
-WRITTEN_BEFORE_RUN = ("config.py", "tensorboard", "initial_model", MARKER)
+WRITTEN_BEFORE_RUN = ("config.py", "tensorboard", "wandb", "initial_model", MARKER)
 _OWN = {(name,) for name in RUN_FILES}
 # What is being written, or was when its run died
 UNFINISHED = (".partial", ".tmp")

@@ -2,7 +2,7 @@
 
 import pathlib
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class Driver:
             check_profile(config.profile, state["step"])
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=state["step"])
+        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, state["step"], asdict(config))
         print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {state['step']}", flush=True)
         return Start(
             step=state["step"],
