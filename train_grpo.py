@@ -113,8 +113,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
             with timer.phase("save"):
                 state = driver.state(step + 1)
-                keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
-                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, keep, keep_best)
+                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint)
 
     if config.checkpoint.export and trainer:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)

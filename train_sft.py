@@ -74,7 +74,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
         if is_last or (interval and (step + 1) % interval == 0):  # dying before it is complete repeats the step
             with timer.phase("save"):
                 state = driver.state(step + 1, list(recent_losses))
-                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
+                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint)
 
     if config.checkpoint.export:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)

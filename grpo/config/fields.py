@@ -276,6 +276,9 @@ class CheckpointConfig:
     """How many of the newest checkpoints are kept."""
     keep_best: str = ""
     """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
+    on_full_disk: Literal["stop", "continue"] = "stop"
+    """What a checkpoint for which there is no room does to the run; older ones stay in any case.
+    stop: end it with one message; continue: warn, and try again at the next one."""
     export: bool = True
     """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
 
@@ -313,6 +316,8 @@ class GRPOConfig:
     """Folder of the run: config, checkpoints, metrics, samples, exported model."""
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
+    allow_changes: bool = False
+    """Resume although fields differ on which the result depends; they are shown in any case."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
     num_steps: Annotated[int, AtLeast(1)] = 200
@@ -417,6 +422,8 @@ class SFTConfig:
     """Folder of the run."""
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
+    allow_changes: bool = False
+    """Resume although fields differ on which the result depends; they are shown in any case."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
     num_trainers: Annotated[int, AtLeast(1)] = 1

@@ -17,7 +17,6 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig
 from grpo.config.layout import describe_layout
-from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.held_out import load_eval_prompts
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
@@ -29,14 +28,14 @@ from grpo.rewards.workers.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
+from grpo.run.resume import begin, open_run_folder, resumed_stream
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
-from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
+from grpo.run.run_lock import unlock_run_folder
 from grpo.run.scorer import Scorer
 from grpo.run.step_timer import StepTimer
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
@@ -97,27 +96,20 @@ class Driver:
             evaluates = config.evaluation.interval > 0
             read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
             inputs = (config.model.path, config.model.reference_path, *(source.path for source in read))
-            starts = {"resume": config.resume, "overwrite": config.overwrite}
-            check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
-            resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
-            mark_run_folder(config.run_dir, SCRIPT)
+            opened = open_run_folder(config, SCRIPT, inputs)
             folder, tokenizer = open_model_folder(config, config.largest_tensor_parallel, texts_of(sources))
             if config.needs_reference and config.model.reference_path:
                 reference = hf_folder.resolve_folder(config.model.reference_path)
                 hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
                 hf_folder.check_reference(reference, folder, tokenizer)
-            self.stream = PromptStream(usable_prompts(sources, config, tokenizer), config, tokenizer)
+            rows = usable_prompts(sources, config, tokenizer)
+            self.stream = resumed_stream(lambda: PromptStream(rows, config, tokenizer), opened, config.allow_changes)
             eval_prompts = load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
-            self.first_step = 0
-            if resume_from is not None:
-                state = checkpoint.read_driver_state(resume_from)
-                checkpoint.check_adapters(resume_from, config.trainer)
-                self.first_step = state["step"]
-                self.stream.load_state_dict(state["data"])
+            self.first_step = opened.step
             check_profile(config.profile, self.first_step)
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
-        begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
+        begin(config, SCRIPT, opened)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, self.first_step, asdict(config))
         print(
             f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",
@@ -129,7 +121,7 @@ class Driver:
             reference_folder=config.model.reference_path or folder,
             stop_token_ids=self.scorer.stop_token_ids,
             eval_prompts=eval_prompts,
-            checkpoint=resume_from,
+            checkpoint=opened.checkpoint,
         )
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -295,6 +287,7 @@ class Driver:
         self.scorer.pool.close()
         self.run_log.ledger(self.ledger.collect())
         self.run_log.close()
+        unlock_run_folder(self.config.run_dir)
         print(f"done; everything is in {self.config.run_dir}", flush=True)
 
 

@@ -13,20 +13,19 @@ import torch
 
 from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig
-from grpo.config.recipes import as_recipe
 from grpo.data.recorded import batch_path, check_recorded, read_step
 from grpo.models import hf_folder
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run import checkpoint
 from grpo.run.driver import SCRIPT, Start, measured_metrics, saves_after
 from grpo.run.failures import refuse_bad_input
 from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
-from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
+from grpo.run.resume import begin, open_run_folder
+from grpo.run.run_lock import unlock_run_folder
 from grpo.run.step_timer import StepTimer
 from grpo.types import Plan, TrainBatch
 
@@ -44,37 +43,29 @@ class ReplayDriver:
         config, algorithm = self.config, self.config.algorithm
         with refuse_bad_input():
             try_loss(algorithm)
-            starts = {"resume": config.resume, "overwrite": config.overwrite}
             recorded = str(batch_path(config.replay, 1).parent)
-            inputs = (config.model.path, recorded)
-            check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
-            resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
-            first_step = 0
-            if resume_from is not None:
-                first_step = checkpoint.read_driver_state(resume_from)["step"]
-                checkpoint.check_adapters(resume_from, config.trainer)
-            check_profile(config.profile, first_step)
+            opened = open_run_folder(config, SCRIPT, (config.model.path, recorded))
+            check_profile(config.profile, opened.step)
             coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
             needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
-            steps = range(first_step + 1, config.num_steps + 1)
+            steps = range(opened.step + 1, config.num_steps + 1)
             check_recorded(config.replay, steps, config.group_size, needs_reference)
-            mark_run_folder(config.run_dir, SCRIPT)
             folder, _ = open_model_folder(config, config.trainer.tensor_parallel)
             self.vocab_size = hf_folder.read_hf_config(folder).vocab_size
-        begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, first_step, asdict(config))
+        begin(config, SCRIPT, opened)
+        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, opened.step, asdict(config))
         print(
             f"replay of {recorded} on {config.roles.num_trainers} trainer ranks, which neither samples nor evaluates; "
-            f"{config.run_dir}, starting at step {first_step}",
+            f"{config.run_dir}, starting at step {opened.step}",
             flush=True,
         )
         return Start(
-            step=first_step,
+            step=opened.step,
             model_folder=folder,
             reference_folder="",
             stop_token_ids=[],
             eval_prompts=[],
-            checkpoint=resume_from,
+            checkpoint=opened.checkpoint,
         )
 
     @from_driver
@@ -137,4 +128,5 @@ class ReplayDriver:
         """Close the log."""
         self.run_log.ledger(self.ledger.collect())
         self.run_log.close()
+        unlock_run_folder(self.config.run_dir)
         print(f"done; everything is in {self.config.run_dir}", flush=True)

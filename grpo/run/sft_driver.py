@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 
 from grpo.config import SFTConfig
-from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch
 from grpo.data.held_out import load_validation
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
@@ -18,12 +17,12 @@ from grpo.data.streams import ChatStream, Labelled
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
-from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
+from grpo.run.resume import begin, open_run_folder, resumed_stream
+from grpo.run.run_lock import unlock_run_folder
 from grpo.run.step_timer import StepTimer
 from grpo.types import Sample, TrainBatch
 
@@ -58,29 +57,22 @@ class Driver:
             sources = load_chat_sources(config)
             read = [*config.data.all_sources, *(config.validation.held_out(config.data) if validates else [])]
             inputs = (config.model.path, *(source.path for source in read))
-            starts = {"resume": config.resume, "overwrite": config.overwrite}
-            check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
-            resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
-            mark_run_folder(config.run_dir, SCRIPT)
+            opened = open_run_folder(config, SCRIPT, inputs)
             folder, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources))
-            self.stream = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer)
+            rows = usable_chats(sources, config, tokenizer)
+            self.stream = resumed_stream(lambda: ChatStream(rows, config, tokenizer), opened, config.allow_changes)
             self.validation = load_validation(config, tokenizer) if validates else {}
-            state = {"step": 0, "recent_losses": []}
-            if resume_from is not None:
-                state = checkpoint.read_driver_state(resume_from)
-                checkpoint.check_adapters(resume_from, config.trainer)
-                self.stream.load_state_dict(state["data"])
-            check_profile(config.profile, state["step"])
+            check_profile(config.profile, opened.step)
         # only now that nothing is refused any more may an earlier run be deleted
-        begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, state["step"], asdict(config))
-        print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {state['step']}", flush=True)
+        begin(config, SCRIPT, opened)
+        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, opened.step, asdict(config))
+        print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {opened.step}", flush=True)
         return Start(
-            step=state["step"],
+            step=opened.step,
             model_folder=folder,
             held_out=list(self.validation),
-            recent_losses=state["recent_losses"],
-            checkpoint=resume_from,
+            recent_losses=opened.state.get("recent_losses", []),
+            checkpoint=opened.checkpoint,
         )
 
     @on_driver
@@ -119,6 +111,7 @@ class Driver:
     def finish(self) -> None:
         """Close the log."""
         self.run_log.close()
+        unlock_run_folder(self.config.run_dir)
         print(f"done; everything is in {self.config.run_dir}", flush=True)
 
 
