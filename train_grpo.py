@@ -78,6 +78,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
     timer = StepTimer(roles.is_driver)
     driver = (ReplayDriver if config.replay else Driver)(config, roles, timer)
     start, trainer, reference, generator = start_up(config, driver, timer, roles)
+    saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
 
     for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
         plan = driver.plan(step)  # first prompts; whether to check, sync, evaluate, save: the same on all ranks
@@ -112,11 +113,13 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         driver.log(step + 1, sampled, batch, metrics)
         if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
             with timer.phase("save"):
-                state = driver.state(step + 1)
-                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint)
+                saver.save(step + 1, trainer, driver.state(step + 1))
 
     if config.checkpoint.export and trainer:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+    if trainer:
+        with timer.phase("save"):
+            saver.wait()  # for what threads still write, with checkpoint.in_background
     driver.finish()
     close_roles(roles, generator.close if generator else None)
 

@@ -51,6 +51,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
     timer = StepTimer(roles.is_driver)
     driver = Driver(config, roles, timer)
     start, trainer, held_out = start_up(config, driver, timer, roles)
+    saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
 
     recent_losses = collections.deque(start.recent_losses, maxlen=STOP_WINDOW)  # the same on all ranks
     for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
@@ -70,14 +71,14 @@ def train(config: SFTConfig, roles: Roles) -> None:
             with timer.phase("validate"):
                 validate(driver, trainer, held_out, step + 1)
         driver.log(step + 1, batch, metrics)
-        interval = config.checkpoint.interval
-        if is_last or (interval and (step + 1) % interval == 0):  # dying before it is complete repeats the step
+        if checkpoint.saves(config.checkpoint, step + 1, is_last):  # dying before it is complete repeats the step
             with timer.phase("save"):
-                state = driver.state(step + 1, list(recent_losses))
-                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint)
+                saver.save(step + 1, trainer, driver.state(step + 1, list(recent_losses)))
 
     if config.checkpoint.export:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+    with timer.phase("save"):
+        saver.wait()  # for what threads still write, with checkpoint.in_background
     driver.finish()
     close_roles(roles)
 

@@ -271,7 +271,11 @@ class CheckpointConfig:
     """Saving, resuming and the exported model."""
 
     interval: Interval = 0
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints, after the last step too; 0 saves none (see `at_end`)."""
+    at_end: bool = False
+    """Save after the last step even with `interval` 0, to continue with more steps later."""
+    in_background: bool = False
+    """Copy the state to host memory and write it while the next steps run; it takes as much memory as the files."""
     keep: Annotated[int, AtLeast(1)] = 2
     """How many of the newest checkpoints are kept."""
     keep_best: str = ""

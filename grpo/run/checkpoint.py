@@ -5,16 +5,19 @@ another number of trainer ranks; the driver's state (step, data position) is in 
 checkpoint one that can be trusted is in checkpoint_files.py.
 """
 
+import copy
 import json
 import os
 import pathlib
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.stateful import Stateful
 
 from grpo.config import CheckpointConfig, TrainerConfig
@@ -86,6 +89,13 @@ def check_adapters(checkpoint: pathlib.Path, trainer: TrainerConfig) -> None:
         )
 
 
+def saves(config: CheckpointConfig, step: int, is_last: bool) -> bool:
+    """Whether a checkpoint follows the `step`-th step."""
+    if is_last:
+        return config.interval > 0 or config.at_end
+    return config.interval > 0 and step % config.interval == 0
+
+
 def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | None:
     """Of the checkpoints after whose step the run was evaluated, that with the highest `eval/<metric>`; None without.
 
@@ -109,15 +119,80 @@ def save_checkpoint(
     ranks. If the files cannot be written, nothing of them is left and older checkpoints stay: every rank raises
     BadInput, or, where there is no room and `config.on_full_disk` is `continue`, returns after a warning.
     """
-    target = pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}"
-    partial = target.with_suffix(".partial")
+    partial, target = _places(run_dir, step)
     failed = (
         _on_rank_0(lambda: _make_empty(partial))
         or _save_shards(trained, partial)
         or _on_rank_0(lambda: _complete(partial, target, driver_state, config))
     )
-    if failed is None:
-        return
+    if failed is not None:
+        _end_failed(failed, step, partial, target, config)
+
+
+class Saver:
+    """Saves checkpoints of one run, on every trainer rank; with `config.in_background` beside training.
+
+    Then `save` only copies the state to host memory. Threads write it while the next steps run, and rank 0's makes a
+    checkpoint of it as soon as every rank has written its part. One that failed is told by the next `save` or `wait`.
+    """
+
+    def __init__(self, run_dir: str, config: CheckpointConfig, group: ProcessGroup | None) -> None:
+        """group: the trainer ranks, on CPU tensors, with nothing else going on in it."""
+        self.run_dir, self.config, self.group = run_dir, config, group
+        self._step: int | None = None  # of the checkpoint that is being written; so are the next two
+        self._written: Future | None = None
+        self._completed: Future | None = None
+
+    def save(self, step: int, trained: Stateful, driver_state: dict[str, Any] | None) -> None:
+        """As `save_checkpoint`. Collective over the trainer ranks; waits for the checkpoint before."""
+        self.wait()
+        if not self.config.in_background:
+            save_checkpoint(self.run_dir, step, trained, driver_state, self.config)
+            return
+        partial, target = _places(self.run_dir, step)
+        if failed := _on_rank_0(lambda: _make_empty(partial)):
+            _end_failed(failed, step, partial, target, self.config)
+            return
+        self._step = step
+        self._written = dcp.async_save(_whole_state(trained), checkpoint_id=partial, process_group=self.group)
+        if dist.get_rank() == 0:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            # a copy, because the driver goes on with what is in it
+            state = copy.deepcopy(driver_state)
+            self._completed = thread.submit(self._complete, self._written, partial, target, state)
+            thread.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Return when the checkpoint that is being written, if any, is complete; raises as `save_checkpoint` does.
+
+        Collective over the trainer ranks.
+        """
+        if self._step is None:
+            return
+        step, written, completed = self._step, self._written, self._completed
+        self._step = self._written = self._completed = None
+        failed = _cause(written.result) or _on_rank_0(lambda: completed.result())
+        if failed is not None:
+            _end_failed(failed, step, *_places(self.run_dir, step), self.config)
+
+    def _complete(
+        self, written: Future, partial: pathlib.Path, target: pathlib.Path, driver_state: dict[str, Any]
+    ) -> None:
+        written.result()  # torch's planner has heard from all ranks
+        _complete(partial, target, driver_state, self.config)
+
+
+def _places(run_dir: str, step: int) -> tuple[pathlib.Path, pathlib.Path]:
+    """Where a checkpoint is written, and where it is once it is complete."""
+    target = pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}"
+    return target.with_suffix(".partial"), target
+
+
+def _end_failed(
+    failed: BaseException, step: int, partial: pathlib.Path, target: pathlib.Path, config: CheckpointConfig
+) -> None:
+    """Leave nothing of a checkpoint that could not be written, and raise or warn. Collective over the trainer ranks."""
+    run_dir = target.parents[1]
     if not isinstance(failed, OSError):  # torch's writer hides why a write failed, so try once more
         failed = _on_rank_0(lambda: _write_something(partial)) or failed
     _on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
@@ -139,8 +214,17 @@ def _make_empty(folder: pathlib.Path) -> None:
 
 def _save_shards(trained: Stateful, folder: pathlib.Path) -> BaseException | None:
     """Write this rank's part, to the disk itself; returns on every rank what went wrong on any. Collective."""
+    return _cause(lambda: dcp.save(_whole_state(trained), checkpoint_id=folder))
+
+
+def _whole_state(trained: Stateful) -> dict[str, Any]:
+    return trained.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}
+
+
+def _cause(write: Callable[[], Any]) -> BaseException | None:
+    """What went wrong on any rank, None if nothing did."""
     try:
-        dcp.save(trained.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}, checkpoint_id=folder)
+        write()
     except dcp.api.CheckpointException as error:
         return innermost_cause(error)
     return None

@@ -28,6 +28,7 @@ from grpo.rewards.workers.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
+from grpo.run.checkpoint import saves
 from grpo.run.failures import refuse_bad_input
 from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
@@ -144,7 +145,7 @@ class Driver:
             generator_version=version,
             sync_check=config.sync_check_interval > 0 and version == step and check_due,
             sync=last or due(config.sync_interval),
-            save=saves_after(step + 1, config),
+            save=saves(config.checkpoint, step + 1, last),
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
         )
 
@@ -289,12 +290,6 @@ class Driver:
         self.run_log.close()
         unlock_run_folder(self.config.run_dir)
         print(f"done; everything is in {self.config.run_dir}", flush=True)
-
-
-def saves_after(step: int, config: GRPOConfig) -> bool:
-    """Whether a checkpoint follows the step that is the `step`-th."""
-    interval = config.checkpoint.interval
-    return step == config.num_steps or (interval > 0 and step % interval == 0)
 
 
 def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens: int) -> dict[str, float]:

@@ -18,7 +18,8 @@ from grpo.models import hf_folder
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run.driver import SCRIPT, Start, measured_metrics, saves_after
+from grpo.run.checkpoint import saves
+from grpo.run.driver import SCRIPT, Start, measured_metrics
 from grpo.run.failures import refuse_bad_input
 from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
@@ -84,7 +85,7 @@ class ReplayDriver:
             generator_version=step,
             sync_check=False,
             sync=False,
-            save=saves_after(step + 1, self.config),
+            save=saves(self.config.checkpoint, step + 1, is_last=step + 1 == self.config.num_steps),
             evaluate=False,
         )
 

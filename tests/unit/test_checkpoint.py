@@ -1,9 +1,12 @@
 """A checkpoint is read as tensors and plain values: what would run code is refused, and nothing of it runs."""
 
+import copy
+import errno
 import json
 import os
 import pathlib
 import pickle
+import time
 
 import pytest
 import torch
@@ -172,3 +175,79 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     for step, metric, message in (("best", "", "no best"), ("3", "", "no checkpoint of step 3; there are 4, 5")):
         with pytest.raises(ValueError, match=message):
             find_checkpoint(tmp_path, step, metric)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When, and in the background
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_that_are_saved():
+    def steps(**config) -> list[int]:
+        return [step for step in range(1, 6) if checkpoint.saves(CheckpointConfig(**config), step, is_last=step == 5)]
+
+    assert steps(interval=2) == [2, 4, 5]
+    assert steps() == []
+    assert steps(at_end=True) == [5]
+
+
+def wait_for(path: pathlib.Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} was not written"
+        time.sleep(0.01)
+
+
+def test_a_checkpoint_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path):
+    """Model, optimizer, schedule and the driver's state go on at once; what is read later is as it was."""
+    trained, state = Trained(3), {"step": 3, "data": {"rates": [1]}}
+    expected = copy.deepcopy((trained.model.state_dict(), trained.schedule.state_dict()))
+    saver = checkpoint.Saver(str(tmp_path), CheckpointConfig(keep=1, in_background=True), None)
+    saver.save(3, trained, state)
+    state["data"]["rates"].append(2)
+    with torch.no_grad():
+        trained.model.weight.add_(1)
+    trained.schedule.step()
+    folder = tmp_path / "checkpoints" / "step-00000003"
+    wait_for(folder)  # complete without any further call
+    other = Trained(2)
+    checkpoint.load_checkpoint(folder, other)
+    assert torch.equal(other.model.weight, expected[0]["weight"]) and not torch.equal(
+        other.model.weight, trained.model.weight
+    )
+    assert other.schedule.state_dict() == expected[1]
+    assert checkpoint.newest_usable(str(tmp_path))[1] == {"step": 3, "data": {"rates": [1]}}
+    saver.save(4, trained, {"step": 4, "data": {}})  # waits for the one before
+    saver.wait()
+    saver.wait()  # nothing is left to wait for
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.parametrize("where", ["shard", "driver"])
+def test_a_failure_in_the_background_is_told_with_its_cause(where, tmp_path, monkeypatch, capsys):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save(tmp_path, 2)
+    stop, go_on = (
+        checkpoint.Saver(str(tmp_path), CheckpointConfig(in_background=True, on_full_disk=what), None)
+        for what in ("stop", "continue")
+    )
+    with monkeypatch.context() as patch:
+        if where == "shard":
+            patch.setattr(dcp.FileSystemWriter, "write_data", full)
+            patch.setattr(checkpoint, "_write_something", full)  # as it would on that disk
+        else:
+            patch.setattr(checkpoint, "write_driver_state", full)
+        stop.save(3, Trained(3), {"step": 3, "data": {}})
+        with pytest.raises(
+            BadInput, match="of step 3 could not be saved .*No space left on device; .* of step 2 stays"
+        ):
+            stop.wait()
+        go_on.save(4, Trained(4), {"step": 4, "data": {}})
+        go_on.wait()
+    assert "of step 4 could not be saved" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    go_on.save(5, Trained(5), {"step": 5, "data": {}})
+    go_on.wait()
+    assert checkpoint.newest_usable(str(tmp_path))[1]["step"] == 5
