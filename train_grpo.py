@@ -117,9 +117,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
 
     if config.checkpoint.export and trainer:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
-    if trainer:
-        with timer.phase("save"):
-            saver.wait()  # for what threads still write, with checkpoint.in_background
+    saver.wait()  # on the trainers, for what their threads still write with checkpoint.in_background
     driver.finish()
     close_roles(roles, generator.close if generator else None)
 

@@ -77,8 +77,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
 
     if config.checkpoint.export:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
-    with timer.phase("save"):
-        saver.wait()  # for what threads still write, with checkpoint.in_background
+    saver.wait()  # for what threads still write with checkpoint.in_background
     driver.finish()
     close_roles(roles)
 

@@ -130,7 +130,7 @@ def save_checkpoint(
 
 
 class Saver:
-    """Saves checkpoints of one run, on every trainer rank; with `config.in_background` beside training.
+    """Saves the checkpoints of one run; with `config.in_background` beside training. Trainer ranks use it.
 
     Then `save` only copies the state to host memory. Threads write it while the next steps run, and rank 0's makes a
     checkpoint of it as soon as every rank has written its part. One that failed is told by the next `save` or `wait`.
@@ -163,9 +163,9 @@ class Saver:
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Return when the checkpoint that is being written, if any, is complete; raises as `save_checkpoint` does.
+        """Return when the checkpoint that is being written is complete; raises as `save_checkpoint` does.
 
-        Collective over the trainer ranks.
+        Collective over the trainer ranks; returns at once where none is being written.
         """
         if self._step is None:
             return
