@@ -1,5 +1,6 @@
 """SFT in whole runs: exact resume, validation, examples to look at, an early stop."""
 
+import gzip
 import json
 import pathlib
 import shutil
@@ -98,7 +99,10 @@ def test_validation_is_the_mean_over_tokens_of_each_set(finished: pathlib.Path):
 def test_a_run_that_stopped_by_its_loss_stays_stopped(arguments: list[str], tmp_path: pathlib.Path):
     flags = [*arguments, "--num-trainers", 1, "--num-steps", 20, "--stop-at-loss", 99, "--validation.interval", 0]
     flags += ["--run-dir", tmp_path / "run"]
-    torchrun("train_sft.py", *flags, "--checkpoint.interval", 7, nproc=1)
+    torchrun("train_sft.py", *flags, "--checkpoint.interval", 7, "--profile", 2, nproc=1)
+    (trace,) = (tmp_path / "run/profile").iterdir()
+    assert trace.name == "step-00000002-rank-000-trainer.json.gz"
+    assert '"name": "train"' in gzip.decompress(trace.read_bytes()).decode()
     assert [m["step"] for m in read_metrics(tmp_path / "run")] == [*range(1, 11)]
     folders = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert folders == ["step-00000007", "step-00000010"]
