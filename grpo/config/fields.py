@@ -154,6 +154,8 @@ class TrainerConfig:
     """Learning rate at the last step of a linear or cosine schedule, as a share of the peak."""
     max_grad_norm: Annotated[float, Above(0)] = 1.0
     """Largest global norm of the gradients, which are scaled down to it."""
+    max_skipped_steps: Annotated[int, AtLeast(1)] = 3
+    """End the run after so many steps in a row whose update was skipped because something in it was not finite."""
     lora_rank: Annotated[int, AtLeast(0)] = 0
     """Train adapters of this rank beside the weights, which then stay as they are, in `model.dtype`; 0 trains all."""
     lora_alpha: Annotated[float, Above(0)] = 32.0

@@ -45,6 +45,7 @@ HARMLESS = (
     "trainer.activation_checkpointing",
     "trainer.compile",
     "trainer.logprob_chunk_tokens",
+    "trainer.max_skipped_steps",
 )
 NOT_THERE = "not there"
 

@@ -34,6 +34,7 @@ from grpo.run.resume import begin, open_run_folder, resumed_stream
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.run_lock import unlock_run_folder
 from grpo.run.scorer import Scorer
+from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
 
@@ -106,6 +107,7 @@ class Driver:
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=self.first_step)
+        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
         print(
             f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",
             flush=True,
@@ -247,6 +249,7 @@ class Driver:
             values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
             rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
             self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
+        self.skipped.look(step, metrics, batch)
 
     @on_driver
     def log_evaluation(

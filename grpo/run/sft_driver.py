@@ -22,6 +22,7 @@ from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
 from grpo.run.resume import begin, open_run_folder, resumed_stream
 from grpo.run.run_lock import unlock_run_folder
+from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.types import Sample, TrainBatch
 
@@ -64,6 +65,7 @@ class Driver:
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
         self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=opened.step)
+        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
         print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {opened.step}", flush=True)
         return Start(
             step=opened.step,
@@ -97,6 +99,7 @@ class Driver:
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.run_log.log(step, metrics)
+        self.skipped.look(step, metrics, batch)
 
     @on_driver
     def log_validation(self, step: int, losses: dict[str, float]) -> None:
