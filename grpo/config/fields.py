@@ -2,7 +2,7 @@
 
 A recipe is a Python file that binds `config`; recipes.py reads it and lets the command line override any field;
 bounds.py holds the fields against types and bounds, checks.py against each other. The sections about data are in
-data_fields.py; all can be imported from here.
+data_fields.py, the thresholds of warnings in warning_fields.py; all can be imported from here.
 """
 
 import math
@@ -18,6 +18,7 @@ from grpo.config.data_fields import (  # noqa: F401
     ValidationConfig,
 )
 from grpo.config.kinds import Interval, Json, Options, Scalar, Table, Temperature  # noqa: F401
+from grpo.config.warning_fields import WarningsConfig
 
 # Those of every family; the LM head and the embeddings get no adapter.
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -312,6 +313,7 @@ class GRPOConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    warnings: WarningsConfig = field(default_factory=WarningsConfig)
     run_dir: str = "runs/grpo"
     """Folder of the run: config, checkpoints, metrics, samples, exported model."""
     resume: bool = False
@@ -412,6 +414,7 @@ class SFTConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    warnings: WarningsConfig = field(default_factory=WarningsConfig)
     run_dir: str = "runs/sft"
     """Folder of the run."""
     resume: bool = False

@@ -23,6 +23,7 @@ HARMLESS = (
     "roles.",
     "checkpoint.",
     "metrics.",
+    "warnings.",
     "evaluation.",
     "validation.",
     "model.attention",

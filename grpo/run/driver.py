@@ -106,7 +106,7 @@ class Driver:
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=self.first_step)
+        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, self.first_step, config.warnings)
         self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
         print(
             f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",

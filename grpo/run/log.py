@@ -1,4 +1,4 @@
-"""What a run shows and writes: TensorBoard, JSON lines, samples to read, the console line. Rank 0 (the driver) only.
+"""What a run shows and writes: TensorBoard, JSON lines, samples to read, the console. Rank 0 (the driver) only.
 
 A `step` is here always the number of optimizer steps finished: 0 is before the first one, `num_steps` after the last.
 """
@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
-from grpo.config import MetricsConfig
+from grpo.config import MetricsConfig, WarningsConfig
 from grpo.run.formats import compact_duration, compact_number
 from grpo.run.samples import completion_records, describe_rollout, finite_or_none, markdown_table, spread_by_reward
+from grpo.run.warnings import Watch
 from grpo.types import Rollout
 
 # Metric, its label on the console line, its unit there. The rest is in metrics.jsonl and TensorBoard.
@@ -34,12 +35,6 @@ CONSOLE_COLUMNS = (
 # The time left is reckoned from this many steps: enough to smooth, few enough to forget compilation in the first ones.
 ETA_STEPS = 20
 
-EQUAL_REWARDS = (
-    "in step {step} the rewards of each group are all equal, so their comparison teaches nothing; if that goes on, "
-    "read {run_dir}/samples.txt: the prompts are too easy or too hard, the answers in another format, or the reward "
-    "too coarse"
-)
-
 
 class RunLog:
     """Everything a run tells: files in the run folder and the console.
@@ -50,18 +45,27 @@ class RunLog:
     step counts twice. Opened with 0 it starts them afresh. samples.txt is only ever appended to.
     """
 
-    def __init__(self, config: MetricsConfig, run_dir: str, num_steps: int, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        config: MetricsConfig,
+        run_dir: str,
+        num_steps: int,
+        start_step: int = 0,
+        warnings: WarningsConfig = WarningsConfig(),  # noqa: B008 it is frozen
+    ) -> None:
         os.makedirs(run_dir, exist_ok=True)
         self.config = config
         self.num_steps = num_steps
         self.run_dir = run_dir
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
-        self.said_equal = False
+        self.watch = Watch(warnings)
         # No highlighting or markup: names and numbers are printed as they are. rich colours a terminal, never a file.
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             if os.path.exists(os.path.join(run_dir, name)):
                 drop_steps_after(os.path.join(run_dir, name), start_step)
+        if start_step:
+            self._remember()
         # TensorBoard hides what was written before at this step or later; before a fresh start that is everything.
         first_step = start_step + 1 if start_step else 0
         folder = os.path.join(run_dir, "tensorboard")
@@ -83,10 +87,7 @@ class RunLog:
             seconds_left = statistics.mean(self.step_seconds) * (self.num_steps - step)
             line.append(f"  eta {compact_duration(seconds_left)}", style="dim")
         self._print(line)
-        nothing_to_compare = metrics.get("groups/zero_variance_frac") == 1 and "distill/reverse_kl" not in metrics
-        if nothing_to_compare and not self.said_equal:
-            self.said_equal = True
-            self._print(Text(f"hint: {EQUAL_REWARDS.format(step=step, run_dir=self.run_dir)}"))
+        self._warn(step, self.watch.look(metrics))
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps; `accuracy` is written as `eval/accuracy`.
@@ -94,6 +95,7 @@ class RunLog:
         Of several held-out sets (`eval/SET/accuracy`), each has a line of its own on the console.
         """
         self._log_held_out(step, "eval", metrics)
+        self._warn(step, self.watch.look_at_evaluation(metrics))
 
     def log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """The same for the losses of held-out examples, `validation/loss` or `validation/SET/loss`."""
@@ -139,6 +141,19 @@ class RunLog:
         """Flush and close TensorBoard's file; the others are closed after every call."""
         if self.tensorboard:
             self.tensorboard.close()
+
+    def _remember(self) -> None:
+        """What the warnings know of the steps before a resume; what was said then is not said again."""
+        path = os.path.join(self.run_dir, "metrics.jsonl")
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                for metrics in map(json.loads, file):
+                    look = self.watch.look if "loss" in metrics else self.watch.look_at_evaluation
+                    look(metrics)
+
+    def _warn(self, step: int, texts: list[str]) -> None:
+        for text in texts:
+            self._print(Text(f"warning: step {step}: {text}", style="yellow"))
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """One JSON line and the TensorBoard scalars, both flushed: a run that dies has told all it knew."""

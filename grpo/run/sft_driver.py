@@ -64,7 +64,7 @@ class Driver:
             self.validation = load_validation(config, tokenizer) if validates else {}
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=opened.step)
+        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings)
         self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
         print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {opened.step}", flush=True)
         return Start(
