@@ -123,7 +123,9 @@ class Trainer:
         self._broken.zero_()
 
     def _note(self, name: str, broken: torch.Tensor) -> None:
-        """Remember that something was not finite, if any entry says so. Does not wait for the device."""
+        """Remember that something was not finite, if any entry says so. Does not wait for a GPU."""
+        if broken.device.type == "cpu" and not broken.any():
+            return
         index = MUST_BE_FINITE.index(name)
         self._broken[index] = torch.maximum(self._broken[index], broken.any().to(self._broken))
 
