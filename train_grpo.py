@@ -159,7 +159,7 @@ def add_advantages(
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # KL(generator || reference)
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
-        rewards_S = rewards_S - penalty_S
+        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # else the update is skipped, see Trainer
     # (reward - mean of the group) / (std of the group + 1e-4), or what algorithm.advantages names
     advantages_S = group_advantages(rewards_S, has_reward_S, config.group_size, algorithm.advantages)
     advantages_N, trained_S = advantages_S[batch.owner_N], has_reward_S

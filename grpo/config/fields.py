@@ -2,7 +2,7 @@
 
 A recipe is a Python file that binds `config`; recipes.py reads it and lets the command line override any field;
 bounds.py holds the fields against types and bounds, checks.py against each other. The sections about data are in
-data_fields.py; all can be imported from here.
+data_fields.py, the thresholds of warnings in warning_fields.py; all can be imported from here.
 """
 
 import math
@@ -18,6 +18,7 @@ from grpo.config.data_fields import (  # noqa: F401
     ValidationConfig,
 )
 from grpo.config.kinds import Interval, Json, Options, Scalar, Table, Temperature  # noqa: F401
+from grpo.config.warning_fields import WarningsConfig
 
 # Those of every family; the LM head and the embeddings get no adapter.
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -154,6 +155,8 @@ class TrainerConfig:
     """Learning rate at the last step of a linear or cosine schedule, as a share of the peak."""
     max_grad_norm: Annotated[float, Above(0)] = 1.0
     """Largest global norm of the gradients, which are scaled down to it."""
+    max_skipped_steps: Annotated[int, AtLeast(1)] = 3
+    """End the run after so many steps in a row whose update was skipped because something in it was not finite."""
     lora_rank: Annotated[int, AtLeast(0)] = 0
     """Train adapters of this rank beside the weights, which then stay as they are, in `model.dtype`; 0 trains all."""
     lora_alpha: Annotated[float, Above(0)] = 32.0
@@ -316,6 +319,7 @@ class GRPOConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    warnings: WarningsConfig = field(default_factory=WarningsConfig)
     run_dir: str = "runs/grpo"
     """Folder of the run: config, checkpoints, metrics, samples, exported model."""
     resume: bool = False
@@ -422,6 +426,7 @@ class SFTConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    warnings: WarningsConfig = field(default_factory=WarningsConfig)
     run_dir: str = "runs/sft"
     """Folder of the run."""
     resume: bool = False

@@ -25,6 +25,7 @@ HARMLESS = (
     "roles.",
     "checkpoint.",
     "metrics.",
+    "warnings.",
     "evaluation.",
     "validation.",
     "model.attention",
@@ -47,6 +48,7 @@ HARMLESS = (
     "trainer.activation_checkpointing",
     "trainer.compile",
     "trainer.logprob_chunk_tokens",
+    "trainer.max_skipped_steps",
 )
 NOT_THERE = "not there"
 

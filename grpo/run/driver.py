@@ -38,6 +38,7 @@ from grpo.run.resume import begin, open_run_folder, resumed_stream
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.run_lock import unlock_run_folder
 from grpo.run.scorer import Scorer
+from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
 
@@ -111,7 +112,10 @@ class Driver:
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, self.first_step, asdict(config))
+        self.run_log = RunLog(
+            config.metrics, config.run_dir, config.num_steps, self.first_step, config.warnings, asdict(config)
+        )
+        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
         print(
             f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",
             flush=True,
@@ -260,6 +264,7 @@ class Driver:
             values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
             rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
             self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
+        self.skipped.look(step, metrics, batch)
 
     def _sampling_metrics(self, sampled: Sampled) -> dict[str, float]:
         config = self.config

@@ -1,4 +1,4 @@
-"""What a run shows and writes: TensorBoard, JSON lines, samples to read, the console line. Rank 0 (the driver) only.
+"""What a run shows and writes: TensorBoard, JSON lines, samples to read, the console. Rank 0 (the driver) only.
 
 A `step` is here always the number of optimizer steps finished: 0 is before the first one, `num_steps` after the last.
 """
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
-from grpo.config import MetricsConfig
+from grpo.config import MetricsConfig, WarningsConfig
 from grpo.run.formats import compact_duration, compact_number
 from grpo.run.ledger import PHASES, slowest_ranks
 from grpo.run.samples import (
@@ -28,6 +28,7 @@ from grpo.run.samples import (
     table_rows,
 )
 from grpo.run.wandb_log import WandbLog
+from grpo.run.warnings import Watch
 from grpo.types import Rollout
 
 # Metric, its label on the console line, its unit there. The rest is in metrics.jsonl and TensorBoard.
@@ -44,12 +45,6 @@ CONSOLE_COLUMNS = (
 )
 # The time left is reckoned from this many steps: enough to smooth, few enough to forget compilation in the first ones.
 ETA_STEPS = 20
-
-EQUAL_REWARDS = (
-    "in step {step} the rewards of each group are all equal, so their comparison teaches nothing; if that goes on, "
-    "read {run_dir}/samples.txt: the prompts are too easy or too hard, the answers in another format, or the reward "
-    "too coarse"
-)
 
 
 class RunLog:
@@ -68,6 +63,7 @@ class RunLog:
         run_dir: str,
         num_steps: int,
         start_step: int = 0,
+        warnings: WarningsConfig = WarningsConfig(),  # noqa: B008 it is frozen
         whole_config: dict[str, Any] | None = None,
     ) -> None:
         """whole_config: the run's, for its page at Weights & Biases."""
@@ -76,12 +72,14 @@ class RunLog:
         self.num_steps = num_steps
         self.run_dir = run_dir
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
-        self.said_equal = False
+        self.watch = Watch(warnings)
         # No highlighting or markup: names and numbers are printed as they are. rich colours a terminal, never a file.
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "ledger.jsonl"):
             if os.path.exists(os.path.join(run_dir, name)):
                 drop_steps_after(os.path.join(run_dir, name), start_step)
+        if start_step:
+            self._remember()
         # TensorBoard hides what was written before at this step or later; before a fresh start that is everything.
         first_step = start_step + 1 if start_step else 0
         folder = os.path.join(run_dir, "tensorboard")
@@ -105,10 +103,7 @@ class RunLog:
             seconds_left = statistics.mean(self.step_seconds) * (self.num_steps - step)
             line.append(f"  eta {compact_duration(seconds_left)}", style="dim")
         self._print(line)
-        nothing_to_compare = metrics.get("groups/zero_variance_frac") == 1 and "distill/reverse_kl" not in metrics
-        if nothing_to_compare and not self.said_equal:
-            self.said_equal = True
-            self._print(Text(f"hint: {EQUAL_REWARDS.format(step=step, run_dir=self.run_dir)}"))
+        self._warn(step, self.watch.look(metrics))
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps; `accuracy` is written as `eval/accuracy`.
@@ -116,6 +111,7 @@ class RunLog:
         Of several held-out sets (`eval/SET/accuracy`), each has a line of its own on the console.
         """
         self._log_held_out(step, "eval", metrics)
+        self._warn(step, self.watch.look_at_evaluation(metrics))
 
     def log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """The same for the losses of held-out examples, `validation/loss` or `validation/SET/loss`."""
@@ -177,6 +173,19 @@ class RunLog:
             self.tensorboard.close()
         if self.wandb:
             self.wandb.close()
+
+    def _remember(self) -> None:
+        """What the warnings know of the steps before a resume; what was said then is not said again."""
+        path = os.path.join(self.run_dir, "metrics.jsonl")
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                for metrics in map(json.loads, file):
+                    look = self.watch.look if "loss" in metrics else self.watch.look_at_evaluation
+                    look(metrics)
+
+    def _warn(self, step: int, texts: list[str]) -> None:
+        for text in texts:
+            self._print(Text(f"warning: step {step}: {text}", style="yellow"))
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """One JSON line and the TensorBoard scalars, both flushed: a run that dies has told all it knew."""

@@ -27,6 +27,7 @@ from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.resume import begin, open_run_folder
 from grpo.run.run_lock import unlock_run_folder
+from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.types import Plan, TrainBatch
 
@@ -54,7 +55,10 @@ class ReplayDriver:
             folder, _ = open_model_folder(config, config.trainer.tensor_parallel)
             self.vocab_size = hf_folder.read_hf_config(folder).vocab_size
         begin(config, SCRIPT, opened)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, opened.step, asdict(config))
+        self.run_log = RunLog(
+            config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
+        )
+        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
         print(
             f"replay of {recorded} on {config.roles.num_trainers} trainer ranks, which neither samples nor evaluates; "
             f"{config.run_dir}, starting at step {opened.step}",
@@ -123,6 +127,7 @@ class ReplayDriver:
     ) -> None:
         metrics = self.recorded.metrics | measured_metrics(measured, times, batch.num_tokens)
         self.run_log.log(step, metrics | self.run_log.ledger(ledger))
+        self.skipped.look(step, metrics, batch)
 
     @on_driver
     def finish(self) -> None:

@@ -54,7 +54,7 @@ def refuse_held_folder(run_dir: str | pathlib.Path) -> None:
     path = (pathlib.Path(run_dir) / LOCK).resolve()
     if path in _held or not path.is_file():
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR)  # NFS locks nothing that is open for reading only
     try:
         _take(descriptor, path)
     finally:

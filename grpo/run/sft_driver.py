@@ -23,6 +23,7 @@ from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.resume import begin, open_run_folder, resumed_stream
 from grpo.run.run_lock import unlock_run_folder
+from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.types import Sample, TrainBatch
 
@@ -65,7 +66,10 @@ class Driver:
             check_profile(config.profile, opened.step)
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, opened.step, asdict(config))
+        self.run_log = RunLog(
+            config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
+        )
+        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
         print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {opened.step}", flush=True)
         return Start(
             step=opened.step,
@@ -99,6 +103,7 @@ class Driver:
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.run_log.log(step, metrics)
+        self.skipped.look(step, metrics, batch)
 
     @on_driver
     def log_validation(self, step: int, losses: dict[str, float]) -> None:

@@ -692,9 +692,10 @@ def test_a_sample_tells_its_source(tmp_path):
 
 
 def test_equal_rewards_are_said_once(tmp_path, capsys):
-    run_log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
-    for step, share in ((1, 0.5), (2, 1.0), (3, 1.0)):
-        run_log.log(step, {"groups/zero_variance_frac": share})
-    assert capsys.readouterr().out.count("hint: in step 2 the rewards of each group are all equal") == 1
-    run_log.log(4, {"groups/zero_variance_frac": 1.0, "distill/reverse_kl": 0.1})
-    assert "hint" not in capsys.readouterr().out  # a teacher judges every token
+    run_log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=9)
+    for step, share in enumerate((0.5, 1.0, 1.0, 1.0, 1.0), start=1):
+        run_log.log(step, {"loss": 0.0, "groups/zero_variance_frac": share})
+    assert capsys.readouterr().out.count("warning: step 4: in 3 steps the rewards of each group were all equal") == 1
+    resumed = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=9, start_step=5)
+    resumed.log(6, {"loss": 0.0, "groups/zero_variance_frac": 1.0})
+    assert "warning" not in capsys.readouterr().out

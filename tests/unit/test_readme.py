@@ -42,7 +42,7 @@ METRICS = {
     "grpo/algorithm/importance.py": "mismatch/mean mismatch/max mismatch/kl mismatch/ess mismatch/corrected_frac",
     "grpo/roles/metrics.py": "loss",
     "grpo/run/sft_driver.py": "validation/loss",
-    "grpo/roles/trainer.py": "entropy grad_norm learning_rate",
+    "grpo/roles/trainer.py": "entropy grad_norm learning_rate skipped_frac",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
     "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
     "sampling/informative_frac sampling/full_frac sampling/filtered",
@@ -51,6 +51,7 @@ METRICS = {
 MANY = {
     "validation/<name>/loss",
     "reward/<function>",
+    "skipped/<cause>",
     "eval/pass_at_<k>",
     "reward/source/<name>",
     "prompt/source/<name>",

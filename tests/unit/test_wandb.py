@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import sys
+import time
 import types
 
 import pytest
@@ -111,6 +112,8 @@ def test_the_package_itself_offline(monkeypatch, tmp_path):
     log.completions(1, [ROLLOUT], ["1+2="])
     log.close()
     (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    content = written.read_bytes()
-    assert b"loss" in content and b"samples" in content
+    deadline = time.monotonic() + 60  # a process of wandb's own writes it
+    while not (b"loss" in (content := written.read_bytes()) and b"samples" in content):
+        assert time.monotonic() < deadline, content
+        time.sleep(0.1)
     assert list((tmp_path / "wandb").glob("offline-run-*/files/media/table/samples_*.table.json"))
