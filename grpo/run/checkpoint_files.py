@@ -48,6 +48,9 @@ METADATA_CLASSES = {
 }
 
 
+# What unpickling raises for a file that is no pickle any more
+MALFORMED = (pickle.UnpicklingError, EOFError, ImportError, AttributeError, LookupError, TypeError, ValueError)
+MALFORMED += (OverflowError, MemoryError)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -84,8 +87,8 @@ def read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(state, dict) or type(state.get("step")) is not int or not isinstance(state.get("data"), dict):
         raise ValueError(f"{path} has no step and place in the data")
-    crc32 = state.pop("crc32", None)
-    if crc32 is not None and crc32 != _crc32_of(state):
+    has_checksums = {"crc32", "metadata_crc32"} & state.keys()  # those of an older version have none
+    if has_checksums and state.pop("crc32", None) != _crc32_of(state):
         raise ValueError(f"{path} is damaged: it does not have the checksum that it names")
     if state["step"] != step_of(checkpoint):
         raise ValueError(f"{path} is of step {state['step']}, in a folder of step {step_of(checkpoint)}")
@@ -93,10 +96,12 @@ def read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
 
 
 def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """Look at every byte of a checkpoint and return the driver's state. Raises ValueError with the file and the cause.
+    """Look at every tensor and value of a checkpoint; returns the driver's state.
 
     All files that the metadata names must be there, and hold its pieces within their sizes, each with the checksum that
-    it was written with. Reads the whole checkpoint: about as long as the disk takes.
+    it was written with; ValueError says which file is not so, and why. Reads the whole checkpoint: about as long as the
+    disk takes. What may pass is a bit of a zip archive's bookkeeping, which `load_checkpoint` then stumbles over or
+    does not need.
     """
     state = read_driver_state(checkpoint)
     path = checkpoint / METADATA_FILE
@@ -106,23 +111,20 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{path} is missing") from error
     if zlib.crc32(content) != state.pop("metadata_crc32", zlib.crc32(content)):  # absent: of an older version
         raise ValueError(f"{path} is damaged: its checksum is not the one in {DRIVER_FILE}")
-    try:
-        places = PlainReader(checkpoint).read_metadata().storage_data.values()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error or type(error).__name__}") from error
+    pieces = _pieces(checkpoint)
     sizes: dict[str, int] = {}
-    for name in {place.relative_path for place in places}:
+    for name in {name for name, _, _ in pieces}:
         shard = checkpoint / name
         if pathlib.PurePath(name).name != name or not shard.is_file():
             raise ValueError(f"{shard} is missing, which {METADATA_FILE} names")
         sizes[name] = shard.stat().st_size
-    for place in places:
-        end, size = place.offset + place.length, sizes[place.relative_path]
-        if end > size:
-            raise ValueError(f"{checkpoint / place.relative_path} has {size} bytes, and a piece of it ends at {end}")
+    for name, offset, length in pieces:
+        if not 0 <= offset <= offset + length <= sizes[name]:
+            raise ValueError(
+                f"{checkpoint / name} has {sizes[name]} bytes, and a piece of it ends at {offset + length}"
+            )
     with ThreadPoolExecutor(CHECK_THREADS) as pool:
-        checks = [pool.submit(_check_piece, checkpoint / p.relative_path, p.offset, p.length) for p in places]
-        for check in checks:
+        for check in [pool.submit(_check_piece, checkpoint / name, *place) for name, *place in pieces]:
             check.result()
     return state
 
@@ -152,6 +154,16 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _crc32_of(state: dict[str, Any]) -> int:
     """Of its text, which JSON gives back in the same order; numbers that are keys would be sorted otherwise as text."""
     return zlib.crc32(json.dumps(state).encode())
+
+
+def _pieces(checkpoint: pathlib.Path) -> list[tuple[str, int, int]]:
+    """File, offset and length of each piece, by the metadata. Raises ValueError if it cannot be read."""
+    try:
+        storage = PlainReader(checkpoint).read_metadata().storage_data.values()
+        return [(str(place.relative_path), int(place.offset), int(place.length)) for place in storage]
+    except MALFORMED as error:
+        path = checkpoint / METADATA_FILE
+        raise ValueError(f"{path} cannot be read: {error or type(error).__name__}") from error
 
 
 def _check_piece(shard: pathlib.Path, offset: int, length: int) -> None:
