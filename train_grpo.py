@@ -55,6 +55,8 @@ from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run import checkpoint
 from grpo.run.driver import Driver, Sampled, Start
 from grpo.run.failures import run_script, set_place
+from grpo.run.profiler import profile_step
+from grpo.run.replay import ReplayDriver
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
 from grpo.run.watchdog import watched
@@ -76,14 +78,15 @@ def main(config: GRPOConfig) -> None:
 def train(config: GRPOConfig, roles: Roles) -> None:
     """Run the GRPO steps up to `config.num_steps`, from the checkpoint's or from 0."""
     timer = StepTimer(roles.is_driver)
-    driver = Driver(config, roles, timer)
+    driver = (ReplayDriver if config.replay else Driver)(config, roles, timer)
     start, trainer, reference, generator = start_up(config, driver, timer, roles)
+    saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
 
-    for step in range(start.step, config.num_steps):
+    for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
         plan = driver.plan(step)  # first prompts; whether to check, sync, evaluate, save: the same on all ranks
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             if plan.save and trainer:
-                save(config, step, driver, trainer, timer)
+                saver.save(step, trainer, driver.state(step))
             break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
 
@@ -97,6 +100,8 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         with timer.phase("reward"):
             sampled = driver.collect_rewards(sampled)
             rewards_S, has_reward_S = broadcast_tensors(driver.reward_tensors(sampled), roles)  # driver -> all
+            if config.record:
+                driver.record(step + 1, sampled, batch, rewards_S, has_reward_S)  # a file, for --replay
 
         with timer.phase("train"), timer.compilation_in_startup():
             metrics = StepMetrics(len(rewards_S))  # filled on the trainers
@@ -113,19 +118,14 @@ def train(config: GRPOConfig, roles: Roles) -> None:
                 evaluate(driver, generator, start.eval_prompts, step + 1, roles)
         driver.log(step + 1, sampled, batch, metrics)
         if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
-            save(config, step + 1, driver, trainer, timer)
+            with timer.phase("save"):
+                saver.save(step + 1, trainer, driver.state(step + 1))
     else:  # not stopped
         if config.checkpoint.export and trainer:
             export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+    saver.wait()  # on the trainers, for what their threads still write with checkpoint.in_background
     driver.finish()
     close_roles(roles, generator.close if generator else None)
-
-
-def save(config: GRPOConfig, step: int, driver: Driver, trainer: Trainer, timer: StepTimer) -> None:
-    """Write the checkpoint after `step` steps. Collective over the trainers."""
-    with timer.phase("save"):
-        keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
-        checkpoint.save_checkpoint(config.run_dir, step, trainer, driver.state(step), keep, keep_best)
 
 
 def sample(config: GRPOConfig, plan: Plan, generator: Generator | None, driver: Driver, roles: Roles) -> Sampled | None:
@@ -165,7 +165,7 @@ def add_advantages(
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # KL(generator || reference)
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
-        rewards_S = rewards_S - penalty_S
+        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # else the update is skipped, see Trainer
     # (reward - mean of the group) / (std of the group + 1e-4), or what algorithm.advantages names
     advantages_S = group_advantages(rewards_S, has_reward_S, config.group_size, algorithm.advantages)
     advantages_N, trained_S = advantages_S[batch.owner_N], has_reward_S

@@ -11,7 +11,6 @@ completes held-out prompts between steps, as in GRPO.
 import collections
 import os
 import pathlib
-from collections.abc import Iterable
 from functools import partial
 
 from grpo.config import SFTConfig
@@ -33,6 +32,7 @@ from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
 from grpo.run import checkpoint
 from grpo.run.failures import run_script, set_place
+from grpo.run.profiler import profile_step
 from grpo.run.scorer import evaluate
 from grpo.run.sft_driver import Driver, Start, show_examples
 from grpo.run.step_timer import StepTimer
@@ -58,15 +58,16 @@ def train(config: SFTConfig, roles: Roles) -> None:
     timer = StepTimer(roles.is_driver)
     driver = Driver(config, roles, timer)
     start, trainer, generator, held_out = start_up(config, driver, timer, roles)
+    saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
 
     stopped, saved_step = False, start.step
     recent_losses = collections.deque(start.recent_losses, maxlen=STOP_WINDOW)  # the same on all ranks
-    for step in range(start.step, config.num_steps):
+    for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
         if is_learned(recent_losses, config):
             break
         if stopped := driver.stops(step):  # by a signal, or the file `stop` in the run folder
             if step > saved_step:
-                save(config, step, driver, trainer, timer, recent_losses)
+                saver.save(step, trainer, driver.state(step, list(recent_losses)))
             break
         batch = send_batch(driver.next_batch(), roles)  # driver -> trainers
         metrics = StepMetrics(batch.num_sequences)
@@ -88,24 +89,16 @@ def train(config: SFTConfig, roles: Roles) -> None:
                 evaluate(driver, generator, start.eval_prompts, step + 1, roles)
                 generator.sleep()  # only if generator.sleep is set; the next sync wakes it
         driver.log(step + 1, batch, metrics)
-        if is_last or is_due(step + 1, config.checkpoint.interval):  # dying before it is complete repeats the step
-            save(config, step + 1, driver, trainer, timer, recent_losses)
+        if checkpoint.saves(config.checkpoint, step + 1, is_last):  # dying before it is complete repeats the step
+            with timer.phase("save"):
+                saver.save(step + 1, trainer, driver.state(step + 1, list(recent_losses)))
             saved_step = step + 1
 
     if config.checkpoint.export and not stopped:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype, start.form)
+    saver.wait()  # for what threads still write with checkpoint.in_background
     driver.finish()
     close_roles(roles, generator.close if generator else None)
-
-
-def save(
-    config: SFTConfig, step: int, driver: Driver, trainer: Trainer, timer: StepTimer, recent_losses: Iterable[float]
-) -> None:
-    """Write the checkpoint after `step` steps. Every rank calls it."""
-    with timer.phase("save"):
-        state = driver.state(step, list(recent_losses))
-        keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
-        checkpoint.save_checkpoint(config.run_dir, step, trainer, state, keep, keep_best)
 
 
 def label_objective(

@@ -103,7 +103,7 @@ class Driver:
         self, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion], step: int
     ) -> None:
         """Score, write and print."""
-        metrics = dataclasses.replace(self.config.metrics, tensorboard=False)
+        metrics = dataclasses.replace(self.config.metrics, tensorboard=False, wandb_project="")
         run_log = RunLog(metrics, self.config.run_dir, num_steps=0)
         self.scorer.log_evaluation(run_log, prompts, greedy, samples, step)
         run_log.close()

@@ -22,6 +22,7 @@ from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.run.checkpoint import best_checkpoint, load_model
+from grpo.run.checkpoint_files import check_checkpoint
 from grpo.run.failures import refuse_bad_input, run_rank
 from grpo.run.model_folder import learned_form
 from grpo.run.run_folder import step_folders, step_of
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"{given.run_dir} has no config.py; name the folder of a run")
         config = load_recipe(str(given.run_dir / "config.py"), GRPOConfig, SFTConfig)
         checkpoint = find_checkpoint(given.run_dir, given.step, config.checkpoint.keep_best)
+        check_checkpoint(checkpoint)
         target = given.to or given.run_dir / f"model-{checkpoint.name}"
         if target.exists():
             raise ValueError(f"{target} exists; remove it or choose another folder with --to")

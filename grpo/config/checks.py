@@ -34,11 +34,15 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
     if isinstance(config, GRPOConfig):
         if config.evaluation.interval:
             _check_held_out(config.evaluation, config.data)
-        _check_generators(config)
+        if not config.replay:
+            _check_generators(config)
+        _check_data_parallel(config)
         _check_algorithm(complete(config).algorithm, config)
         _check_sampling(config)
     else:
         _check_supervised(config)
+    if config.profile > config.num_steps:
+        raise ValueError(f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it")
     trainer, num_trainers = config.trainer, (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
     shards = trainer.tensor_parallel * trainer.data_replicas
     if num_trainers % shards:
@@ -158,14 +162,6 @@ def _check_generators(config: GRPOConfig) -> None:
             f"generator.sleep drops the engine's weights after each step, so sync_interval={config.sync_interval} must "
             "be 1: they come back with the sync"
         )
-    data_parallel = max(1, roles.num_trainers // config.trainer.tensor_parallel)
-    if config.completions_per_step % data_parallel:
-        fit = math.ceil(config.completions_per_step / data_parallel) * data_parallel
-        raise ValueError(
-            f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
-            f"{config.completions_per_step} completions do not divide over {data_parallel} data-parallel trainer "
-            f"ranks; the next number that does is {fit}"
-        )
     if not 1 <= len(generator.temperature) <= config.group_size:
         raise ValueError(
             f"{len(generator.temperature)} temperatures for group_size={config.group_size} completions of a prompt; "
@@ -174,6 +170,17 @@ def _check_generators(config: GRPOConfig) -> None:
     if "" in generator.stop:
         raise ValueError("generator.stop has an empty string, which would end every completion; leave it out")
     check_engine_options(generator)
+
+
+def _check_data_parallel(config: GRPOConfig) -> None:
+    data_parallel = max(1, config.roles.num_trainers // config.trainer.tensor_parallel)
+    if config.completions_per_step % data_parallel:
+        fit = math.ceil(config.completions_per_step / data_parallel) * data_parallel
+        raise ValueError(
+            f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
+            f"{config.completions_per_step} completions do not divide over {data_parallel} data-parallel trainer "
+            f"ranks; the next number that does is {fit}"
+        )
 
 
 def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:

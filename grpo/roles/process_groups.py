@@ -9,6 +9,7 @@ All groups are created here, in one order, the bridges first.
     default group   trainer               reference             one per replica
     control         every rank
     weights         rank 0                                      every generator rank
+    saving          trainer
 
 Colocated, every rank holds every role and one default group serves trainer and generator.
 """
@@ -46,6 +47,8 @@ class Roles:
     """Bridge over all ranks; gloo."""
     weights: ProcessGroup | None
     """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
+    saving: ProcessGroup | None
+    """The trainer ranks once more, gloo, for threads that write checkpoints while the role's own group trains."""
     trains: bool
     references: bool
     generates: bool
@@ -110,6 +113,8 @@ def setup_roles(config: GRPOConfig) -> Roles:
     if generator_ranks and not layout.colocated and rank in (0, *generator_ranks):
         weights = _bridge("weights", (0, *generator_ranks), rank, store, backend, timeout)
 
+    saving = _bridge("saving", trainer_ranks, rank, store, "gloo", timeout) if rank in trainer_ranks else None
+
     os.environ.update(RANK=str(my_world.index(rank)), WORLD_SIZE=str(len(my_world)))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # so that nothing meets on torchrun's own store by env://
     dist.init_process_group(
@@ -137,6 +142,7 @@ def setup_roles(config: GRPOConfig) -> Roles:
         weights=weights,
         store=store,
         timeout_minutes=layout.timeout_minutes,
+        saving=saving,
     )
 
 

@@ -7,7 +7,7 @@ was sampled is a value that the loop passes on. Left out: everything that severa
 
 import math
 import pathlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,22 +17,26 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig
 from grpo.config.layout import describe_layout
-from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
+from grpo.data.recorded import RecordedStep, save_step
 from grpo.data.streams import PromptStream
 from grpo.models import hf_folder
 from grpo.rewards.workers.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run import checkpoint
+from grpo.run.checkpoint import saves
 from grpo.run.failures import refuse_bad_input
+from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
+from grpo.run.profiler import check_profile
+from grpo.run.resume import begin, open_run_folder, resumed_stream
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
-from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
+from grpo.run.run_lock import unlock_run_folder
 from grpo.run.scorer import Scorer, check_functions, held_out_prompts
+from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
@@ -77,6 +81,7 @@ class Driver:
 
     def __init__(self, config: GRPOConfig, roles: Roles, timer: StepTimer):
         self.config, self.roles, self.timer = config, roles, timer
+        self.ledger = Ledger(roles)
 
     @from_driver
     def start(self) -> Start:
@@ -92,29 +97,26 @@ class Driver:
             evaluates = config.evaluation.interval > 0
             read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
             inputs = (config.model.path, config.model.reference_path, *(source.path for source in read))
-            starts = {"resume": config.resume, "overwrite": config.overwrite}
-            check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
-            resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
-            mark_run_folder(config.run_dir, SCRIPT)
+            opened = open_run_folder(config, SCRIPT, inputs)
             folder, tokenizer = open_model_folder(config, config.largest_tensor_parallel, texts_of(sources))
             if config.needs_reference and config.model.reference_path:
                 reference = hf_folder.resolve_folder(config.model.reference_path)
                 hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
                 hf_folder.check_reference(reference, folder, tokenizer)
-            self.stream = PromptStream(usable_prompts(sources, config, tokenizer), config, tokenizer)
+            rows = usable_prompts(sources, config, tokenizer)
+            self.stream = resumed_stream(lambda: PromptStream(rows, config, tokenizer), opened, config.allow_changes)
             eval_prompts = held_out_prompts(config, tokenizer) if evaluates else []
-            self.first_step = 0
-            if resume_from is not None:
-                state = checkpoint.read_driver_state(resume_from)
-                checkpoint.check_adapters(resume_from, config.trainer)
-                self.first_step = state["step"]
-                self.stream.load_state_dict(state["data"])
+            self.first_step = opened.step
+            check_profile(config.profile, self.first_step)
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
-        begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
+        begin(config, SCRIPT, opened)
         forget_old_stop(config.run_dir)
         self.saved_step, self.last_line = self.first_step, f"done; everything is in {config.run_dir}"
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=self.first_step)
+        self.run_log = RunLog(
+            config.metrics, config.run_dir, config.num_steps, self.first_step, config.warnings, asdict(config)
+        )
+        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
         print(
             f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",
             flush=True,
@@ -125,7 +127,7 @@ class Driver:
             reference_folder=config.model.reference_path or folder,
             stop_token_ids=self.scorer.stop_token_ids,
             eval_prompts=eval_prompts,
-            checkpoint=resume_from,
+            checkpoint=opened.checkpoint,
         )
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -147,8 +149,7 @@ class Driver:
         version = max(self.first_step, step - step % config.sync_interval)
         first_syncs = step <= self.first_step + config.sync_interval
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
-        saves = last or due(config.checkpoint.interval)
-        if saves:
+        if save := saves(config.checkpoint, step + 1, last):
             self.saved_step = step + 1
         return Plan(
             step=step,
@@ -156,7 +157,7 @@ class Driver:
             generator_version=version,
             sync_check=config.sync_check_interval > 0 and version == step and check_due,
             sync=last or due(config.sync_interval),
-            save=saves,
+            save=save,
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
         )
 
@@ -234,6 +235,15 @@ class Driver:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return reward_tensors(sampled.rollouts)
 
+    @on_driver
+    def record(
+        self, step: int, sampled: Sampled, batch: TrainBatch, rewards_S: torch.Tensor, has_reward_S: torch.Tensor
+    ) -> None:
+        """Write what the trainers get in the `step`-th step, for a replay."""
+        metrics = self._sampling_metrics(sampled)
+        recorded = RecordedStep(batch, rewards_S, has_reward_S, self.config.group_size, metrics)
+        save_step(self.config.run_dir, step, recorded)
+
     def _draw(self, num_prompts: int) -> list[Prompt]:
         with refuse_bad_input():  # rows that are streamed are checked as they come
             return self.stream.draw(num_prompts)
@@ -249,14 +259,36 @@ class Driver:
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
-    @on_driver
     def log(self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
+        times = self.timer.close_step()
+        self._log(step, sampled, batch, measured, times, self.ledger.exchange(step, self.timer.worked))
+
+    @on_driver
+    def _log(
+        self,
+        step: int,
+        sampled: Sampled,
+        batch: TrainBatch,
+        measured: StepMetrics,
+        times: dict[str, float],
+        ledger: tuple[int, torch.Tensor] | None,
+    ) -> None:
+        num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
+        metrics = self._sampling_metrics(sampled) | measured_metrics(measured, times, num_tokens)
+        self.run_log.log(step, metrics | self.run_log.ledger(ledger))
+        interval = self.config.metrics.samples_interval
+        if interval and (step - 1) % interval == 0:
+            values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
+            rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
+            self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
+        self.skipped.look(step, metrics, batch)
+
+    def _sampling_metrics(self, sampled: Sampled) -> dict[str, float]:
         config = self.config
         metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
         finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
         metrics["mismatch/nonfinite_frac"] = 1 - finite_N.float().mean().item()
-        metrics |= with_effective_sample_size(measured.means()) | self.stream.left_out | self.timer.close_step()
         if config.sampling.dynamic:
             metrics["sampling/rounds"] = sampled.num_rounds
             num_informative = len(sampled.informative) // config.group_size
@@ -264,16 +296,7 @@ class Driver:
             metrics["sampling/full_frac"] = min(1.0, num_informative / config.prompts_per_step)
         if config.sampling.filters:
             metrics["sampling/filtered"] = self.stream.num_filtered
-        num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
-        metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
-        if torch.cuda.is_available():
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self.run_log.log(step, metrics)
-        interval = config.metrics.samples_interval
-        if interval and (step - 1) % interval == 0:
-            values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
-            rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
-            self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
+        return metrics | self.stream.left_out
 
     @on_driver
     def log_evaluation(
@@ -286,8 +309,19 @@ class Driver:
     def finish(self) -> None:
         """Close the log and end the reward processes."""
         self.scorer.pool.close()
+        self.run_log.ledger(self.ledger.collect())
         self.run_log.close()
+        unlock_run_folder(self.config.run_dir)
         print(self.last_line, flush=True)
+
+
+def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens: int) -> dict[str, float]:
+    """What the updates measured, the step's times, tokens per second and memory."""
+    metrics = with_effective_sample_size(measured.means()) | times
+    metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
+    if torch.cuda.is_available():
+        metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return metrics
 
 
 def sequence_advantages(batch: TrainBatch) -> list[float | None]:

@@ -5,7 +5,7 @@ As in driver.py, every rank holds one.
 
 import pathlib
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from grpo.config import SFTConfig
 from grpo.config.generation import generating
-from grpo.config.recipes import as_recipe, change
+from grpo.config.recipes import change
 from grpo.data.batches import make_batch
 from grpo.data.held_out import load_validation
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
@@ -24,12 +24,14 @@ from grpo.models.hf_folder import ChatForm
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
 from grpo.run.model_folder import learned_form, open_model_folder
-from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
+from grpo.run.profiler import check_profile
+from grpo.run.resume import begin, open_run_folder, resumed_stream
+from grpo.run.run_lock import unlock_run_folder
 from grpo.run.scorer import Scorer, check_functions, held_out_prompts
+from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Prompt, Sample, TrainBatch
@@ -76,35 +78,32 @@ class Driver:
             read = [*config.data.all_sources, *(config.validation.held_out(config.data) if validates else [])]
             read += config.evaluation.held_out(config.data) if evaluates else []
             inputs = (config.model.path, *(source.path for source in read))
-            starts = {"resume": config.resume, "overwrite": config.overwrite}
-            check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
-            resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
-            mark_run_folder(config.run_dir, SCRIPT)
+            opened = open_run_folder(config, SCRIPT, inputs)
             folder, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources))
             form = learned_form(config, tokenizer)
-            self.stream = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer)
+            rows = usable_chats(sources, config, tokenizer)
+            self.stream = resumed_stream(lambda: ChatStream(rows, config, tokenizer), opened, config.allow_changes)
             self.validation = load_validation(config, tokenizer) if validates else {}
-            state = {"step": 0, "recent_losses": []}
-            if resume_from is not None:
-                state = checkpoint.read_driver_state(resume_from)
-                checkpoint.check_adapters(resume_from, config.trainer)
-                self.stream.load_state_dict(state["data"])
+            check_profile(config.profile, opened.step)
             self.scorer, eval_prompts = open_evaluation(config, folder, tokenizer, form) if evaluates else (None, [])
         # only now that nothing is refused any more may an earlier run be deleted
-        begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
+        begin(config, SCRIPT, opened)
         forget_old_stop(config.run_dir)
         self.last_line = f"done; everything is in {config.run_dir}"
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=state["step"])
-        print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {state['step']}", flush=True)
+        self.run_log = RunLog(
+            config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
+        )
+        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
+        print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {opened.step}", flush=True)
         return Start(
-            step=state["step"],
+            step=opened.step,
             model_folder=folder,
             held_out=list(self.validation),
-            recent_losses=state["recent_losses"],
+            recent_losses=opened.state.get("recent_losses", []),
             form=form,
             eval_prompts=eval_prompts,
             stop_token_ids=self.scorer.stop_token_ids if self.scorer else [],
-            checkpoint=resume_from,
+            checkpoint=opened.checkpoint,
         )
 
     @on_driver
@@ -141,6 +140,7 @@ class Driver:
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.run_log.log(step, metrics)
+        self.skipped.look(step, metrics, batch)
 
     @on_driver
     def log_validation(self, step: int, losses: dict[str, float]) -> None:
@@ -162,6 +162,7 @@ class Driver:
         if self.scorer:
             self.scorer.pool.close()
         self.run_log.close()
+        unlock_run_folder(self.config.run_dir)
         print(self.last_line, flush=True)
 
 

@@ -269,7 +269,7 @@ def test_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Pat
     refusal("--model.path", short, "--run-dir", tmp_path / "run")
     long = ("--data.max-prompt-tokens", 501, "--trainer.micro-batch-tokens", 600)  # the toy model has 512 positions
     refusal("--model.path", "toy:addition", "--run-dir", tmp_path / "run", *long)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "initial_model"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "run.lock", "initial_model"}
     start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
 
 

@@ -1,5 +1,6 @@
 """SFT in whole runs: exact resume, validation, examples to look at, an early stop."""
 
+import gzip
 import json
 import pathlib
 import shutil
@@ -154,7 +155,10 @@ def test_the_window_of_a_run_that_stops_by_its_loss_continues(
     flags = [*arguments, "--num-trainers", 1, "--num-steps", 20, "--stop-at-loss", 99, "--validation.interval", 0]
     flags += ["--run-dir", tmp_path / "run", "--checkpoint.interval", 7]
     flags += ["--too-long", "truncate", "--max-sequence-tokens", 28]
-    run_python("train_sft.py", *flags)
+    run_python("train_sft.py", *flags, "--profile", 2)
+    (trace,) = (tmp_path / "run/profile").iterdir()
+    assert trace.name == "step-00000002-rank-000-trainer.json.gz"
+    assert '"name": "train"' in gzip.decompress(trace.read_bytes()).decode()
     steps = read_metrics(tmp_path / "run")
     assert [m["step"] for m in steps] == [*range(1, 11)]
     # of 15 rows drawn in three steps, 10 are chats, of which more than half are longer than 28 tokens

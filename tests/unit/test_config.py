@@ -28,6 +28,7 @@ from grpo.config import (
     change,
     data_fields,
     fields,
+    warning_fields,
 )
 from grpo.config.checks import cautions, validate
 from grpo.config.fields import complete
@@ -686,9 +687,10 @@ def test_recipe_text_is_one_field_per_line():
 
 
 def test_recipe_text_neither_continues_nor_deletes_the_run_it_describes():
-    assert as_recipe(GRPOConfig(overwrite=True, resume=True)) == as_recipe(GRPOConfig())
+    started = GRPOConfig(overwrite=True, resume=True, allow_changes=True)
+    assert as_recipe(started) == as_recipe(GRPOConfig())
     assert as_recipe(SFTConfig(overwrite=True)) == as_recipe(SFTConfig())
-    assert "\n    resume=False,\n    overwrite=False,\n" in as_recipe(GRPOConfig(overwrite=True, resume=True))
+    assert "\n    resume=False,\n    allow_changes=False,\n    overwrite=False,\n" in as_recipe(started)
 
 
 def write(path: pathlib.Path, text: str) -> str:
@@ -755,13 +757,13 @@ def test_a_value_that_a_recipe_may_not_give_names_the_recipe(tmp_path):
 
 
 def config_classes() -> list[ast.ClassDef]:
-    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in (data_fields, fields)]
+    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in (data_fields, fields, warning_fields)]
     return [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def test_every_field_has_a_sentence():
     classes = {node.name: node for node in config_classes()}
-    assert len(classes) == 16 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
+    assert len(classes) == 17 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
     for name, node in classes.items():
         assert ast.get_docstring(node), f"{name} has no docstring"
         following = [*node.body[1:], None]
