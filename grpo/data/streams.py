@@ -217,6 +217,10 @@ class PromptStream(Mixture[PromptOrder]):
             prompts.append(_make_prompt(index, row, order.rows, self.data, self.tokenizer))
         return prompts
 
+    def prompt(self, index: int, source: str, row: int) -> Prompt:
+        """One that was drawn before, made again; see `Prompt` for its three numbers."""
+        return _make_prompt(index, row, self.orders[source].rows, self.data, self.tokenizer)
+
     def record(self, pass_rates: dict[tuple[str, int], float]) -> None:
         """Filter rows by what their completions achieved: (source, row) -> share that passed when it was last sampled.
 

@@ -40,12 +40,17 @@ def check_sync(metrics: StepMetrics, tolerance: float) -> None:
     Raises RuntimeError if their log-probs differ by more than `tolerance` (nats) on average.
     """
     measured = metrics.means()
-    if metrics.num_loss_tokens and not measured["mismatch/mean"] <= tolerance:
+    if metrics.num_loss_tokens:
+        check_distance(measured["mismatch/mean"], measured["mismatch/max"], tolerance)
+
+
+def check_distance(mean: float, largest: float, tolerance: float) -> None:
+    """Raise RuntimeError unless log-probs differ by no more than `tolerance` (nats) on average."""
+    if not mean <= tolerance:
         raise RuntimeError(
             "the generator does not hold the policy's weights: their log-probs of the same completions differ by "
-            f"{measured['mismatch/mean']:.2e} on average (tolerance {tolerance:.0e}, largest "
-            f"{measured['mismatch/max']:.2e}). Nothing was updated. If precision explains it, raise "
-            "--sync-check-tolerance"
+            f"{mean:.2e} on average (tolerance {tolerance:.0e}, largest {largest:.2e}). Nothing was updated. If "
+            "precision explains it, raise --sync-check-tolerance"
         )
 
 

@@ -1,7 +1,8 @@
 """Saving and exact resume: `RUN_DIR/checkpoints/step-N`, each one complete or not there at all.
 
 Sharded model, optimizer, schedule and random states go through torch.distributed.checkpoint, so a run may resume on
-another number of trainer ranks; the driver's state (step, data position) is in the same folder as JSON.
+another number of trainer ranks; the driver's state (step, data position) is in the same folder as JSON, and completions
+that were sampled ahead as safetensors.
 """
 
 import io
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
@@ -23,6 +26,7 @@ from grpo.models.lora import PLACES
 from grpo.run.run_folder import CHECKPOINTS, step_folders, step_of
 
 DRIVER_FILE = "driver.json"
+DRIVER_TENSORS_FILE = "driver.safetensors"
 METADATA_FILE = ".metadata"
 # What the metadata of a checkpoint is made of, besides torch's dtypes: module and name
 METADATA_CLASSES = {
@@ -64,6 +68,17 @@ def read_driver_state(checkpoint: pathlib.Path) -> dict[str, Any]:
     return state
 
 
+def read_driver_tensors(checkpoint: pathlib.Path) -> dict[str, torch.Tensor]:
+    """The tensors beside the driver's state. Raises ValueError if the file cannot be read."""
+    path = checkpoint / DRIVER_TENSORS_FILE
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); remove this checkpoint to resume from the one before"
+        ) from error
+
+
 def check_adapters(checkpoint: pathlib.Path, trainer: TrainerConfig) -> None:
     """Refuse to resume with other LoRA adapters than the checkpoint has. Raises ValueError that names both."""
     there = PlainReader(checkpoint).read_metadata().state_dict_metadata
@@ -94,12 +109,18 @@ def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | 
 
 
 def save_checkpoint(
-    run_dir: str, step: int, trained: Stateful, driver_state: dict[str, Any] | None, keep: int, keep_best: str = ""
+    run_dir: str,
+    step: int,
+    trained: Stateful,
+    driver_state: dict[str, Any] | None,
+    keep: int,
+    keep_best: str = "",
+    driver_tensors: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write the checkpoint of `step` and delete all but the `keep` newest, and the best by the metric `keep_best`.
 
-    `trained` is anything with a state_dict; `driver_state` is wanted on rank 0 alone. Collective over the trainer
-    ranks.
+    `trained` is anything with a state_dict; `driver_state` (written as JSON) and `driver_tensors` are wanted on rank 0
+    alone. Collective over the trainer ranks.
     """
     target = pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}"
     partial = target.with_suffix(".partial")
@@ -111,6 +132,8 @@ def save_checkpoint(
     dcp.save(trained.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}, checkpoint_id=partial)
     if writes:
         (partial / DRIVER_FILE).write_text(json.dumps(driver_state))
+        if driver_tensors:
+            save_file(driver_tensors, partial / DRIVER_TENSORS_FILE)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
         best = best_checkpoint(run_dir, keep_best) if keep_best else None

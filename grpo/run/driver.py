@@ -25,18 +25,20 @@ from grpo.data.streams import PromptStream
 from grpo.models import hf_folder
 from grpo.rewards.loading import load_functions
 from grpo.rewards.workers.pool import check_all_failed
-from grpo.roles.comm import from_driver, on_driver
+from grpo.roles.ahead import PROBE_PROMPTS
+from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
+from grpo.run.pending import check_pending, pending_state, read_pending
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.scorer import Scorer
 from grpo.run.step_timer import StepTimer
-from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
+from grpo.types import Completion, Pending, Plan, Prompt, Rollout, TrainBatch
 
 SCRIPT = "train_grpo.py"  # as run.json names it
 # Dynamic sampling draws as many prompts as the share of informative groups so far calls for, but expects no less.
@@ -110,6 +112,8 @@ class Driver:
                 checkpoint.check_adapters(resume_from, config.trainer)
                 self.first_step = state["step"]
                 self.stream.load_state_dict(state["data"])
+                if "pending" in state:
+                    check_pending(state["pending"], config)
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
@@ -127,11 +131,20 @@ class Driver:
             checkpoint=resume_from,
         )
 
+    @on_driver
+    def pending(self, start: Start) -> Pending | None:
+        """What the checkpoint has that was sampled ahead, for the first step to train on; None if nothing."""
+        state = checkpoint.read_driver_state(start.checkpoint).get("pending") if start.checkpoint else None
+        return read_pending(start.checkpoint, state, self.stream) if state else None
+
     # ---- one step -----------------------------------------------------------------------------------------------
 
     @from_driver
-    def plan(self, step: int) -> Plan:
-        """Everything that is decided about a step before it starts. A filter on prompts belongs here."""
+    def plan(self, step: int, pending: Pending | None) -> Plan:
+        """Everything that is decided about a step before it starts. A filter on prompts belongs here.
+
+        The last step samples ahead too: what it leaves is in its checkpoint, should the run be made longer.
+        """
         config, last = self.config, step + 1 == self.config.num_steps
 
         def due(interval: int) -> bool:
@@ -141,15 +154,25 @@ class Driver:
         version = max(self.first_step, step - step % config.sync_interval)
         first_syncs = step <= self.first_step + config.sync_interval
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
+        check = config.sync_check_interval > 0 and version == step and check_due
         return Plan(
             step=step,
-            prompts=self.stream.draw(config.prompts_per_step),
+            prompts=[] if pending else self.stream.draw(config.prompts_per_step),
+            next_prompts=self.stream.draw(config.prompts_per_step) if config.overlap_steps else [],
             generator_version=version,
-            sync_check=config.sync_check_interval > 0 and version == step and check_due,
+            sync_check=check and not pending,
+            probe=pending.prompts[:PROBE_PROMPTS] if check and pending else [],
             sync=last or due(config.sync_interval),
             save=last or due(config.checkpoint.interval),
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
         )
+
+    @on_driver_for_learners
+    def take_pending(self, plan: Plan, pending: Pending | None) -> Sampled | None:
+        """What was sampled ahead for this step, whose rewards are being computed from here on; None if nothing was."""
+        if pending is None:
+            return None
+        return self._take(None, plan, pending.prompts, pending.completions, pending.version)
 
     @on_driver
     def take(
@@ -159,8 +182,13 @@ class Driver:
 
         Only dynamic sampling waits for them, because it trains on groups whose rewards differ.
         """
+        return self._take(sampled, plan, prompts, completions, plan.generator_version)
+
+    def _take(
+        self, sampled: Sampled | None, plan: Plan, prompts: list[Prompt], completions: list[Completion], version: int
+    ) -> Sampled:
         config = self.config
-        rollouts = informative = self.scorer.submit(prompts, completions, plan.generator_version, plan.step + 1)
+        rollouts = informative = self.scorer.submit(prompts, completions, version, plan.step + 1)
         if config.sampling.dynamic:
             with self.timer.phase("reward"):
                 rollouts = self._collect()
@@ -176,16 +204,19 @@ class Driver:
             num_prompts=before.num_prompts + len(prompts),
         )
 
-    @from_driver
-    def more_prompts(self, sampled: Sampled) -> list[Prompt]:
+    def more_prompts(self, sampled: Sampled | None) -> list[Prompt]:
         """Prompts of another round: as many as dynamic sampling expects to need; none once the step is full.
 
-        After `sampling.max_rounds` the step goes on with the groups it has.
+        After `sampling.max_rounds` the step goes on with the groups it has. Without dynamic sampling no rank waits.
         """
+        return self._more_prompts(sampled) if self.config.sampling.dynamic else []
+
+    @from_driver
+    def _more_prompts(self, sampled: Sampled) -> list[Prompt]:
         config = self.config
         num_informative = len(sampled.informative) // config.group_size
         missing = config.prompts_per_step - num_informative
-        if not config.sampling.dynamic or missing <= 0:
+        if missing <= 0:
             return []
         if sampled.num_rounds < config.sampling.max_rounds:
             informative_frac = max(num_informative / sampled.num_prompts, LEAST_INFORMATIVE_FRAC)
@@ -198,14 +229,14 @@ class Driver:
         )
         return []
 
-    @on_driver
+    @on_driver_for_learners
     def make_batch(self, sampled: Sampled) -> TrainBatch:
         """The step's rollouts laid end to end."""
         if not any(r.completion.logprobs_T.isfinite().any() for r in sampled.rollouts):
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         return make_batch([sample_of(r.prompt, r.completion) for r in sampled.rollouts])
 
-    @on_driver
+    @on_driver_for_learners
     def collect_rewards(self, sampled: Sampled) -> Sampled:
         """Wait for the rewards of the step's rollouts, which workers computed meanwhile."""
         if not self.config.sampling.dynamic:
@@ -214,7 +245,7 @@ class Driver:
         check_all_failed(sampled.everything)
         return sampled
 
-    @on_driver
+    @on_driver_for_learners
     def reward_tensors(self, sampled: Sampled) -> tuple[torch.Tensor, torch.Tensor]:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return reward_tensors(sampled.rollouts)
@@ -224,14 +255,19 @@ class Driver:
         self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
         return rollouts
 
-    def state(self, step: int) -> dict[str, Any] | None:
+    def state(self, step: int, pending: Pending | None) -> dict[str, Any] | None:
         """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
-        return {"step": step, "data": self.stream.state_dict()} if self.roles.is_driver else None
+        if not self.roles.is_driver:
+            return None
+        state = {"step": step, "data": self.stream.state_dict()}
+        return state | {"pending": pending_state(pending)} if pending else state
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
     @on_driver
-    def log(self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics) -> None:
+    def log(
+        self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics, pending: Pending | None
+    ) -> None:
         """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
         config = self.config
         metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
@@ -243,6 +279,11 @@ class Driver:
             num_informative = len(sampled.informative) // config.group_size
             metrics["sampling/informative_frac"] = num_informative / sampled.num_prompts
             metrics["sampling/full_frac"] = min(1.0, num_informative / config.prompts_per_step)
+        if config.has_lag:
+            lag_S = (step - 1 - batch.versions_S).double()
+            metrics |= {"lag/mean": lag_S.mean().item(), "lag/max": lag_S.max().item()}
+        if pending:
+            metrics |= {"time/ahead": pending.seconds, "time/overlap": pending.overlap_seconds}
         if config.sampling.filters:
             metrics["sampling/filtered"] = self.stream.num_filtered
         num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
