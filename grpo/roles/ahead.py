@@ -63,9 +63,14 @@ def gather_ahead(ahead: Ahead | None, plan: Plan, roles: Roles) -> Pending | Non
     if not roles.is_driver:
         return None
     began, ended = torch.stack([times[head] for head in roles.heads]).unbind(1)
-    began, ended = began.min().item(), ended.max().item()
-    overlap_seconds = max(0.0, min(ended, arrived) - max(began, ahead.began))
-    return Pending(plan.next_prompts, completions, plan.generator_version, ended - began, overlap_seconds)
+    sampling = began.min().item(), ended.max().item()
+    seconds, overlap = sampling[1] - sampling[0], shared_seconds(sampling, (ahead.began, arrived))
+    return Pending(plan.next_prompts, completions, plan.generator_version, seconds, overlap)
+
+
+def shared_seconds(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """For how long two spans of time, (began, ended) in seconds, were both going on."""
+    return max(0.0, min(first[1], second[1]) - max(first[0], second[0]))
 
 
 def check_probe(

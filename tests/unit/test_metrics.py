@@ -432,6 +432,7 @@ def test_every_completion_is_a_json_line(tmp_path):
             "mismatch": 0.00125,
             "finish_reason": "length",
             "num_tokens": 2,
+            "version": 0,
             "failures": {"thinking_reward": "took longer\nthan 10 s"},
         },
         {
@@ -445,6 +446,7 @@ def test_every_completion_is_a_json_line(tmp_path):
             "mismatch": None,
             "finish_reason": "stop",
             "num_tokens": 5,
+            "version": 0,
             "failures": {},
         },
     ]

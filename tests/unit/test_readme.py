@@ -44,7 +44,8 @@ METRICS = {
     "grpo/run/sft_driver.py": "validation/loss",
     "grpo/roles/trainer.py": "entropy grad_norm learning_rate",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
-    "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
+    "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib lag/mean lag/max time/ahead "
+    "time/overlap sampling/rounds "
     "sampling/informative_frac sampling/full_frac sampling/filtered",
 }
 # One per reward function, number of samples, source
@@ -107,7 +108,7 @@ def test_metrics_are_logged(file):
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss|distill|validation"
+    groups = "reward|completion|prompt|groups|time|memory|mismatch|lag|sampling|eval|loss|distill|validation"
     for file, source in SOURCES.items():
         found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
         assert found <= NAMED | phases() | INGREDIENTS, file

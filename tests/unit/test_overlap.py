@@ -1,0 +1,122 @@
+"""Sampling ahead without ranks: what is planned, what a checkpoint keeps of it, seconds that two spans share."""
+
+import json
+import pathlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo.config import GRPOConfig
+from grpo.roles.ahead import PROBE_PROMPTS, shared_seconds
+from grpo.run.checkpoint import DRIVER_TENSORS_FILE, save_file
+from grpo.run.driver import Driver
+from grpo.run.pending import check_pending, pending_state, pending_tensors, read_pending
+from grpo.types import Completion, Pending, Plan, Prompt
+
+
+class Stream:
+    """Prompts 0, 1, 2, ... as `PromptStream` draws them."""
+
+    def __init__(self):
+        self.num_drawn = 0
+
+    def draw(self, count: int) -> list[Prompt]:
+        self.num_drawn += count
+        return [self.prompt(index, "a", 7) for index in range(self.num_drawn - count, self.num_drawn)]
+
+    def prompt(self, index: int, source: str, row: int) -> Prompt:
+        return Prompt(index, [5, index], {"answer": index}, row, source)
+
+
+def plans(config: GRPOConfig, num_steps: int) -> list[Plan]:
+    """What the driver decides for the steps of a new run."""
+    driver = SimpleNamespace(config=config, stream=Stream(), first_step=0)
+    found, pending = [], None
+    for step in range(num_steps):
+        plan = Driver.plan.__wrapped__(driver, step, pending)
+        pending = Pending(plan.next_prompts, [], plan.generator_version) if plan.next_prompts else None
+        found.append(plan)
+    return found
+
+
+def indices(prompts: list[Prompt]) -> list[int]:
+    return [prompt.index for prompt in prompts]
+
+
+def test_taking_turns_draws_each_steps_own_prompts():
+    first, second = plans(GRPOConfig(prompts_per_step=2, num_steps=9), 2)
+    assert (indices(first.prompts), indices(second.prompts)) == ([0, 1], [2, 3])
+    assert not first.next_prompts + second.next_prompts + first.probe + second.probe
+    assert first.sync_check and second.sync_check  # at the start, and after the first sync
+
+
+def test_overlap_draws_the_next_steps_prompts_and_probes_for_the_sync_check():
+    """Steps 0, 1, 2 of 10 prompts: the first draws for two steps and compares its own batch, which is of version 0."""
+    config = GRPOConfig(prompts_per_step=10, num_steps=3, overlap_steps=1, sync_check_interval=20)
+    first, second, last = plans(config, 3)
+    assert indices(first.prompts) == list(range(10)) and indices(first.next_prompts) == list(range(10, 20))
+    assert first.sync_check and not first.probe
+    # those of the second are sampled already; with the weights of version 0, so a probe takes the batch's place
+    assert not second.prompts and indices(second.next_prompts) == list(range(20, 30))
+    assert not second.sync_check and indices(second.probe) == list(range(10, 10 + PROBE_PROMPTS))
+    assert [plan.generator_version for plan in (first, second, last)] == [0, 1, 2]
+    assert not last.probe and not last.sync_check  # not due before step 20
+    assert indices(last.next_prompts) == list(range(30, 40))  # for a run that is made longer
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [((1, 4), (2, 9), 2), ((2, 9), (1, 4), 2), ((1, 9), (3, 4), 1), ((1, 2), (2, 3), 0), ((5, 6), (1, 2), 0)],
+)
+def test_shared_seconds(first, second, expected):
+    assert shared_seconds(first, second) == expected
+
+
+PENDING = Pending(
+    prompts=[Prompt(8, [5, 8], {"answer": 8}, 7, "a"), Prompt(9, [5, 9], {"answer": 9}, 7, "a")],
+    completions=[
+        Completion(torch.tensor([3, 1]), torch.tensor([-0.25, -torch.inf]), False, version=4, temperature=0.7),
+        Completion(torch.tensor([2]), torch.tensor([-1e-9]), True, version=4),
+        Completion(torch.tensor([], dtype=torch.int64), torch.tensor([]), False, version=4),
+        Completion(torch.tensor([9, 9, 9]), torch.tensor([-0.1, -0.2, -0.3]), True, version=4, temperature=0.7),
+    ],
+    version=4,
+)
+
+
+def saved(folder: pathlib.Path) -> dict:
+    save_file(pending_tensors(PENDING), folder / DRIVER_TENSORS_FILE)
+    return json.loads(json.dumps(pending_state(PENDING)))
+
+
+def test_a_checkpoint_gives_back_what_was_pending(tmp_path):
+    read = read_pending(tmp_path, saved(tmp_path), Stream())
+    assert read.prompts == PENDING.prompts and read.version == 4
+    for before, after in zip(PENDING.completions, read.completions, strict=True):
+        assert torch.equal(before.ids_T, after.ids_T) and torch.equal(before.logprobs_T, after.logprobs_T)
+        assert (before.truncated, before.version, before.temperature) == (
+            after.truncated,
+            after.version,
+            after.temperature,
+        )
+
+
+def test_other_groups_than_the_pending_ones_are_refused(tmp_path):
+    state = saved(tmp_path)
+    check_pending(state, GRPOConfig(prompts_per_step=2, group_size=2))
+    for other in (GRPOConfig(prompts_per_step=2, group_size=4), GRPOConfig(prompts_per_step=4, group_size=1)):
+        with pytest.raises(ValueError, match="has 2 x 2 completions .* --prompts-per-step 2 --group-size 2"):
+            check_pending(state, other)
+
+
+def test_a_broken_file_of_pending_completions_is_refused(tmp_path):
+    state = saved(tmp_path)
+    with pytest.raises(ValueError, match="has 4 completions sampled ahead and driver.json says 8"):
+        read_pending(tmp_path, state | {"completions": 8}, Stream())
+    (tmp_path / DRIVER_TENSORS_FILE).write_bytes(b"\x80\x04 no tensors")
+    with pytest.raises(ValueError, match="driver.safetensors cannot be read .* remove this checkpoint"):
+        read_pending(tmp_path, state, Stream())
+    (tmp_path / DRIVER_TENSORS_FILE).unlink()
+    with pytest.raises(ValueError, match="driver.safetensors cannot be read"):
+        read_pending(tmp_path, state, Stream())
