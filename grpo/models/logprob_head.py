@@ -34,9 +34,9 @@ class LogprobHead(Linear):
     def __init__(self, config: Config):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
-        self.statistics, self.gradients = chunk_statistics, chunk_gradients
-        if config.compile:
-            self.statistics, self.gradients = torch.compile(chunk_statistics), torch.compile(chunk_gradients)
+        functions = chunk_statistics, chunk_gradients, chunk_with_unit_gradients
+        compiled = map(torch.compile, functions) if config.compile else functions
+        self.statistics, self.gradients, self.with_unit_gradients = compiled
         self.vocab_size = config.out_features
 
     def forward(
@@ -49,9 +49,11 @@ class LogprobHead(Linear):
             weight_VD = weight_VD.to_local()
             # DTensor's chunks: ceil(V / ranks) rows each, the last ranks may hold fewer
             first_row = group.rank() * -(-self.vocab_size // group.size())
-        logprobs_N, entropy_N = ChunkedLogprobs.apply(
-            hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), temperatures_BT.flatten(), self, group, first_row
-        )
+        tokens = hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), temperatures_BT.flatten()
+        if torch.is_grad_enabled() and not weight_VD.requires_grad and group is None:
+            logprobs_N, entropy_N = FrozenHeadLogprobs.apply(*tokens, self)
+        else:
+            logprobs_N, entropy_N = ChunkedLogprobs.apply(*tokens, self, group, first_row)
         # copies, because FSDP hooks the outputs and warns of views
         return logprobs_N.view_as(targets_BT).clone(), entropy_N.view_as(targets_BT).clone()
 
@@ -91,16 +93,45 @@ class ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = []
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains_weight else None
         for hidden, *rest in _chunks(head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N):
-            grad_chunk, grad_weight = head.gradients(hidden, weight_VD, *rest, first_row, trains_weight)
-            grad_hidden.append(grad_chunk)
+            grad_NV = head.gradients(hidden, weight_VD, *rest, first_row)
+            grad_hidden.append(grad_NV @ weight_VD)
             if trains_weight:
-                grad_weight_VD += grad_weight
+                _add_product(grad_weight_VD, grad_NV.T, hidden)
         grad_hidden_ND = torch.cat(grad_hidden)
         if group is not None:  # each rank saw only its rows of the vocabulary
             dist.all_reduce(grad_hidden_ND, group=group)
         if trains_weight:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
+
+
+class FrozenHeadLogprobs(torch.autograd.Function):
+    """The same values with a weight that does not learn and is held whole, as with LoRA.
+
+    A token's log-prob then has a gradient only for its own hidden state, and that is a factor of the backward's times
+    a vector known in the forward: no chunk's logits are computed twice, unless the entropy has a gradient too.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head):
+        ctx.set_materialize_grads(False)
+        chunks = _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N)
+        parts = [head.with_unit_gradients(hidden, weight_VD, *rest) for hidden, *rest in chunks]
+        logprobs_N, entropy_N, logsumexp_N, unit_ND = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_ND, targets_N, temperatures_N, entropy_N, logsumexp_N, weight_VD, unit_ND)
+        ctx.head = head
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logprobs_N, grad_entropy_N):
+        *per_token, weight_VD, unit_ND = ctx.saved_tensors
+        if grad_entropy_N is None:
+            return (grad_logprobs_N[:, None] * unit_ND).to(unit_ND.dtype), None, None, None, None
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(grad_entropy_N)
+        chunks = _chunks(ctx.head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N)
+        grads = [ctx.head.gradients(hidden, weight_VD, *rest, 0) @ weight_VD for hidden, *rest in chunks]
+        return torch.cat(grads), None, None, None, None
 
 
 def chunk_statistics(hidden_ND, weight_VD, targets_N, temperatures_N, first_row: int):
@@ -123,9 +154,8 @@ def chunk_gradients(
     grad_logprobs_N,
     grad_entropy_N,
     first_row: int,
-    trains_weight: bool,
 ):
-    """Gradients of one chunk's log-probs and entropy with respect to hidden states and, if it is trained, weight.
+    """Gradient of one chunk's log-probs and entropy with respect to h W^T, in the hidden states' dtype.
 
     d logprob / d logit_v = [v = target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
     """
@@ -133,8 +163,27 @@ def chunk_gradients(
     grad_NV = -log_p_NV.exp() * (grad_logprobs_N[:, None] + grad_entropy_N[:, None] * (log_p_NV + entropy_N[:, None]))
     local_N, mine_N = _local_targets(targets_N, first_row, weight_VD.shape[0])
     grad_NV = grad_NV.scatter_add(1, local_N[:, None], grad_logprobs_N.where(mine_N, 0.0)[:, None])
-    grad_NV = (grad_NV / temperatures_N[:, None]).to(hidden_ND.dtype)
-    return grad_NV @ weight_VD, grad_NV.T @ hidden_ND if trains_weight else None
+    return (grad_NV / temperatures_N[:, None]).to(hidden_ND.dtype)
+
+
+def chunk_with_unit_gradients(hidden_ND, weight_VD, targets_N, temperatures_N):
+    """(log-probs, entropy, logsumexp, d logprob / d hidden [N, D]) of one chunk, from one look at its logits."""
+    maximum_N, total_N, weighted_N, target_N = chunk_statistics(hidden_ND, weight_VD, targets_N, temperatures_N, 0)
+    logsumexp_N = maximum_N + total_N.log()
+    ones_N, zeros_N = torch.ones_like(logsumexp_N), torch.zeros_like(logsumexp_N)
+    entropy_N = logsumexp_N - weighted_N / total_N
+    grad_NV = chunk_gradients(
+        hidden_ND, weight_VD, targets_N, temperatures_N, entropy_N, logsumexp_N, ones_N, zeros_N, 0
+    )
+    return target_N - logsumexp_N, entropy_N, logsumexp_N, grad_NV @ weight_VD
+
+
+def _add_product(sum_VD: torch.Tensor, left_VN: torch.Tensor, right_ND: torch.Tensor) -> None:
+    """sum += left @ right, in sum's float32; on a GPU within the product, without a second [V, D]."""
+    if left_VN.is_cuda and left_VN.dtype != sum_VD.dtype:
+        torch.addmm(sum_VD, left_VN, right_ND, out_dtype=sum_VD.dtype, out=sum_VD)
+    else:
+        sum_VD += left_VN @ right_ND
 
 
 def _chunks(num_tokens: int, *per_token: torch.Tensor):

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from grpo.config import GRPOConfig
 from grpo.data.chat import load_tokenizer
+from grpo.roles import engine_speed
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt
 
@@ -93,6 +94,10 @@ class Generator:
         self.sampling = _in_vllms_types(config.generator.sampling)
         with _saved_tokenizer(config, folder) as tokenizer_folder:
             self.llm = _start_engine(config, folder, tokenizer_folder, roles)
+        self.token_logprobs = None
+        if engine_speed.is_tested_version():
+            self.token_logprobs = engine_speed.TokenLogprobs(self.llm)
+            engine_speed.skip_settled_slots(self.llm)
 
     def generate(
         self,
@@ -137,10 +142,11 @@ class Generator:
             outputs = self.llm.generate(requests, params, use_tqdm=progress) if requests else []
         finally:
             gc.enable()
+        taken = self.token_logprobs.pop() if self.token_logprobs else None
         if self.roles.rank not in self.roles.heads:
             return None
         return [
-            self._completion(sample, param.temperature)
+            self._completion(sample, taken and taken[output.request_id, sample.index], param.temperature)
             for output, param in zip(outputs, params, strict=True)
             for sample in sorted(output.outputs, key=lambda o: o.index)
         ]
@@ -178,9 +184,16 @@ class Generator:
             **self.sampling,
         )
 
-    def _completion(self, sample, temperature: float) -> Completion:
+    def _completion(self, sample, taken: tuple[list[int], list[float]] | None, temperature: float) -> Completion:
         ids = list(sample.token_ids)
-        logprobs = [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
+        if taken is None:
+            logprobs = [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
+        else:
+            taken_ids, logprobs = taken[0], taken[1][: len(ids)]
+            if taken_ids[: len(ids)] != ids or len(logprobs) != len(ids):
+                raise RuntimeError(
+                    "log-probs and tokens of a completion do not belong together: engine_speed.py is wrong"
+                )
         return Completion(
             torch.tensor(ids, dtype=torch.int64),
             torch.tensor(logprobs, dtype=torch.float32),

@@ -36,6 +36,14 @@ SHAPES = {
     },
     "qwen3-4b": COMMON
     | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_hidden_layers": 36},
+    "qwen3-8b": COMMON
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
 }
 NUM_PROMPTS = 512
 

@@ -23,7 +23,7 @@ from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.types import TrainBatch
 from tests.dist.programs.parity import original_values, random_batch
-from train_sft import answer_objective
+from train_sft import label_objective
 
 NUM_STEPS, RANK, ALPHA, LEARNING_RATE = 3, 4, 6.0, 0.02
 TOLERANCE = 1e-5  # in float32, of the largest value that is compared
@@ -113,7 +113,7 @@ def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
 
 def train_ours(trainer: Trainer, batch: TrainBatch) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step. Collective over all ranks."""
-    objective = functools.partial(answer_objective, denominator=float(batch.loss_mask_N.sum()))
+    objective = functools.partial(label_objective, denominator=float(batch.loss_mask_N.sum()))
     found = []
     for _ in range(NUM_STEPS):
         metrics = StepMetrics(batch.num_sequences)

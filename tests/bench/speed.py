@@ -1,0 +1,93 @@
+"""What the speed benches share: a checkpoint of a real shape, physical floors, summaries, and a table with its JSON."""
+
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Dense bfloat16 of H100 and H200 SXM, TFLOP/s, by their data sheet
+PEAK_TFLOPS = 989.0
+
+
+def checkpoint(shape: str) -> pathlib.Path:
+    """The folder of a random checkpoint of `random_checkpoint.py`, made if it is not there."""
+    folder = pathlib.Path(os.environ.get("BENCH_MODELS", "/tmp/bench_models")) / shape
+    if not (folder / "prompts.jsonl").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, ROOT / "tests/bench/random_checkpoint.py", shape, folder], check=True)
+    return folder
+
+
+def run_child(command: Sequence[Any], log: pathlib.Path, limit: float) -> dict[str, Any]:
+    """The last line of a program's output, JSON, or what went wrong; its output goes to `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w") as file:
+        try:
+            environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+            words = [str(word) for word in command]
+            code = subprocess.run(words, cwd=ROOT, stdout=file, stderr=file, timeout=limit, env=environment).returncode
+        except subprocess.TimeoutExpired:
+            code = f"no end after {limit} s"
+    lines = log.read_text().splitlines()
+    if code == 0 and lines and lines[-1].startswith("{"):
+        return json.loads(lines[-1])
+    errors = [line for line in lines if "Error" in line or line.startswith("error")]
+    return {"failed": f"{code}: {errors[-1][:300] if errors else f'see {log}'}"}
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median (lowest to highest)."""
+    return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown; the columns are the keys of all rows, in their order."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+
+    def cell(value: Any) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    lines += [f"| {' | '.join(cell(row.get(column, '-')) for column in columns)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def report(name: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
+    """Print the table and write it with `facts` and the machine to $OUT/NAME.json (default runs/bench)."""
+    out = pathlib.Path(os.environ.get("OUT", ROOT / "runs" / "bench"))
+    out.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    content = {"bench": name, "device": device, "command": sys.argv, **facts, "rows": list(rows)}
+    (out / f"{name}.json").write_text(json.dumps(content, indent=1))
+    print(f"{name} on {device} {facts or ''}\n{table(rows)}", flush=True)
+
+
+def matmul_tflops() -> float:
+    """What an 8192^3 bfloat16 product of random numbers reaches here, TFLOP/s; the floor of matrix work in this run."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(10):
+        a @ b
+    end.record()
+    torch.cuda.synchronize()
+    return 10 * 2 * 8192**3 / (start.elapsed_time(end) / 1000) / 1e12
+
+
+def train_flops_per_token(hf: Any, num_parameters: int, document_tokens: int) -> float:
+    """Forward and backward of a dense model: 6 for each parameter that is multiplied, and causal attention.
+
+    Untied input embeddings are looked up, not multiplied. Recomputation is not counted, as in MFU (arXiv:2204.02311).
+    """
+    multiplied = num_parameters - (0 if hf.tie_word_embeddings else hf.vocab_size * hf.hidden_size)
+    attention = 12 * hf.num_hidden_layers * hf.num_attention_heads * hf.head_dim * document_tokens / 2
+    return 6 * multiplied + attention

@@ -1,0 +1,53 @@
+"""The LM head's values and gradients against plain log_softmax, whatever the chunks, with a head that learns or not."""
+
+import pytest
+import torch
+
+from grpo.models.logprob_head import LogprobHead
+
+TOKENS, WIDTH, VOCABULARY = 13, 8, 37
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 13, 100])
+@pytest.mark.parametrize("trains_head", [True, False])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
+@pytest.mark.parametrize("logprob_coef", [0.0, 1.0])
+def test_equals_log_softmax(chunk_tokens, trains_head, entropy_coef, logprob_coef):
+    torch.manual_seed(0)
+    head = LogprobHead(
+        LogprobHead.Config(in_features=WIDTH, out_features=VOCABULARY, param_init={}, chunk_tokens=chunk_tokens)
+    )
+    torch.nn.init.normal_(head.weight)
+    head.weight.requires_grad_(trains_head)
+    hidden = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (1, TOKENS))
+    temperatures = torch.rand(1, TOKENS) + 0.5
+    coefs = torch.randn(1, TOKENS)
+
+    def outcome(logprobs, entropy):
+        head.weight.grad = hidden.grad = None
+        loss = (logprob_coef * coefs * logprobs).sum() if logprob_coef else torch.zeros(())
+        loss = loss + (entropy_coef * coefs * entropy).sum() if entropy_coef else loss
+        if loss.requires_grad:
+            loss.backward()
+        return [logprobs, entropy, hidden.grad, head.weight.grad]
+
+    expected_logp = (hidden @ head.weight.T / temperatures[..., None]).log_softmax(-1)
+    expected = outcome(
+        expected_logp.gather(-1, targets[..., None])[..., 0], -(expected_logp.exp() * expected_logp).sum(-1)
+    )
+    for found, right in zip(outcome(*head(hidden, targets, temperatures)), expected, strict=True):
+        assert (found is None) == (right is None)
+        if right is not None:
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_head_looks_once_at_the_logits(monkeypatch):
+    head = LogprobHead(LogprobHead.Config(in_features=WIDTH, out_features=VOCABULARY, param_init={}))
+    torch.nn.init.normal_(head.weight)
+    head.weight.requires_grad_(False)
+    monkeypatch.setattr(head, "gradients", None)  # what recomputes them
+    hidden = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    logprobs, _ = head(hidden, torch.zeros(1, TOKENS, dtype=torch.int64), torch.ones(1, TOKENS))
+    logprobs.sum().backward()
+    assert hidden.grad.abs().sum() > 0
