@@ -1,6 +1,6 @@
 """Supervised fine-tuning in one torchrun: the shape of `train_grpo.py` with one role.
 
-    torchrun --nproc_per_node=2 train_sft.py [RECIPE.py] [--field value ...]
+    torchrun --nproc_per_node=8 train_sft.py [RECIPE.py] [--field value ...]
 
 Every rank is a trainer; rank 0, the driver, draws the examples and logs. The loss is the mean negative log-prob of the
 labels over the whole step; labels are the tokens that `train_on` names, by default what the assistant says. `--show 3`
@@ -15,7 +15,7 @@ from functools import partial
 from grpo.config import SFTConfig
 from grpo.run.command_line import read_config
 
-DEFAULT_RECIPE = pathlib.Path(__file__).parent / "configs" / "toy_sft.py"
+DEFAULT_RECIPE = pathlib.Path(__file__).parent / "configs" / "sft_llama3_1_8b.py"
 CONFIG = read_config(SFTConfig, DEFAULT_RECIPE) if __name__ == "__main__" else None  # a typo does not wait for torch
 
 import torch

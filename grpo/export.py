@@ -9,6 +9,7 @@ and config.json come from there. One process needs room for the weights in float
 """
 
 import argparse
+import dataclasses
 import pathlib
 
 import torch
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     roles = setup_trainers()
     is_toy = config.model.path.startswith("toy:")
     folder = fetch_folder(str(given.run_dir / "initial_model") if is_toy else config.model.path, roles.control)
-    model = build_model(config.model, config.trainer, folder, device=roles.device, tensor_parallel=1)
+    trainer = dataclasses.replace(config.trainer, data_replicas=1)  # however the run was sharded
+    model = build_model(config.model, trainer, folder, device=roles.device, tensor_parallel=1)
     load_model(checkpoint, model)
     export_hf(model, target, getattr(torch, config.model.dtype))
     if roles.is_driver:

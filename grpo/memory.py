@@ -1,4 +1,4 @@
-"""Does it fit? GPU memory of each role of a GRPO recipe by arithmetic, from the model's config.json alone.
+"""Does it fit? GPU memory of each role of a recipe, GRPO or SFT, by arithmetic, from the model's config.json alone.
 
     python -m grpo.memory [RECIPE.py] [--field value ...]
 
@@ -13,8 +13,8 @@ import sys
 
 import transformers
 
-from grpo.config import GRPOConfig, TrainerConfig
-from grpo.config.recipes import load
+from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
+from grpo.config.recipes import load, load_recipe
 from grpo.models.hf_folder import FAMILIES, config_folder, head_dim_of, read_hf_config
 from grpo.run.failures import refuse_bad_input, run_rank
 
@@ -26,12 +26,16 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 def main() -> None:
     with refuse_bad_input():
-        config = load(GRPOConfig, DEFAULT_RECIPE)
+        arguments = sys.argv[1:]
+        recipe = arguments[0] if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
+        config = load(type(load_recipe(recipe, GRPOConfig, SFTConfig)), DEFAULT_RECIPE, arguments)
         hf = read_hf_config(config_folder(config.model.path))
     print(f"{config.model.path}: {num_parameters(hf) / 1e9:.2f} billion parameters")
-    roles = {"trainer": trainer_gib(hf, config), "generator": generator_gib(hf, config)}
-    if config.needs_reference and config.roles.num_references and not config.roles.colocated:
-        roles["reference"] = reference_gib(hf, config)
+    roles = {"trainer": trainer_gib(hf, config)}
+    if isinstance(config, GRPOConfig):
+        roles["generator"] = generator_gib(hf, config)
+        if config.needs_reference and config.roles.num_references and not config.roles.colocated:
+            roles["reference"] = reference_gib(hf, config)
     for role, parts in roles.items():
         listed = " + ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
         print(f"each {role} rank: {sum(parts.values()):.1f} GiB = {listed}")
@@ -52,9 +56,10 @@ def num_adapter_parameters(hf: transformers.PretrainedConfig, trainer: TrainerCo
     return hf.num_hidden_layers * trainer.lora_rank * sizes
 
 
-def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
+def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, float]:
     """Parts of a trainer rank's peak, at the end of the forward of a full micro-batch; GiB."""
-    trainer, num_trainers, dtype_bytes = config.trainer, config.roles.num_trainers, DTYPE_BYTES[config.model.dtype]
+    trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
+    num_trainers = (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
     parameters, shards = num_parameters(hf), num_trainers // trainer.data_replicas
     kept = trainer.micro_batch_tokens * _saved_values(hf, trainer.activation_checkpointing)
     states = {"weights, gradients and moments": STATE_BYTES * parameters / shards}
@@ -66,10 +71,15 @@ def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[s
         **_of_a_forward(hf, config, trainer.tensor_parallel),
         "activations": dtype_bytes * kept / trainer.tensor_parallel,
     }
-    on_trainers = config.roles.colocated or not config.roles.num_references
-    if config.needs_reference and on_trainers and not config.reference_is_base:
+    if isinstance(config, GRPOConfig) and _reference_on_trainers(config):
         parts["reference"] = dtype_bytes * parameters / num_trainers
     return _gib(parts)
+
+
+def _reference_on_trainers(config: GRPOConfig) -> bool:
+    """Whether the trainer ranks hold a second model."""
+    on_trainers = config.roles.colocated or not config.roles.num_references
+    return config.needs_reference and on_trainers and not config.reference_is_base
 
 
 def reference_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
@@ -92,7 +102,9 @@ def generator_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict
     return _gib({part: size / generator.tensor_parallel for part, size in parts.items()})
 
 
-def _of_a_forward(hf: transformers.PretrainedConfig, config: GRPOConfig, tensor_parallel: int) -> dict[str, float]:
+def _of_a_forward(
+    hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, tensor_parallel: int
+) -> dict[str, float]:
     """Bytes of what a forward needs besides activations."""
     products, _, _ = _block(hf)
     block = sum(inputs * outputs for inputs, outputs in products.values())

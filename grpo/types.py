@@ -64,6 +64,8 @@ class Pending:
     """Group after group."""
     version: int
     """Steps in the weights that sampled it."""
+    place: dict[str, Any]
+    """In the data, where the prompts were drawn; fit for JSON."""
     seconds: float = math.nan
     """Wall time of the generators, from the first that began to the last that ended; NaN if read from a checkpoint."""
     overlap_seconds: float = math.nan
@@ -199,6 +201,8 @@ class Plan:
     """Of the first round of sampling; none if it was sampled ahead, see `Pending`."""
     next_prompts: list[Prompt]
     """Of the next step, for the generators to sample ahead while the learners train; none unless `overlap_steps`."""
+    next_place: dict[str, Any]
+    """The place in the data at which they were drawn, as a checkpoint has it; empty without them."""
     generator_version: int
     """Steps in the weights that the generators hold."""
     sync_check: bool

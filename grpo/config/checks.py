@@ -232,6 +232,11 @@ def _check_sampling(config: GRPOConfig) -> None:
             f"sampling.min_pass_rate={sampling.min_pass_rate} and max_pass_rate={sampling.max_pass_rate} must be "
             "shares with min below max; 0 and 1 turn the filter off"
         )
+    if sampling.filters and config.data.streaming:
+        raise ValueError(
+            "sampling.min_pass_rate and max_pass_rate remember rows, and data.streaming keeps none; drop one "
+            "(sampling.dynamic works with streams)"
+        )
     if sampling.dynamic and config.group_size == 1:
         raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
     if not reward.functions and not config.algorithm.distill_coef:

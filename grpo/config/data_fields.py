@@ -54,9 +54,17 @@ class DataConfig:
     """Prompts longer than this many tokens are left out and counted at the start."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do about rows without a prompt or without a value in a column that is used, or with text that is none.
-    refuse: an error before the start that lists them; skip: leave them out and say how many."""
+    refuse: an error before the start that lists them (with `streaming`, at the first one that comes); skip: leave them
+    out and say how many."""
     shuffle: bool = True
     """Draw the prompts of each epoch in a new random order, which follows from `seed`; off takes the file's order."""
+    streaming: bool = False
+    """Read rows as they come and keep none: data sets of the hub, JSON lines and parquet larger than memory or disk.
+    Held-out data is then the first rows of its split."""
+    checked_rows: Annotated[int, AtLeast(1)] = 1000
+    """With `streaming`, how many first rows of each source are looked at before the start; later ones as they come."""
+    shuffle_buffer: Annotated[int, AtLeast(1)] = 10_000
+    """With `streaming` and `shuffle`, how many rows are read together and drawn in random order before others are."""
 
     @property
     def all_sources(self) -> list[Source]:

@@ -7,7 +7,7 @@ from grpo.config.sources import Source
 from grpo.data.chat import Refused, TooLong, encode_prompt
 from grpo.data.prepare import all_too_long
 from grpo.data.rows import SourceRows, check_chat_rows, check_rows, tell_unusable
-from grpo.data.sources import load_rows
+from grpo.data.streaming import read_held_out
 from grpo.data.streams import Labelled, encode_chat_row
 from grpo.types import Prompt
 
@@ -37,7 +37,7 @@ def load_eval_prompts(
 def _held_out_prompts(
     source: Source, data: DataConfig, most: int, first_index: int, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[Prompt]:
-    rows = check_rows(source, load_rows(source), data)
+    rows = check_rows(source, read_held_out(source, data, most), data)
     prompts, too_long, refused = [], [], {}
     for row in rows.usable:
         if len(prompts) == most:
@@ -81,20 +81,21 @@ def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> 
 
 
 def _held_out_examples(source: Source, config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> list[Labelled]:
-    rows = check_chat_rows(source, load_rows(source), config)
+    num_wanted = config.validation.num_examples
+    rows = check_chat_rows(source, read_held_out(source, config.data, num_wanted), config)
     examples, num_left_out, refused = [], 0, {}
     for row in rows.usable:
-        if len(examples) == config.validation.num_examples:
+        if len(examples) == num_wanted:
             break
         try:
-            ids, mask = encode_chat_row(rows.example(row), config, tokenizer)
+            example = encode_chat_row(rows.example(row), config, tokenizer)
         except TooLong:
-            ids, mask = [], []
+            example = Labelled([], [])
         except Refused as error:
             refused[row] = str(error)
             continue
-        if any(mask):
-            examples.append((ids, mask))
+        if any(example.mask):
+            examples.append(example)
         else:
             num_left_out += 1
     tell_unusable(refused, len(rows.rows), source.path, config.data.bad_rows, len(refused) < len(rows.usable))

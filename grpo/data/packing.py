@@ -77,6 +77,18 @@ def row_length(plan: MicroBatchPlan, lengths: Sequence[int], multiple: int, micr
     return max(multiple, _round_up(longest, multiple))
 
 
+def padding_frac(plan: MicroBatchPlan, lengths: Sequence[int], multiple: int, packing: bool) -> float:
+    """Share of positions that hold no token, over the rows of all micro-batches and ranks; 0 to below 1.
+
+    A rank's micro-batch without rows counts as the one row of padding that `build_micro_batch` makes of it.
+    """
+    num_positions = 0
+    for index in range(len(plan[0])):
+        length = row_length(plan, lengths, multiple, micro_batch=None if packing else index)
+        num_positions += length * sum(max(1, len(micro_batches[index])) for micro_batches in plan)
+    return 1 - sum(lengths) / num_positions
+
+
 def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int, pad_id: int = 0) -> MicroBatch:
     """Lay sequences out as planned: `rows` is plan[rank][micro_batch], `row_length` the number of positions T.
 

@@ -14,7 +14,8 @@ from grpo.config import DataConfig, GRPOConfig, SFTConfig
 from grpo.data.chat import Refused, TooLong, render_prompt, tokenize_prompts
 from grpo.data.examples import Example
 from grpo.data.rows import SourceRows, check_chat_rows, check_rows, progress, tell_unusable
-from grpo.data.sources import READ_ROWS, load_rows
+from grpo.data.sources import READ_ROWS
+from grpo.data.streaming import read_rows
 from grpo.data.turns import encode_example
 from grpo.text import printable
 
@@ -34,13 +35,16 @@ CountTokens = Callable[[list[Example]], list[int | str]]
 
 
 def load_sources(data: DataConfig) -> list[SourceRows]:
-    """The rows of all sources of `data`, checked but not measured; raises what `load_rows` and `check_rows` raise."""
-    return [check_rows(source, load_rows(source), data) for source in data.all_sources]
+    """The rows of all sources of `data`, checked but not measured; raises what `read_rows` and `check_rows` raise.
+
+    Of sources that are streamed, they are the first rows.
+    """
+    return [check_rows(source, read_rows(source, data), data) for source in data.all_sources]
 
 
 def load_chat_sources(config: SFTConfig) -> list[SourceRows]:
     """The same for SFT."""
-    return [check_chat_rows(source, load_rows(source), config) for source in config.data.all_sources]
+    return [check_chat_rows(source, read_rows(source, config.data), config) for source in config.data.all_sources]
 
 
 def reward_columns(sources: list[SourceRows]) -> list[str]:
@@ -75,7 +79,9 @@ def usable_prompts(
     def count(examples: list[Example]) -> list[int | str]:
         return count_prompt_tokens(tokenizer, data, examples, max(data.max_prompt_tokens, COUNTED_TOKENS))
 
-    limit = Limit("data.max_prompt_tokens", data.max_prompt_tokens, config.prompts_per_step, "prompts")
+    limit = Limit(
+        "data.max_prompt_tokens", data.max_prompt_tokens, config.prompts_per_step, "prompts", streaming=data.streaming
+    )
     return measure(sources, count, limit, data.bad_rows)
 
 
@@ -84,7 +90,8 @@ def usable_chats(
 ) -> list[SourceRows]:
     """The same for SFT; left out are also examples of which no token is a label."""
     longest, truncates = config.max_sequence_tokens, config.too_long == "truncate"
-    limit = Limit("max_sequence_tokens", longest, config.sequences_per_step, "sequences", truncates)
+    streaming = config.data.streaming
+    limit = Limit("max_sequence_tokens", longest, config.sequences_per_step, "sequences", truncates, streaming)
 
     def count(examples: list[Example]) -> list[int | str]:
         return [count_chat_tokens(tokenizer, config, example) for example in examples]
@@ -133,13 +140,15 @@ class Limit:
     unit: str
     truncates: bool = False
     """Longer ones are cut off, and not left out."""
+    streaming: bool = False
+    """The rows are the first of a source that has others."""
 
 
 def measure(sources: list[SourceRows], count: CountTokens, limit: Limit, bad_rows: str) -> list[SourceRows]:
     """Leave out what is too long or has no tokens; print rows, steps per epoch and lengths of each source.
 
     Raises ValueError if less than LEAST_FRAC of a source's rows are left, or fewer rows in all than a step needs while
-    there are as many.
+    there are as many (unless they are the first of a stream).
     """
     measured = []
     total_weight = sum(source.source.weight for source in sources)
@@ -167,6 +176,8 @@ def measure(sources: list[SourceRows], count: CountTokens, limit: Limit, bad_row
         _check_enough(new, list(labelled.values()), limit)
         print(printable(_report(new, list(labelled.values()), limit, share, time.monotonic() - start)), flush=True)
         measured.append(new)
+    if limit.streaming:
+        return measured
     num_rows, num_left = sum(rows.num_wanted for rows in measured), sum(len(rows.usable) for rows in measured)
     if num_left < limit.per_step <= num_rows:
         raise ValueError(
@@ -228,10 +239,17 @@ def _report(rows: SourceRows, lengths: Sequence[int], limit: Limit, share: float
     label = f"{rows.source.label} ({rows.source.text})" if rows.source.label else rows.source.text
     steps = num_usable / (limit.per_step * share)
     num_cut = sum(length > limit.max_tokens for length in lengths) if limit.truncates else 0
+    from_here = f", {share:.0%} of them from here" if rows.source.label else ""
+    what = (
+        [f"data: {label} is streamed; of its first {num_rows:,} rows {num_usable:,} can be used{from_here}"]
+        if limit.streaming
+        else [
+            f"data: {label} has {num_rows:,} rows, {num_usable:,} are used",
+            f"an epoch is {steps:,.1f} steps of {limit.per_step} {limit.unit}{from_here}",
+        ]
+    )
     parts = [
-        f"data: {label} has {num_rows:,} rows, {num_usable:,} are used",
-        f"an epoch is {steps:,.1f} steps of {limit.per_step} {limit.unit}"
-        + (f", {share:.0%} of them from here" if rows.source.label else ""),
+        *what,
         f"tokens {min(lengths):,} to {max(lengths):,}, median {statistics.median(lengths):,.0f}",
         *([f"left out: {_reasons([rows])}"] if rows.left_out else []),
         *([f"cut off: {num_cut:,} longer than {limit.field}={limit.max_tokens}"] if num_cut else []),

@@ -113,7 +113,7 @@ def _look_at(source: Source, rows: Rows, data: DataConfig, read: RowReader) -> S
             continue
         has_tools = has_tools or bool(example.chat.tools if example.chat else example.tools)
         for name, value in example.columns.items():
-            kinds[name][_kind(value)].append(index)
+            kinds[name][kind_of(value)].append(index)
         usable.append(index)
     for path, count in absent.items():
         if path and count == len(rows):
@@ -165,7 +165,8 @@ def _names(rows: Rows) -> list[str]:
     return list(there)
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """In words: text, a truth value, a number, a list, a table, or another type's name."""
     for kind, types in (("text", str), ("a truth value", bool), ("a number", int | float), ("a list", list)):
         if isinstance(value, types):
             return kind

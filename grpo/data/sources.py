@@ -2,14 +2,14 @@
 
 Rows of JSON are read by it as lines of text and parsed one at a time. Its own reader of JSON was seen (4.7) to turn
 texts that look like dates into dates, to stop at blank lines and at rows with different columns without saying where,
-and to accept or refuse a mixture of types by where in the file it is. Left out: streaming data sets.
+and to accept or refuse a mixture of types by where in the file it is. Rows that are read as they come: streaming.py.
 """
 
 import csv
 import json
 import pathlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo.config.sources import KINDS, Source
@@ -85,23 +85,37 @@ def load_rows(source: Source) -> Rows:
         from grpo.data.toy import task_rows  # only toy runs need it
 
         rows = task_rows(source.path.removeprefix("toy:"), source.split)
-    elif source.is_file:
+    elif found := files_of(source):
+        rows = _read_files(source, *found)
+    else:
+        rows = TableRows(load_from_hub(source))
+    if len(rows) == 0:
+        raise no_rows(source)
+    return rows
+
+
+def no_rows(source: Source) -> ValueError:
+    return ValueError(f"data set {source.path} (split {source.split!r}) has no rows; give one that has")
+
+
+def files_of(source: Source) -> tuple[str, dict[str, list[str]]] | None:
+    """What the files of a source hold (json, csv, parquet) and their paths by split, of a file or a folder.
+
+    None for a data set of the hub, and a folder with the card of one, which says what its files are. Raises
+    FileNotFoundError for a file that does not exist, ValueError for a folder of several kinds of files or of none.
+    """
+    if source.is_file:
         path = pathlib.Path(source.path)
         if not path.is_file():
             raise FileNotFoundError(f"data file {path.absolute()} does not exist; correct the path or create it")
         # A file has one split, which goes by the name that is asked for, so that `train[:90%]` takes a part of it.
-        rows = _read_files(source, source.kind, {source.split.partition("[")[0]: [str(path)]})
-    elif source.kind == "folder" and not (pathlib.Path(source.path) / "README.md").is_file():
-        rows = _read_folder(source)
-    else:  # of the hub, or a folder with the card of such a data set, which says what its files are
-        options = {"revision": source.revision} if source.revision else {}
-        rows = TableRows(_load(source, source.path, source.name or None, **options))
-    if len(rows) == 0:
-        raise ValueError(f"data set {source.path} (split {source.split!r}) has no rows; give one that has")
-    return rows
+        return source.kind, {source.split.partition("[")[0]: [str(path)]}
+    if source.kind == "folder" and not (pathlib.Path(source.path) / "README.md").is_file():
+        return _files_of_folder(source)
+    return None
 
 
-def _read_folder(source: Source) -> Rows:
+def _files_of_folder(source: Source) -> tuple[str, dict[str, list[str]]]:
     """The files of a folder, whose names say which split they are of (all train if none does)."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
@@ -116,31 +130,35 @@ def _read_folder(source: Source) -> Rows:
     if len(kinds) != 1:
         there = f"files of several kinds ({', '.join(sorted(kinds))})" if kinds else f"no {', '.join(KINDS)} file"
         raise ValueError(f"data folder {folder} has {there}; give one with files of one kind, or a single file")
-    return _read_files(source, kinds.pop(), files)
+    return kinds.pop(), files
 
 
 def _read_files(source: Source, kind: str, files: dict[str, list[str]]) -> Rows:
     if kind == "json":
         return _read_json(source, files)
     options = [_csv_options(path) for paths in files.values() for path in paths][0] if kind == "csv" else {}
-    return TableRows(_load(source, kind, data_files=files, **options))
+    return TableRows(load(source, kind, data_files=files, **options))
 
 
 def _read_json(source: Source, files: dict[str, list[str]]) -> Rows:
     paths = [path for names in files.values() for path in names]
-    beginnings = [_beginning(path) for path in paths]
-    if not any(beginnings):
+    if not any(_beginning(path) for path in paths):
         return []
-    if all(path.endswith(".json") and first == b"[" for path, first in zip(paths, beginnings, strict=True)):
+    if are_lists(paths):
         return _read_lists(source, files)
     try:
-        lines = _load(source, "text", data_files=files)
+        lines = load(source, "text", data_files=files)
     except UnicodeDecodeError:
         for path in paths:
             _find_undecodable(path)
         raise
     where = source.path if len(paths) == 1 else f"{source.path} ({len(paths)} files, one after the other)"
     return JsonRows(lines, where if "[" not in source.split else f"{where}:{source.split}")
+
+
+def are_lists(paths: Iterable[str]) -> bool:
+    """Whether each file is one JSON list of all its rows, and not JSON lines."""
+    return all(path.endswith(".json") and _beginning(path) == b"[" for path in paths)
 
 
 def _beginning(path: str) -> bytes:
@@ -176,13 +194,20 @@ def _read_list(path: str) -> list[Row]:
 
 
 def _parse(text: str, where: str, kind: type = dict) -> Any:
-    way_out = "write one JSON object per line"
+    try:
+        return parse_json(text, kind)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; write one JSON object per line") from error
+
+
+def parse_json(text: str, kind: type = dict) -> Any:
+    """The value, of this kind; else ValueError, which says what it is."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, or a number or nesting beyond all bounds
-        raise ValueError(f"{where}: not JSON ({error}); {way_out}") from error
+        raise ValueError(f"not JSON ({error})") from error
     if not isinstance(value, kind):
-        raise ValueError(f"{where}: a {type(value).__name__}, not a JSON object; {way_out}")
+        raise ValueError(f"a {type(value).__name__}, not a JSON object")
     return value
 
 
@@ -224,7 +249,18 @@ def _csv_options(path: str) -> dict[str, Any]:
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
-def _load(source: Source, *arguments: Any, **options: Any) -> "datasets.Dataset":
+def reason_of(error: BaseException) -> str:
+    """What a library raised, on one line."""
+    return shorten(one_line(f"{type(error).__name__}: {error}"), SHOWN_CHARACTERS)
+
+
+def load_from_hub(source: Source, **options: Any) -> "datasets.Dataset":
+    """`load` of what is no file and no folder of files."""
+    revision = {"revision": source.revision} if source.revision else {}
+    return load(source, source.path, source.name or None, **revision, **options)
+
+
+def load(source: Source, *arguments: Any, **options: Any) -> "datasets.Dataset":
     """`datasets.load_dataset`; raises ValueError with one line and the way out, UnicodeDecodeError for other bytes."""
     import datasets  # takes a second to load, and toy tasks do without
 
@@ -240,7 +276,7 @@ def _load(source: Source, *arguments: Any, **options: Any) -> "datasets.Dataset"
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError):
             raise cause from error
-        reason = shorten(one_line(f"{type(cause).__name__}: {cause}"), SHOWN_CHARACTERS)
+        reason = reason_of(cause)
         way_out = (
             "check the spelling; for a local file, give a path ending in .jsonl, .json, .csv or .parquet; without "
             "network, load the data set where there is one and bring its cache (HF_HOME)"

@@ -5,21 +5,32 @@ Only the driver (rank 0) reads data; generators and trainers see token ids.
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from grpo.config import DataConfig, GRPOConfig, SamplingConfig, SFTConfig
+from grpo.config import GRPOConfig, SamplingConfig, SFTConfig
 from grpo.data.chat import Refused, TooLong, encode_prompt
 from grpo.data.examples import Example
 from grpo.data.rows import SourceRows
+from grpo.data.streaming import LEFT_OUT, StreamedOrder, Unlabelled, check_belongs
 from grpo.data.turns import encode_example
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Token ids, and for each whether it is a label.
-Labelled = tuple[list[int], list[bool]]
-# What is saved of a source's order: what its place belongs to, and the place.
+
+class Labelled(NamedTuple):
+    """An example of SFT as tokens."""
+
+    ids: list[int]
+    mask: list[bool]
+    """For each token whether it is a label."""
+    truncated: bool = False
+    """Its end was cut off."""
+
+
+Encoded = TypeVar("Encoded")
+# What is saved of a source's order: what its place belongs to, and the place. Of those that are streamed: streaming.py.
 BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle")
 PLACE = ("epoch", "position", "num_drawn")
 
@@ -42,6 +53,19 @@ class RowOrder:
     @property
     def label(self) -> str:
         return self.rows.source.label
+
+    def take(self, encode: Callable[[Example], Encoded]) -> tuple[int, Example, Encoded]:
+        """The next row: its number, what it gives, and that encoded."""
+        row = self.draw()
+        example = self.rows.example(row)
+        try:
+            return row, example, encode(example)
+        except (TooLong, Refused, Unlabelled) as error:
+            raise self.rows.changed(row, error) from error
+
+    def draw(self) -> int:
+        """The number of the next row."""
+        return self.next()
 
     def next(self, skip: Callable[[int], bool] = lambda row: False) -> int | None:
         """The next row. Those of which `skip` is true are passed over; None if it is true of a whole epoch."""
@@ -70,12 +94,7 @@ class RowOrder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
-        for name in BELONGS_TO:
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"the saved place in the data has {name}={state[name]!r}, this run has {getattr(self, name)!r}; "
-                    "resume with the data sets, weights, limits, seed and shuffle it was saved with, or start a new run"
-                )
+        check_belongs(state, self, BELONGS_TO)
         for name in PLACE:
             setattr(self, name, state[name])
         self._order = None
@@ -150,17 +169,14 @@ class PromptOrder(RowOrder):
         )
 
 
-Order = TypeVar("Order", bound=RowOrder)
-
-
-class Mixture(Generic[Order]):
+class Mixture:
     """Draws from several sources in turn, each going through epochs of its own; resumes exactly.
 
     The next row comes from the source that is furthest behind its weight, so that after n draws each source has had its
     share of n up to less than one row per source, with no randomness in it.
     """
 
-    def __init__(self, orders: Sequence[Order]):
+    def __init__(self, orders: Sequence[RowOrder | StreamedOrder]):
         self.orders = {order.label: order for order in orders}
         self._total_weight = sum(order.weight for order in orders)
 
@@ -168,7 +184,13 @@ class Mixture(Generic[Order]):
     def num_drawn(self) -> int:
         return sum(order.num_drawn for order in self.orders.values())
 
-    def next_order(self) -> Order:
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Rows that were passed over because they cannot be used, by why; empty if all were looked at before."""
+        counts = [order.left_out for order in self.orders.values() if isinstance(order, StreamedOrder)]
+        return {name: sum(count[name] for count in counts) for name in (LEFT_OUT if counts else ())}
+
+    def next_order(self) -> RowOrder | StreamedOrder:
         """The source whose turn it is."""
         number = self.num_drawn + 1
         # max takes the first of equals, so the order of the config decides
@@ -195,13 +217,16 @@ class Mixture(Generic[Order]):
             order.load_state_dict(state["sources"][label])
 
 
-class PromptStream(Mixture[PromptOrder]):
+class PromptStream(Mixture):
     """The run's prompts, one after the other without end."""
 
     def __init__(self, sources: Sequence[SourceRows], config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase"):
         """sources: those of `usable_prompts`."""
-        super().__init__([PromptOrder(rows, config) for rows in sources])
-        self.data, self.tokenizer = config.data, tokenizer
+        streaming = config.data.streaming
+        super().__init__(
+            [StreamedOrder(r, config.seed, config.data) if streaming else PromptOrder(r, config) for r in sources]
+        )
+        self.data, self.sampling, self.tokenizer = config.data, config.sampling, tokenizer
 
     @property
     def num_filtered(self) -> int:
@@ -213,56 +238,57 @@ class PromptStream(Mixture[PromptOrder]):
         prompts = []
         for _ in range(count):
             index, order = self.num_drawn, self.next_order()
-            row = order.draw()
-            prompts.append(_make_prompt(index, row, order.rows, self.data, self.tokenizer))
+            row, example, ids = order.take(self._encode)
+            prompts.append(Prompt(index, ids, example.columns, row, order.label, example.prompt))
         return prompts
 
-    def prompt(self, index: int, source: str, row: int) -> Prompt:
-        """One that was drawn before, made again; see `Prompt` for its three numbers."""
-        return _make_prompt(index, row, self.orders[source].rows, self.data, self.tokenizer)
+    def draw_again(self, place: dict[str, Any], count: int) -> list[Prompt]:
+        """The prompts that were drawn at an earlier `place`, which a `state_dict` told; the next draw is as without."""
+        here = self.state_dict()
+        self.load_state_dict(place)
+        prompts = self.draw(count)
+        self.load_state_dict(here)
+        return prompts
+
+    def _encode(self, example: Example) -> list[int]:
+        return encode_prompt(self.tokenizer, self.data, example.prompt, self.data.max_prompt_tokens, example.tools)
 
     def record(self, pass_rates: dict[tuple[str, int], float]) -> None:
         """Filter rows by what their completions achieved: (source, row) -> share that passed when it was last sampled.
 
         To resume exactly, take `state_dict` after it.
         """
-        for (source, row), pass_rate in pass_rates.items():
-            self.orders[source].record(row, pass_rate)
+        if self.sampling.filters:
+            for (source, row), pass_rate in pass_rates.items():
+                self.orders[source].record(row, pass_rate)
 
 
-def _make_prompt(
-    index: int, row: int, rows: SourceRows, data: DataConfig, tokenizer: "PreTrainedTokenizerBase"
-) -> Prompt:
-    example = rows.example(row)
-    try:
-        ids = encode_prompt(tokenizer, data, example.prompt, data.max_prompt_tokens, example.tools)
-    except (TooLong, Refused) as error:
-        raise rows.changed(row, error) from error
-    return Prompt(index, ids, example.columns, row, rows.source.label, example.prompt)
-
-
-class ChatStream(Mixture[RowOrder]):
+class ChatStream(Mixture):
     """Chats and texts for SFT with their labels, one after the other without end."""
 
     def __init__(self, sources: Sequence[SourceRows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"):
         """sources: those of `usable_chats`."""
-        super().__init__([RowOrder(rows, config.seed, config.data.shuffle) for rows in sources])
+        data, seed = config.data, config.seed
+        super().__init__(
+            [StreamedOrder(r, seed, data) if data.streaming else RowOrder(r, seed, data.shuffle) for r in sources]
+        )
         self.config, self.tokenizer = config, tokenizer
 
     def draw(self, count: int) -> list[Labelled]:
         """The next `count` examples, across epochs where needed."""
-        examples = []
-        for _ in range(count):
-            order = self.next_order()
-            row = order.next()
-            try:
-                examples.append(encode_chat_row(order.rows.example(row), self.config, self.tokenizer))
-            except (TooLong, Refused) as error:
-                raise order.rows.changed(row, error) from error
-        return examples
+        return [self.next_order().take(self._encode)[2] for _ in range(count)]
+
+    def _encode(self, example: Example) -> Labelled:
+        labelled = encode_chat_row(example, self.config, self.tokenizer)
+        if not any(labelled.mask):
+            raise Unlabelled("no token is a label")
+        return labelled
 
 
 def encode_chat_row(example: Example, config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> Labelled:
     """What a row gave as token ids with their labels, cut off if `too_long` says so; raises TooLong and Refused."""
     max_tokens, truncates = config.max_sequence_tokens, config.too_long == "truncate"
-    return encode_example(tokenizer, config.data, example.chat, config.train_on, max_tokens, truncates)
+    # one token more, if there is one, says that something is cut off
+    most = max_tokens + 1 if truncates else max_tokens
+    ids, mask = encode_example(tokenizer, config.data, example.chat, config.train_on, most, truncates)
+    return Labelled(ids[:max_tokens], mask[:max_tokens], truncated=len(ids) > max_tokens)

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 import torch
 
 from grpo.config import TrainerConfig
-from grpo.data.packing import build_micro_batch, plan_micro_batches, row_length, take_out
+from grpo.data.packing import (
+    MicroBatchPlan,
+    build_micro_batch,
+    padding_frac,
+    plan_micro_batches,
+    row_length,
+    take_out,
+)
 from grpo.models.build import ShardedModel
 from grpo.types import MicroBatch, TrainBatch
 
@@ -19,12 +26,23 @@ def micro_batches(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig
 
     Every rank plans from the same lengths, so nothing is communicated; all ranks get the same number of micro-batches.
     """
-    lengths, multiple = batch.lengths_S.tolist(), ROW_MULTIPLE[model.device.type]
-    plan = plan_micro_batches(lengths, model.num_data_ranks, trainer.micro_batch_tokens, trainer.packing, multiple)
+    plan, lengths, multiple = _plan(batch, model, trainer)
     for index, rows in enumerate(plan[model.data_rank]):
         length = row_length(plan, lengths, multiple, micro_batch=None if trainer.packing else index)
         values = vars(build_micro_batch(batch, rows, length))
         yield MicroBatch(**{n: x.to(model.device) if isinstance(x, torch.Tensor) else x for n, x in values.items()})
+
+
+def share_of_padding(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> float:
+    """Share of positions in the micro-batches of all ranks that hold no token; the same on every rank."""
+    return padding_frac(*_plan(batch, model, trainer), trainer.packing)
+
+
+def _plan(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> tuple[MicroBatchPlan, list[int], int]:
+    """The micro-batches of all ranks, the lengths they were planned from, and what rows are rounded up to."""
+    lengths, multiple = batch.lengths_S.tolist(), ROW_MULTIPLE[model.device.type]
+    plan = plan_micro_batches(lengths, model.num_data_ranks, trainer.micro_batch_tokens, trainer.packing, multiple)
+    return plan, lengths, multiple
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ def gather_ahead(ahead: Ahead | None, plan: Plan, roles: Roles) -> Pending | Non
     began, ended = torch.stack([times[head] for head in roles.heads]).unbind(1)
     sampling = began.min().item(), ended.max().item()
     seconds, overlap = sampling[1] - sampling[0], shared_seconds(sampling, (ahead.began, arrived))
-    return Pending(plan.next_prompts, completions, plan.generator_version, seconds, overlap)
+    return Pending(plan.next_prompts, completions, plan.generator_version, plan.next_place, seconds, overlap)
 
 
 def shared_seconds(first: tuple[float, float], second: tuple[float, float]) -> float:

@@ -18,7 +18,7 @@ from torchtitan.distributed import utils as titan_dist
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.models.build import build_model
-from grpo.models.forward import micro_batches, token_logprobs
+from grpo.models.forward import micro_batches, share_of_padding, token_logprobs
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
@@ -79,6 +79,7 @@ class Trainer:
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         mesh = self.model.parallel_dims.get_optional_mesh("batch")
         metrics.reduce(mesh.get_group() if mesh is not None and mesh.size() > 1 else None)
+        metrics.record(**{"packing/padding_frac": share_of_padding(batch, self.model, self.config)})
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
 
     def optimizer_step(self) -> dict[str, float]:

@@ -155,10 +155,15 @@ class Driver:
         first_syncs = step <= self.first_step + config.sync_interval
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
         check = config.sync_check_interval > 0 and version == step and check_due
+        prompts = [] if pending else self._draw(config.prompts_per_step)
+        next_place, next_prompts = {}, []
+        if config.overlap_steps:
+            next_place, next_prompts = self.stream.state_dict(), self._draw(config.prompts_per_step)
         return Plan(
             step=step,
-            prompts=[] if pending else self.stream.draw(config.prompts_per_step),
-            next_prompts=self.stream.draw(config.prompts_per_step) if config.overlap_steps else [],
+            prompts=prompts,
+            next_prompts=next_prompts,
+            next_place=next_place,
             generator_version=version,
             sync_check=check and not pending,
             probe=pending.prompts[:PROBE_PROMPTS] if check and pending else [],
@@ -220,7 +225,7 @@ class Driver:
             return []
         if sampled.num_rounds < config.sampling.max_rounds:
             informative_frac = max(num_informative / sampled.num_prompts, LEAST_INFORMATIVE_FRAC)
-            return self.stream.draw(min(math.ceil(missing / informative_frac), config.prompts_per_step))
+            return self._draw(min(math.ceil(missing / informative_frac), config.prompts_per_step))
         print(
             f"dynamic sampling: {num_informative} of {config.prompts_per_step} groups have different rewards after "
             f"{sampled.num_rounds} rounds with {sampled.num_prompts} prompts; the step goes on with "
@@ -250,6 +255,10 @@ class Driver:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return reward_tensors(sampled.rollouts)
 
+    def _draw(self, num_prompts: int) -> list[Prompt]:
+        with refuse_bad_input():  # rows that are streamed are checked as they come
+            return self.stream.draw(num_prompts)
+
     def _collect(self) -> list[Rollout]:
         rollouts = self.scorer.collect()
         self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
@@ -273,7 +282,7 @@ class Driver:
         metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
         finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
         metrics["mismatch/nonfinite_frac"] = 1 - finite_N.float().mean().item()
-        metrics |= with_effective_sample_size(measured.means()) | self.timer.close_step()
+        metrics |= with_effective_sample_size(measured.means()) | self.stream.left_out | self.timer.close_step()
         if config.sampling.dynamic:
             metrics["sampling/rounds"] = sampled.num_rounds
             num_informative = len(sampled.informative) // config.group_size

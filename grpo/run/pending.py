@@ -1,7 +1,7 @@
 """What was sampled ahead (`overlap_steps`) as a part of a checkpoint, so that a resumed run trains on the very same.
 
-Prompts as their places in the data, from which they are made again; completions as tensors. Rewards are not in it:
-they are computed when the step begins that trains on it, resumed or not.
+Prompts as the place in the data at which they are drawn again; completions as tensors. Rewards are not in it: they are
+computed when the step begins that trains on it, resumed or not.
 """
 
 import pathlib
@@ -20,8 +20,8 @@ TENSORS = ("header", "temperatures", "ids", "logprobs")  # those of `flatten_com
 
 def pending_state(pending: Pending) -> dict[str, Any]:
     """The part of it that is written as JSON."""
-    places = [[prompt.index, prompt.source, prompt.row] for prompt in pending.prompts]
-    return {"version": pending.version, "prompts": places, "completions": len(pending.completions)}
+    counts = {"prompts": len(pending.prompts), "completions": len(pending.completions)}
+    return {"version": pending.version, "place": pending.place, **counts}
 
 
 def pending_tensors(pending: Pending | None) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def pending_tensors(pending: Pending | None) -> dict[str, torch.Tensor]:
 
 def check_pending(state: dict[str, Any], config: GRPOConfig) -> None:
     """Refuse to train on pending completions with other groups than theirs. Raises ValueError that names both."""
-    num_prompts, num_completions = len(state["prompts"]), state["completions"]
+    num_prompts, num_completions = state["prompts"], state["completions"]
     if (num_prompts, num_completions) != (config.prompts_per_step, config.completions_per_step):
         raise ValueError(
             f"the checkpoint has {num_prompts} x {num_completions // num_prompts} completions that were sampled ahead, "
@@ -49,5 +49,5 @@ def read_pending(checkpoint: pathlib.Path, state: dict[str, Any], stream: Prompt
             f"{checkpoint} has {len(completions)} completions sampled ahead and {DRIVER_FILE} says "
             f"{state['completions']}; remove this checkpoint to resume from the one before"
         )
-    prompts = [stream.prompt(index, source, row) for index, source, row in state["prompts"]]
-    return Pending(prompts, completions, state["version"])
+    prompts = stream.draw_again(state["place"], state["prompts"])
+    return Pending(prompts, completions, state["version"], state["place"])

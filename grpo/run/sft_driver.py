@@ -89,7 +89,8 @@ class Driver:
     @on_driver
     def next_batch(self) -> TrainBatch:
         """The step's examples laid end to end; their labels count in the loss."""
-        return batch_of(self.stream.draw(self.config.sequences_per_step))
+        with refuse_bad_input():  # rows that are streamed are checked as they come
+            return batch_of(self.stream.draw(self.config.sequences_per_step))
 
     def state(self, step: int, recent_losses: list[float]) -> dict[str, Any] | None:
         """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
@@ -100,7 +101,9 @@ class Driver:
     @on_driver
     def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps."""
-        metrics = measured.means() | self.timer.close_step()
+        metrics = measured.means() | self.stream.left_out | self.timer.close_step()
+        if self.config.too_long == "truncate":
+            metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
         metrics["tokens_per_second"] = batch.num_tokens / metrics["time/step"]
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -122,7 +125,7 @@ class Driver:
 
 def batch_of(examples: list[Labelled]) -> TrainBatch:
     """Examples laid end to end."""
-    return make_batch([Sample(torch.tensor(ids), torch.tensor(mask)) for ids, mask in examples])
+    return make_batch([Sample(torch.tensor(e.ids), torch.tensor(e.mask), truncated=e.truncated) for e in examples])
 
 
 def show_examples(config: SFTConfig) -> None:
@@ -132,6 +135,6 @@ def show_examples(config: SFTConfig) -> None:
         _, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources), toy_dir)
         examples = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer).draw(config.show)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for number, (ids, mask) in enumerate(examples, start=1):
+    for number, (ids, mask, _) in enumerate(examples, start=1):
         console.rule(f"example {number}: {len(ids)} tokens, {sum(mask)} of them labels", align="left")
         console.print(show_chat(ids, mask, tokenizer))

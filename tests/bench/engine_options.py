@@ -12,12 +12,12 @@ Each run leaves `runs/engine/VARIANT-ROUND`.
 
 import argparse
 import json
-import os
 import pathlib
-import signal
 import statistics
 import subprocess
 import sys
+
+from speed import run_limited
 
 ROOT = pathlib.Path(__file__).parents[2]
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
@@ -69,15 +69,9 @@ def run(variant: str, number: int, model: pathlib.Path, options: argparse.Namesp
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
     command += ["tests/bench/colocated.py", "--model.path", str(model), "--data.path", str(model / "prompts.jsonl")]
     command += ["--run-dir", str(folder), "--num-steps", str(options.steps), "--sync-check-tolerance", "1"]
+    command += ["--checkpoint.no-export"]
     command += [*VARIANTS[variant], *options.flags]
-    with open(log_file, "w") as log:
-        environment = {"OMP_NUM_THREADS": "8"} | os.environ
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            code = process.wait(options.limit)
-        except subprocess.TimeoutExpired:
-            code = f"no end after {options.limit} s"
-            os.killpg(process.pid, signal.SIGKILL)  # the launcher's ranks too, which hold the GPU
+    code = run_limited(command, log_file, options.limit)
     errors = [line for line in log_file.read_text().splitlines() if line.startswith("error:")]
     outcome = "done" if code == 0 else f"FAILED ({code}): {errors[0] if errors else f'see {log_file}'}"
     print(f"{variant} round {number}: {outcome}", flush=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,16 +26,33 @@ def checkpoint(shape: str) -> pathlib.Path:
     return folder
 
 
-def run_child(command: Sequence[Any], log: pathlib.Path, limit: float) -> dict[str, Any]:
-    """The last line of a program's output, JSON, or what went wrong; its output goes to `log`."""
+def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float) -> int | str:
+    """A program's exit code, or why it has none; its output goes to `log`. Whatever happens, it is ended here.
+
+    SIGTERM comes first: torchrun passes it on, while its ranks, sessions of their own, outlive a killed torchrun and
+    would hold the GPU against the runs that follow.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` ends the bench: then its program ends too
+    environment = {"OMP_NUM_THREADS": "8"} | os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    words = [str(word) for word in command]
     with open(log, "w") as file:
+        process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file, env=environment, start_new_session=True)
         try:
-            environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-            words = [str(word) for word in command]
-            code = subprocess.run(words, cwd=ROOT, stdout=file, stderr=file, timeout=limit, env=environment).returncode
+            return process.wait(limit)
         except subprocess.TimeoutExpired:
-            code = f"no end after {limit} s"
+            return f"no end after {limit} s"
+        finally:
+            process.terminate()
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_child(command: Sequence[Any], log: pathlib.Path, limit: float) -> dict[str, Any]:
+    """The last line of a program's output, JSON, or what went wrong; see `run_limited`."""
+    code = run_limited(command, log, limit)
     lines = log.read_text().splitlines()
     if code == 0 and lines and lines[-1].startswith("{"):
         return json.loads(lines[-1])

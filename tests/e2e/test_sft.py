@@ -8,14 +8,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import train_sft
+from grpo.config import SFTConfig
+from grpo.config.recipes import load
 from grpo.data import toy
+from grpo.run.failures import BadInput
+from grpo.run.step_timer import StepTimer
 from tests.e2e.runs import read_metrics, without_clocks
-from tests.torchrun import run_python, run_torchrun, torchrun
+from tests.torchrun import run_python, torchrun
 
 
 @pytest.fixture(scope="module")
 def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """4 steps of two sources, chats and texts, that are shuffled, mixed and packed; so few rows that epochs end."""
+    """4 steps of two sources, chats and texts, that are streamed, shuffled, mixed and packed; so few that epochs end.
+
+    That runs which are not streamed resume, test_resume.py shows, whose streams are the same.
+    """
     folder = tmp_path_factory.mktemp("rows")
     rows = toy.task_rows("addition", "train")[:14]
     turns = [
@@ -33,6 +41,7 @@ def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     flags += ["--trainer.micro-batch-tokens", 64, "--trainer.schedule", "linear", "--trainer.warmup-steps", 2]
     flags += ["--validation.interval", 2, "--validation.split", "train", "--validation.sets", *sources]
     flags += ["--validation.num-examples", 4, "--checkpoint.interval", 2, "--metrics.no-tensorboard"]
+    flags += ["--data.streaming", "--data.shuffle-buffer", 4]
     return [str(flag) for flag in flags]
 
 
@@ -65,6 +74,7 @@ def test_4_steps_equal_2_resume_and_2(finished: pathlib.Path, arguments: list[st
         *((3, True), (4, False), (4, True)),
     ]
     assert [without_clocks(m) for m in resumed] == [without_clocks(m) for m in whole]
+    assert all(0 < m["packing/padding_frac"] < 0.5 and m["data/too_long"] == 0 for m in whole if "loss" in m)
     for name in ("loss", "grad_norm", "entropy", "learning_rate"):  # the comparison means something
         assert len({m[name] for m in whole if name in m}) == (2 if name == "learning_rate" else 4), name
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (finished, run_dir)]
@@ -83,8 +93,9 @@ def test_resume_and_validation_on_another_number_of_ranks(
 
 def test_resume_with_adapters_of_a_run_without_is_refused(finished: pathlib.Path, arguments: list[str]):
     flags = [*arguments, "--num-trainers", 1, "--run-dir", finished, "--resume", "--trainer.lora-rank", 2]
-    result = run_torchrun("train_sft.py", *flags, nproc=1)
-    assert result.returncode and "this run trains adapters of rank 2 for" in result.stdout
+    config = load(SFTConfig, "", [str(flag) for flag in flags])
+    with pytest.raises(BadInput, match="this run trains adapters of rank 2 for"):
+        train_sft.Driver.start.__wrapped__(train_sft.Driver(config, roles=None, timer=StepTimer()))
 
 
 def test_validation_is_the_mean_over_tokens_of_each_set(finished: pathlib.Path):
@@ -95,23 +106,32 @@ def test_validation_is_the_mean_over_tokens_of_each_set(finished: pathlib.Path):
     assert losses[0] > losses[-1]
 
 
-def test_a_run_that_stopped_by_its_loss_stays_stopped(arguments: list[str], tmp_path: pathlib.Path):
+@pytest.mark.parametrize("stays_stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_window_of_a_run_that_stops_by_its_loss_continues(
+    arguments: list[str], tmp_path: pathlib.Path, stays_stopped: bool
+):
+    """Of 10 steps, the last 3 are repeated, or (slow) none."""
     flags = [*arguments, "--num-trainers", 1, "--num-steps", 20, "--stop-at-loss", 99, "--validation.interval", 0]
-    flags += ["--run-dir", tmp_path / "run"]
-    torchrun("train_sft.py", *flags, "--checkpoint.interval", 7, nproc=1)
-    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [*range(1, 11)]
+    flags += ["--run-dir", tmp_path / "run", "--checkpoint.interval", 7]
+    flags += ["--too-long", "truncate", "--max-sequence-tokens", 28]
+    run_python("train_sft.py", *flags)
+    steps = read_metrics(tmp_path / "run")
+    assert [m["step"] for m in steps] == [*range(1, 11)]
+    # of 15 rows drawn in three steps, 10 are chats, of which more than half are longer than 28 tokens
+    assert 0.2 < sum(m["data/truncated_frac"] for m in steps) / len(steps) < 0.6
     folders = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert folders == ["step-00000007", "step-00000010"]
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000010")  # the window of 10 steps continues from 7 of them
-    for _ in range(2):
-        torchrun("train_sft.py", *flags, "--checkpoint.interval", 7, "--resume", nproc=1)
-        assert [m["step"] for m in read_metrics(tmp_path / "run")] == [*range(1, 11)]
+    if not stays_stopped:
+        shutil.rmtree(tmp_path / "run/checkpoints/step-00000010")
+    assert f"starting at step {10 if stays_stopped else 7}" in run_python("train_sft.py", *flags, "--resume")
+    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [*range(1, 11)]
 
 
-def test_show_prints_examples_and_stops(arguments: list[str], tmp_path: pathlib.Path):
-    output = run_python("train_sft.py", *arguments, "--show", 2, "--run-dir", tmp_path / "run")
+def test_show_prints_examples_and_stops(arguments: list[str], tmp_path: pathlib.Path, capsys):
+    train_sft.main(load(SFTConfig, "", [*arguments, "--show", "2", "--run-dir", str(tmp_path / "run")]))
+    output = capsys.readouterr().out
     assert "example 1: " in output and "example 2: " in output and "example 3" not in output
-    assert "example 2: 8 tokens, 7 of them labels" in output and "802+849<eos>" in output
+    assert "example 2: 8 tokens, 7 of them labels" in output and "713+648<eos>" in output
     assert "loading the model" not in output
     assert not (tmp_path / "run").exists()
 

@@ -42,7 +42,7 @@ DEFAULT = str(ROOT / "configs" / "qwen3_1_7b_gsm8k.py")
 
 
 def read(path: pathlib.Path) -> GRPOConfig | SFTConfig:
-    return load_recipe(str(path), SFTConfig if "SFTConfig(" in path.read_text() else GRPOConfig)
+    return load_recipe(str(path), GRPOConfig, SFTConfig)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -368,8 +368,8 @@ def test_states_load_with_and_without_a_filter(tokenizer, four_rows):
 def test_chats_have_the_answer_and_eos_as_labels(tokenizer, ten_rows):
     stream = chats_of(config_of(ten_rows, shuffle=False), tokenizer, max_sequence_tokens=20, seed=0)
     assert stream.draw(2) == [
-        (ids_of("<user> add n0 <assistant> yes n0 <eos>"), [False] * 4 + [True] * 3),
-        (ids_of("<user> add n1 <assistant> yes n1 <eos>"), [False] * 4 + [True] * 3),
+        (ids_of("<user> add n0 <assistant> yes n0 <eos>"), [False] * 4 + [True] * 3, False),
+        (ids_of("<user> add n1 <assistant> yes n1 <eos>"), [False] * 4 + [True] * 3, False),
     ]
 
 

@@ -109,16 +109,27 @@ def test_an_environment_without_pip_gets_it(repo):
     assert calls[1:] == ["python -m ensurepip", TORCH_BY_PIP, THE_REST, REMOVAL]
 
 
-def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo):
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_sft.py"])
+def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, script):
+    batch_file = script.removeprefix("train_").replace(".py", ".sbatch")
     launch(repo, "setup.sh", GRPO_DEVICE="gpu")
     slurm = {"JOB_ID": "123456", "JOB_NODELIST": "node[7-8]", "NNODES": "2", "CPUS_PER_TASK": "64"}
     slurm = {f"SLURM_{name}": value for name, value in slurm.items()}
-    process, calls = launch(repo, "grpo.sbatch", "recipe.py", SLURM_GPUS_PER_NODE="h100:4", **slurm)
+    process, calls = launch(repo, batch_file, "recipe.py", SLURM_GPUS_PER_NODE="h100:4", **slurm)
     assert process.returncode == 0, process.stderr
     words = calls[-1].split()
-    assert words[0] == "srun" and words[-3:] == ["train_grpo.py", "recipe.py", "--resume"]
+    assert words[0] == "srun" and words[-3:] == [script, "recipe.py", "--resume"]
     # 20000 + 123456 % 10000
     expected = {"--cpus-per-task=64", "--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=node7:23456"}
     assert expected <= set(words)
-    process, calls = launch(repo, "grpo.sbatch", "recipe.py", "--overwrite", SLURM_GPUS_PER_NODE="8", **slurm)
+    process, calls = launch(repo, batch_file, "recipe.py", "--overwrite", SLURM_GPUS_PER_NODE="8", **slurm)
     assert process.returncode == 1 and calls == [] and "--overwrite would delete the run" in process.stderr
+
+
+def test_batch_files_ask_slurm_for_the_same_except_name_and_nodes(repo):
+    """Those lines are comments to bash, so each file needs its own."""
+    asked = [
+        set(re.findall(r"^#SBATCH (.*)$", (repo / "launch" / name).read_text(), re.MULTILINE))
+        for name in ("grpo.sbatch", "sft.sbatch")
+    ]
+    assert asked[0] ^ asked[1] == {"--job-name=grpo", "--job-name=sft", "--nodes=2", "--nodes=1"}

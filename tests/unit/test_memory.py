@@ -11,7 +11,7 @@ import transformers
 
 from grpo import config as c
 from grpo.config.layout import describe_layout
-from grpo.config.recipes import load
+from grpo.config.recipes import load, load_recipe
 from grpo.memory import DEFAULT_RECIPE, generator_gib, main, num_parameters, reference_gib, trainer_gib
 from tests.unit.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B
 from tests.unit.test_readme import table
@@ -143,12 +143,47 @@ def test_the_table_of_layouts_has_the_memory_and_fits():
 
 def test_recipes_say_the_memory_of_their_weights():
     """`7.6e9 x 16 / 4 ranks =\n28 GiB` in a recipe's docstring is right."""
-    for name in ("qwen2_5_7b_gsm8k.py", "llama3_1_8b_gsm8k.py", "qwen3_8b_gsm8k.py", "qwen3_1_7b_gsm8k.py"):
+    of_sft = ("sft_llama3_1_8b.py", "sft_qwen3_8b.py", "sft_qwen3_1_7b.py")
+    for name in ("qwen2_5_7b_gsm8k.py", "llama3_1_8b_gsm8k.py", "qwen3_8b_gsm8k.py", "qwen3_1_7b_gsm8k.py", *of_sft):
         said = re.search(
             r"([\d.]+e9) x 16 / (\d+) ranks =\s+([\d.]+) GiB", (ROOT / "configs" / name).read_text(), re.DOTALL
         )
         parameters, ranks, gib = map(float, said.groups())
         assert gib == pytest.approx(parameters * 16 / ranks / 2**30, rel=0.02), name
+
+
+OF_LLAMA = {"sft_llama3_1_8b.py": LLAMA3_1_8B, "sft_llama3_1_8b_lora.py": LLAMA3_1_8B}
+OF_QWEN3 = dict.fromkeys(("sft_qwen3_8b.py", "sft_qwen3_8b_lora.py", "grpo_qwen3_8b_lora.py"), QWEN3_8B)
+ON_80_GB = OF_LLAMA | OF_QWEN3 | {"sft_qwen3_1_7b.py": QWEN3_1_7B}
+
+
+@pytest.mark.parametrize("name", ON_80_GB)
+def test_recipes_of_sft_and_lora_say_what_a_trainer_holds(name):
+    said = re.search(r"and the rest about (\d+) GiB", (ROOT / "configs" / name).read_text())
+    config = load_recipe(str(ROOT / "configs" / name), c.GRPOConfig, c.SFTConfig)
+    total = sum(trainer_gib(hf(ON_80_GB[name]), config).values())
+    assert float(said[1]) == round(total) and total < 74.5
+
+
+def test_lora_of_8b_colocated_fits_one_gpu_because_the_engine_sleeps():
+    """79.2 GiB as CUDA has them: while the engine samples, the trainer holds 15.3 + 0.7 GiB."""
+    config = load_recipe(str(ROOT / "configs" / "grpo_qwen3_8b_lora.py"), c.GRPOConfig)
+    engine, trainer = 79.2 * config.generator.gpu_memory_utilization, trainer_gib(hf(QWEN3_8B), config)
+    at_rest = trainer["frozen weights"] + trainer["adapters, gradients and moments"]
+    assert config.generator.sleep and "reference" not in trainer
+    assert sum(trainer.values()) + engine > 79.2 > 70 > at_rest + engine
+    assert engine - generator_gib(hf(QWEN3_8B), config)["weights"] == pytest.approx(32, abs=0.5)
+
+
+def test_the_command_takes_recipes_of_sft(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_1_8B))
+    recipe = str(ROOT / "configs" / "sft_llama3_1_8b.py")
+    monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--num-trainers", "4"])
+    main()
+    about, trainer = capsys.readouterr().out.splitlines()[-2:]  # no engine, no reference
+    assert about == f"{tmp_path}: 8.03 billion parameters"
+    # 8.03e9 x 16 / 4
+    assert trainer.startswith("each trainer rank: 64.7 GiB = 29.9 weights, gradients and moments + ")
 
 
 def test_the_command_prints_what_each_role_holds(tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from grpo.config import GRPOConfig
+from grpo.data.streams import PromptStream
 from grpo.roles.ahead import PROBE_PROMPTS, shared_seconds
 from grpo.run.checkpoint import DRIVER_TENSORS_FILE, save_file
 from grpo.run.driver import Driver
@@ -23,19 +24,26 @@ class Stream:
 
     def draw(self, count: int) -> list[Prompt]:
         self.num_drawn += count
-        return [self.prompt(index, "a", 7) for index in range(self.num_drawn - count, self.num_drawn)]
+        first = self.num_drawn - count
+        return [Prompt(index, [5, index], {"answer": index}, 7, "a") for index in range(first, self.num_drawn)]
 
-    def prompt(self, index: int, source: str, row: int) -> Prompt:
-        return Prompt(index, [5, index], {"answer": index}, row, source)
+    def state_dict(self) -> dict:
+        return {"num_drawn": self.num_drawn}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.num_drawn = state["num_drawn"]
+
+    draw_again = PromptStream.draw_again
 
 
 def plans(config: GRPOConfig, num_steps: int) -> list[Plan]:
     """What the driver decides for the steps of a new run."""
-    driver = SimpleNamespace(config=config, stream=Stream(), first_step=0)
+    stream = Stream()
+    driver = SimpleNamespace(config=config, stream=stream, first_step=0, _draw=stream.draw)
     found, pending = [], None
     for step in range(num_steps):
         plan = Driver.plan.__wrapped__(driver, step, pending)
-        pending = Pending(plan.next_prompts, [], plan.generator_version) if plan.next_prompts else None
+        pending = Pending(plan.next_prompts, [], plan.generator_version, plan.next_place) if plan.next_prompts else None
         found.append(plan)
     return found
 
@@ -82,6 +90,7 @@ PENDING = Pending(
         Completion(torch.tensor([9, 9, 9]), torch.tensor([-0.1, -0.2, -0.3]), True, version=4, temperature=0.7),
     ],
     version=4,
+    place={"num_drawn": 8},
 )
 
 
@@ -91,8 +100,11 @@ def saved(folder: pathlib.Path) -> dict:
 
 
 def test_a_checkpoint_gives_back_what_was_pending(tmp_path):
-    read = read_pending(tmp_path, saved(tmp_path), Stream())
-    assert read.prompts == PENDING.prompts and read.version == 4
+    stream = Stream()
+    stream.draw(25)  # further rounds, and the next step's
+    read = read_pending(tmp_path, saved(tmp_path), stream)
+    assert read.prompts == PENDING.prompts and (read.version, read.place) == (4, {"num_drawn": 8})
+    assert indices(stream.draw(1)) == [25]  # as if nothing had been read
     for before, after in zip(PENDING.completions, read.completions, strict=True):
         assert torch.equal(before.ids_T, after.ids_T) and torch.equal(before.logprobs_T, after.logprobs_T)
         assert (before.truncated, before.version, before.temperature) == (

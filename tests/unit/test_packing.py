@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo.data.batches import make_batch, sample_of, split_groups
-from grpo.data.packing import PAD_DOCUMENT, build_micro_batch, plan_micro_batches, row_length, take_out
+from grpo.data.packing import PAD_DOCUMENT, build_micro_batch, padding_frac, plan_micro_batches, row_length, take_out
 from grpo.types import Completion, Prompt, Sample, TrainBatch
 
 torch.set_num_threads(1)
@@ -50,6 +50,18 @@ def test_unpacked_plan_by_hand():
     assert plan == [[[[1]], [[2], [0]], [[6]]], [[[3]], [[4], [5]], []]]
     # rows of 5 rounded up to 8 leave room for one row only
     assert plan_micro_batches([5, 5], 1, 12, packing=False, multiple=8) == [[[[0]], [[1]]]]
+
+
+def test_padding_by_hand():
+    # rows of 10 and 10, rounded up to 12: 20 of 24 positions hold a token
+    packed = plan_micro_batches([4, 7, 3, 6], 2, 10, packing=True)
+    assert padding_frac(packed, [4, 7, 3, 6], 4, packing=True) == pytest.approx(4 / 24)
+    # three rows of 6 and, for the rank that has none left, a row of padding: 18 of 24
+    assert padding_frac([[[[0]], []], [[[1]], [[2]]]], [6, 6, 6], 1, packing=True) == pytest.approx(6 / 24)
+    # two rows of 8; four of 5, one of them with 1 token; two of 1, one of them an empty rank's: 33 tokens
+    lengths = [1, 8, 5, 8, 5, 5, 1]
+    plan = plan_micro_batches(lengths, 2, 12, packing=False)
+    assert padding_frac(plan, lengths, 1, packing=False) == pytest.approx(1 - 33 / (16 + 20 + 2))
 
 
 def test_fewer_sequences_than_ranks_and_none_at_all():

@@ -27,7 +27,7 @@ FILES = [*ROOT.glob("*.py"), *(ROOT / "grpo").rglob("*.py")]
 SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 DEFAULTS = {
     "train_grpo.py": (c.GRPOConfig, str(ROOT / "configs" / "qwen3_1_7b_gsm8k.py")),
-    "train_sft.py": (c.SFTConfig, str(ROOT / "configs" / "toy_sft.py")),
+    "train_sft.py": (c.SFTConfig, str(ROOT / "configs" / "sft_llama3_1_8b.py")),
 }
 
 # Every metric that a run logs, by the file that names it; the losses name theirs without `loss/`.
@@ -41,8 +41,9 @@ METRICS = {
     "loss/gate_mean loss/weight_cut_frac loss/active_frac loss/ratio_mean loss/ratio_max",
     "grpo/algorithm/importance.py": "mismatch/mean mismatch/max mismatch/kl mismatch/ess mismatch/corrected_frac",
     "grpo/roles/metrics.py": "loss",
-    "grpo/run/sft_driver.py": "validation/loss",
-    "grpo/roles/trainer.py": "entropy grad_norm learning_rate",
+    "grpo/run/sft_driver.py": "validation/loss data/truncated_frac",
+    "grpo/roles/trainer.py": "entropy grad_norm learning_rate packing/padding_frac",
+    "grpo/data/streaming.py": "data/bad_rows data/too_long data/unlabelled",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
     "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib lag/mean lag/max time/ahead "
     "time/overlap sampling/rounds "
@@ -108,7 +109,7 @@ def test_metrics_are_logged(file):
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    groups = "reward|completion|prompt|groups|time|memory|mismatch|lag|sampling|eval|loss|distill|validation"
+    groups = "reward|completion|prompt|groups|time|memory|mismatch|lag|sampling|eval|loss|distill|validation|packing"
     for file, source in SOURCES.items():
         found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
         assert found <= NAMED | phases() | INGREDIENTS, file
@@ -181,7 +182,8 @@ def test_command_parses_and_starts_as_many_ranks_as_its_recipe_needs(command, mo
     script = next(word for word in words if word.endswith((".py", ".sbatch")))
     position = words.index(script)
     launcher, arguments = words[:position], words[position + 1 :]
-    config_type, default = DEFAULTS["train_grpo.py" if script.endswith(".sbatch") else script]
+    batch_files = {"launch/grpo.sbatch": "train_grpo.py", "launch/sft.sbatch": "train_sft.py"}
+    config_type, default = DEFAULTS[batch_files.get(script, script)]
     options = dict(word.lstrip("-").split("=") for word in launcher[1:])
     nodes = int(options.get("nodes", options.get("nnodes", 1)))
     check_world_size(load(config_type, default, arguments), nodes * int(options.get("nproc_per_node", 8)))

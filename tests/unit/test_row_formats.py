@@ -70,7 +70,7 @@ def chats_of(path: str, *flags: str) -> list[tuple[str, str]]:
     config = load(SFTConfig, str(ROOT / "configs/toy_sft.py"), [*fixed, *flags])
     tokenizer = tokenizer_of(sources := load_chat_sources(config))
     chats = []
-    for ids, mask in ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer).draw(3):
+    for ids, mask, _ in ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer).draw(3):
         start, labels = mask.index(True), [token for token, is_label in zip(ids, mask, strict=True) if is_label]
         chats.append((tokenizer.decode(ids[:start]), tokenizer.decode(labels)))
     return chats

@@ -24,6 +24,7 @@ from grpo.data.turns import encode_chat, encode_example, encode_text
 from grpo.types import Sample
 
 DATA = DataConfig(system_prompt="")
+NO_THOUGHTS = {"enable_thinking": False}
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 TEXTS = [
     "be brief, 1+1? two. and 2+2? four. call: thanks a lot hello " * 20,
@@ -163,6 +164,52 @@ def test_ids_are_those_of_the_whole_text(family):
 def test_generation_markers_give_the_same_as_prefixes(family, end_inside, train_on):
     tokenizer = tokenizer_for(marked_template(family, end_inside), FAMILIES[family][1])
     assert encoded(tokenizer, TALK, train_on) == BY_HAND[family, train_on]
+
+
+QWEN3_CHAT = pathlib.Path(__file__).parents[2] / "configs/examples/qwen3_chat.jinja"
+
+
+def test_qwen3_learns_every_turn_of_a_chat_as_if_it_were_the_last():
+    """By hand: thoughts that are there are labels, the empty ones that `enable_thinking` false opens with are not.
+
+    Qwen3's own template would leave the first turn's thoughts out, and write <think> only behind the last question.
+    """
+    tokenizer = tokenizer_for(QWEN3_CHAT.read_text(), "<|im_end|>")
+    chat = [
+        *TALK[:2],
+        {"role": "assistant", "content": "<think>\n1+1\n</think>\n\ntwo."},
+        TALK[3],
+        {"role": "assistant", "content": "four."},
+        TALK[7],
+        {"role": "assistant", "content": "hello", "reasoning_content": "be brief"},
+    ]
+    first = (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+        "<|im_start|>assistant\n[<think>\n1+1\n</think>\n\ntwo.<|im_end|>]\n"
+    )
+    second = "<|im_start|>user\nand 2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n[four.<|im_end|>]\n"
+    third = (
+        "<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n[<think>\nbe brief\n</think>\n\nhello<|im_end|>]\n"
+    )
+    assert encoded(tokenizer, chat) == first + second + third
+    assert encoded(tokenizer, chat[:3]) == first and encoded(tokenizer, chat[:5]) == first + second  # prefix-stable
+    unlabelled = (first + second).replace("[", "").replace("]", "")
+    assert encoded(tokenizer, chat, "last") == unlabelled + third
+    # what is not a label before an answer is what a generator gets
+    prompt = encode_prompt(tokenizer, DataConfig(system_prompt="", chat_template_kwargs=NO_THOUGHTS), "1+1?", 100)
+    ids, mask = encode_chat(tokenizer, DATA, [TALK[1], chat[4]], "assistant", 100)
+    assert ids[: mask.index(True)] == prompt
+    thinking = encode_prompt(tokenizer, DATA, "1+1?", 100)
+    ids, mask = encode_chat(tokenizer, DATA, [TALK[1], chat[2]], "assistant", 100)
+    assert ids[: mask.index(True)] == thinking
+
+
+def test_qwen3_chats_with_tools_are_refused():
+    tokenizer = tokenizer_for(QWEN3_CHAT.read_text(), "<|im_end|>")
+    with pytest.raises(Refused, match="qwen3_chat.jinja writes the roles system, user and assistant, and .* has tool"):
+        encoded(tokenizer, TALK)
+    with pytest.raises(Refused, match="qwen3_chat.jinja writes no tools"):
+        encoded(tokenizer, TALK[:3], tools=[{"name": "add"}])
 
 
 def test_generation_markers_agree_with_transformers():
