@@ -52,12 +52,13 @@ def test_completions_are_one_step_behind(run: tuple[pathlib.Path, list[object]])
 
 
 def test_generators_and_learners_work_at_the_same_time(run: tuple[pathlib.Path, list[object]]):
-    """Of each step's sampling ahead, some is within the time from which the driver scored until it had trained.
+    """The two spans are recorded where the work is done; were one to wait for the other, they would share nothing.
 
-    The two spans are recorded where the work is done; had one waited for the other, they would share nothing.
+    Of 25 ms of sampling a busy machine may give the driver none, so that single steps can be without.
     """
-    for m in steps_of(run[0]):
-        assert 0 < m["time/overlap"] <= m["time/ahead"]
+    steps = steps_of(run[0])
+    assert all(0 <= m["time/overlap"] <= m["time/ahead"] for m in steps)
+    assert sum(m["time/overlap"] for m in steps) > 0
 
 
 def test_6_steps_equal_3_a_crash_and_3(run: tuple[pathlib.Path, list[object]], tmp_path: pathlib.Path):
