@@ -58,6 +58,8 @@ from grpo.run import checkpoint
 from grpo.run.driver import Driver, Sampled, Start
 from grpo.run.failures import run_rank, set_place
 from grpo.run.pending import pending_tensors
+from grpo.run.profiler import profile_step
+from grpo.run.replay import ReplayDriver
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
 from grpo.types import MicroBatch, Pending, Plan, TrainBatch
@@ -77,14 +79,15 @@ def main(config: GRPOConfig) -> None:
 def train(config: GRPOConfig, roles: Roles) -> None:
     """Run the GRPO steps up to `config.num_steps`, from the checkpoint's or from 0."""
     timer = StepTimer(roles.is_driver)
-    driver = Driver(config, roles, timer)
+    driver = (ReplayDriver if config.replay else Driver)(config, roles, timer)
     start, trainer, reference, generator = start_up(config, driver, timer, roles)
-    pending = driver.pending(start)  # with overlap_steps: what was sampled ahead for the step to come
+    saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
+    pending = driver.first_pending  # with overlap_steps: what was sampled ahead for the next step
 
-    for step in range(start.step, config.num_steps):
+    for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
         plan = driver.plan(step, pending)  # prompts; whether to check, sync, evaluate, save: the same on all ranks
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
-        if plan.probe:
+        if plan.probe:  # the sync check of a step whose batch was sampled ahead, by older weights
             with timer.phase("sync"):
                 check_probe(plan.probe, trainer, generator, config.largest_mismatch, roles)
 
@@ -99,6 +102,8 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         with timer.phase("reward"):
             sampled = driver.collect_rewards(sampled)
             rewards = broadcast_tensors(driver.reward_tensors(sampled), roles)  # driver -> references and trainers
+            if config.record:
+                driver.record(step + 1, sampled, batch, rewards)  # a file, for --replay
 
         with timer.phase("train"), timer.compilation_in_startup():
             metrics = StepMetrics(batch.num_sequences if trainer else 0)
@@ -119,12 +124,11 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         driver.log(step + 1, sampled, batch, metrics, pending)
         if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
             with timer.phase("save"):
-                state, tensors = driver.state(step + 1, pending), pending_tensors(pending)
-                keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
-                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, keep, keep_best, tensors)
+                saver.save(step + 1, trainer, driver.state(step + 1, pending), pending_tensors(pending))
 
     if config.checkpoint.export and trainer:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+    saver.wait()  # on the trainers, for what their threads still write with checkpoint.in_background
     driver.finish()
     close_roles(roles, generator.close if generator else None)
 
@@ -177,7 +181,7 @@ def add_advantages(
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # KL(generator || reference)
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
-        rewards_S = rewards_S - penalty_S
+        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # else the update is skipped, see Trainer
     # (reward - mean of the group) / (std of the group + 1e-4), or what algorithm.advantages names
     advantages_S = group_advantages(rewards_S, has_reward_S, config.group_size, algorithm.advantages)
     advantages_N, trained_S = advantages_S[batch.owner_N], has_reward_S

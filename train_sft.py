@@ -1,10 +1,11 @@
-"""Supervised fine-tuning in one torchrun: the shape of `train_grpo.py` with one role.
+"""Supervised fine-tuning in one torchrun: the shape of `train_grpo.py`, without sampling.
 
     torchrun --nproc_per_node=8 train_sft.py [RECIPE.py] [--field value ...]
 
 Every rank is a trainer; rank 0, the driver, draws the examples and logs. The loss is the mean negative log-prob of the
 labels over the whole step; labels are the tokens that `train_on` names, by default what the assistant says. `--show 3`
-prints examples with their labels in colour and stops. Left out: evaluation by generating.
+prints examples with their labels in colour and stops. With `--evaluation.interval` every rank is a generator too, which
+completes held-out prompts between steps, as in GRPO.
 """
 
 import collections
@@ -13,6 +14,7 @@ import pathlib
 from functools import partial
 
 from grpo.config import SFTConfig
+from grpo.config.generation import generating
 from grpo.run.command_line import read_config
 
 DEFAULT_RECIPE = pathlib.Path(__file__).parent / "configs" / "sft_llama3_1_8b.py"
@@ -23,11 +25,15 @@ import torch
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.comm import send_batch
+from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
+from grpo.roles.weight_sync import sync_weights
 from grpo.run import checkpoint
 from grpo.run.failures import run_rank, set_place
+from grpo.run.profiler import profile_step
+from grpo.run.scorer import evaluate
 from grpo.run.sft_driver import Driver, Start, show_examples
 from grpo.run.step_timer import StepTimer
 from grpo.types import MicroBatch, TrainBatch
@@ -40,7 +46,7 @@ def main(config: SFTConfig) -> None:
         if os.environ.get("RANK", "0") == "0":
             show_examples(config)
         return
-    roles = setup_trainers()
+    roles = setup_trainers(config)
     set_place(role=roles.name)
     train(config, roles)
 
@@ -49,10 +55,11 @@ def train(config: SFTConfig, roles: Roles) -> None:
     """Run the supervised steps up to `config.num_steps`, from the checkpoint's or from 0. Every rank calls it."""
     timer = StepTimer(roles.is_driver)
     driver = Driver(config, roles, timer)
-    start, trainer, held_out = start_up(config, driver, timer, roles)
+    start, trainer, generator, held_out = start_up(config, driver, timer, roles)
+    saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
 
     recent_losses = collections.deque(start.recent_losses, maxlen=STOP_WINDOW)  # the same on all ranks
-    for step in range(start.step, config.num_steps):
+    for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
         if is_learned(recent_losses, config):
             break
         batch = send_batch(driver.next_batch(), roles)  # driver -> trainers
@@ -65,20 +72,25 @@ def train(config: SFTConfig, roles: Roles) -> None:
         recent_losses.append(metrics.means()["loss"])
 
         is_last = step + 1 == config.num_steps or is_learned(recent_losses, config)
-        if held_out and (is_last or (step + 1) % config.validation.interval == 0):
+        if held_out and (is_last or is_due(step + 1, config.validation.interval)):
             with timer.phase("validate"):
                 validate(driver, trainer, held_out, step + 1)
+        if generator and (is_last or is_due(step + 1, config.evaluation.interval)):
+            with timer.phase("sync"):
+                sync_weights(trainer, generator, step + 1, roles)
+            with timer.phase("evaluate"):
+                evaluate(driver, generator, start.eval_prompts, step + 1, roles)
+                generator.sleep()  # only if generator.sleep is set; the next sync wakes it
         driver.log(step + 1, batch, metrics)
-        interval = config.checkpoint.interval
-        if is_last or (interval and (step + 1) % interval == 0):  # dying before it is complete repeats the step
+        if checkpoint.saves(config.checkpoint, step + 1, is_last):  # dying before it is complete repeats the step
             with timer.phase("save"):
-                state = driver.state(step + 1, list(recent_losses))
-                checkpoint.save_checkpoint(config.run_dir, step + 1, trainer, state, config.checkpoint.keep)
+                saver.save(step + 1, trainer, driver.state(step + 1, list(recent_losses)))
 
     if config.checkpoint.export:
-        export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+        export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype, start.form)
+    saver.wait()  # for what threads still write with checkpoint.in_background
     driver.finish()
-    close_roles(roles)
+    close_roles(roles, generator.close if generator else None)
 
 
 def label_objective(
@@ -97,6 +109,11 @@ def validate(driver: Driver, trainer: Trainer, held_out: dict[str, TrainBatch], 
     driver.log_validation(step, losses)
 
 
+def is_due(step: int, interval: int) -> bool:
+    """Whether something that is done every `interval` steps, 0 for never, is done after `step` steps."""
+    return interval > 0 and step % interval == 0
+
+
 def is_learned(recent_losses: collections.deque[float], config: SFTConfig) -> bool:
     """Whether the mean loss of the last STOP_WINDOW steps is below `stop_at_loss`."""
     return len(recent_losses) == STOP_WINDOW and sum(recent_losses) / STOP_WINDOW < config.stop_at_loss
@@ -104,11 +121,15 @@ def is_learned(recent_losses: collections.deque[float], config: SFTConfig) -> bo
 
 def start_up(
     config: SFTConfig, driver: Driver, timer: StepTimer, roles: Roles
-) -> tuple[Start, Trainer, dict[str, TrainBatch]]:
+) -> tuple[Start, Trainer, Generator | None, dict[str, TrainBatch]]:
     """Check everything on rank 0, then load the model. Every rank calls it."""
+    generator = None
     with timer.startup("checking data, tokenizer and model"):
         start = driver.start()
         folder = fetch_folder(start.model_folder, roles.control)
+    if config.evaluation.interval:
+        with timer.startup("starting vLLM"):  # before the trainer, because it sizes its KV cache from the free memory
+            generator = Generator(generating(config, config.num_trainers), folder, start.stop_token_ids, roles)
     with timer.startup("loading the model"):
         trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
     held_out = {name: send_batch(driver.held_out_batch(name), roles) for name in start.held_out}
@@ -118,7 +139,12 @@ def start_up(
     if held_out and start.step == 0:
         with timer.startup("validating before the first step"):
             validate(driver, trainer, held_out, 0)
-    return start, trainer, held_out
+    if generator:
+        if start.step == 0:
+            with timer.startup("evaluating before the first step"):
+                evaluate(driver, generator, start.eval_prompts, 0, roles)
+        generator.sleep()
+    return start, trainer, generator, held_out
 
 
 if __name__ == "__main__":

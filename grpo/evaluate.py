@@ -3,11 +3,12 @@
     python -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]
     torchrun --nproc_per_node=8 -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]
 
-The recipe says which prompts (sections `data` and `evaluation`), rewards and sampling options (`generator`); without
-one it is that of train_grpo.py. After training, `python -m grpo.evaluate RUN_DIR/model RUN_DIR/config.py` repeats the
-last evaluation of the run. Every process holds an engine, or a part of one with `generator.tensor_parallel`. Numbers go
-to the console and to metrics.jsonl in `--run-dir`, all completions to evaluation.jsonl there, beside the config that
-names the model. Without `--run-dir` it is a new folder in runs/evaluate each time.
+The recipe, of GRPO or SFT, says which prompts (sections `data` and `evaluation`), rewards and sampling options
+(`generator`); without one it is that of train_grpo.py. After training, `python -m grpo.evaluate RUN_DIR/model
+RUN_DIR/config.py` repeats the last evaluation of the run. Every process holds an engine, or a part of one with
+`generator.tensor_parallel`. Numbers go to the console and to metrics.jsonl in `--run-dir`, all completions to
+evaluation.jsonl there, beside the config that names the model. Without `--run-dir` it is a new folder in runs/evaluate
+each time.
 """
 
 import dataclasses
@@ -16,12 +17,11 @@ import os
 import pathlib
 import sys
 
-from grpo.config import AlgorithmConfig, GRPOConfig, RolesConfig
+from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.checks import validate
+from grpo.config.generation import generating
 from grpo.config.recipes import as_recipe, load
-from grpo.data.held_out import load_eval_prompts
 from grpo.models import hf_folder
-from grpo.rewards.loading import load_functions
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
@@ -29,7 +29,7 @@ from grpo.run.failures import BadInput, refuse_bad_input, run_rank, set_place
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
-from grpo.run.scorer import Scorer, evaluate
+from grpo.run.scorer import Scorer, check_functions, evaluate, held_out_prompts
 from grpo.types import Completion, Prompt
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
@@ -57,15 +57,11 @@ def main() -> None:
 
 def load_config(model: str, arguments: list[str], world_size: int) -> GRPOConfig:
     """The recipe with this model, every process a generator and nothing to train."""
-    config = load(GRPOConfig, DEFAULT_RECIPE, arguments)
+    config = load((GRPOConfig, SFTConfig), DEFAULT_RECIPE, arguments)
     given = any(argument.partition("=")[0] in ("--run-dir", "--run_dir") for argument in arguments)
     config = dataclasses.replace(
-        config,
+        generating(config, world_size),
         model=dataclasses.replace(config.model, path=model),
-        roles=RolesConfig(colocated=True, num_trainers=world_size, num_references=0),
-        algorithm=AlgorithmConfig(advantages="none"),
-        trainer=dataclasses.replace(config.trainer, tensor_parallel=1, data_replicas=1),
-        prompts_per_step=world_size,
         run_dir=config.run_dir if given else "",  # the driver finds a new one
     )
     validate(config)
@@ -92,17 +88,12 @@ class Driver:
         """Refuse bad input; returns the model's folder or hub name, its stop tokens and the held-out prompts."""
         config = self.config
         with refuse_bad_input():
-            data = config.data
-            # with data.row, which columns it makes is known only from its rows
-            columns = None if data.row else data.reward_columns
-            load_functions(config.reward, columns, config.generator.max_completion_tokens)
-            inputs = (config.model.path, *(source.path for source in config.evaluation.held_out(data)))
+            check_functions(config)
+            inputs = (config.model.path, *(source.path for source in config.evaluation.held_out(config.data)))
             check_run_folder(config.run_dir, SCRIPT, inputs, overwrite=config.overwrite)
             mark_run_folder(config.run_dir, SCRIPT)
             folder, tokenizer = open_model_folder(config, config.generator.tensor_parallel)
-            prompts = load_eval_prompts(config.data, config.evaluation, tokenizer)
-            if data.row:
-                load_functions(config.reward, list(prompts[0].columns), config.generator.max_completion_tokens)
+            prompts = held_out_prompts(config, tokenizer)
             self.scorer = Scorer(config, folder, tokenizer)
         begin_run(config.run_dir, SCRIPT, as_recipe(config), overwrite=config.overwrite)
         return folder, self.scorer.stop_token_ids, prompts
@@ -112,7 +103,7 @@ class Driver:
         self, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion], step: int
     ) -> None:
         """Score, write and print."""
-        metrics = dataclasses.replace(self.config.metrics, tensorboard=False)
+        metrics = dataclasses.replace(self.config.metrics, tensorboard=False, wandb_project="")
         run_log = RunLog(metrics, self.config.run_dir, num_steps=0)
         self.scorer.log_evaluation(run_log, prompts, greedy, samples, step)
         run_log.close()

@@ -16,12 +16,15 @@ import torch
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load_recipe
+from grpo.data.chat import load_tokenizer
 from grpo.models.build import build_model
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.run.checkpoint import best_checkpoint, load_model
+from grpo.run.checkpoint_files import check_checkpoint
 from grpo.run.failures import refuse_bad_input, run_rank
+from grpo.run.model_folder import learned_form
 from grpo.run.run_folder import step_folders, step_of
 
 
@@ -38,6 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"{given.run_dir} has no config.py; name the folder of a run")
         config = load_recipe(str(given.run_dir / "config.py"), GRPOConfig, SFTConfig)
         checkpoint = find_checkpoint(given.run_dir, given.step, config.checkpoint.keep_best)
+        check_checkpoint(checkpoint)
         target = given.to or given.run_dir / f"model-{checkpoint.name}"
         if target.exists():
             raise ValueError(f"{target} exists; remove it or choose another folder with --to")
@@ -47,7 +51,9 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = dataclasses.replace(config.trainer, data_replicas=1)  # however the run was sharded
     model = build_model(config.model, trainer, folder, device=roles.device, tensor_parallel=1)
     load_model(checkpoint, model)
-    export_hf(model, target, getattr(torch, config.model.dtype))
+    is_sft = isinstance(config, SFTConfig)
+    form = learned_form(config, load_tokenizer(folder, config.data)) if is_sft else None
+    export_hf(model, target, getattr(torch, config.model.dtype), form)
     if roles.is_driver:
         print(f"{checkpoint} -> {target}", flush=True)
     close_roles(roles)

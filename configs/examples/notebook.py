@@ -52,6 +52,6 @@ import train_grpo
 import train_sft
 from grpo.roles.process_groups import setup_roles, setup_trainers
 
-train_sft.train(sft_config, setup_trainers())
+train_sft.train(sft_config, setup_trainers(sft_config))
 grpo_config = change(grpo_config, {"model.path": f"{RUNS}/sft/model"})
 train_grpo.train(complete(grpo_config), setup_roles(grpo_config))

@@ -15,6 +15,7 @@ from grpo.config.fields import (
     SFTConfig,
     complete,
 )
+from grpo.config.generation import generating
 from grpo.config.user_files import near_miss
 
 # Far above the clips of its paper, for a ratio of whole sequences
@@ -33,13 +34,17 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
     if isinstance(config, GRPOConfig):
         if config.evaluation.interval:
             _check_held_out(config.evaluation, config.data)
-        _check_generators(config)
+        if not config.replay:
+            _check_generators(config)
+        _check_data_parallel(config)
         _check_algorithm(complete(config).algorithm, config)
         if config.overlap_steps:
             _check_overlap(complete(config).algorithm, config)
         _check_sampling(config)
     else:
         _check_supervised(config)
+    if config.profile > config.num_steps:
+        raise ValueError(f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it")
     trainer, num_trainers = config.trainer, (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
     shards = trainer.tensor_parallel * trainer.data_replicas
     if num_trainers % shards:
@@ -92,10 +97,21 @@ def _check_data(data: DataConfig) -> None:
 def _check_supervised(config: SFTConfig) -> None:
     if config.validation.interval:
         _check_held_out(config.validation, config.data)
-    if config.checkpoint.keep_best:
+    _check_keep_best(config)
+    if config.evaluation.interval:
+        _check_held_out(config.evaluation, config.data)
+        generation = generating(config, config.num_trainers)
+        _check_generators(generation)
+        _check_sampling(generation)
+
+
+def _check_keep_best(config: GRPOConfig | SFTConfig) -> None:
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    if checkpoint.keep_best and (not evaluation.interval or checkpoint.interval % evaluation.interval):
         raise ValueError(
-            f"checkpoint.keep_best={config.checkpoint.keep_best} is the highest metric of an evaluation, which SFT has "
-            "none of; leave it empty and raise checkpoint.keep to keep more checkpoints"
+            f"checkpoint.keep_best={checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
+            f"checkpoint.interval={checkpoint.interval} must be a multiple of "
+            f"evaluation.interval={evaluation.interval}, and that not 0"
         )
 
 
@@ -148,14 +164,6 @@ def _check_generators(config: GRPOConfig) -> None:
             f"generator.sleep drops the engine's weights after each step, so sync_interval={config.sync_interval} must "
             "be 1: they come back with the sync"
         )
-    data_parallel = max(1, roles.num_trainers // config.trainer.tensor_parallel)
-    if config.completions_per_step % data_parallel:
-        fit = math.ceil(config.completions_per_step / data_parallel) * data_parallel
-        raise ValueError(
-            f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
-            f"{config.completions_per_step} completions do not divide over {data_parallel} data-parallel trainer "
-            f"ranks; the next number that does is {fit}"
-        )
     if not 1 <= len(generator.temperature) <= config.group_size:
         raise ValueError(
             f"{len(generator.temperature)} temperatures for group_size={config.group_size} completions of a prompt; "
@@ -164,6 +172,17 @@ def _check_generators(config: GRPOConfig) -> None:
     if "" in generator.stop:
         raise ValueError("generator.stop has an empty string, which would end every completion; leave it out")
     check_engine_options(generator)
+
+
+def _check_data_parallel(config: GRPOConfig) -> None:
+    data_parallel = max(1, config.roles.num_trainers // config.trainer.tensor_parallel)
+    if config.completions_per_step % data_parallel:
+        fit = math.ceil(config.completions_per_step / data_parallel) * data_parallel
+        raise ValueError(
+            f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
+            f"{config.completions_per_step} completions do not divide over {data_parallel} data-parallel trainer "
+            f"ranks; the next number that does is {fit}"
+        )
 
 
 def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
@@ -241,14 +260,7 @@ def _check_sampling(config: GRPOConfig) -> None:
         raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
     if not reward.functions and not config.algorithm.distill_coef:
         raise ValueError("reward.functions is empty; name at least one, such as --reward.functions math_reward 1.0")
-    if config.checkpoint.keep_best and (
-        not config.evaluation.interval or config.checkpoint.interval % config.evaluation.interval
-    ):
-        raise ValueError(
-            f"checkpoint.keep_best={config.checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
-            f"checkpoint.interval={config.checkpoint.interval} must be a multiple of "
-            f"evaluation.interval={config.evaluation.interval}, and that not 0"
-        )
+    _check_keep_best(config)
     for name, asked in (
         ("evaluation.interval", config.evaluation.interval),
         ("sampling.dynamic", sampling.dynamic),

@@ -2,11 +2,12 @@
 
 A recipe is a Python file that binds `config`; recipes.py reads it and lets the command line override any field;
 bounds.py holds the fields against types and bounds, checks.py against each other. The sections about data are in
-data_fields.py; all can be imported from here.
+data_fields.py, the thresholds of warnings in warning_fields.py; all can be imported from here.
 """
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Literal, TypeVar, get_args
 
 from grpo.config.bounds import Above, AtLeast, AtMost, Below
@@ -18,7 +19,10 @@ from grpo.config.data_fields import (  # noqa: F401
     ValidationConfig,
 )
 from grpo.config.kinds import Interval, Json, Options, Scalar, Table, Temperature  # noqa: F401
+from grpo.config.warning_fields import WarningsConfig
 
+# Of a GPU's memory, for an engine that shares it with a trainer
+SHARED_GPU = 0.35
 # Those of every family; the LM head and the embeddings get no adapter.
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -154,6 +158,8 @@ class TrainerConfig:
     """Learning rate at the last step of a linear or cosine schedule, as a share of the peak."""
     max_grad_norm: Annotated[float, Above(0)] = 1.0
     """Largest global norm of the gradients, which are scaled down to it."""
+    max_skipped_steps: Annotated[int, AtLeast(1)] = 3
+    """End the run after so many steps in a row whose update was skipped because something in it was not finite."""
     lora_rank: Annotated[int, AtLeast(0)] = 0
     """Train adapters of this rank beside the weights, which then stay as they are, in `model.dtype`; 0 trains all."""
     lora_alpha: Annotated[float, Above(0)] = 32.0
@@ -271,11 +277,18 @@ class CheckpointConfig:
     """Saving, resuming and the exported model."""
 
     interval: Interval = 0
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints, after the last step too; 0 saves none (see `at_end`)."""
+    at_end: bool = False
+    """Save after the last step even with `interval` 0, to continue with more steps later."""
+    in_background: bool = False
+    """Copy the state to host memory and write it while the next steps run; it takes as much memory as the files."""
     keep: Annotated[int, AtLeast(1)] = 2
     """How many of the newest checkpoints are kept."""
     keep_best: str = ""
     """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
+    on_full_disk: Literal["stop", "continue"] = "stop"
+    """What a checkpoint for which there is no room does to the run; older ones stay in any case.
+    stop: end it with one message; continue: warn, and try again at the next one."""
     export: bool = True
     """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
 
@@ -290,6 +303,8 @@ class MetricsConfig:
     """Steps between readable samples of completions with their rewards; 0 writes none."""
     num_samples: Annotated[int, AtLeast(0)] = 4
     """Completions written each time."""
+    wandb_project: str = ""
+    """Log to this project at Weights & Biases too (`pip install wandb`); empty does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,10 +322,13 @@ class GRPOConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    warnings: WarningsConfig = field(default_factory=WarningsConfig)
     run_dir: str = "runs/grpo"
     """Folder of the run: config, checkpoints, metrics, samples, exported model."""
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
+    allow_changes: bool = False
+    """Resume although fields differ on which the result depends; they are shown in any case."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
     num_steps: Annotated[int, AtLeast(1)] = 200
@@ -330,6 +348,12 @@ class GRPOConfig:
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
     sync_check_tolerance: Annotated[float, AtLeast(0)] = 0.0
     """Largest mean absolute log-prob difference that a sync check accepts; 0 takes 1e-3 in float32, 0.1 in bfloat16."""
+    profile: Interval = 0
+    """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
+    record: bool = False
+    """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for `replay`."""
+    replay: str = ""
+    """Folder of a run with recorded batches to train on; nothing is sampled, and all ranks are trainers."""
 
     @property
     def completions_per_step(self) -> int:
@@ -358,8 +382,8 @@ class GRPOConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any rank holds a frozen reference."""
-        return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
+        """Whether any rank holds a frozen reference; in a replay its log-probs were recorded."""
+        return not self.replay and (self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0)
 
     @property
     def largest_tensor_parallel(self) -> int:
@@ -405,18 +429,24 @@ RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
-    """Everything `train_sft.py` needs: supervised fine-tuning with one role."""
+    """Everything `train_sft.py` needs: supervised fine-tuning. Only evaluation reads `reward` and `generator`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    generator: GeneratorConfig = field(default_factory=partial(GeneratorConfig, gpu_memory_utilization=SHARED_GPU))
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    warnings: WarningsConfig = field(default_factory=WarningsConfig)
     run_dir: str = "runs/sft"
     """Folder of the run."""
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
+    allow_changes: bool = False
+    """Resume although fields differ on which the result depends; they are shown in any case."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
     num_trainers: Annotated[int, AtLeast(1)] = 1
@@ -445,6 +475,8 @@ class SFTConfig:
     """Longest example in tokens; what becomes of longer ones is `too_long`."""
     seed: int = 0
     """The order of the data and, for a toy model, its first weights follow from it."""
+    profile: Interval = 0
+    """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
 
     @property
     def num_ranks(self) -> int:

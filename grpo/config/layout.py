@@ -2,10 +2,7 @@
 
 from dataclasses import replace
 
-from grpo.config.fields import Config, GRPOConfig, SFTConfig
-
-# Of a GPU's memory, for an engine that shares it with a trainer
-SHARED_GPU_UTILIZATION = 0.35
+from grpo.config.fields import SHARED_GPU, Config, GRPOConfig, SFTConfig
 
 
 def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
@@ -33,12 +30,29 @@ def for_one_process(config: Config) -> Config:
         return config
     if isinstance(config, SFTConfig):
         return replace(config, num_trainers=1)
-    memory = min(config.generator.gpu_memory_utilization, SHARED_GPU_UTILIZATION)
+    memory = min(config.generator.gpu_memory_utilization, SHARED_GPU)
     return replace(
         config,
         roles=replace(config.roles, colocated=True, num_trainers=1, num_references=0),
         generator=replace(config.generator, gpu_memory_utilization=memory),
         overlap_steps=0,
+    )
+
+
+def for_replay(config: GRPOConfig, num_trainers: int) -> GRPOConfig:
+    """The config of a replay on so many ranks: all train, none samples, so nothing is evaluated or recorded either.
+
+    A toy model is the one that the recorded run built, because its tokenizer may come from data that is not read now.
+    """
+    path = f"{config.replay}/initial_model" if config.model.path.startswith("toy:") else config.model.path
+    return replace(
+        config,
+        model=replace(config.model, path=path),
+        roles=replace(config.roles, colocated=False, num_trainers=num_trainers, num_references=0, num_generators=0),
+        evaluation=replace(config.evaluation, interval=0),
+        checkpoint=replace(config.checkpoint, keep_best=""),
+        overlap_steps=0,
+        record=False,
     )
 
 

@@ -19,8 +19,12 @@ from grpo.config.names import check_flags, explain_type_error, field_paths, no_s
 from grpo.config.user_files import run_file
 
 
-def load(config_type: type[Config], default_recipe: str, arguments: list[str] | None = None) -> Config:
+def load(
+    config_type: type[Config] | tuple[type[Config], ...], default_recipe: str, arguments: list[str] | None = None
+) -> Config:
     """Read `[RECIPE.py] [--field value ...]` into a checked config. Prints what differs from the recipe.
+
+    config_type: what the recipe may bind; of several, its flags are those of the one that it binds.
 
     Raises:
         ValueError: the recipe cannot be used (see `load_recipe`), a flag has another name now, or a check failed.
@@ -30,14 +34,14 @@ def load(config_type: type[Config], default_recipe: str, arguments: list[str] | 
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else default_recipe
-    default = load_recipe(recipe, config_type)
+    default = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
     check_flags(arguments)
     with contextlib.ExitStack() as silence:
         if os.environ.get("RANK", "0") != "0":  # help and errors are wanted once, not once per rank
             nowhere = silence.enter_context(open(os.devnull, "w"))
             silence.enter_context(contextlib.redirect_stdout(nowhere))
             silence.enter_context(contextlib.redirect_stderr(nowhere))
-        config = complete(tyro.cli(config_type, default=default, args=arguments, registry=_value_parsers()))
+        config = complete(tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers()))
         validate(config)
         print("\n  ".join([f"recipe {recipe}", *differences(config, complete(default))]), flush=True)
         for warning in cautions(config):
@@ -150,8 +154,8 @@ def differences(config: Config, recipe: Config) -> list[str]:
 def as_recipe(config: GRPOConfig | SFTConfig) -> str:
     """The resolved config as the text of a recipe file, so that a run can be repeated from its own folder.
 
-    `resume` and `overwrite` are off in it: they were meant for that one start, and would continue or delete the run
-    which the file describes.
+    `resume`, `allow_changes` and `overwrite` are off in it: they were meant for that one start, and would continue or
+    delete the run which the file describes.
     """
 
     def lines(value: Any, indent: str) -> str:
@@ -163,5 +167,5 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
         body = "".join(f"{indent}    {name}={lines(entry, indent + '    ')},\n" for name, entry in entries)
         return f"c.{type(value).__name__}(\n{body}{indent})"
 
-    for_one_start = {name: False for name in ("resume", "overwrite") if hasattr(config, name)}
+    for_one_start = {name: False for name in ("resume", "allow_changes", "overwrite") if hasattr(config, name)}
     return f"from grpo import config as c\n\nconfig = {lines(dataclasses.replace(config, **for_one_start), '')}\n"

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig, TrainOn
 from grpo.data.chat import (
+    PROBE,
     QUOTED_CHARACTERS,
+    TEMPLATE_CHARACTERS,
     TEMPLATE_SECONDS,
     Refused,
     TooLong,
@@ -117,6 +119,20 @@ def encode_text(
     in `encode_chat`.
     """
     return _encode(tokenizer, text, [(0, len(text))], max_tokens, truncate, bos=True, eos=True)
+
+
+def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> int | None:
+    """The special token that ends an assistant's turn as `encode_chat` labels it; EOS where the template writes none.
+
+    None if another token does, or the template takes no chat of one question and one answer.
+    """
+    messages = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
+    try:
+        ids, mask = encode_chat(tokenizer, data, messages, "last", TEMPLATE_CHARACTERS)
+    except Refused:
+        return None
+    last = [token for token, is_label in zip(ids, mask, strict=True) if is_label][-1]
+    return last if tokenizer.convert_ids_to_tokens(last) in _special_texts(tokenizer) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

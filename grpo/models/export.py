@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from grpo.models.build import ShardedModel
-from grpo.models.hf_folder import copied_files
+from grpo.models.hf_folder import ChatForm, copied_files, open_tokenizer, stop_token_ids
 from grpo.models.lora import adapted_layers, merged_weight
 
 EXPORT_SHARD_BYTES = 4 * 2**30
@@ -36,10 +36,13 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, t
             yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
 
 
-def export_hf(model: ShardedModel, target: str | pathlib.Path, dtype: torch.dtype) -> None:
+def export_hf(
+    model: ShardedModel, target: str | pathlib.Path, dtype: torch.dtype, form: ChatForm | None = None
+) -> None:
     """Write a folder that `from_pretrained` and vLLM load, and of LoRA the adapters beside it, at `adapters_beside`.
 
-    Collective over the role's ranks; its rank 0 writes, and holds the whole model in host memory meanwhile.
+    The tokenizer's files are those of the folder that training started from, except for what `form` adds. Collective
+    over the role's ranks; its rank 0 writes, and holds the whole model in host memory meanwhile.
     """
     if adapted_layers(model.module):
         export_adapters(model, adapters_beside(target))
@@ -51,12 +54,29 @@ def export_hf(model: ShardedModel, target: str | pathlib.Path, dtype: torch.dtyp
     save_torch_state_dict(tensors, partial, max_shard_size=EXPORT_SHARD_BYTES)
     source = pathlib.Path(model.folder)
     for file in copied_files(source):
-        shutil.copyfile(file, partial / file.name)
+        copy = partial / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)  # the older name of the same
     config["dtype"] = str(dtype).removeprefix("torch.")
     (partial / "config.json").write_text(json.dumps(config, indent=2))
+    if form is not None:
+        write_form(partial, form)
     _finish(partial, target)
+
+
+def write_form(folder: pathlib.Path, form: ChatForm) -> None:
+    """Put the form's template into a model folder, and its ends of answers into the folder's generation_config.json."""
+    if form.template:
+        (folder / "chat_template.jinja").write_text(form.template)  # goes before that of tokenizer_config.json
+    tokenizer = open_tokenizer(str(folder))
+    before = stop_token_ids(str(folder), tokenizer)
+    if not set(form.end_token_ids) <= set(before):
+        path = folder / "generation_config.json"
+        there = json.loads(path.read_text()) if path.is_file() else {}
+        there.pop("_from_model_config", None)  # it is no longer what config.json says
+        path.write_text(json.dumps(there | {"eos_token_id": sorted({*before, *form.end_token_ids})}, indent=2))
 
 
 def adapters_beside(target: str | pathlib.Path) -> pathlib.Path:

@@ -29,6 +29,7 @@ COPIED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # of a tokenizer with several, by name
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
 
 # Of a hub model. The unwanted ones are the same weights once more, in layouts that vLLM would prefer to Hugging Face's.
@@ -44,6 +45,16 @@ class Family:
     """Queries and keys are normalized per head."""
     qkv_bias: bool = False
     """The projections to queries, keys and values have a bias."""
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """What a model learned of chats that the folder it started from does not know."""
+
+    template: str = ""
+    """The chat template, if it is another one than the folder's."""
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens that end its answers."""
 
 
 # By the model_type of config.json
@@ -131,7 +142,7 @@ def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int) ->
 
 
 def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """The files of a model folder that an export copies: regular ones, by the names in COPIED_FILES.
+    """The files of a model folder that an export copies: regular ones, by the names in COPIED_FILES and MORE_TEMPLATES.
 
     A link counts if it stays in the folder, or if it is one of the hub's cache, whose snapshots/REVISION/ has links to
     blobs/. Raises ValueError for any other: an exported model is given away, and must not take a stranger's file along.
@@ -140,7 +151,8 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     homes = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         homes.append(folder.resolve().parents[1] / "blobs")
-    files = [file for name in COPIED_FILES if (file := folder / name).is_file()]
+    there = [*(folder / name for name in COPIED_FILES), *sorted(folder.glob(MORE_TEMPLATES))]
+    files = [file for file in there if file.is_file()]
     for file in files:
         if not any(file.resolve().is_relative_to(home) for home in homes):
             raise ValueError(

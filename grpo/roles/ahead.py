@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+import grpo.roles.timed_collectives as dist
 from grpo.data.batches import make_batch, sample_of
 from grpo.roles.comm import gather_completions, send_batch
 from grpo.roles.generator import Generator

@@ -11,9 +11,9 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+import grpo.roles.timed_collectives as dist  # torch's own, and how long they take
 from grpo.roles.process_groups import Roles
 from grpo.roles.reference import Reference
 from grpo.types import Completion, TrainBatch

@@ -1,6 +1,7 @@
-"""The sampling engine: one vLLM engine per replica, inside its torchrun ranks. The only file that imports vllm.
+"""The sampling engine: one vLLM engine per replica, inside its torchrun ranks.
 
-Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's.
+Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. Only this file and
+engine_speed.py import vllm.
 """
 
 import contextlib

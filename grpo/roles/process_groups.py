@@ -10,6 +10,7 @@ trainer rank 0 to every generator rank (NCCL on GPUs). All groups are created he
     control         every rank
     learners        every trainer and reference rank
     weights         rank 0                                      every generator rank
+    saving          trainer
 
 What only learners need never waits for a generator, so that with `overlap_steps` the generators can sample the next
 step meanwhile. Colocated, every rank holds every role, one default group serves trainer and generator, and `learners`
@@ -26,7 +27,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from grpo.config import GRPOConfig, RolesConfig
+from grpo.config import GRPOConfig, RolesConfig, SFTConfig
+from grpo.config.generation import generating
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Roles:
     """Bridge over the ranks that train or hold the reference, the driver first; gloo. None on the others."""
     weights: ProcessGroup | None
     """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
+    saving: ProcessGroup | None
+    """The trainer ranks once more, gloo, for threads that write checkpoints while the role's own group trains."""
     trains: bool
     references: bool
     generates: bool
@@ -114,6 +118,8 @@ def setup_roles(config: GRPOConfig) -> Roles:
     if generator_ranks and not layout.colocated and rank in (0, *generator_ranks):
         weights = _bridge("weights", (0, *generator_ranks), rank, store, backend, timeout)
 
+    saving = _bridge("saving", trainer_ranks, rank, store, "gloo", timeout) if rank in trainer_ranks else None
+
     os.environ.update(RANK=str(my_world.index(rank)), WORLD_SIZE=str(len(my_world)))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # so that nothing meets on torchrun's own store by env://
     dist.init_process_group(
@@ -140,6 +146,7 @@ def setup_roles(config: GRPOConfig) -> Roles:
         control=control,
         learners=learners,
         weights=weights,
+        saving=saving,
     )
 
 
@@ -150,9 +157,14 @@ def start_alone() -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
 
 
-def setup_trainers() -> Roles:
-    """The one-role form for `train_sft.py`: every rank is a trainer. Collective over all ranks."""
+def setup_trainers(config: SFTConfig | None = None) -> Roles:
+    """The form for `train_sft.py`: every rank is a trainer, and a generator too if `config` evaluates by generating.
+
+    Collective over all ranks.
+    """
     start_alone()
+    if config and config.evaluation.interval:
+        return setup_roles(generating(config, config.num_trainers))
     layout = RolesConfig(num_trainers=int(os.environ["WORLD_SIZE"]), num_references=0, num_generators=0)
     return setup_roles(GRPOConfig(roles=layout))
 

@@ -8,6 +8,7 @@ sharded, split into micro-batches or packed.
 import grpo.models.titan_on_cpu  # noqa: F401
 
 # isort: split
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
 
+# What must be finite before a gradient is used, in the order in which one follows from the other.
+MUST_BE_FINITE = ("reference", "old", "advantages", "policy", "loss", "gradient")
+
 # (micro-batch, logprobs_BT, entropy_BT) -> (its part of the update's loss, metrics: detached values [B, T])
 Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -35,6 +39,7 @@ class Trainer:
         self.config, self.roles = trainer, roles
         self.dtype = getattr(torch, model.dtype)
         self.num_loss_tokens = 0  # behind the gradient at hand
+        self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)  # 1 for what was not finite on this rank
         self.model = build_model(model, trainer, folder, device=roles.device, tensor_parallel=trainer.tensor_parallel)
         adamw = default_adamw(
             lr=trainer.learning_rate,
@@ -72,9 +77,15 @@ class Trainer:
 
         Collective over the trainer ranks, which pass the same batch. Gradients add up until `optimizer_step`.
         """
+        fields = {"reference": batch.ref_logprobs_N, "old": batch.old_logprobs_N, "advantages": batch.advantages_N}
+        for name, values_N in fields.items():
+            if values_N is not None:
+                self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
         for micro in micro_batches(batch, self.model, self.config):
             logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, measured = objective(micro, logprobs_BT, entropy_BT)
+            self._note("policy", ~logprobs_BT.detach().isfinite() & micro.loss_mask_BT)
+            self._note("loss", ~loss.detach().isfinite())
             loss.backward()
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         mesh = self.model.parallel_dims.get_optional_mesh("batch")
@@ -85,29 +96,39 @@ class Trainer:
     def optimizer_step(self) -> dict[str, float]:
         """Clip the gradient and update the weights. Collective over the trainer ranks.
 
-        A gradient in which no token counts changes nothing: neither weights nor the optimizer's moments.
+        A gradient in which no token counts changes nothing: neither weights nor the optimizer's moments. Nor does one
+        for which anything of MUST_BE_FINITE was not finite, on any rank: the update is skipped on all.
 
-        Returns `grad_norm`, before clipping, and the `learning_rate` used. Raises RuntimeError if the former is not
-        finite.
+        Returns `grad_norm`, before clipping, the `learning_rate`, `skipped_frac` (0 or 1) and, of a skipped update, the
+        first that was not finite, from which the others may follow, as `skipped/NAME` 1.
         """
         parameters = list(self.model.module.parameters())
         grad_norm = float(titan_dist.clip_grad_norm_(parameters, self.config.max_grad_norm, foreach=True))
-        if not grad_norm < float("inf"):
-            raise RuntimeError(
-                f"gradient norm is {grad_norm}; nothing was updated. Look at the rewards and log-probs of this step"
-            )
+        self._note("gradient", torch.tensor(not math.isfinite(grad_norm)))
+        if dist.get_world_size() > 1:
+            dist.all_reduce(self._broken, dist.ReduceOp.MAX)
+        broken = [name for name, found in zip(MUST_BE_FINITE, self._broken.tolist(), strict=True) if found]
         learning_rate = self.optimizer.optimizers[0].param_groups[0]["lr"]
-        if self.num_loss_tokens:
+        if self.num_loss_tokens and not broken:
             self.optimizer.step()
         self.zero_gradient()
         if self.roles.device.type == "cuda":
             torch.cuda.synchronize()  # so that the step's time is its own
-        return {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        skipped = {"skipped_frac": float(bool(broken)), **{f"skipped/{name}": 1.0 for name in broken[:1]}}
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate, **skipped}
 
     def zero_gradient(self) -> None:
         """Forget the gradient of the calls so far; its memory is free until the next one."""
         self.optimizer.zero_grad()
         self.num_loss_tokens = 0
+        self._broken.zero_()
+
+    def _note(self, name: str, broken: torch.Tensor) -> None:
+        """Remember that something was not finite, if any entry says so. Does not wait for a GPU."""
+        if broken.device.type == "cpu" and not broken.any():
+            return
+        index = MUST_BE_FINITE.index(name)
+        self._broken[index] = torch.maximum(self._broken[index], broken.any().to(self._broken))
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and schedule, sharded, for torch.distributed.checkpoint. Collective over the role."""

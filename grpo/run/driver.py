@@ -7,7 +7,7 @@ was sampled is a value that the loop passes on. Left out: everything that severa
 
 import math
 import pathlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,26 +17,28 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig
 from grpo.config.layout import describe_layout
-from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch, sample_of
-from grpo.data.held_out import load_eval_prompts
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
+from grpo.data.recorded import RecordedStep, save_step
 from grpo.data.streams import PromptStream
 from grpo.models import hf_folder
-from grpo.rewards.loading import load_functions
 from grpo.rewards.workers.pool import check_all_failed
 from grpo.roles.ahead import PROBE_PROMPTS
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run import checkpoint
+from grpo.run.checkpoint import saves
 from grpo.run.failures import refuse_bad_input
+from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
-from grpo.run.pending import check_pending, pending_state, read_pending
+from grpo.run.pending import pending_state, read_pending
+from grpo.run.profiler import check_profile
+from grpo.run.resume import begin, open_run_folder, resumed_stream
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
-from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
-from grpo.run.scorer import Scorer
+from grpo.run.run_lock import unlock_run_folder
+from grpo.run.scorer import Scorer, check_functions, held_out_prompts
+from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.types import Completion, Pending, Plan, Prompt, Rollout, TrainBatch
 
@@ -80,44 +82,44 @@ class Driver:
 
     def __init__(self, config: GRPOConfig, roles: Roles, timer: StepTimer):
         self.config, self.roles, self.timer = config, roles, timer
+        self.ledger = Ledger(roles)
+        self.first_pending: Pending | None = None
+        """What the checkpoint has that was sampled ahead, for the first step; on the driver, and read by `start`."""
 
     @from_driver
     def start(self) -> Start:
         """Refuse bad input before any model is loaded, open the run folder, start the reward processes."""
         config = self.config
         with refuse_bad_input():
-            data, max_completion_tokens = config.data, config.generator.max_completion_tokens
-            load_functions(config.reward, None if data.row else data.reward_columns, max_completion_tokens)
+            data = config.data
+            check_functions(config)
             try_loss(config.algorithm)
             sources = load_sources(data)
             if data.row:  # which columns it makes is known only now
-                load_functions(config.reward, reward_columns(sources), max_completion_tokens)
+                check_functions(config, reward_columns(sources))
             evaluates = config.evaluation.interval > 0
             read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
             inputs = (config.model.path, config.model.reference_path, *(source.path for source in read))
-            starts = {"resume": config.resume, "overwrite": config.overwrite}
-            check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
-            resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
-            mark_run_folder(config.run_dir, SCRIPT)
+            opened = open_run_folder(config, SCRIPT, inputs)
             folder, tokenizer = open_model_folder(config, config.largest_tensor_parallel, texts_of(sources))
             if config.needs_reference and config.model.reference_path:
                 reference = hf_folder.resolve_folder(config.model.reference_path)
                 hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
                 hf_folder.check_reference(reference, folder, tokenizer)
-            self.stream = PromptStream(usable_prompts(sources, config, tokenizer), config, tokenizer)
-            eval_prompts = load_eval_prompts(config.data, config.evaluation, tokenizer) if evaluates else []
-            self.first_step = 0
-            if resume_from is not None:
-                state = checkpoint.read_driver_state(resume_from)
-                checkpoint.check_adapters(resume_from, config.trainer)
-                self.first_step = state["step"]
-                self.stream.load_state_dict(state["data"])
-                if "pending" in state:
-                    check_pending(state["pending"], config)
+            rows = usable_prompts(sources, config, tokenizer)
+            self.stream = resumed_stream(lambda: PromptStream(rows, config, tokenizer), opened, config.allow_changes)
+            if "pending" in opened.state:
+                self.first_pending = read_pending(opened.checkpoint, opened.state["pending"], self.stream)
+            eval_prompts = held_out_prompts(config, tokenizer) if evaluates else []
+            self.first_step = opened.step
+            check_profile(config.profile, self.first_step)
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
-        begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=self.first_step)
+        begin(config, SCRIPT, opened)
+        self.run_log = RunLog(
+            config.metrics, config.run_dir, config.num_steps, self.first_step, config.warnings, asdict(config)
+        )
+        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
         print(
             f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",
             flush=True,
@@ -128,14 +130,8 @@ class Driver:
             reference_folder=config.model.reference_path or folder,
             stop_token_ids=self.scorer.stop_token_ids,
             eval_prompts=eval_prompts,
-            checkpoint=resume_from,
+            checkpoint=opened.checkpoint,
         )
-
-    @on_driver
-    def pending(self, start: Start) -> Pending | None:
-        """What the checkpoint has that was sampled ahead, for the first step to train on; None if nothing."""
-        state = checkpoint.read_driver_state(start.checkpoint).get("pending") if start.checkpoint else None
-        return read_pending(start.checkpoint, state, self.stream) if state else None
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -168,7 +164,7 @@ class Driver:
             sync_check=check and not pending,
             probe=pending.prompts[:PROBE_PROMPTS] if check and pending else [],
             sync=last or due(config.sync_interval),
-            save=last or due(config.checkpoint.interval),
+            save=saves(config.checkpoint, step + 1, last),
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
         )
 
@@ -255,6 +251,15 @@ class Driver:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return reward_tensors(sampled.rollouts)
 
+    @on_driver_for_learners
+    def record(
+        self, step: int, sampled: Sampled, batch: TrainBatch, rewards: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Write what the trainers get in the `step`-th step, for a replay; rewards as `reward_tensors` gives them."""
+        metrics = self._sampling_metrics(step, sampled, batch)
+        recorded = RecordedStep(batch, *rewards, self.config.group_size, metrics)
+        save_step(self.config.run_dir, step, recorded)
+
     def _draw(self, num_prompts: int) -> list[Prompt]:
         with refuse_bad_input():  # rows that are streamed are checked as they come
             return self.stream.draw(num_prompts)
@@ -273,16 +278,40 @@ class Driver:
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
-    @on_driver
     def log(
         self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics, pending: Pending | None
     ) -> None:
         """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
+        times = self.timer.close_step()
+        if pending:
+            times |= {"time/ahead": pending.seconds, "time/overlap": pending.overlap_seconds}
+        self._log(step, sampled, batch, measured, times, self.ledger.exchange(step, self.timer.worked))
+
+    @on_driver
+    def _log(
+        self,
+        step: int,
+        sampled: Sampled,
+        batch: TrainBatch,
+        measured: StepMetrics,
+        times: dict[str, float],
+        ledger: tuple[int, torch.Tensor] | None,
+    ) -> None:
+        num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
+        metrics = self._sampling_metrics(step, sampled, batch) | measured_metrics(measured, times, num_tokens)
+        self.run_log.log(step, metrics | self.run_log.ledger(ledger))
+        interval = self.config.metrics.samples_interval
+        if interval and (step - 1) % interval == 0:
+            values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
+            rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
+            self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
+        self.skipped.look(step, metrics, batch)
+
+    def _sampling_metrics(self, step: int, sampled: Sampled, batch: TrainBatch) -> dict[str, float]:
         config = self.config
         metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
         finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
         metrics["mismatch/nonfinite_frac"] = 1 - finite_N.float().mean().item()
-        metrics |= with_effective_sample_size(measured.means()) | self.stream.left_out | self.timer.close_step()
         if config.sampling.dynamic:
             metrics["sampling/rounds"] = sampled.num_rounds
             num_informative = len(sampled.informative) // config.group_size
@@ -291,20 +320,9 @@ class Driver:
         if config.has_lag:
             lag_S = (step - 1 - batch.versions_S).double()
             metrics |= {"lag/mean": lag_S.mean().item(), "lag/max": lag_S.max().item()}
-        if pending:
-            metrics |= {"time/ahead": pending.seconds, "time/overlap": pending.overlap_seconds}
         if config.sampling.filters:
             metrics["sampling/filtered"] = self.stream.num_filtered
-        num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
-        metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
-        if torch.cuda.is_available():
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self.run_log.log(step, metrics)
-        interval = config.metrics.samples_interval
-        if interval and (step - 1) % interval == 0:
-            values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
-            rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
-            self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
+        return metrics | self.stream.left_out
 
     @on_driver
     def log_evaluation(
@@ -317,8 +335,19 @@ class Driver:
     def finish(self) -> None:
         """Close the log and end the reward processes."""
         self.scorer.pool.close()
+        self.run_log.ledger(self.ledger.collect())
         self.run_log.close()
+        unlock_run_folder(self.config.run_dir)
         print(f"done; everything is in {self.config.run_dir}", flush=True)
+
+
+def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens: int) -> dict[str, float]:
+    """What the updates measured, the step's times, tokens per second and memory."""
+    metrics = with_effective_sample_size(measured.means()) | times
+    metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
+    if torch.cuda.is_available():
+        metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return metrics
 
 
 def sequence_advantages(batch: TrainBatch) -> list[float | None]:

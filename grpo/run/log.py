@@ -1,4 +1,4 @@
-"""What a run shows and writes: TensorBoard, JSON lines, samples to read, the console line. Rank 0 (the driver) only.
+"""What a run shows and writes: TensorBoard, JSON lines, samples to read, the console. Rank 0 (the driver) only.
 
 A `step` is here always the number of optimizer steps finished: 0 is before the first one, `num_steps` after the last.
 """
@@ -10,13 +10,25 @@ import statistics
 import time
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
-from grpo.config import MetricsConfig
+from grpo.config import MetricsConfig, WarningsConfig
 from grpo.run.formats import compact_duration, compact_number
-from grpo.run.samples import completion_records, describe_rollout, finite_or_none, markdown_table, spread_by_reward
+from grpo.run.ledger import PHASES, slowest_ranks
+from grpo.run.samples import (
+    TABLE_HEADER,
+    completion_records,
+    describe_rollout,
+    finite_or_none,
+    markdown_table,
+    spread_by_reward,
+    table_rows,
+)
+from grpo.run.wandb_log import WandbLog
+from grpo.run.warnings import Watch
 from grpo.types import Rollout
 
 # Metric, its label on the console line, its unit there. The rest is in metrics.jsonl and TensorBoard.
@@ -34,38 +46,46 @@ CONSOLE_COLUMNS = (
 # The time left is reckoned from this many steps: enough to smooth, few enough to forget compilation in the first ones.
 ETA_STEPS = 20
 
-EQUAL_REWARDS = (
-    "in step {step} the rewards of each group are all equal, so their comparison teaches nothing; if that goes on, "
-    "read {run_dir}/samples.txt: the prompts are too easy or too hard, the answers in another format, or the reward "
-    "too coarse"
-)
-
 
 class RunLog:
     """Everything a run tells: files in the run folder and the console.
 
     The files: `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones),
-    `samples.txt` (a few, to read) and `tensorboard/`. Opened with `start_step` above 0 it continues a run: what an
-    aborted part had written beyond that step is dropped from the .jsonl files and hidden in TensorBoard, so that no
-    step counts twice. Opened with 0 it starts them afresh. samples.txt is only ever appended to.
+    `ledger.jsonl` (what each rank worked), `samples.txt` (a few, to read) and `tensorboard/`. Opened with `start_step`
+    above 0 it continues a run: what an aborted part had written beyond that step is dropped from the .jsonl files and
+    hidden in TensorBoard, so that no step counts twice. Opened with 0 it starts them afresh. samples.txt is only ever
+    appended to.
     """
 
-    def __init__(self, config: MetricsConfig, run_dir: str, num_steps: int, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        config: MetricsConfig,
+        run_dir: str,
+        num_steps: int,
+        start_step: int = 0,
+        warnings: WarningsConfig = WarningsConfig(),  # noqa: B008 it is frozen
+        whole_config: dict[str, Any] | None = None,
+    ) -> None:
+        """whole_config: the run's, for its page at Weights & Biases."""
         os.makedirs(run_dir, exist_ok=True)
         self.config = config
         self.num_steps = num_steps
         self.run_dir = run_dir
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
-        self.said_equal = False
+        self.watch = Watch(warnings)
         # No highlighting or markup: names and numbers are printed as they are. rich colours a terminal, never a file.
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
-        for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
+        for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "ledger.jsonl"):
             if os.path.exists(os.path.join(run_dir, name)):
                 drop_steps_after(os.path.join(run_dir, name), start_step)
+        if start_step:
+            self._remember()
         # TensorBoard hides what was written before at this step or later; before a fresh start that is everything.
         first_step = start_step + 1 if start_step else 0
         folder = os.path.join(run_dir, "tensorboard")
         self.tensorboard = SummaryWriter(folder, purge_step=first_step) if config.tensorboard else None
+        project = config.wandb_project
+        self.wandb = WandbLog(project, run_dir, start_step, whole_config) if project else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one finished step everywhere; one call per step."""
@@ -83,10 +103,7 @@ class RunLog:
             seconds_left = statistics.mean(self.step_seconds) * (self.num_steps - step)
             line.append(f"  eta {compact_duration(seconds_left)}", style="dim")
         self._print(line)
-        nothing_to_compare = metrics.get("groups/zero_variance_frac") == 1 and "distill/reverse_kl" not in metrics
-        if nothing_to_compare and not self.said_equal:
-            self.said_equal = True
-            self._print(Text(f"hint: {EQUAL_REWARDS.format(step=step, run_dir=self.run_dir)}"))
+        self._warn(step, self.watch.look(metrics))
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps; `accuracy` is written as `eval/accuracy`.
@@ -94,6 +111,7 @@ class RunLog:
         Of several held-out sets (`eval/SET/accuracy`), each has a line of its own on the console.
         """
         self._log_held_out(step, "eval", metrics)
+        self._warn(step, self.watch.look_at_evaluation(metrics))
 
     def log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """The same for the losses of held-out examples, `validation/loss` or `validation/SET/loss`."""
@@ -123,10 +141,12 @@ class RunLog:
             return
         text = "\n\n".join(describe_rollout(rollouts[i], prompts[i]) for i in chosen)
         self._append("samples.txt", f"{f'===== step {step} '.ljust(120, '=')}\n{text}\n\n")
+        rows = table_rows([rollouts[i] for i in chosen], [prompts[i] for i in chosen])
         if self.tensorboard:
-            table = markdown_table([rollouts[i] for i in chosen], [prompts[i] for i in chosen])
-            self.tensorboard.add_text("samples", table, step)
+            self.tensorboard.add_text("samples", markdown_table(rows), step)
             self.tensorboard.flush()
+        if self.wandb:
+            self.wandb.samples(step, TABLE_HEADER, rows)
 
     def evaluation_completions(
         self, step: int, kind: Literal["greedy", "sample"], rollouts: list[Rollout], prompts: list[str]
@@ -135,10 +155,37 @@ class RunLog:
         records = completion_records(rollouts, prompts)
         self._append_records("evaluation.jsonl", [{"step": step, "kind": kind, **record} for record in records])
 
+    def ledger(self, step_and_seconds: tuple[int, torch.Tensor] | None) -> dict[str, float]:
+        """Record what each rank worked in a step (see `Ledger`) in ledger.jsonl; returns metrics of the slowest ranks.
+
+        The step is usually the one before that which is logged. None records nothing.
+        """
+        if step_and_seconds is None:
+            return {}
+        step, seconds_RP = step_and_seconds
+        of_ranks = dict(zip(PHASES, seconds_RP.T.tolist(), strict=True))
+        self._append_records("ledger.jsonl", [{"step": step, **of_ranks}])
+        return slowest_ranks(seconds_RP)
+
     def close(self) -> None:
-        """Flush and close TensorBoard's file; the others are closed after every call."""
+        """Flush and close TensorBoard's file and the run at Weights & Biases; the other files are closed already."""
         if self.tensorboard:
             self.tensorboard.close()
+        if self.wandb:
+            self.wandb.close()
+
+    def _remember(self) -> None:
+        """What the warnings know of the steps before a resume; what was said then is not said again."""
+        path = os.path.join(self.run_dir, "metrics.jsonl")
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                for metrics in map(json.loads, file):
+                    look = self.watch.look if "loss" in metrics else self.watch.look_at_evaluation
+                    look(metrics)
+
+    def _warn(self, step: int, texts: list[str]) -> None:
+        for text in texts:
+            self._print(Text(f"warning: step {step}: {text}", style="yellow"))
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """One JSON line and the TensorBoard scalars, both flushed: a run that dies has told all it knew."""
@@ -149,6 +196,8 @@ class RunLog:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()
+        if self.wandb:
+            self.wandb.log(step, values)
 
     def _append_records(self, name: str, records: list[dict[str, Any]]) -> None:
         self._append(name, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))

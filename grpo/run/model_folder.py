@@ -6,10 +6,22 @@ from typing import TYPE_CHECKING
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
+from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
+from grpo.models.hf_folder import ChatForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def learned_form(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> ChatForm:
+    """How a model that SFT trained with this config writes chats, where its folder does not say so already.
+
+    A template that reads `question`, which no one else passes, stays where it is.
+    """
+    end, template = end_of_turn(tokenizer, config.data), tokenizer.chat_template
+    is_own = config.data.prompt_template and not config.data.is_text_template and "question" not in template
+    return ChatForm(template if is_own else "", () if end is None else (end,))
 
 
 def open_model_folder(

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from grpo.config import GRPOConfig
 from grpo.data.streams import PromptStream
 from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.run.checkpoint import DRIVER_FILE, read_driver_tensors
+from grpo.run.checkpoint_files import DRIVER_FILE, read_driver_tensors
 from grpo.types import Pending
 
 TENSORS = ("header", "temperatures", "ids", "logprobs")  # those of `flatten_completions`
@@ -29,15 +28,11 @@ def pending_tensors(pending: Pending | None) -> dict[str, torch.Tensor]:
     return dict(zip(TENSORS, flatten_completions(pending.completions), strict=True)) if pending else {}
 
 
-def check_pending(state: dict[str, Any], config: GRPOConfig) -> None:
-    """Refuse to train on pending completions with other groups than theirs. Raises ValueError that names both."""
-    num_prompts, num_completions = state["prompts"], state["completions"]
-    if (num_prompts, num_completions) != (config.prompts_per_step, config.completions_per_step):
-        raise ValueError(
-            f"the checkpoint has {num_prompts} x {num_completions // num_prompts} completions that were sampled ahead, "
-            f"and this run's steps have {config.prompts_per_step} x {config.group_size}; resume with "
-            f"--prompts-per-step {num_prompts} --group-size {num_completions // num_prompts}"
-        )
+def without_pending(state: dict[str, Any]) -> dict[str, Any]:
+    """A driver's state in which nothing was sampled ahead: the first step draws those prompts again."""
+    if "pending" not in state:
+        return state
+    return {name: value for name, value in state.items() if name != "pending"} | {"data": state["pending"]["place"]}
 
 
 def read_pending(checkpoint: pathlib.Path, state: dict[str, Any], stream: PromptStream) -> Pending:

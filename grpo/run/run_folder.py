@@ -17,29 +17,39 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+from grpo.run.run_lock import LOCK, lock_run_folder, refuse_held_folder
+
 MARKER = "run.json"
+CONFIG = "config.py"
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
 # What a run writes into its folder, and all that `overwrite` deletes
 RUN_FILES = (
-    "config.py",
+    CONFIG,
     "metrics.jsonl",
     "completions.jsonl",
     "evaluation.jsonl",
     "samples.txt",
+    "ledger.jsonl",
+    "profile",
     "tensorboard",
+    "wandb",
+    "batches",
     CHECKPOINTS,
     "model",
     "model-adapter",
     "initial_model",
+    LOCK,
     MARKER,
 )
 # of which these are there already when a start fails, on bad input or while models load; the corrected run may begin
-WRITTEN_BEFORE_RUN = ("config.py", "tensorboard", "initial_model", MARKER)
+WRITTEN_BEFORE_RUN = (CONFIG, "tensorboard", "wandb", "initial_model", LOCK, MARKER)
 _OWN = {(name,) for name in RUN_FILES}
 # What is being written, or was when its run died
 UNFINISHED = (".partial", ".tmp")
+BROKEN = ".broken"  # what the name of a checkpoint ends in that cannot be used
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
+OLD_CONFIG = re.compile(r"config-step-[0-9]{8,}\.py")  # the config up to that step, see `begin_run`
 ROOT = pathlib.Path(__file__).parents[2]
 GIT_SECONDS = 10
 
@@ -50,12 +60,13 @@ def check_run_folder(
     """Refuse a folder that is not for this run to write into. Changes nothing.
 
     script: what starts the run, such as train_grpo.py; inputs: paths (or hub names) that the run reads from.
-    Raises ValueError if it cannot be a folder, has other files than a run's, holds an earlier run and neither `resume`
-    nor `overwrite` was asked for, or if the run would replace or delete one of its inputs.
+    Raises ValueError if it cannot be a folder, is in use by another run, has other files than a run's, holds an earlier
+    run and neither `resume` nor `overwrite` was asked for, or if the run would replace or delete one of its inputs.
     """
     folder = pathlib.Path(run_dir)
     _check_place(folder)
-    there = sorted({path.name for path in folder.iterdir()} - {f"{MARKER}.tmp"}) if folder.is_dir() else []
+    refuse_held_folder(folder)
+    there = sorted({path.name for path in folder.iterdir()} - {f"{MARKER}.tmp", LOCK}) if folder.is_dir() else []
     marker = read_marker(folder)
     if there and marker is None:
         shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
@@ -84,25 +95,30 @@ def check_run_folder(
 
 
 def mark_run_folder(run_dir: str, script: str) -> None:
-    """Make the folder, if need be, and write its `run.json`; after `check_run_folder`, before anything else there.
+    """Make the folder, if need be, hold it and write its `run.json`; after `check_run_folder`, before anything else.
 
-    The marker of an earlier run stays until `begin_run`: this start may still be refused.
+    The marker of an earlier run stays until `begin_run`: this start may still be refused. Raises ValueError if another
+    run holds the folder.
     """
     folder = pathlib.Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    lock_run_folder(folder)
     if read_marker(folder) is None:
         _write(folder / MARKER, json.dumps(describe_run(script), indent=2) + "\n")
 
 
-def begin_run(run_dir: str, script: str, recipe: str, *, resume: bool = False, overwrite: bool = False) -> None:
+def begin_run(
+    run_dir: str, script: str, recipe: str, *, step: int = 0, resume: bool = False, overwrite: bool = False
+) -> None:
     """Delete what an earlier run left, if asked to, and save this run's resolved config and `run.json`; says versions.
 
-    The marker and the config of a run that is resumed change too: they say what last ran.
+    The marker and the config of a run that is resumed change too: they say what last ran. The config that it had up to
+    `step`, from which it is resumed, stays as config-step-N.py if it was another one.
     """
     folder = pathlib.Path(run_dir)
     if overwrite and not resume:
         for path in list(_files_of_runs(folder)):
-            if path.name not in ("initial_model", MARKER):  # this run's own already
+            if path.name not in ("initial_model", LOCK, MARKER):  # this run's own already
                 _delete(path)
         checkpoints = folder / CHECKPOINTS
         if checkpoints.is_dir() and not checkpoints.is_symlink() and not any(checkpoints.iterdir()):
@@ -110,7 +126,11 @@ def begin_run(run_dir: str, script: str, recipe: str, *, resume: bool = False, o
     folder.mkdir(parents=True, exist_ok=True)
     marker = describe_run(script)
     _write(folder / MARKER, json.dumps(marker, indent=2) + "\n")
-    _write(folder / "config.py", recipe)
+    config, kept = folder / CONFIG, folder / f"config-step-{step:08d}.py"
+    # one that is there already is that of the steps up to this one; what came after it led to no checkpoint
+    if resume and step and not kept.exists() and config.is_file() and config.read_text(encoding="utf-8") != recipe:
+        config.rename(kept)
+    _write(config, recipe)
     versions = ", ".join(f"{name} {version}" for name, version in marker["versions"].items())
     print(f"{versions}; commit {(marker['commit'] or 'unknown')[:10]}", flush=True)
 
@@ -185,11 +205,12 @@ def _is_of_run(path: pathlib.Path, folder: pathlib.Path) -> bool:
 
 def _files_of_runs(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """All that a run may have written there; of checkpoints/ only the folders that it named."""
+    yield from (path for path in folder.glob("config-step-*.py") if OLD_CONFIG.fullmatch(path.name))
     for name in RUN_FILES:
         if name != CHECKPOINTS:
             yield from (folder / f"{name}{ending}" for ending in ("", *UNFINISHED))
     for path in (folder / CHECKPOINTS).glob("step-*"):
-        if STEP_FOLDER.fullmatch(path.name.removesuffix(".partial")):
+        if STEP_FOLDER.fullmatch(path.name.removesuffix(".partial").removesuffix(BROKEN)):
             yield path
 
 

@@ -74,9 +74,9 @@ def describe_rollout(rollout: Rollout, prompt: str) -> str:
     return printable("\n".join(lines))
 
 
-def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
-    """Rollouts as a Markdown table, one line each; texts keep their tags, bars, stars and line breaks."""
-    lines = [f"| {' | '.join(TABLE_HEADER)} |", f"|{' --- |' * len(TABLE_HEADER)}"]
+def table_rows(rollouts: list[Rollout], prompts: list[str]) -> list[list[str]]:
+    """A row of printable cells for each rollout, under TABLE_HEADER."""
+    rows = []
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         cells = [
             shorten(prompt, SAMPLE_CHARACTERS),
@@ -86,9 +86,15 @@ def markdown_table(rollouts: list[Rollout], prompts: list[str]) -> str:
             number_or_none(rollout.mismatch),
             _finish_reason(rollout),
         ]
-        lines.append(
-            f"| {' | '.join('<br>'.join(printable(cell).translate(ENTITIES).splitlines()) for cell in cells)} |"
-        )
+        rows.append([printable(cell) for cell in cells])
+    return rows
+
+
+def markdown_table(rows: list[list[str]]) -> str:
+    """The rows as a Markdown table, one line each; texts keep their tags, bars, stars and line breaks."""
+    lines = [f"| {' | '.join(TABLE_HEADER)} |", f"|{' --- |' * len(TABLE_HEADER)}"]
+    for row in rows:
+        lines.append(f"| {' | '.join('<br>'.join(cell.translate(ENTITIES).splitlines()) for cell in row)} |")
     return "\n".join(lines)
 
 

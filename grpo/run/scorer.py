@@ -1,9 +1,12 @@
 """Completions -> rollouts with rewards, and held-out numbers: what training and stand-alone evaluation share."""
 
+from collections.abc import Collection
+
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import GRPOConfig
 from grpo.config.user_files import near_miss
+from grpo.data.held_out import load_eval_prompts
 from grpo.models import hf_folder
 from grpo.rewards.loading import answer_format_of, load_functions
 from grpo.rewards.sandbox.programs import check_sandbox
@@ -25,6 +28,28 @@ def evaluate(driver, generator: Generator | None, prompts: list[Prompt], step: i
     greedy, samples = generator.evaluate(prompts) if roles.generates else (None, None)
     greedy, samples = gather_completions(greedy, roles), gather_completions(samples, roles)
     driver.log_evaluation(prompts, greedy, samples, step)
+
+
+def check_functions(config: GRPOConfig, columns: Collection[str] | None = None) -> None:
+    """Load the reward functions once, so that one that cannot be called is refused before anything starts.
+
+    columns: those that the rows give; None, before they are read, takes those that `data` names. Which ones `data.row`
+    makes is known only from the rows. Raises what `load_functions` raises.
+    """
+    if columns is None and not config.data.row:
+        columns = config.data.reward_columns
+    load_functions(config.reward, columns, config.generator.max_completion_tokens)
+
+
+def held_out_prompts(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The prompts that evaluation completes, with all columns that the reward functions need.
+
+    Raises what `load_eval_prompts` and `check_functions` raise.
+    """
+    prompts = load_eval_prompts(config.data, config.evaluation, tokenizer)
+    if config.data.row:
+        check_functions(config, list(prompts[0].columns))
+    return prompts
 
 
 class Scorer:
@@ -87,10 +112,12 @@ class Scorer:
                 run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
         num_samples = self.config.evaluation.num_samples
         metrics = evaluation_metrics_of_sets(*scored.values(), num_samples, self.pass_function, self.answer_format)
-        if (best := self.config.checkpoint.keep_best) and best not in metrics:
+        names = [name.removeprefix("eval/") for name in metrics]
+        best = self.config.checkpoint.keep_best.removeprefix("eval/")
+        if best and best not in names:
             raise ValueError(
-                f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, metrics)}: "
-                f"{', '.join(metrics)}"
+                f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, names)}: "
+                f"{', '.join(names)}"
             )
         run_log.log_evaluation(step, metrics)
 

@@ -1,30 +1,42 @@
-"""What rank 0 alone does in supervised fine-tuning: draw examples and log. As in driver.py, every rank holds one."""
+"""What rank 0 alone does in supervised fine-tuning: draw examples, score held-out completions, log.
+
+As in driver.py, every rank holds one.
+"""
 
 import pathlib
 import tempfile
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
 from grpo.config import SFTConfig
-from grpo.config.recipes import as_recipe
+from grpo.config.generation import generating
+from grpo.config.recipes import change
 from grpo.data.batches import make_batch
 from grpo.data.held_out import load_validation
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
 from grpo.data.show import show_chat
 from grpo.data.streams import ChatStream, Labelled
+from grpo.models import hf_folder
+from grpo.models.hf_folder import ChatForm
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run import checkpoint
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
-from grpo.run.model_folder import open_model_folder
-from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
+from grpo.run.model_folder import learned_form, open_model_folder
+from grpo.run.profiler import check_profile
+from grpo.run.resume import begin, open_run_folder, resumed_stream
+from grpo.run.run_lock import unlock_run_folder
+from grpo.run.scorer import Scorer, check_functions, held_out_prompts
+from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
-from grpo.types import Sample, TrainBatch
+from grpo.types import Completion, Prompt, Sample, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SCRIPT = "train_sft.py"  # as run.json names it
 
@@ -39,6 +51,11 @@ class Start:
     """Names of the validation sets; one empty name if there is only one, none without validation."""
     recent_losses: list[float]
     """Of the steps before, see `stop_at_loss`."""
+    form: ChatForm
+    """For the exported folder."""
+    eval_prompts: list[Prompt]
+    """Empty without evaluation, and so are these:"""
+    stop_token_ids: list[int]
     checkpoint: pathlib.Path | None
 
 
@@ -53,32 +70,37 @@ class Driver:
         """Refuse bad input before the model is loaded, open the run folder."""
         config = self.config
         with refuse_bad_input():
-            validates = config.validation.interval > 0
+            validates, evaluates = config.validation.interval > 0, config.evaluation.interval > 0
+            if evaluates:
+                check_functions(generating(config, config.num_trainers))
             sources = load_chat_sources(config)
             read = [*config.data.all_sources, *(config.validation.held_out(config.data) if validates else [])]
+            read += config.evaluation.held_out(config.data) if evaluates else []
             inputs = (config.model.path, *(source.path for source in read))
-            starts = {"resume": config.resume, "overwrite": config.overwrite}
-            check_run_folder(config.run_dir, SCRIPT, inputs, **starts)
-            resume_from = checkpoint.latest_checkpoint(config.run_dir) if config.resume else None
-            mark_run_folder(config.run_dir, SCRIPT)
+            opened = open_run_folder(config, SCRIPT, inputs)
             folder, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources))
-            self.stream = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer)
+            form = learned_form(config, tokenizer)
+            rows = usable_chats(sources, config, tokenizer)
+            self.stream = resumed_stream(lambda: ChatStream(rows, config, tokenizer), opened, config.allow_changes)
             self.validation = load_validation(config, tokenizer) if validates else {}
-            state = {"step": 0, "recent_losses": []}
-            if resume_from is not None:
-                state = checkpoint.read_driver_state(resume_from)
-                checkpoint.check_adapters(resume_from, config.trainer)
-                self.stream.load_state_dict(state["data"])
+            check_profile(config.profile, opened.step)
+            self.scorer, eval_prompts = open_evaluation(config, folder, tokenizer, form) if evaluates else (None, [])
         # only now that nothing is refused any more may an earlier run be deleted
-        begin_run(config.run_dir, SCRIPT, as_recipe(config), **starts)
-        self.run_log = RunLog(config.metrics, config.run_dir, config.num_steps, start_step=state["step"])
-        print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {state['step']}", flush=True)
+        begin(config, SCRIPT, opened)
+        self.run_log = RunLog(
+            config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
+        )
+        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
+        print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {opened.step}", flush=True)
         return Start(
-            step=state["step"],
+            step=opened.step,
             model_folder=folder,
             held_out=list(self.validation),
-            recent_losses=state["recent_losses"],
-            checkpoint=resume_from,
+            recent_losses=opened.state.get("recent_losses", []),
+            form=form,
+            eval_prompts=eval_prompts,
+            stop_token_ids=self.scorer.stop_token_ids if self.scorer else [],
+            checkpoint=opened.checkpoint,
         )
 
     @on_driver
@@ -108,6 +130,7 @@ class Driver:
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.run_log.log(step, metrics)
+        self.skipped.look(step, metrics, batch)
 
     @on_driver
     def log_validation(self, step: int, losses: dict[str, float]) -> None:
@@ -117,10 +140,40 @@ class Driver:
         self.run_log.log_validation(step, metrics)
 
     @on_driver
+    def log_evaluation(
+        self, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion], step: int
+    ) -> None:
+        """Score held-out completions and log them."""
+        self.scorer.log_evaluation(self.run_log, prompts, greedy, samples, step)
+
+    @on_driver
     def finish(self) -> None:
-        """Close the log."""
+        """Close the log and end the reward processes."""
+        if self.scorer:
+            self.scorer.pool.close()
         self.run_log.close()
+        unlock_run_folder(self.config.run_dir)
         print(f"done; everything is in {self.config.run_dir}", flush=True)
+
+
+def open_evaluation(
+    config: SFTConfig, folder: str, tokenizer: "PreTrainedTokenizerBase", form: ChatForm
+) -> tuple[Scorer, list[Prompt]]:
+    """What scores held-out completions, and their prompts; answers end as those of the exported folder (`form`).
+
+    Raises ValueError if there are no rows that rewards can judge, or the model is too short for the lengths.
+    """
+    generation, data = generating(config, config.num_trainers), config.data
+    hf_folder.check_folder(folder, generation.max_sequence_tokens, generation.generator.tensor_parallel)
+    ends = (*generation.generator.stop_token_ids, *form.end_token_ids)
+    try:
+        prompts = held_out_prompts(generation, tokenizer)
+    except ValueError as error:
+        raise ValueError(
+            f"evaluation reads rows as GRPO does, prompts from data.prompt_column={data.prompt_column} and what "
+            f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
+        ) from error
+    return Scorer(change(generation, {"generator.stop_token_ids": ends}), folder, tokenizer), prompts
 
 
 def batch_of(examples: list[Labelled]) -> TrainBatch:

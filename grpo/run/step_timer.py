@@ -1,11 +1,13 @@
-"""Where the wall time of a step goes, phase by phase. Left out: time on the GPU, spans inside a phase."""
+"""Where the wall time of a step goes, phase by phase. Left out: time on the GPU, spans inside a phase (profiler.py)."""
 
 import contextlib
 import time
 from collections.abc import Iterator
 
 from rich.console import Console
+from torch.profiler import record_function
 
+from grpo.roles.timed_collectives import seconds_waited
 from grpo.run.failures import set_place
 
 
@@ -19,12 +21,22 @@ class StepTimer:
         """is_driver: `startup` prints what it does."""
         self.is_driver = is_driver
         self.seconds: dict[str, float] = {}
+        self.worked: dict[str, float] = {}
+        """Of the last step that was closed: seconds of each phase and of `other` without those in comm's collectives,
+        which are waiting for other ranks."""
+        self.working: dict[str, float] = {}  # the same, of the step at hand
+        self.last_waited = seconds_waited()
         self.open_phases: list[str] = []
         self.start = self.step_start = self.last_change = time.perf_counter()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the wall seconds of the `with` block to phase `name` (startup, generate, reference, train, ...)."""
+        with record_function(name), self._phase(name):  # a range in a profiler's trace
+            yield
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
         if name in ("other", "step"):
             raise ValueError(f"time/{name} is computed by close_step; give the phase another name")
         self._book()
@@ -61,7 +73,7 @@ class StepTimer:
         open_phase = contextlib.ExitStack()
 
         def start(_) -> None:
-            open_phase.enter_context(self.phase("startup"))
+            open_phase.enter_context(self._phase("startup"))  # perhaps in a thread of autograd's
 
         def end(_) -> None:
             open_phase.close()
@@ -82,17 +94,20 @@ class StepTimer:
         """
         if self.open_phases:
             raise ValueError(f"the step closes inside phase {self.open_phases[-1]}; end the phase first")
-        now = time.perf_counter()
+        self._book()
+        now = self.last_change
         times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         times["time/other"] = now - self.step_start - sum(self.seconds.values())
         times["time/step"] = now - self.step_start - times.get("time/startup", 0.0)
         self.seconds, self.step_start = {}, now
+        self.worked, self.working = self.working, {}
         return times
 
     def _book(self) -> None:
         """Give the time since the last change to the phase that is open, if any."""
-        now = time.perf_counter()
+        now, waited = time.perf_counter(), seconds_waited()
+        elapsed, name = now - self.last_change, self.open_phases[-1] if self.open_phases else "other"
         if self.open_phases:
-            name = self.open_phases[-1]
-            self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last_change
-        self.last_change = now
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+        self.working[name] = self.working.get(name, 0.0) + elapsed - (waited - self.last_waited)
+        self.last_change, self.last_waited = now, waited

@@ -274,7 +274,7 @@ def test_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Pat
     refusal("--model.path", short, "--run-dir", tmp_path / "run")
     long = ("--data.max-prompt-tokens", 501, "--trainer.micro-batch-tokens", 600)  # the toy model has 512 positions
     refusal("--model.path", "toy:addition", "--run-dir", tmp_path / "run", *long)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "initial_model"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "run.lock", "initial_model"}
     start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
 
 
@@ -297,6 +297,32 @@ def test_rows_that_sft_cannot_use(model: pathlib.Path, tmp_path: pathlib.Path, c
     assert len(driver.stream.draw(4)) == 4
     marker = json.loads((tmp_path / "run/run.json").read_text())
     assert (marker["script"], marker["format"]) == ("train_sft.py", 1)
+
+
+# flags of an evaluation of chats: what the message must contain
+BAD_EVALUATIONS = {
+    (): ["data.prompt_column=question", "column 'question' is missing", "columns there: messages"],
+    ("--data.prompt-column", "messages.:-1"): ["data.answer_column=answer", "column 'answer' is missing"],
+    ("--data.prompt-column", "messages.:-1", "--data.answer-column", "", "--reward.functions", "math_reward", "1"): [
+        "reward function math_reward cannot be called",
+        "data.columns",
+    ],
+    ("--generator.max-completion-tokens", "200"): ["up to 216 tokens", "128 positions"],
+    ("--reward.functions", "math_rewards", "1"): ["unknown reward function 'math_rewards'"],
+}
+
+
+@pytest.mark.parametrize("flags", BAD_EVALUATIONS, ids=" ".join)
+def test_evaluations_of_sft_that_cannot_work(flags: tuple[str, ...], model: pathlib.Path, tmp_path: pathlib.Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]}\n')
+    arguments = ["--model.path", model, "--data.path", rows, "--run-dir", tmp_path / "run", "--num-trainers", 1]
+    arguments += ["--evaluation.interval", 1, "--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 32]
+    config = load(SFTConfig, "configs/toy_sft.py", [*map(str, arguments), *flags])
+    with pytest.raises(BadInput) as refused:
+        train_sft.Driver.start.__wrapped__(train_sft.Driver(config, roles=None, timer=StepTimer()))
+    for part in BAD_EVALUATIONS[flags]:
+        assert part in str(refused.value)
 
 
 def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_path: pathlib.Path):

@@ -3,7 +3,6 @@
 import pathlib
 import shutil
 
-from grpo.run import checkpoint
 from tests.e2e.runs import read_completions, read_metrics, read_samples, without_clocks
 from tests.torchrun import torchrun
 
@@ -46,12 +45,3 @@ def test_6_steps_equal_3_resume_and_3(finished_run: tuple[pathlib.Path, list[str
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (run_dir, crashed)]
     assert weights[0] == weights[1]
-
-
-def test_only_complete_checkpoints_count(tmp_path: pathlib.Path):
-    assert checkpoint.latest_checkpoint(tmp_path) is None
-    for name in ("step-00000002", "step-00000010", "step-00000011.partial"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / checkpoint.DRIVER_FILE).write_text("{}")
-    (tmp_path / "checkpoints" / "step-00000012").mkdir()
-    assert checkpoint.latest_checkpoint(tmp_path).name == "step-00000010"

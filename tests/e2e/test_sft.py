@@ -1,5 +1,6 @@
 """SFT in whole runs: exact resume, validation, examples to look at, an early stop."""
 
+import gzip
 import json
 import pathlib
 import shutil
@@ -16,6 +17,8 @@ from grpo.run.failures import BadInput
 from grpo.run.step_timer import StepTimer
 from tests.e2e.runs import read_metrics, without_clocks
 from tests.torchrun import run_python, torchrun
+
+REWARDS = pathlib.Path(__file__).parent / "tiny_rewards.py"
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,9 @@ def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     flags += ["--validation.interval", 2, "--validation.split", "train", "--validation.sets", *sources]
     flags += ["--validation.num-examples", 4, "--checkpoint.interval", 2, "--metrics.no-tensorboard"]
     flags += ["--data.streaming", "--data.shuffle-buffer", 4]
+    # read only where a test evaluates by generating
+    flags += ["--reward.functions", f"{REWARDS}:passes_by_chance", 1]
+    flags += ["--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 12]
     return [str(flag) for flag in flags]
 
 
@@ -81,6 +87,41 @@ def test_4_steps_equal_2_resume_and_2(finished: pathlib.Path, arguments: list[st
     assert weights[0] == weights[1]
 
 
+@pytest.mark.timeout(600)  # two starts of vLLM, on a machine that may have other work
+def test_evaluation_between_steps_is_that_of_evaluate_alone(
+    finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path
+):
+    """The last two steps of the same run, now with an engine over both ranks: training does not notice."""
+    run_dir = crashed(finished, tmp_path / "run")
+    flags = [*arguments, "--run-dir", run_dir, "--resume", "--evaluation.interval", 1, "--evaluation.path"]
+    flags += ["toy:addition", "--evaluation.num-prompts", 40, "--evaluation.num-samples", 2]
+    flags += ["--generator.tensor-parallel", 2, "--checkpoint.keep-best", "accuracy"]
+    torchrun("train_sft.py", *flags, nproc=2)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (finished, run_dir)]
+    assert weights[0] == weights[1]
+
+    alone = tmp_path / "alone"
+    output = run_python(
+        *("-m", "grpo.evaluate", run_dir / "model", run_dir / "config.py", "--run-dir", alone),
+        *("--generator.tensor-parallel", 1),
+    )
+    assert "40 prompts; every completion is in" in output
+    evaluated = {m["step"]: m for m in read_metrics(run_dir) if "eval/accuracy" in m}
+    (expected,) = read_metrics(alone)
+    assert [*evaluated] == [3, 4]
+    assert 0 < expected["eval/accuracy"] < 1  # the comparison means something
+    assert without_clocks(evaluated[4]) == without_clocks(expected) | {"step": 4}
+
+    texts = {step: [line["completion"] for line in evaluation(run_dir, step)] for step in (3, 4)}
+    assert texts[3] != texts[4] == [line["completion"] for line in evaluation(alone, 0)]  # each step had new weights
+
+
+def evaluation(run_dir: pathlib.Path, step: int) -> list[dict]:
+    """The held-out completions of the weights after `step` steps."""
+    lines = (json.loads(line) for line in (run_dir / "evaluation.jsonl").read_text().splitlines())
+    return [line for line in lines if line["step"] == step]
+
+
 def test_resume_and_validation_on_another_number_of_ranks(
     finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path
 ):
@@ -114,7 +155,10 @@ def test_the_window_of_a_run_that_stops_by_its_loss_continues(
     flags = [*arguments, "--num-trainers", 1, "--num-steps", 20, "--stop-at-loss", 99, "--validation.interval", 0]
     flags += ["--run-dir", tmp_path / "run", "--checkpoint.interval", 7]
     flags += ["--too-long", "truncate", "--max-sequence-tokens", 28]
-    run_python("train_sft.py", *flags)
+    run_python("train_sft.py", *flags, "--profile", 2)
+    (trace,) = (tmp_path / "run/profile").iterdir()
+    assert trace.name == "step-00000002-rank-000-trainer.json.gz"
+    assert '"name": "train"' in gzip.decompress(trace.read_bytes()).decode()
     steps = read_metrics(tmp_path / "run")
     assert [m["step"] for m in steps] == [*range(1, 11)]
     # of 15 rows drawn in three steps, 10 are chats, of which more than half are longer than 28 tokens

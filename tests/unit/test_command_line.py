@@ -9,7 +9,7 @@ import pytest
 
 from grpo.config import GeneratorConfig, GRPOConfig, RolesConfig, SFTConfig
 from grpo.config.checks import validate
-from grpo.config.layout import SHARED_GPU_UTILIZATION, check_world_size, for_one_process
+from grpo.config.layout import SHARED_GPU, check_world_size, for_one_process
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def test_one_process_has_every_role():
     config = for_one_process(GRPOConfig(roles=RolesConfig(num_trainers=4, num_references=1, num_generators=3)))
     validate(config)
     check_world_size(config, 1)
-    assert config.generator.gpu_memory_utilization == SHARED_GPU_UTILIZATION
+    assert config.generator.gpu_memory_utilization == SHARED_GPU
     check_world_size(for_one_process(SFTConfig(num_trainers=2)), 1)
 
 

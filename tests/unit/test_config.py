@@ -28,9 +28,11 @@ from grpo.config import (
     change,
     data_fields,
     fields,
+    warning_fields,
 )
 from grpo.config.checks import cautions, validate
 from grpo.config.fields import complete
+from grpo.config.generation import generating
 from grpo.config.layout import check_world_size, describe_layout, suggest_layout
 from grpo.config.names import RENAMED, field_paths, no_such_field
 from grpo.config.recipes import as_recipe, load, load_recipe
@@ -50,6 +52,7 @@ def read(path: pathlib.Path) -> GRPOConfig | SFTConfig:
 # ---------------------------------------------------------------------------------------------------------------------
 
 TEACHER = ModelConfig(reference_path="teacher")
+EVALUATED = EvaluationConfig(interval=2)
 ONLY_TEACHER = {
     "model": TEACHER,
     "reward": RewardConfig(functions={}),
@@ -172,8 +175,16 @@ BAD = {
     "3 trainer ranks do not split into trainer.tensor_parallel=2": SFTConfig(
         num_trainers=3, trainer=TrainerConfig(tensor_parallel=2)
     ),
-    "checkpoint.keep_best=accuracy is the highest metric of an evaluation, which SFT has none of": SFTConfig(
-        checkpoint=CheckpointConfig(keep_best="accuracy")
+    "checkpoint.keep_best=accuracy needs an evaluation wherever a checkpoint is saved: checkpoint.interval=4 must be a "
+    "multiple of evaluation.interval=0, and that not 0": SFTConfig(
+        checkpoint=CheckpointConfig(interval=4, keep_best="accuracy")
+    ),
+    "3 generator ranks do not split into replicas of generator.tensor_parallel=2; use 2": SFTConfig(
+        num_trainers=3, generator=GeneratorConfig(tensor_parallel=2), evaluation=EVALUATED
+    ),
+    "reward.functions is empty; name at least one": SFTConfig(reward=RewardConfig(functions={}), evaluation=EVALUATED),
+    "so it must be said what is held out: set evaluation.path or evaluation.sets": SFTConfig(
+        data=DataConfig(path="", sources={"a": "a.jsonl"}), evaluation=EVALUATED
     ),
     "data.sources has 1 data sets, so it must be said what is held out: set validation.path or validation.sets": (
         SFTConfig(data=DataConfig(path="", sources={"a": "a.jsonl"}), validation=ValidationConfig(interval=1))
@@ -286,6 +297,25 @@ def test_bad_input_is_refused_with_the_numbers(message):
 def test_the_defaults_are_valid():
     validate(GRPOConfig())
     validate(SFTConfig())
+
+
+def test_without_evaluation_sft_does_not_ask_about_engines():
+    unused = {"generator": GeneratorConfig(tensor_parallel=2), "reward": RewardConfig(functions={})}
+    validate(SFTConfig(num_trainers=3, **unused))
+
+
+def test_an_engine_beside_the_sft_trainer_leaves_it_room():
+    assert SFTConfig().generator.gpu_memory_utilization == 0.35
+
+
+@pytest.mark.parametrize("config", [SFTConfig(seed=7, max_sequence_tokens=99), GRPOConfig(seed=7, num_steps=3)])
+def test_generating_keeps_what_evaluation_reads_and_trains_nothing(config: SFTConfig | GRPOConfig):
+    generation = generating(change(config, {"data.max_prompt_tokens": 20, "generator.max_completion_tokens": 30}), 2)
+    validate(generation)  # 50 tokens fit into the micro-batches of a trainer that there is not
+    assert (generation.num_ranks, generation.max_sequence_tokens, generation.seed) == (2, 50, 7)
+    assert generation.roles.colocated and not generation.needs_reference
+    for section in ("model", "reward", "evaluation", "metrics"):
+        assert getattr(generation, section) is getattr(config, section)
 
 
 def test_odd_but_possible_layouts_pass():
@@ -669,9 +699,10 @@ def test_recipe_text_is_one_field_per_line():
 
 
 def test_recipe_text_neither_continues_nor_deletes_the_run_it_describes():
-    assert as_recipe(GRPOConfig(overwrite=True, resume=True)) == as_recipe(GRPOConfig())
+    started = GRPOConfig(overwrite=True, resume=True, allow_changes=True)
+    assert as_recipe(started) == as_recipe(GRPOConfig())
     assert as_recipe(SFTConfig(overwrite=True)) == as_recipe(SFTConfig())
-    assert "\n    resume=False,\n    overwrite=False,\n" in as_recipe(GRPOConfig(overwrite=True, resume=True))
+    assert "\n    resume=False,\n    allow_changes=False,\n    overwrite=False,\n" in as_recipe(started)
 
 
 def write(path: pathlib.Path, text: str) -> str:
@@ -738,13 +769,13 @@ def test_a_value_that_a_recipe_may_not_give_names_the_recipe(tmp_path):
 
 
 def config_classes() -> list[ast.ClassDef]:
-    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in (data_fields, fields)]
+    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in (data_fields, fields, warning_fields)]
     return [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def test_every_field_has_a_sentence():
     classes = {node.name: node for node in config_classes()}
-    assert len(classes) == 15 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
+    assert len(classes) == 16 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
     for name, node in classes.items():
         assert ast.get_docstring(node), f"{name} has no docstring"
         following = [*node.body[1:], None]

@@ -15,6 +15,7 @@ from grpo.data.held_out import load_eval_prompts
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.rewards.answers.equality import extract_answer, parse_number
+from grpo.run.resume import Opened, resumed_stream
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
@@ -163,6 +164,24 @@ def test_a_state_of_another_data_set_seed_or_order_is_refused(tokenizer, ten_row
         prompts_of(config_of(ten_rows), tokenizer, seed=1).load_state_dict(state)
     with pytest.raises(ValueError, match="has shuffle=1, this run has 0"):
         prompts_of(config_of(ten_rows, shuffle=False), tokenizer, seed=0).load_state_dict(state)
+
+
+def test_other_data_begin_at_their_beginning_if_that_is_allowed(tokenizer, ten_rows, capsys):
+    drawn = prompts_of(config_of(ten_rows), tokenizer, seed=0)
+    first = [prompt.row for prompt in drawn.draw(3)]
+    opened = Opened(pathlib.Path("step-00000001"), {"step": 1, "data": drawn.state_dict()})
+
+    def rows_of(seed: int, opened: Opened, allow_changes: bool) -> list[int]:
+        stream = resumed_stream(lambda: prompts_of(config_of(ten_rows), tokenizer, seed), opened, allow_changes)
+        return [prompt.row for prompt in stream.draw(3)]
+
+    assert rows_of(0, Opened(), False) == first
+    assert rows_of(0, opened, True) == [prompt.row for prompt in drawn.draw(3)] != first
+    with pytest.raises(ValueError, match="has seed=0, this run has 1"):
+        rows_of(1, opened, False)
+    capsys.readouterr()
+    assert rows_of(1, opened, True) == rows_of(1, Opened(), True)
+    assert "the data begin anew: the saved place in the data has seed=0, this run has 1\n" in capsys.readouterr().out
 
 
 def long_rows(tmp_path, lengths: list[int]) -> str:

@@ -81,6 +81,24 @@ def test_timer_splits_a_step_into_phases_and_the_rest(clock):
     assert timer.close_step() == {"time/generate": 5.0, "time/train": 2.5, "time/other": 1.25, "time/step": 8.75}
 
 
+def test_timer_leaves_waiting_for_other_ranks_out_of_the_work(clock, monkeypatch):
+    """5 s of generating with 3 s of waiting in them, then 2 s of training, then 4 s of waiting outside of any phase."""
+    waited = [10.0]
+    monkeypatch.setattr("grpo.run.step_timer.seconds_waited", lambda: waited[0])
+    timer = StepTimer()
+    with timer.phase("generate"):
+        clock.now += 5.0
+        waited[0] += 3.0
+    with timer.phase("train"):
+        clock.now += 2.0
+    clock.now += 4.5
+    waited[0] += 4.0
+    assert timer.close_step() == {"time/generate": 5.0, "time/train": 2.0, "time/other": 4.5, "time/step": 11.5}
+    assert timer.worked == {"generate": 2.0, "train": 2.0, "other": 0.5}
+    timer.close_step()
+    assert timer.worked == {"other": 0.0}
+
+
 def test_timer_starts_the_next_step_where_the_last_one_ended(clock):
     timer = StepTimer()
     with timer.phase("generate"):
@@ -676,9 +694,10 @@ def test_a_sample_tells_its_source(tmp_path):
 
 
 def test_equal_rewards_are_said_once(tmp_path, capsys):
-    run_log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
-    for step, share in ((1, 0.5), (2, 1.0), (3, 1.0)):
-        run_log.log(step, {"groups/zero_variance_frac": share})
-    assert capsys.readouterr().out.count("hint: in step 2 the rewards of each group are all equal") == 1
-    run_log.log(4, {"groups/zero_variance_frac": 1.0, "distill/reverse_kl": 0.1})
-    assert "hint" not in capsys.readouterr().out  # a teacher judges every token
+    run_log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=9)
+    for step, share in enumerate((0.5, 1.0, 1.0, 1.0, 1.0), start=1):
+        run_log.log(step, {"loss": 0.0, "groups/zero_variance_frac": share})
+    assert capsys.readouterr().out.count("warning: step 4: in 3 steps the rewards of each group were all equal") == 1
+    resumed = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=9, start_step=5)
+    resumed.log(6, {"loss": 0.0, "groups/zero_variance_frac": 1.0})
+    assert "warning" not in capsys.readouterr().out

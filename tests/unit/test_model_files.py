@@ -5,8 +5,12 @@ import pathlib
 
 import pytest
 
+from grpo.config import DataConfig, SFTConfig
+from grpo.data import toy
 from grpo.data.chat import load_tokenizer
-from grpo.models.hf_folder import COPIED_FILES, copied_files, read_hf_config
+from grpo.models.export import write_form
+from grpo.models.hf_folder import COPIED_FILES, ChatForm, copied_files, read_hf_config, stop_token_ids
+from grpo.run.model_folder import learned_form
 
 
 def names(folder: pathlib.Path) -> list[str]:
@@ -17,6 +21,21 @@ def test_the_tokenizers_own_files_are_copied(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json"):
         (tmp_path / name).write_text("{}")
     assert names(tmp_path) == ["generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
+
+
+def test_all_templates_of_a_tokenizer_are_copied(tmp_path):
+    tokenizer = toy.trained_tokenizer(["a few words"], 300)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    tokenizer.save_pretrained(tmp_path / "there")
+    for file in copied_files(tmp_path / "there"):
+        copy = tmp_path / "copy" / file.relative_to(tmp_path / "there")
+        copy.parent.mkdir(exist_ok=True, parents=True)
+        copy.write_bytes(file.read_bytes())
+    assert load_tokenizer(str(tmp_path / "copy")).chat_template == tokenizer.chat_template
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "there/additional_chat_templates/mine.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="mine.jinja is a link"):
+        copied_files(tmp_path / "there")
 
 
 def test_other_files_and_folders_are_not(tmp_path):
@@ -64,6 +83,50 @@ def test_the_hubs_cache_is_links_to_blobs(tmp_path):
     (snapshot / "vocab.json").symlink_to("../../refs")
     with pytest.raises(ValueError, match="vocab.json is a link"):
         copied_files(snapshot)
+
+
+def base_tokenizer(folder: pathlib.Path, form: ChatForm) -> pathlib.Path:
+    """A folder with a base model's tokenizer, whose EOS ends texts and not turns, after `write_form`."""
+    tokenizer = toy.trained_tokenizer(["a few words"], 300)
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    tokenizer.save_pretrained(folder)
+    write_form(folder, form)
+    return folder
+
+
+def test_a_form_brings_its_template_and_what_ends_a_turn(tmp_path):
+    before = {"_from_model_config": True, "eos_token_id": 5, "temperature": 0.6}
+    (tmp_path / "generation_config.json").write_text(json.dumps(before))
+    folder = base_tokenizer(tmp_path, ChatForm("{{ messages[0].content }}!", (2,)))
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.chat_template == "{{ messages[0].content }}!" != toy.CHAT_TEMPLATE
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 2 != tokenizer.eos_token_id
+    expected = sorted({2, 5, tokenizer.eos_token_id})
+    assert stop_token_ids(str(folder), tokenizer) == expected
+    after = json.loads((folder / "generation_config.json").read_text())
+    assert after == {"eos_token_id": expected, "temperature": 0.6}
+
+
+def test_a_form_without_news_leaves_the_folder_as_it_is(tmp_path):
+    tokenizer = load_tokenizer(str(base_tokenizer(tmp_path, ChatForm())))
+    write_form(tmp_path, ChatForm("", (tokenizer.eos_token_id,)))
+    assert tokenizer.chat_template == toy.CHAT_TEMPLATE
+    assert not (tmp_path / "generation_config.json").exists()
+    write_form(tmp_path, ChatForm("", (2,)))  # no such file before
+    assert stop_token_ids(str(tmp_path), tokenizer) == sorted({2, tokenizer.eos_token_id})
+
+
+@pytest.mark.parametrize(
+    "template, carried", [("", ""), ("{{ messages }}", "{{ messages }}"), ("{{ question }}", ""), ("Q: {question}", "")]
+)
+def test_what_sft_carries_to_the_folder_it_leaves(template: str, carried: str, tmp_path):
+    tokenizer = toy.trained_tokenizer(["a few words"], 300)
+    path = template
+    if template.startswith("{{"):
+        (tmp_path / "own.jinja").write_text(template)
+        tokenizer.chat_template, path = template, str(tmp_path / "own.jinja")
+    config = SFTConfig(data=DataConfig(prompt_template=path))
+    assert learned_form(config, tokenizer).template == carried
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "their_own"])

@@ -139,6 +139,19 @@ def test_the_kl_may_be_taken_from_the_reward():
     assert metrics == {"reward/kl_penalty": pytest.approx(log2 / 3)}  # the mean over those that have a reward
 
 
+def test_a_reference_that_is_not_finite_reaches_the_trainer_which_skips_the_update():
+    """It excludes nothing and moves no reward; else the step would go on without those sequences, in silence."""
+    batch = make_batch(samples(4))
+    ref_N = batch.generator_logprobs_N.clone()
+    ref_N[1] = math.nan
+    batch = dataclasses.replace(batch, ref_logprobs_N=ref_N)
+    algorithm = AlgorithmConfig(advantages="none", kl_in="reward", kl_coef=0.5, kl_estimator="k1")
+    without = advantages(algorithm, dataclasses.replace(batch, ref_logprobs_N=None))[0]
+    batch, metrics = advantages(algorithm, batch)
+    assert torch.equal(batch.advantages_N, without.advantages_N) and torch.equal(batch.loss_mask_N, without.loss_mask_N)
+    assert batch.loss_mask_N[1] and math.isnan(metrics["reward/kl_penalty"])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On-policy distillation
 # ---------------------------------------------------------------------------------------------------------------------

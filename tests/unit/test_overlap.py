@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from grpo.config import GRPOConfig
 from grpo.data.streams import PromptStream
 from grpo.roles.ahead import PROBE_PROMPTS, shared_seconds
-from grpo.run.checkpoint import DRIVER_TENSORS_FILE, save_file
+from grpo.run.checkpoint_files import DRIVER_TENSORS_FILE
 from grpo.run.driver import Driver
-from grpo.run.pending import check_pending, pending_state, pending_tensors, read_pending
+from grpo.run.pending import pending_state, pending_tensors, read_pending, without_pending
 from grpo.types import Completion, Pending, Plan, Prompt
 
 
@@ -114,12 +115,12 @@ def test_a_checkpoint_gives_back_what_was_pending(tmp_path):
         )
 
 
-def test_other_groups_than_the_pending_ones_are_refused(tmp_path):
-    state = saved(tmp_path)
-    check_pending(state, GRPOConfig(prompts_per_step=2, group_size=2))
-    for other in (GRPOConfig(prompts_per_step=2, group_size=4), GRPOConfig(prompts_per_step=4, group_size=1)):
-        with pytest.raises(ValueError, match="has 2 x 2 completions .* --prompts-per-step 2 --group-size 2"):
-            check_pending(state, other)
+def test_other_values_forget_what_was_pending():
+    """The data go on where its prompts were drawn."""
+    state = {"step": 5, "data": {"num_drawn": 10}, "pending": pending_state(PENDING)}
+    assert without_pending(state) == {"step": 5, "data": {"num_drawn": 8}}
+    assert "pending" in state
+    assert without_pending({"step": 5, "data": {"num_drawn": 10}}) == {"step": 5, "data": {"num_drawn": 10}}
 
 
 def test_a_broken_file_of_pending_completions_is_refused(tmp_path):

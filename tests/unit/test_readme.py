@@ -42,7 +42,7 @@ METRICS = {
     "grpo/algorithm/importance.py": "mismatch/mean mismatch/max mismatch/kl mismatch/ess mismatch/corrected_frac",
     "grpo/roles/metrics.py": "loss",
     "grpo/run/sft_driver.py": "validation/loss data/truncated_frac",
-    "grpo/roles/trainer.py": "entropy grad_norm learning_rate packing/padding_frac",
+    "grpo/roles/trainer.py": "entropy grad_norm learning_rate skipped_frac packing/padding_frac",
     "grpo/data/streaming.py": "data/bad_rows data/too_long data/unlabelled",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
     "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib lag/mean lag/max time/ahead "
@@ -53,18 +53,22 @@ METRICS = {
 MANY = {
     "validation/<name>/loss",
     "reward/<function>",
+    "skipped/<cause>",
     "eval/pass_at_<k>",
     "reward/source/<name>",
     "prompt/source/<name>",
+    "time/<phase>_max",
+    "time/<phase>_max_rank",
 }
 NAMED = {name for names in METRICS.values() for name in names.split()} | MANY
 # What the log replaces by `mismatch/ess`
 INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 
 # Files that a user writes, and those of another project.
-OTHER_FILES = {"path/file.py", "configs/my_run.py", "apps/grpo/main.py", "apps/sft/main.py"}
+OTHER_FILES = {"path/file.py", "config-step-N.py", "configs/my_run.py", "apps/grpo/main.py", "apps/sft/main.py"}
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step"}
+OTHER_TOOLS_FLAGS |= {"--num", "--worst", "--prompt", "--evaluation"}
 MOST_LINES = 230  # of the page that a newcomer reads first
 
 

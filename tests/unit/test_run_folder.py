@@ -36,9 +36,23 @@ def started_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
 
 def finished_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
     started_run(folder, script)
-    for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "samples.txt", "metrics.jsonl.tmp"):
+    for name in (
+        "metrics.jsonl",
+        "completions.jsonl",
+        "evaluation.jsonl",
+        "samples.txt",
+        "metrics.jsonl.tmp",
+        "config-step-00000002.py",
+    ):
         (folder / name).write_text("{}\n")
-    for name in ("tensorboard", "model", "model.partial", "initial_model", "checkpoints/step-00000003"):
+    for name in (
+        "tensorboard",
+        "model",
+        "model.partial",
+        "initial_model",
+        "checkpoints/step-00000003",
+        "checkpoints/step-00000004.broken",
+    ):
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text("")
     return folder
@@ -71,7 +85,7 @@ def test_absent_and_empty_folders_are_taken(tmp_path):
         check(tmp_path / name)
     assert tree(tmp_path) == {"empty", "link"}  # nothing was changed
     started_run(tmp_path / "link")
-    assert tree(tmp_path / "empty") == {"run.json", "config.py"}
+    assert tree(tmp_path / "empty") == {"run.json", "run.lock", "config.py"}
 
 
 def test_what_cannot_be_a_folder(tmp_path):
@@ -179,6 +193,8 @@ def test_overwrite_deletes_what_runs_wrote_and_nothing_else(tmp_path):
         "checkpoints/step-00000004.bak",
         "checkpoints/step-4",
         "config.py.orig",
+        "config-step-2.py",
+        "checkpoints/step-00000004.broken.bak",
     }
     for name in theirs:
         (tmp_path / "run" / name).mkdir()
@@ -186,6 +202,7 @@ def test_overwrite_deletes_what_runs_wrote_and_nothing_else(tmp_path):
     assert tree(tmp_path / "run") == theirs | {
         "checkpoints",
         "run.json",
+        "run.lock",
         "config.py",
         "initial_model",
         "initial_model/file",
@@ -225,6 +242,16 @@ def test_resume_deletes_nothing_whatever_else_is_asked_for(tmp_path):
     before = tree(finished_run(tmp_path))
     begin_run(str(tmp_path), GRPO, "config = 2\n", resume=True, overwrite=True)
     assert tree(tmp_path) == before
+
+
+def test_the_config_of_the_steps_so_far_is_kept(tmp_path):
+    """Config 1 made steps 1 to 4; 2 was in force and led to no checkpoint; 3 made 5 to 8."""
+    started_run(tmp_path)
+    for config, step in ((1, 4), (2, 4), (3, 4), (3, 6), (4, 8), (5, 0)):
+        begin_run(str(tmp_path), GRPO, f"config = {config}\n", step=step, resume=True)
+    assert (tmp_path / "config.py").read_text() == "config = 5\n"
+    kept = {path.name: path.read_text() for path in tmp_path.glob("config-step-*")}
+    assert kept == {"config-step-00000004.py": "config = 1\n", "config-step-00000008.py": "config = 3\n"}
 
 
 def test_a_run_does_not_replace_what_it_reads(tmp_path):

@@ -20,7 +20,7 @@ from grpo.data.batches import make_batch
 from grpo.data.chat import Refused, TooLong, encode_prompt
 from grpo.data.formats import Chat, Columns, row_to_chat
 from grpo.data.packing import build_micro_batch
-from grpo.data.turns import encode_chat, encode_example, encode_text
+from grpo.data.turns import encode_chat, encode_example, encode_text, end_of_turn
 from grpo.types import Sample
 
 DATA = DataConfig(system_prompt="")
@@ -145,6 +145,24 @@ def encoded(tokenizer, messages, train_on="assistant", max_tokens=1000, **option
 def test_masks_by_hand(family, train_on, trim_offsets):
     tokenizer = tokenizer_for(*FAMILIES[family], trim_offsets)
     assert encoded(tokenizer, TALK, train_on) == BY_HAND[family, train_on]
+
+
+@pytest.mark.parametrize(
+    "template, data, end",
+    [
+        (CHATML, DATA, "<|im_end|>"),  # though it is not the tokenizer's EOS, as in base models
+        (LLAMA3, DATA, "<|eot|>"),
+        (PLAIN, DATA, "<eos>"),  # the template writes none
+        (CHATML, DataConfig(prompt_template="Q: {question} A:"), "<eos>"),
+        ("{% for m in messages %}{{ m.content }}.{% endfor %}", DATA, "<eos>"),
+        (PLAIN.replace("\n", "."), DATA, "<eos>"),
+        ("{{ raise_exception('no') }}", DATA, None),
+    ],
+)
+def test_the_token_that_ends_a_turn(template: str, data: DataConfig, end: str | None):
+    tokenizer = tokenizer_for(template, "<eos>")
+    found = end_of_turn(tokenizer, data)
+    assert found == (end and tokenizer.convert_tokens_to_ids(end))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

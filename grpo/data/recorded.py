@@ -1,0 +1,130 @@
+"""A step's batch as a file, `RUN_DIR/batches/step-N.safetensors`: tensors and text, nothing that a reader would run.
+
+Writing and reading need neither a model nor other ranks. Left out: prompts and completions as text, which
+completions.jsonl has.
+"""
+
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from grpo.types import TrainBatch
+
+BATCHES = "batches"
+FORMAT = "1"
+REWARDS = ("rewards_S", "has_reward_S")
+REQUIRED = ("ids_N", "loss_mask_N", "lengths_S", "sequence_S", "temperatures_S", "versions_S", "truncated_S")
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """What the trainers got in one step: all that its updates depend on, besides the weights and the config."""
+
+    batch: TrainBatch
+    """As before the advantages; with the reference's log-probs, if there was one."""
+    rewards_S: torch.Tensor
+    """float32."""
+    has_reward_S: torch.Tensor
+    """bool."""
+    group_size: int
+    metrics: dict[str, float]
+    """What was measured of the sampling: rewards, lengths, groups."""
+
+
+def batch_path(run_dir: str | pathlib.Path, step: int) -> pathlib.Path:
+    """Where a run has the batch of a step, counted as the log does: the first is 1."""
+    return pathlib.Path(run_dir) / BATCHES / f"step-{step:08d}.safetensors"
+
+
+def save_batch(
+    batch: TrainBatch, path: pathlib.Path, tensors: dict[str, torch.Tensor] | None = None, **facts: str
+) -> None:
+    """Write the fields of a batch that are known, further tensors and, as text, further facts; in one step."""
+    known = {field.name: getattr(batch, field.name) for field in fields(batch)} | (tensors or {})
+    known = {name: tensor.contiguous() for name, tensor in known.items() if tensor is not None}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_bytes(save(known, {"format": FORMAT, **facts}))
+    os.replace(partial, path)
+
+
+def save_step(run_dir: str, step: int, recorded: RecordedStep) -> None:
+    """Write what `read_step` gives back."""
+    save_batch(
+        recorded.batch,
+        batch_path(run_dir, step),
+        {name: getattr(recorded, name) for name in REWARDS},
+        group_size=str(recorded.group_size),
+        metrics=json.dumps(recorded.metrics),
+    )
+
+
+def read_step(run_dir: str, step: int) -> RecordedStep:
+    """The step's batch. Raises ValueError with the path if the file is not one that `save_step` wrote."""
+    path = batch_path(run_dir, step)
+    try:
+        with safe_open(path, "pt") as file:
+            facts = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+        metrics, group_size = json.loads(facts["metrics"]), int(facts["group_size"])
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is no recorded batch ({type(error).__name__}: {error}); record it again") from error
+    names = [field.name for field in fields(TrainBatch)]
+    _check_tensors(path, tensors, {*names, *REWARDS})
+    batch = TrainBatch(**{name: tensors.get(name) for name in names})
+    return RecordedStep(batch, tensors["rewards_S"], tensors["has_reward_S"], group_size, metrics)
+
+
+def check_recorded(run_dir: str, steps: Iterable[int], group_size: int, needs_reference: str = "") -> None:
+    """Refuse a run whose recorded batches cannot be trained on, from the heads of its files.
+
+    needs_reference: why the reference's log-probs must be there; empty if they need not. Raises ValueError if there is
+    no such folder, a step is missing, or was recorded in groups of another size or without the log-probs.
+    """
+    steps, folder = list(steps), pathlib.Path(run_dir) / BATCHES
+    there = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-" + "[0-9]" * 8 + ".safetensors"))
+    if not there:
+        raise ValueError(f"{folder} has no recorded batches; train that run with --record first, or name another one")
+    if missing := sorted({*steps} - {*there}):
+        whole = missing[0] - 1
+        way_out = f"use --num-steps {whole}" if whole >= steps[0] else "record that run from its first step"
+        raise ValueError(
+            f"{folder} has {len(there)} steps, from {there[0]} to {there[-1]}, and step {missing[0]} "
+            f"is not among them; {way_out}"
+        )
+    for step in steps:
+        path = batch_path(run_dir, step)
+        try:
+            with safe_open(path, "pt") as file:
+                recorded_size = int((file.metadata() or {})["group_size"])
+                has_reference = "ref_logprobs_N" in file.keys()  # noqa: SIM118 it is no dict
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(f"{path} is no recorded batch ({type(error).__name__}); record it again") from error
+        if recorded_size != group_size:
+            raise ValueError(f"{path} has groups of {recorded_size}, not of group_size={group_size}; set it to that")
+        if needs_reference and not has_reference:
+            raise ValueError(
+                f"{path} has no log-probs of a reference, which {needs_reference} needs; set it to 0, or record a run "
+                "that has one"
+            )
+
+
+def _check_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor], known: set[str]) -> None:
+    missing = [name for name in (*REQUIRED, *REWARDS) if name not in tensors]
+    if unknown := sorted(tensors.keys() - known):
+        raise ValueError(
+            f"{path} has {', '.join(unknown)}, which this version does not know; use the one that wrote it"
+        )
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}; record it again")
+    lengths_S = tensors["lengths_S"]
+    sizes = {"S": len(lengths_S), "N": int(lengths_S.sum())}  # a field's last letter says what it is laid out by
+    for name, tensor in tensors.items():
+        if tensor.shape != (sizes[name[-1]],):
+            raise ValueError(f"{path} has {name} of shape {tuple(tensor.shape)}, not ({sizes[name[-1]]},)")

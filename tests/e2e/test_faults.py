@@ -1,0 +1,78 @@
+"""What a run survives, end to end: a NaN of the reference, a damaged checkpoint, a full disk."""
+
+import os
+import pathlib
+import subprocess
+
+from safetensors import safe_open
+
+from tests.e2e.runs import read_metrics
+from tests.torchrun import torchrun
+
+NAN_IN_STEP_2 = """
+import torch
+
+from grpo.config import change
+from grpo.roles import reference
+from tests.e2e import tiny
+
+config = change(tiny.config, {"algorithm.kl_in": "reward", "num_steps": 3, "checkpoint.interval": 1})
+logprobs = reference.Reference.logprobs
+calls = []
+
+
+def broken(self, batch):
+    calls.append(0)
+    values_N = logprobs(self, batch)
+    return values_N.masked_fill(batch.loss_mask_N, torch.nan) if len(calls) == 2 else values_N
+
+
+reference.Reference.logprobs = broken
+"""
+
+
+def test_nan_then_a_damaged_checkpoint_then_another_config(model: pathlib.Path, tmp_path: pathlib.Path):
+    recipe, run_dir = tmp_path / "recipe.py", tmp_path / "run"
+    recipe.write_text(NAN_IN_STEP_2)
+    layout = ("--roles.num-trainers", 2, "--roles.num-references", 0)
+    arguments = (recipe, *layout, "--model.path", model, "--run-dir", run_dir, "--checkpoint.no-export")
+    output = torchrun("train_grpo.py", *arguments, nproc=3)
+    assert output.count("skipped its update: log-probs of the reference are not finite; its batch is in") == 1
+    first, second, third = read_metrics(run_dir)
+    assert second["skipped_frac"] == second["skipped/reference"] == 1 and second["kl"] is None
+    assert first["skipped_frac"] == third["skipped_frac"] == 0 and third["grad_norm"] > 0
+    with safe_open(run_dir / "batches/skipped-step-00000002.safetensors", "pt") as file:
+        mask_N, ref_N = file.get_tensor("loss_mask_N"), file.get_tensor("ref_logprobs_N")
+    assert mask_N.any() and ref_N[mask_N].isnan().all() and ref_N[~mask_N].isfinite().all()
+
+    # one bit of each shard of the newest; without the NaN, which the reference has in its second call of a process
+    for shard in (run_dir / "checkpoints/step-00000003").glob("*.distcp"):
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    output = torchrun("train_grpo.py", *arguments, "--resume", "--metrics.samples-interval", 5, nproc=3)
+    assert "the checkpoint of step 3 cannot be used" in output and "starting at step 2" in output
+    assert "metrics.samples_interval: 1 -> 5" in output
+    again = read_metrics(run_dir)
+    for name in ("loss", "kl", "grad_norm", "reward/mean", "learning_rate", "entropy"):
+        assert again[2][name] == third[name], name
+    names = {path.name for path in run_dir.iterdir()} | {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert {"step-00000002", "step-00000003", "step-00000003.broken", "config-step-00000002.py"} <= names
+    assert (run_dir / "run.lock").read_text() == ""
+
+
+def test_no_room_for_a_checkpoint_is_one_line_of_one_rank(model: pathlib.Path, tmp_path: pathlib.Path):
+    """By the largest size of a file, which holds for all that the ranks write."""
+    flags = ["configs/toy_sft.py", "--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 1]
+    flags += ["--metrics.no-tensorboard", "--sequences-per-step", 4, "--checkpoint.no-export"]
+    command = ("ulimit -f 100; exec torchrun --standalone --nproc_per_node=2 train_sft.py", *map(str, flags))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    root = pathlib.Path(__file__).parents[2]
+    result = subprocess.run(
+        ["bash", "-c", " ".join(command)], cwd=root, env=environment, capture_output=True, text=True, timeout=180
+    )
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert result.returncode and len(errors) == 1, result.stderr[-3000:]
+    assert "the checkpoint of step 1 could not be saved in" in errors[0] and "File too large" in errors[0]
+    assert "CheckpointException" not in result.stderr
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []

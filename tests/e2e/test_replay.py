@@ -1,0 +1,77 @@
+"""A recorded run trained on again, without an engine: the same numbers, another loss, other ranks.
+
+The same run shows what each rank did: its ledger, and a profiler's trace of a step.
+"""
+
+import gzip
+import json
+import pathlib
+
+import pytest
+
+from tests.e2e.runs import TINY, read_metrics, without_clocks
+from tests.torchrun import run_python, torchrun
+
+# Three updates' worth of clipping: two mini-batches, and a reference whose log-probs are recorded too
+FLAGS = ("--algorithm.loss", "dapo", "--algorithm.num-mini-batches", 2, "--num-steps", 3)
+
+
+@pytest.fixture(scope="module")
+def live(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Folder of a run of 2 trainers that hold the reference, and 1 generator, recorded."""
+    run_dir = tmp_path_factory.mktemp("live") / "run"
+    flags = (*FLAGS, "--roles.num-references", 0, "--record", "--profile", 2)
+    torchrun("train_grpo.py", TINY, "--model.path", model, "--run-dir", run_dir, *flags, nproc=3, deadline=240)
+    return run_dir
+
+
+def test_a_replay_repeats_the_run_to_the_last_digit(live: pathlib.Path, tmp_path: pathlib.Path):
+    again = tmp_path / "again"
+    arguments = (live / "config.py", "--replay", live, "--run-dir", again)
+    output = torchrun("train_grpo.py", *arguments, nproc=2, deadline=240)
+    assert "replay of" in output and "on 2 trainer ranks" in output
+    before, after = read_metrics(live), read_metrics(again)
+    assert [m["step"] for m in after] == [1, 2, 3]
+    for one, other in zip(before, after, strict=True):
+        assert without_clocks(other) == without_clocks(one)
+    for name in ("loss", "kl", "grad_norm", "entropy", "mismatch/mean", "loss/ratio_mean"):
+        assert len({m[name] for m in after}) == 3, name  # the comparison means something
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (live, again)]
+    assert weights[0] == weights[1]
+
+
+def test_another_loss_on_the_same_data_on_one_rank(live: pathlib.Path, tmp_path: pathlib.Path):
+    arguments = (live / "config.py", "--replay", live, "--run-dir", tmp_path / "gspo", "--num-steps", 2)
+    run_python("train_grpo.py", *arguments, "--algorithm.loss", "gspo", "--algorithm.clip-low", 3e-4, deadline=240)
+    before, after = read_metrics(live), read_metrics(tmp_path / "gspo")
+    assert [m["step"] for m in after] == [1, 2]
+    for one, other in zip(before, after, strict=False):
+        assert other["reward/mean"] == one["reward/mean"]
+        assert other["grad_norm"] != one["grad_norm"]
+    # before the first update both are the policy that sampled
+    assert after[0]["mismatch/kl"] == pytest.approx(before[0]["mismatch/kl"], abs=1e-3)
+
+
+def test_each_rank_wrote_a_trace_with_the_phases(live: pathlib.Path):
+    names = [
+        f"step-00000002-rank-00{rank}-{role}.json.gz" for rank, role in enumerate(("trainer",) * 2 + ("generator",))
+    ]
+    assert sorted(path.name for path in (live / "profile").iterdir()) == names
+    for name in names:
+        events = json.loads(gzip.decompress((live / "profile" / name).read_bytes()))["traceEvents"]
+        ranges = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+        assert {"generate", "reference", "reward", "train", "sync"} <= ranges
+        assert any(event["name"].startswith("aten::") for event in events), name
+
+
+def test_the_ledger_has_every_rank_and_names_the_slowest(live: pathlib.Path):
+    lines = [json.loads(line) for line in (live / "ledger.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    metrics = read_metrics(live)
+    assert "time/train_max" not in metrics[0]  # it is told in the step after
+    for line, own, after in zip(lines, metrics, metrics[1:], strict=False):
+        assert len(line["generate"]) == 3
+        assert after["time/generate_max_rank"] == 2 == line["generate"].index(max(line["generate"]))
+        assert after["time/train_max_rank"] in (0, 1) and line["train"][2] < 0.01 < max(line["train"])
+        assert line["train"][0] <= own["time/train"] + 1e-9  # never more than all the time
+        assert line["generate"][0] < 0.5 * line["generate"][2]  # rank 0 waited for the generator

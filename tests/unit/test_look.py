@@ -1,0 +1,75 @@
+"""`python -m grpo.look`: the rollouts of a step, in the order asked for, on a terminal that they cannot act on."""
+
+import json
+
+import pytest
+
+from grpo.look import choose, main, read_step
+
+
+def record(step: int, reward: float | None, prompt: str = "1+1=", completion: str = "2", **more) -> dict:
+    values = {"rewards": {"math_reward": reward}, "advantage": 0.5, "mismatch": None, "finish_reason": "stop"}
+    values |= {"num_tokens": 2, "failures": {}, "row": 7}
+    return {"step": step, "prompt": prompt, "completion": completion, "reward": reward, **values, **more}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    records = [
+        record(1, 0.0),
+        record(11, 0.25, "a"),
+        record(11, None, "b"),
+        record(11, 1.0, "ab\x1b[2J"),
+        record(11, 0),
+    ]
+    text = "".join(json.dumps(r) + "\n" for r in records)
+    (tmp_path / "completions.jsonl").write_text(text + '{"step": 21, "pro')  # the run is writing
+    held_out = [record(10, 1.0, kind="greedy", failures={"math_reward": "took longer\nthan 10 s"})]
+    (tmp_path / "evaluation.jsonl").write_text(json.dumps(held_out[0]) + "\n")
+    return tmp_path
+
+
+def rewards(records) -> list:
+    return [r["reward"] for r in records]
+
+
+def test_the_step_asked_for_and_the_latest(run_dir):
+    path = run_dir / "completions.jsonl"
+    assert [(step, len(found)) for step, found in (read_step(path, "1"), read_step(path, "latest"))] == [
+        (1, 1),
+        (11, 4),
+    ]
+    with pytest.raises(ValueError, match="no completions of step 2; there are those of: 1, 11"):
+        read_step(path, "2")
+    with pytest.raises(ValueError, match="--step last: give a number, or latest"):
+        read_step(path, "last")
+    with pytest.raises(ValueError, match="nowhere/completions.jsonl does not exist.*samples_interval"):
+        read_step(run_dir / "nowhere" / "completions.jsonl", "1")
+
+
+def test_sorted_by_reward_and_without_one_last(run_dir):
+    _, found = read_step(run_dir / "completions.jsonl", "11")
+    assert rewards(choose(found)) == [1.0, 0.25, 0, None]
+    assert rewards(choose(found, worst=True, num=3)) == [None, 0, 0.25]
+    assert rewards(choose(found, prompt="a")) == [1.0, 0.25]
+    with pytest.raises(ValueError, match="no prompt of the step has the text 'z'"):
+        choose(found, prompt="z")
+
+
+def test_what_is_printed(run_dir, capsys):
+    main([str(run_dir), "--step", "11", "--num", "1"])
+    out = capsys.readouterr().out
+    assert "after step 11: 1 of 4 completions, highest reward first" in out
+    assert "reward 1 | math_reward 1 | row 7 | advantage 0.5 | 2 tokens, finish reason stop\nab\\x1b[2J\n2\n" in out
+    assert "\x1b" not in out
+    main([str(run_dir), "--evaluation"])
+    out = capsys.readouterr().out
+    assert (
+        "after step 10" in out and "| greedy | row 7" in out and "math_reward failed: took longer\nthan 10 s\n" in out
+    )
+
+
+def test_without_such_a_run_there_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match="does not exist: name the folder of a run") as stop:
+        main([str(tmp_path)])
+    assert "\n" not in str(stop.value)

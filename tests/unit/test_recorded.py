@@ -1,0 +1,100 @@
+"""Recorded batches: what is written comes back, what cannot be trained on is refused from the heads of the files."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from grpo.config import GRPOConfig, ModelConfig
+from grpo.config.checks import validate
+from grpo.config.layout import for_replay
+from grpo.data.batches import make_batch
+from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step, save_batch, save_step
+from grpo.types import Sample, TrainBatch
+
+
+def recorded(with_reference: bool = True) -> RecordedStep:
+    """Two sequences of 2 and 3 tokens; one sampled log-prob is not finite."""
+    samples = [
+        Sample(
+            torch.tensor([1, 2]), torch.tensor([False, True]), torch.tensor([0.0, -0.5]), temperature=0.7, version=3
+        ),
+        Sample(
+            torch.tensor([1, 2, 3]),
+            torch.tensor([False, True, False]),
+            torch.tensor([0.0, -1.5, -torch.inf]),
+            truncated=True,
+        ),
+    ]
+    batch = make_batch(samples)
+    if with_reference:
+        batch = replace(batch, ref_logprobs_N=torch.arange(5.0) / 3)
+    return RecordedStep(batch, torch.tensor([1.0, 0.0]), torch.tensor([True, False]), 2, {"reward/mean": 1.0})
+
+
+def test_a_step_comes_back_as_it_was(tmp_path):
+    step = recorded()
+    save_step(tmp_path, 7, step)
+    back = read_step(tmp_path, 7)
+    for field in fields(TrainBatch):
+        mine, theirs = getattr(step.batch, field.name), getattr(back.batch, field.name)
+        assert mine is theirs is None or torch.equal(mine, theirs) and mine.dtype == theirs.dtype, field.name
+    assert torch.equal(back.rewards_S, step.rewards_S) and torch.equal(back.has_reward_S, step.has_reward_S)
+    assert (back.group_size, back.metrics) == (2, {"reward/mean": 1.0})
+    assert [path.name for path in (tmp_path / "batches").iterdir()] == ["step-00000007.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("there", "steps", "message"),
+    [
+        ([], [1], "has no recorded batches; train that run with --record first"),
+        ([1, 2, 4], [1, 2, 3, 4], "has 3 steps, from 1 to 4, and step 3 is not among them; use --num-steps 2"),
+        ([3, 4], [1, 2, 3, 4], "step 1 is not among them; record that run from its first step"),
+    ],
+)
+def test_missing_steps_are_refused(tmp_path, there, steps, message):
+    for step in there:
+        save_step(tmp_path, step, recorded())
+    with pytest.raises(ValueError, match=message):
+        check_recorded(tmp_path, steps, group_size=2)
+
+
+def test_other_groups_and_a_missing_reference_are_refused(tmp_path):
+    save_step(tmp_path, 1, recorded(with_reference=False))
+    check_recorded(tmp_path, [1], group_size=2)
+    with pytest.raises(ValueError, match="has groups of 2, not of group_size=4"):
+        check_recorded(tmp_path, [1], group_size=4)
+    with pytest.raises(ValueError, match="has no log-probs of a reference, which algorithm.kl_coef=0.1 needs"):
+        check_recorded(tmp_path, [1], 2, "algorithm.kl_coef=0.1")
+
+
+def test_a_broken_file_is_refused_by_name(tmp_path):
+    save_step(tmp_path, 1, recorded())
+    path = batch_path(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:-4])
+    for read in (lambda: read_step(tmp_path, 1), lambda: check_recorded(tmp_path, [1], 2)):
+        with pytest.raises(ValueError, match="step-00000001.safetensors is no recorded batch"):
+            read()
+
+
+def test_tensors_that_do_not_fit_together_are_refused(tmp_path):
+    step = recorded()
+    rewards = {"rewards_S": step.rewards_S, "has_reward_S": step.has_reward_S}
+    facts = {"group_size": "2", "metrics": "{}"}
+    for tensors, message in (
+        ({"rewards_S": step.rewards_S}, "has no has_reward_S"),
+        (rewards | {"rewards_S": torch.zeros(3)}, r"has rewards_S of shape \(3,\), not \(2,\)"),
+        (rewards | {"further_N": torch.zeros(5)}, "has further_N, which this version does not know"),
+    ):
+        save_batch(step.batch, batch_path(tmp_path, 1), tensors, **facts)
+        with pytest.raises(ValueError, match=message):
+            read_step(tmp_path, 1)
+
+
+def test_the_config_of_a_replay_has_only_trainers():
+    config = for_replay(GRPOConfig(replay="runs/a", record=True, model=ModelConfig(path="toy:addition")), 2)
+    validate(config)  # without generators
+    assert config.num_ranks == config.roles.num_trainers == 2
+    assert not config.record and not config.needs_reference
+    assert config.model.path == "runs/a/initial_model"
+    assert for_replay(GRPOConfig(replay="runs/a"), 2).model.path == GRPOConfig().model.path

@@ -1,0 +1,119 @@
+"""Weights & Biases: what it is given (by a stand-in for the package), and the package itself in offline mode."""
+
+import importlib.util
+import math
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+from grpo.config import GRPOConfig, MetricsConfig
+from grpo.config.recipes import as_recipe
+from grpo.run import command_line
+from grpo.run.log import RunLog
+from grpo.run.samples import TABLE_HEADER
+from grpo.run.wandb_log import check_wandb
+from grpo.types import Completion, Prompt, Rollout
+
+CONFIG = MetricsConfig(tensorboard=False, num_samples=1, wandb_project="additions")
+ROLLOUT = Rollout(
+    Prompt(0, [1, 2]),
+    Completion(torch.tensor([3]), torch.tensor([-0.5]), truncated=True),
+    text="3\x1b[2J",
+    rewards={"math_reward": 1.0},
+    reward=1.0,
+)
+
+
+class StandIn(types.ModuleType):
+    """Records what the package is told."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.inits, self.metrics, self.logged, self.finished = [], [], [], 0
+
+    def init(self, **options):
+        self.inits.append(options)
+        return self
+
+    def define_metric(self, name, **options):
+        self.metrics.append((name, options))
+
+    def log(self, values):
+        self.logged.append(values)
+
+    def finish(self):
+        self.finished += 1
+
+    Settings = dict
+
+    def Table(self, columns, data):
+        return columns, data
+
+
+@pytest.fixture
+def wandb(monkeypatch) -> StandIn:
+    monkeypatch.setitem(sys.modules, "wandb", StandIn())
+    return sys.modules["wandb"]
+
+
+def test_metrics_and_samples_reach_the_project(wandb, tmp_path):
+    run_dir = tmp_path / "run"
+    log = RunLog(CONFIG, str(run_dir), num_steps=2, whole_config={"seed": 0})
+    log.log(1, {"loss": 0.5, "kl": math.nan})
+    log.completions(1, [ROLLOUT], ["1+2="])
+    log.log_evaluation(1, {"accuracy": 0.25})
+    log.close()
+    (init,) = wandb.inits
+    assert (init["project"], init["name"], init["dir"]) == ("additions", "run", str(run_dir))
+    assert (init["config"], init["resume"]) == ({"seed": 0}, "allow")
+    assert ("*", {"step_metric": "step"}) in wandb.metrics
+    first, samples, evaluation = wandb.logged
+    assert (first["step"], first["loss"]) == (1, 0.5) and math.isnan(first["kl"])
+    columns, rows = samples["samples"]
+    assert samples["step"] == 1 and columns == list(TABLE_HEADER)
+    assert rows == [["1+2=", "3\\x1b[2J", "reward 1\nmath_reward 1", "none", "none", "length"]]
+    assert evaluation == {"step": 1, "eval/accuracy": 0.25}
+    assert wandb.finished == 1
+
+
+def test_a_resumed_run_is_the_same_one_and_a_fresh_one_another(wandb, tmp_path):
+    for start_step in (0, 5, 0):
+        RunLog(CONFIG, str(tmp_path), num_steps=9, start_step=start_step).close()
+    first, resumed, fresh = (options["id"] for options in wandb.inits)
+    assert first == resumed != fresh
+
+
+def test_it_is_not_imported_unless_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
+    check_wandb("")
+    RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=1).close()
+
+
+def test_without_the_package_it_is_refused_while_the_command_line_is_read(monkeypatch, tmp_path, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    (tmp_path / "recipe.py").write_text(as_recipe(GRPOConfig()))
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", str(tmp_path / "recipe.py"), "--metrics.wandb-project", "mine"])
+    monkeypatch.setattr(command_line, "run_rank", lambda read: read())
+    with pytest.raises(
+        Exception, match="wandb_project='mine' needs a package that is not installed: pip install wandb"
+    ):
+        command_line.read_config(GRPOConfig, tmp_path / "recipe.py")
+
+
+def test_the_package_itself_offline(monkeypatch, tmp_path):
+    pytest.importorskip("wandb", reason="pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = RunLog(CONFIG, str(tmp_path), num_steps=1, whole_config={"seed": 0})
+    log.log(1, {"loss": 0.5})
+    log.completions(1, [ROLLOUT], ["1+2="])
+    log.close()
+    (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 60  # a process of wandb's own writes it
+    while not (b"loss" in (content := written.read_bytes()) and b"samples" in content):
+        assert time.monotonic() < deadline, content
+        time.sleep(0.1)
+    assert list((tmp_path / "wandb").glob("offline-run-*/files/media/table/samples_*.table.json"))
