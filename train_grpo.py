@@ -56,19 +56,20 @@ from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run import checkpoint
 from grpo.run.driver import Driver, Sampled, Start
-from grpo.run.failures import run_rank, set_place
-from grpo.run.pending import pending_tensors
+from grpo.run.failures import run_script, set_place
 from grpo.run.profiler import profile_step
 from grpo.run.replay import ReplayDriver
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
+from grpo.run.watchdog import watched
 from grpo.types import MicroBatch, Pending, Plan, TrainBatch
 
 
 def main(config: GRPOConfig) -> None:
     roles = setup_roles(config)
     set_place(role=roles.name)
-    train(config, roles)
+    with watched(roles, config.deadlines):
+        train(config, roles)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,6 +87,10 @@ def train(config: GRPOConfig, roles: Roles) -> None:
 
     for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
         plan = driver.plan(step, pending)  # prompts; whether to check, sync, evaluate, save: the same on all ranks
+        if plan.stop:  # by a signal, or the file `stop` in the run folder
+            if plan.save and trainer:
+                saver.save(step, trainer, *driver.state(step, pending))
+            break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
         if plan.probe:  # the sync check of a step whose batch was sampled ahead, by older weights
             with timer.phase("sync"):
@@ -124,10 +129,10 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         driver.log(step + 1, sampled, batch, metrics, pending)
         if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
             with timer.phase("save"):
-                saver.save(step + 1, trainer, driver.state(step + 1, pending), pending_tensors(pending))
-
-    if config.checkpoint.export and trainer:
-        export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
+                saver.save(step + 1, trainer, *driver.state(step + 1, pending))
+    else:  # not stopped
+        if config.checkpoint.export and trainer:
+            export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
     saver.wait()  # on the trainers, for what their threads still write with checkpoint.in_background
     driver.finish()
     close_roles(roles, generator.close if generator else None)
@@ -291,4 +296,4 @@ def start_up(
 
 
 if __name__ == "__main__":
-    run_rank(partial(main, CONFIG))
+    run_script(partial(main, CONFIG))

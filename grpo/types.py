@@ -199,19 +199,21 @@ class Plan:
     """Steps finished before this one."""
     prompts: list[Prompt]
     """Of the first round of sampling; none if it was sampled ahead, see `Pending`."""
-    next_prompts: list[Prompt]
-    """Of the next step, for the generators to sample ahead while the learners train; none unless `overlap_steps`."""
-    next_place: dict[str, Any]
-    """The place in the data at which they were drawn, as a checkpoint has it; empty without them."""
     generator_version: int
     """Steps in the weights that the generators hold."""
     sync_check: bool
     """Compare the policy's log-probs of the step's batch with the generator's before the first update."""
-    probe: list[Prompt]
-    """Prompts to complete for a sync check because the step's batch is of older weights; none if no check is due."""
     sync: bool
     """Give the generators the new weights after the last update."""
     save: bool
     """Write a checkpoint after the step."""
     evaluate: bool
     """Evaluate after the step."""
+    next_prompts: list[Prompt] = field(default_factory=list)
+    """Of the next step, for the generators to sample ahead while the learners train; none unless `overlap_steps`."""
+    next_place: dict[str, Any] = field(default_factory=dict)
+    """The place in the data at which they were drawn, as a checkpoint has it; empty without them."""
+    probe: list[Prompt] = field(default_factory=list)
+    """Prompts to complete for a sync check because the step's batch is of older weights; none if no check is due."""
+    stop: bool = False
+    """Do not begin the step: a user asked the run to stop; `save` then is about the steps before."""

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 import grpo.roles.timed_collectives as dist  # torch's own, and how long they take
 from grpo.roles.process_groups import Roles
+from grpo.roles.progress import direct_messages
 from grpo.roles.reference import Reference
 from grpo.types import Completion, TrainBatch
 
@@ -82,6 +83,7 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
         for tensor in tensors:
             if len(tensor):
                 dist.send(tensor, group_dst=0, group=roles.control)
+                direct_messages[roles.control.group_name] += 1
         return None
     completions = []
     for head in roles.heads:
@@ -92,6 +94,7 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
             for buffer in parts:
                 if len(buffer):
                     dist.recv(buffer, group_src=head, group=roles.control)
+                    direct_messages[roles.control.group_name] += 1
         completions += unflatten_completions(*parts)
     return completions
 

@@ -32,7 +32,7 @@ from grpo.run.failures import refuse_bad_input
 from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
-from grpo.run.pending import pending_state, read_pending
+from grpo.run.pending import pending_state, pending_tensors, read_pending
 from grpo.run.profiler import check_profile
 from grpo.run.resume import begin, open_run_folder, resumed_stream
 from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
@@ -40,6 +40,7 @@ from grpo.run.run_lock import unlock_run_folder
 from grpo.run.scorer import Scorer, check_functions, held_out_prompts
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
+from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Pending, Plan, Prompt, Rollout, TrainBatch
 
 SCRIPT = "train_grpo.py"  # as run.json names it
@@ -116,6 +117,8 @@ class Driver:
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
+        forget_old_stop(config.run_dir)
+        self.saved_step, self.last_line = self.first_step, f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(
             config.metrics, config.run_dir, config.num_steps, self.first_step, config.warnings, asdict(config)
         )
@@ -139,9 +142,12 @@ class Driver:
     def plan(self, step: int, pending: Pending | None) -> Plan:
         """Everything that is decided about a step before it starts. A filter on prompts belongs here.
 
-        The last step samples ahead too: what it leaves is in its checkpoint, should the run be made longer.
+        The last step samples ahead too: what it leaves is in its checkpoint, should the run be made longer. A run that
+        was asked to stop goes on to the next sync, because a resumed one begins with fresh weights.
         """
         config, last = self.config, step + 1 == self.config.num_steps
+        if step % config.sync_interval == 0 and (reason := stop_reason(config.run_dir)):
+            return self._stop(step, reason)
 
         def due(interval: int) -> bool:
             return interval > 0 and (step + 1) % interval == 0
@@ -151,6 +157,8 @@ class Driver:
         first_syncs = step <= self.first_step + config.sync_interval
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
         check = config.sync_check_interval > 0 and version == step and check_due
+        if save := saves(config.checkpoint, step + 1, last):
+            self.saved_step = step + 1
         prompts = [] if pending else self._draw(config.prompts_per_step)
         next_place, next_prompts = {}, []
         if config.overlap_steps:
@@ -158,15 +166,21 @@ class Driver:
         return Plan(
             step=step,
             prompts=prompts,
-            next_prompts=next_prompts,
-            next_place=next_place,
             generator_version=version,
             sync_check=check and not pending,
-            probe=pending.prompts[:PROBE_PROMPTS] if check and pending else [],
             sync=last or due(config.sync_interval),
-            save=saves(config.checkpoint, step + 1, last),
+            save=save,
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
+            next_prompts=next_prompts,
+            next_place=next_place,
+            probe=pending.prompts[:PROBE_PROMPTS] if check and pending else [],
         )
+
+    def _stop(self, step: int, reason: str) -> Plan:
+        """Save the steps before `step`, unless they are, and begin no other."""
+        self.last_line = obey_stop(reason, step, self.config.run_dir)
+        nothing = {"prompts": [], "generator_version": step, "sync_check": False, "sync": False, "evaluate": False}
+        return Plan(step=step, save=step > self.saved_step, stop=True, **nothing)
 
     @on_driver_for_learners
     def take_pending(self, plan: Plan, pending: Pending | None) -> Sampled | None:
@@ -269,12 +283,15 @@ class Driver:
         self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
         return rollouts
 
-    def state(self, step: int, pending: Pending | None) -> dict[str, Any] | None:
-        """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
+    def state(self, step: int, pending: Pending | None) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
+        """What a checkpoint after `step` steps must hold of the driver, plain values and tensors; None on other ranks.
+
+        Not collective.
+        """
         if not self.roles.is_driver:
-            return None
+            return None, None
         state = {"step": step, "data": self.stream.state_dict()}
-        return state | {"pending": pending_state(pending)} if pending else state
+        return (state | {"pending": pending_state(pending)}, pending_tensors(pending)) if pending else (state, None)
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
@@ -338,7 +355,7 @@ class Driver:
         self.run_log.ledger(self.ledger.collect())
         self.run_log.close()
         unlock_run_folder(self.config.run_dir)
-        print(f"done; everything is in {self.config.run_dir}", flush=True)
+        print(self.last_line, flush=True)
 
 
 def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens: int) -> dict[str, float]:

@@ -23,9 +23,9 @@ def pending_state(pending: Pending) -> dict[str, Any]:
     return {"version": pending.version, "place": pending.place, **counts}
 
 
-def pending_tensors(pending: Pending | None) -> dict[str, torch.Tensor]:
-    """The part of it that is written as tensors; nothing if nothing was sampled ahead."""
-    return dict(zip(TENSORS, flatten_completions(pending.completions), strict=True)) if pending else {}
+def pending_tensors(pending: Pending) -> dict[str, torch.Tensor]:
+    """The part of it that is written as tensors."""
+    return dict(zip(TENSORS, flatten_completions(pending.completions), strict=True))
 
 
 def without_pending(state: dict[str, Any]) -> dict[str, Any]:

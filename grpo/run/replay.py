@@ -29,6 +29,7 @@ from grpo.run.resume import begin, open_run_folder
 from grpo.run.run_lock import unlock_run_folder
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
+from grpo.run.stopping import stop_reason
 from grpo.types import Plan, Prompt, TrainBatch
 
 
@@ -88,14 +89,12 @@ class ReplayDriver:
         return Plan(
             step=step,
             prompts=[],
-            next_prompts=[],
-            next_place={},
             generator_version=step,
             sync_check=False,
-            probe=[],
             sync=False,
             save=saves(self.config.checkpoint, step + 1, is_last=step + 1 == self.config.num_steps),
             evaluate=False,
+            stop=bool(stop_reason(self.config.run_dir)),
         )
 
     def take_pending(self, plan: Plan, pending: None) -> None:
@@ -119,9 +118,9 @@ class ReplayDriver:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return self.recorded.rewards_S, self.recorded.has_reward_S
 
-    def state(self, step: int, pending: None) -> dict[str, Any] | None:
+    def state(self, step: int, pending: None) -> tuple[dict[str, Any] | None, None]:
         """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
-        return {"step": step, "data": {}} if self.roles.is_driver else None
+        return {"step": step, "data": {}} if self.roles.is_driver else None, None
 
     def log(self, step: int, sampled: None, batch: TrainBatch, measured: StepMetrics, pending: None) -> None:
         """The step's one log call, after `step` steps; metrics of the sampling are the recorded run's."""

@@ -375,6 +375,8 @@ def failing_run(*arguments: object, nproc: int, within: float) -> str:
     assert time.monotonic() - started < within
     launcher = LAUNCHER.search(result.stdout)
     assert launcher, result.stdout  # else the cut would be at nothing
+    root_cause = result.stdout.partition("Root Cause")[2]  # torchrun's report, the last thing on the screen
+    assert "traceback : error: " in root_cause or "ended with the message above" in root_cause, result.stdout
     return result.stdout[: launcher.start()]
 
 

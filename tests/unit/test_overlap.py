@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from grpo.config import GRPOConfig
 from grpo.data.streams import PromptStream
 from grpo.roles.ahead import PROBE_PROMPTS, shared_seconds
+from grpo.run import stopping
 from grpo.run.checkpoint_files import DRIVER_TENSORS_FILE
 from grpo.run.driver import Driver
 from grpo.run.pending import pending_state, pending_tensors, read_pending, without_pending
@@ -72,6 +74,22 @@ def test_overlap_draws_the_next_steps_prompts_and_probes_for_the_sync_check():
     assert [plan.generator_version for plan in (first, second, last)] == [0, 1, 2]
     assert not last.probe and not last.sync_check  # not due before step 20
     assert indices(last.next_prompts) == list(range(30, 40))  # for a run that is made longer
+
+
+def test_a_stop_leaves_what_was_pending_to_the_checkpoint(tmp_path, monkeypatch):
+    """After step 0 of a run that saves at its end alone: nothing more is drawn, so the place in the data fits it."""
+    stream, config = Stream(), GRPOConfig(run_dir=str(tmp_path), prompts_per_step=2, num_steps=9, overlap_steps=1)
+    driver = SimpleNamespace(config=config, stream=stream, first_step=0, saved_step=0, _draw=stream.draw)
+    driver.roles, driver._stop = SimpleNamespace(is_driver=True), partial(Driver._stop, driver)
+    plan = Driver.plan.__wrapped__(driver, 0, None)
+    pending = Pending(plan.next_prompts, PENDING.completions, 0, plan.next_place)
+    (tmp_path / "stop").touch()
+    monkeypatch.setattr(stopping, "_asked", [])
+    plan = Driver.plan.__wrapped__(driver, 1, pending)
+    assert plan.stop and plan.save and not plan.prompts + plan.next_prompts
+    state, tensors = Driver.state(driver, 1, pending)
+    assert state["data"] == {"num_drawn": 4} and state["pending"]["place"] == {"num_drawn": 2}
+    assert tensors["ids"].tolist() == [3, 1, 2, 9, 9, 9]
 
 
 @pytest.mark.parametrize(

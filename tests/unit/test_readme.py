@@ -67,6 +67,7 @@ INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 # Files that a user writes, and those of another project.
 OTHER_FILES = {"path/file.py", "config-step-N.py", "configs/my_run.py", "apps/grpo/main.py", "apps/sft/main.py"}
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
+OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step"}
 OTHER_TOOLS_FLAGS |= {"--num", "--worst", "--prompt", "--evaluation"}
 MOST_LINES = 230  # of the page that a newcomer reads first

@@ -10,7 +10,7 @@ from grpo.config import GRPOConfig, SFTConfig, change
 from grpo.config.fields import complete
 from grpo.config.names import field_paths
 from grpo.config.recipes import as_recipe, load_recipe
-from grpo.config.saved import HARMLESS, changes_since, is_harmless, read_saved
+from grpo.config.saved import HARMLESS, HARMLESS_IN_SFT, changes_since, is_harmless, read_saved
 from grpo.run.resume import is_same_run
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_infinite_numbers_are_read():
 
 
 def test_every_harmless_field_exists():
-    for name in HARMLESS:
+    for name in HARMLESS + HARMLESS_IN_SFT:
         assert any(path.startswith(name) if name.endswith(".") else path == name for path in EVERY_FIELD), name
 
 
@@ -65,6 +65,12 @@ def test_every_harmless_field_exists():
 )
 def test_what_the_result_depends_on(path):
     assert not is_harmless(path, GRPOConfig())
+
+
+def test_sft_may_change_what_only_its_evaluation_reads():
+    for path in ("reward.functions", "generator.max_completion_tokens", "data.answer_column"):
+        assert is_harmless(path, SFTConfig()) and not is_harmless(path, GRPOConfig())
+    assert not is_harmless("data.path", SFTConfig())
 
 
 def test_the_number_of_steps_moves_a_schedule_that_ends_with_them():
