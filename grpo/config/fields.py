@@ -357,6 +357,9 @@ class GRPOConfig:
     """The order of the data and the sampling follow from it."""
     sync_interval: Annotated[int, AtLeast(1)] = 1
     """Steps between weight syncs; at N the generators' weights are up to N - 1 steps old."""
+    overlap_steps: Annotated[int, AtLeast(0), AtMost(1)] = 0
+    """At 1 generators sample the next step while the others train on this one, with weights one step older; split only.
+    Needs `algorithm.importance_correction`. At 0 they take turns."""
     sync_check_interval: Interval = 20
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
     sync_check_tolerance: Annotated[float, AtLeast(0)] = 0.0
@@ -382,6 +385,11 @@ class GRPOConfig:
     def updates_per_step(self) -> int:
         """Optimizer updates in one step."""
         return self.algorithm.num_mini_batches * self.algorithm.num_epochs
+
+    @property
+    def has_lag(self) -> bool:
+        """Whether the generators' weights may be older than the policy at the start of a step."""
+        return self.overlap_steps > 0 or self.sync_interval > 1
 
     @property
     def recomputes_old_logprobs(self) -> bool:

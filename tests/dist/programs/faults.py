@@ -62,8 +62,8 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
                 gather_completions([completion] if roles.generates else None, roles)
             with timer.phase("reference"):
                 at(step, "reference")
-                total = torch.ones(1)
-                dist.all_reduce(total, group=roles.control)
+                if roles.learns:
+                    dist.all_reduce(torch.ones(1), group=roles.learners)
             with timer.phase("train"):
                 if roles.trains:
                     for _ in range(3):
