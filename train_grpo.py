@@ -54,14 +54,14 @@ from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
-from grpo.run import checkpoint
 from grpo.run.driver import Driver, Sampled, Start
-from grpo.run.failures import run_script, set_place
+from grpo.run.folder import checkpoint
 from grpo.run.profiler import profile_step
 from grpo.run.replay import ReplayDriver
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
-from grpo.run.watchdog import watched
+from grpo.run.watch.failures import run_script, set_place
+from grpo.run.watch.watchdog import watched
 from grpo.types import MicroBatch, Pending, Plan, TrainBatch
 
 

@@ -27,20 +27,20 @@ from grpo.roles.ahead import PROBE_PROMPTS
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run.checkpoint import saves
-from grpo.run.failures import refuse_bad_input
-from grpo.run.ledger import Ledger
-from grpo.run.log import RunLog
+from grpo.run.folder.checkpoint import saves
+from grpo.run.folder.pending import pending_state, pending_tensors, read_pending
+from grpo.run.folder.resume import begin, open_run_folder, resumed_stream
+from grpo.run.folder.run_lock import unlock_run_folder
 from grpo.run.model_folder import open_model_folder
-from grpo.run.pending import pending_state, pending_tensors, read_pending
 from grpo.run.profiler import check_profile
-from grpo.run.resume import begin, open_run_folder, resumed_stream
-from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
-from grpo.run.run_lock import unlock_run_folder
+from grpo.run.report.ledger import Ledger
+from grpo.run.report.log import RunLog
+from grpo.run.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.scorer import Scorer, check_functions, held_out_prompts
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
-from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
+from grpo.run.watch.failures import refuse_bad_input
+from grpo.run.watch.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Pending, Plan, Prompt, Rollout, TrainBatch
 
 SCRIPT = "train_grpo.py"  # as run.json names it

@@ -18,18 +18,18 @@ from grpo.models import hf_folder
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run.checkpoint import saves
 from grpo.run.driver import SCRIPT, Start, measured_metrics
-from grpo.run.failures import refuse_bad_input
-from grpo.run.ledger import Ledger
-from grpo.run.log import RunLog
+from grpo.run.folder.checkpoint import saves
+from grpo.run.folder.resume import begin, open_run_folder
+from grpo.run.folder.run_lock import unlock_run_folder
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
-from grpo.run.resume import begin, open_run_folder
-from grpo.run.run_lock import unlock_run_folder
+from grpo.run.report.ledger import Ledger
+from grpo.run.report.log import RunLog
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
-from grpo.run.stopping import stop_reason
+from grpo.run.watch.failures import refuse_bad_input
+from grpo.run.watch.stopping import stop_reason
 from grpo.types import Plan, Prompt, TrainBatch
 
 

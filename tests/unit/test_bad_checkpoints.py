@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import CheckpointConfig
-from grpo.run import checkpoint
-from grpo.run.checkpoint_files import DRIVER_TENSORS_FILE as TENSORS
-from grpo.run.checkpoint_files import PlainReader, check_checkpoint
-from grpo.run.failures import BadInput
+from grpo.run.folder import checkpoint
+from grpo.run.folder.checkpoint_files import DRIVER_TENSORS_FILE as TENSORS
+from grpo.run.folder.checkpoint_files import PlainReader, check_checkpoint
+from grpo.run.watch.failures import BadInput
 
 
 @pytest.fixture(scope="module", autouse=True)

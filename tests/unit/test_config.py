@@ -28,7 +28,7 @@ from grpo.config import (
     change,
     data_fields,
     fields,
-    warning_fields,
+    run_fields,
 )
 from grpo.config.checks import cautions, validate
 from grpo.config.fields import complete
@@ -769,7 +769,7 @@ def test_a_value_that_a_recipe_may_not_give_names_the_recipe(tmp_path):
 
 
 def config_classes() -> list[ast.ClassDef]:
-    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in (data_fields, fields, warning_fields)]
+    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in (data_fields, fields, run_fields)]
     return [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
 
 

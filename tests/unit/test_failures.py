@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from grpo.run import failures
-from grpo.run.failures import BadInput, refuse_bad_input, run_rank
+from grpo.run.watch import failures
+from grpo.run.watch.failures import BadInput, refuse_bad_input, run_rank
 
 
 @pytest.mark.parametrize("error", [ValueError, BadInput])

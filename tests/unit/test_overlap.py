@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from grpo.config import GRPOConfig
 from grpo.data.streams import PromptStream
 from grpo.roles.ahead import PROBE_PROMPTS, shared_seconds
-from grpo.run import stopping
-from grpo.run.checkpoint_files import DRIVER_TENSORS_FILE
 from grpo.run.driver import Driver
-from grpo.run.pending import pending_state, pending_tensors, read_pending, without_pending
+from grpo.run.folder.checkpoint_files import DRIVER_TENSORS_FILE
+from grpo.run.folder.pending import pending_state, pending_tensors, read_pending, without_pending
+from grpo.run.watch import stopping
 from grpo.types import Completion, Pending, Plan, Prompt
 
 

@@ -14,7 +14,7 @@ from grpo.config.layout import check_world_size, describe_layout
 from grpo.config.names import RENAMED, field_paths
 from grpo.config.recipes import load, load_recipe
 from grpo.rewards.builtin import BUILT_INS
-from grpo.run.run_folder import RUN_FILES
+from grpo.run.folder.run_folder import RUN_FILES
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
@@ -32,7 +32,7 @@ DEFAULTS = {
 
 # Every metric that a run logs, by the file that names it; the losses name theirs without `loss/`.
 METRICS = {
-    "grpo/run/rollout_metrics.py": "reward/mean reward/std reward/none_count reward/failed_count "
+    "grpo/run/report/rollout_metrics.py": "reward/mean reward/std reward/none_count reward/failed_count "
     "completion/length_mean completion/length_max completion/truncated_frac prompt/length_mean "
     "groups/zero_variance_frac eval/accuracy eval/reward_mean eval/completion_length_mean eval/truncated_frac "
     "eval/none_count eval/has_answer_frac completion/has_answer_frac eval/sample_reward_mean eval/sample_length_mean",

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from grpo.config import AlgorithmConfig, DeadlinesConfig, GRPOConfig, RolesConfig
 from grpo.roles.comm import broadcast, gather_completions, wait_for_all
 from grpo.roles.process_groups import close_roles, setup_roles
-from grpo.run.failures import run_script, set_place
 from grpo.run.step_timer import StepTimer
-from grpo.run.stopping import end_with_launcher, stop_reason
-from grpo.run.watchdog import TICK_SECONDS, watched
+from grpo.run.watch.failures import run_script, set_place
+from grpo.run.watch.stopping import end_with_launcher, stop_reason
+from grpo.run.watch.watchdog import TICK_SECONDS, watched
 from grpo.types import Completion
 
 LAYOUT = RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=1)

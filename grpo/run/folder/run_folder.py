@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from grpo.run.run_lock import LOCK, lock_run_folder, refuse_held_folder
+from grpo.run.folder.run_lock import LOCK, lock_run_folder, refuse_held_folder
 
 MARKER = "run.json"
 CONFIG = "config.py"

@@ -11,7 +11,7 @@ import torch
 
 from grpo.data.streams import PromptStream
 from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.run.checkpoint_files import DRIVER_FILE, read_driver_tensors
+from grpo.run.folder.checkpoint_files import DRIVER_FILE, read_driver_tensors
 from grpo.types import Pending
 
 TENSORS = ("header", "temperatures", "ids", "logprobs")  # those of `flatten_completions`
