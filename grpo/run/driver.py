@@ -30,6 +30,7 @@ from grpo.run.checkpoint import saves
 from grpo.run.failures import refuse_bad_input
 from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
+from grpo.run.machine import warn_of_machine
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.resume import begin, open_run_folder, resumed_stream
@@ -110,6 +111,7 @@ class Driver:
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
+        warn_of_machine(config, folder)
         self.run_log = RunLog(
             config.metrics, config.run_dir, config.num_steps, self.first_step, config.warnings, asdict(config)
         )

@@ -23,6 +23,7 @@ from grpo.run.driver import SCRIPT, Start, measured_metrics
 from grpo.run.failures import refuse_bad_input
 from grpo.run.ledger import Ledger
 from grpo.run.log import RunLog
+from grpo.run.machine import warn_of_machine
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.resume import begin, open_run_folder
@@ -55,6 +56,7 @@ class ReplayDriver:
             folder, _ = open_model_folder(config, config.trainer.tensor_parallel)
             self.vocab_size = hf_folder.read_hf_config(folder).vocab_size
         begin(config, SCRIPT, opened)
+        warn_of_machine(config, folder)
         self.run_log = RunLog(
             config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
         )

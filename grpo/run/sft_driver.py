@@ -26,6 +26,7 @@ from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run.failures import refuse_bad_input
 from grpo.run.log import RunLog
+from grpo.run.machine import warn_of_machine
 from grpo.run.model_folder import learned_form, open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.resume import begin, open_run_folder, resumed_stream
@@ -87,6 +88,7 @@ class Driver:
             self.scorer, eval_prompts = open_evaluation(config, folder, tokenizer, form) if evaluates else (None, [])
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
+        warn_of_machine(config, folder)
         self.run_log = RunLog(
             config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
         )
