@@ -197,7 +197,7 @@ def test_the_command_takes_recipes_of_sft(tmp_path, monkeypatch, capsys):
     about, trainer = capsys.readouterr().out.splitlines()[-2:]  # no engine, no reference
     assert about == f"{tmp_path}: 8.03 billion parameters"
     # 8.03e9 x 16 / 4
-    assert trainer.startswith("each trainer rank: 64.7 GiB = 29.9 weights, gradients and moments + ")
+    assert trainer.startswith("each trainer rank: 67.1 GiB = 29.9 weights, gradients and moments + ")
 
 
 def test_the_command_prints_what_each_role_holds(tmp_path, monkeypatch, capsys):
@@ -207,6 +207,6 @@ def test_the_command_prints_what_each_role_holds(tmp_path, monkeypatch, capsys):
     main()
     about, trainer, generator = capsys.readouterr().out.splitlines()[-3:]  # after what differs from the recipe
     assert about == f"{tmp_path}: 7.62 billion parameters"
-    assert trainer.startswith("each trainer rank: 50.6 GiB = 28.4 weights, gradients and moments + ")
+    assert trainer.startswith("each trainer rank: 53.2 GiB = 28.4 weights, gradients and moments + ")
     assert trainer.endswith(" + 3.5 reference")
     assert generator.startswith("each generator rank: 24.7 GiB = 14.2 weights + 10.5 KV cache")
