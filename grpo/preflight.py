@@ -65,7 +65,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     def check(self, name: str, function: Callable[..., Any], *needs: Any, say: Callable[[Any], str] = str) -> Any:
-        """The value of function(*needs), None if it raises what a start is refused with, or if one of `needs` is None.
+        """The value of function(*needs), None if it raises or if one of `needs` is None.
 
         Adds a row with what it printed, else what `say` makes of the value. An error's text is what was found and,
         after its last semicolon, the way out, as everywhere in this project.
@@ -77,8 +77,9 @@ class Report:
         try:
             with contextlib.redirect_stdout(printed):
                 value = function(*needs)
-        except (ValueError, OSError, RuntimeError, ImportError) as error:
-            found, _, to_do = str(error).rpartition("; ")
+        except Exception as error:  # a user's file may raise anything, and the other rows are wanted too
+            refused = isinstance(error, ValueError | OSError | RuntimeError)
+            found, _, to_do = (str(error) if refused else f"{type(error).__name__}: {error}").rpartition("; ")
             self.rows.append(Row(name, "problem", found or to_do, to_do if found else ""))
             return None
         self.rows.append(Row(name, "ok", printed.getvalue().strip() or say(value)))

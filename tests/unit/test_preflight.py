@@ -35,13 +35,26 @@ def lines_of(tmp_path: pathlib.Path, name: str, rows: list[dict]) -> pathlib.Pat
     return path
 
 
-def test_a_grpo_recipe_that_will_run(rows_of, tmp_path):
-    code, rows = rows_of(TOY, "--model.path", "toy:addition", "--evaluation.num-prompts", 8)
+@pytest.fixture
+def additions(tmp_path) -> pathlib.Path:
+    """Few rows, because those of the toy task take seconds."""
+    row = {"question": "1+1", "answer": "2", "completion": "<answer>2</answer>", "tests": "assert f() == 2"}
+    return lines_of(tmp_path, "additions.jsonl", [row] * 64)
+
+
+def test_a_grpo_recipe_that_will_run(rows_of, tmp_path, additions):
+    flags = ("--data.path", additions, "--data.columns", "tests", "tests", "--evaluation.path", additions)
+    flags += ("--reward.functions", "math_reward", 1, "code_reward", 1, "--reward.allow-weak-sandbox")
+    code, rows = rows_of(TOY, "--model.path", "toy:addition", *flags)
     assert code == 0 and {row.status for row in rows.values()} == {"ok"}
-    assert rows["data"].found == "toy:addition:train: 50,000 rows, 50,000 usable"
-    assert rows["dry reward call"].found.startswith("'This is no answer.' earns math_reward 0.0, thinking_reward 0.0")
+    assert rows["data"].found == f"{additions}:train: 64 rows, 64 usable"
+    assert rows["dry reward call"].found.startswith("'This is no answer.' earns math_reward 0.0, code_reward 0.0 (")
     assert rows["ranks"].found.startswith("2 trainer + 1 reference + 1 generator; without torchrun")
-    assert not (tmp_path / "run").exists() and "sandbox" not in rows
+    assert rows["sandbox"].found.startswith("sandbox of programs: ")
+    assert {"versions", "GPUs", "memory", "disk", "loss", "reward functions", "prompts", "held-out prompts"} <= set(
+        rows
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_every_problem_of_a_grpo_recipe_is_told_at_once(rows_of, tmp_path):
@@ -49,45 +62,39 @@ def test_every_problem_of_a_grpo_recipe_is_told_at_once(rows_of, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("")
     (tmp_path / "loss.py").write_text("def loss(inputs):\n    return inputs.logprobs.sum(), {}\n")
+    (tmp_path / "reward.py").write_text("def reward(completion):\n    return 1 +\n")
     flags = ("--model.path", tmp_path / "no_model", "--data.path", data, "--algorithm.loss", f"{tmp_path}/loss.py:loss")
-    code, rows = rows_of(TOY, *flags)
+    code, rows = rows_of(TOY, *flags, "--reward.functions", f"{tmp_path}/reward.py:reward", 1.0)
     assert code == 1
     problems = {name for name, row in rows.items() if row.status == "problem"}
-    assert problems == {"run folder", "data", "model, tokenizer", "loss"}
+    assert problems == {"run folder", "data", "model, tokenizer", "loss", "reward functions"}
     assert "no_model does not exist" in rows["model, tokenizer"].found
     assert "answer" in rows["data"].found and "mine.txt" in rows["run folder"].found
-    assert rows["run folder"].to_do.startswith("choose another --run-dir") or "nothing is" in rows["run folder"].to_do
+    assert rows["reward functions"].found.startswith("SyntaxError: invalid syntax")
+    assert rows["run folder"].to_do.startswith("nothing is written there: choose another --run-dir")
     unknown = {name for name, row in rows.items() if row.status == "not checked"}
     assert unknown == {"memory, disk", "prompts", "held-out prompts", "reward processes", "dry reward call"}
 
 
-def test_a_reward_that_fails_is_seen_in_the_dry_call(rows_of, tmp_path):
+def test_a_reward_that_fails_is_seen_in_the_dry_call(rows_of, tmp_path, additions):
     reward = tmp_path / "my_reward.py"
     reward.write_text("def reward(completion, **columns):\n    raise KeyError('no such thing')\n")
-    few = ("--model.path", "toy:addition", "--evaluation.interval", 0)
-    code, rows = rows_of(TOY, *few, "--reward.functions", f"{reward}:reward", 1.0)
-    assert code == 1 and rows["dry reward call"].status == "problem"
-    assert "no such thing" in rows["dry reward call"].found and "grpo.check_reward" in rows["dry reward call"].to_do
-    reward.write_text("def reward(completion, **columns):\n    return 1 +\n")
-    code, rows = rows_of(TOY, *few, "--reward.functions", f"{reward}:reward", 1.0)
-    assert rows["reward functions"].status == rows["reward processes"].status == "problem"
+    flags = ("--model.path", "toy:addition", "--evaluation.interval", 0, "--data.path", additions)
+    code, rows = rows_of(TOY, *flags, "--reward.functions", f"{reward}:reward", 1.0)
+    assert code == 1 and [name for name, row in rows.items() if row.status != "ok"] == ["dry reward call"]
+    row = rows["dry reward call"]
+    assert row.found == f"{reward}:reward: KeyError: 'no such thing' ({reward}:2)" and "grpo.check_reward" in row.to_do
 
 
-def test_the_sandbox_is_looked_at_with_code_reward(rows_of, tmp_path):
-    data = lines_of(tmp_path, "rows.jsonl", [{"question": "1+1", "answer": "2", "tests": "assert f() == 2"}] * 64)
-    flags = ("--model.path", "toy:addition", "--evaluation.interval", 0, "--data.path", data)
-    flags += ("--data.columns", "tests", "--reward.functions", "code_reward", 1.0, "--reward.allow-weak-sandbox")
-    code, rows = rows_of(TOY, *flags)
-    assert code == 0 and rows["sandbox"].found.startswith("sandbox")
-
-
-def test_an_sft_recipe_with_validation_and_evaluation(rows_of, tmp_path):
-    code, rows = rows_of(TOY_SFT, "--evaluation.interval", 10, "--evaluation.num-prompts", 8)
+def test_an_sft_recipe_with_validation_and_evaluation(rows_of, tmp_path, additions):
+    lengths = ("--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 32)
+    sets = ("--data.path", additions, "--evaluation.path", additions, "--validation.path", additions)
+    intervals = ("--evaluation.interval", 10, "--validation.interval", 10)
+    code, rows = rows_of(TOY_SFT, *lengths, *sets, *intervals)
     assert code == 0 and {row.status for row in rows.values()} == {"ok"}
-    assert {"examples", "evaluation", "dry reward call", "disk"} <= set(rows)
-    data = lines_of(tmp_path, "rows.jsonl", [{"text": "too long " * 200}] * 4)
-    code, rows = rows_of(TOY_SFT, "--data.path", data)
-    assert code == 1 and rows["examples"].status == "problem" and "max_sequence_tokens" in rows["examples"].found
+    assert {"examples", "validation", "evaluation", "dry reward call", "disk"} <= set(rows)
+    code, rows = rows_of(TOY_SFT, "--data.path", additions, "--max-sequence-tokens", 4)
+    assert code == 1 and rows["examples"].status == "problem" and "max_sequence_tokens=4" in rows["examples"].found
 
 
 def test_layout_that_is_not_torchruns(rows_of, monkeypatch):
