@@ -31,11 +31,12 @@ from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
 from grpo.run import checkpoint
-from grpo.run.failures import run_rank, set_place
+from grpo.run.failures import run_script, set_place
 from grpo.run.profiler import profile_step
 from grpo.run.scorer import evaluate
 from grpo.run.sft_driver import Driver, Start, show_examples
 from grpo.run.step_timer import StepTimer
+from grpo.run.watchdog import watched
 from grpo.types import MicroBatch, TrainBatch
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
@@ -48,7 +49,8 @@ def main(config: SFTConfig) -> None:
         return
     roles = setup_trainers(config)
     set_place(role=roles.name)
-    train(config, roles)
+    with watched(roles, config.deadlines):
+        train(config, roles)
 
 
 def train(config: SFTConfig, roles: Roles) -> None:
@@ -58,9 +60,14 @@ def train(config: SFTConfig, roles: Roles) -> None:
     start, trainer, generator, held_out = start_up(config, driver, timer, roles)
     saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
 
+    stopped, saved_step = False, start.step
     recent_losses = collections.deque(start.recent_losses, maxlen=STOP_WINDOW)  # the same on all ranks
     for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
         if is_learned(recent_losses, config):
+            break
+        if stopped := driver.stops(step):  # by a signal, or the file `stop` in the run folder
+            if step > saved_step:
+                saver.save(step, trainer, driver.state(step, list(recent_losses)))
             break
         batch = send_batch(driver.next_batch(), roles)  # driver -> trainers
         metrics = StepMetrics(batch.num_sequences)
@@ -85,8 +92,9 @@ def train(config: SFTConfig, roles: Roles) -> None:
         if checkpoint.saves(config.checkpoint, step + 1, is_last):  # dying before it is complete repeats the step
             with timer.phase("save"):
                 saver.save(step + 1, trainer, driver.state(step + 1, list(recent_losses)))
+            saved_step = step + 1
 
-    if config.checkpoint.export:
+    if config.checkpoint.export and not stopped:
         export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype, start.form)
     saver.wait()  # for what threads still write with checkpoint.in_background
     driver.finish()
@@ -148,4 +156,4 @@ def start_up(
 
 
 if __name__ == "__main__":
-    run_rank(partial(main, CONFIG))
+    run_script(partial(main, CONFIG))

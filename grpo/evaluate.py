@@ -25,7 +25,7 @@ from grpo.models import hf_folder
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
-from grpo.run.failures import BadInput, refuse_bad_input, run_rank, set_place
+from grpo.run.failures import BadInput, refuse_bad_input, run_script, set_place
 from grpo.run.log import RunLog
 from grpo.run.model_folder import open_model_folder
 from grpo.run.run_folder import begin_run, check_run_folder, mark_run_folder
@@ -112,4 +112,4 @@ class Driver:
 
 
 if __name__ == "__main__":
-    run_rank(main)
+    run_script(main)

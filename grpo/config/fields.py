@@ -59,7 +59,8 @@ class RolesConfig:
     colocated: bool = False
     """Every rank has every role, so one GPU is enough; `num_references` and `num_generators` are ignored."""
     timeout_minutes: Annotated[float, Above(0, "it must exceed the longest step")] = 60.0
-    """A rank that waits for another one longer than this fails; it must exceed the longest step."""
+    """A rank that waits for another one longer than this fails; it must exceed the longest step.
+    A rank that hangs is found by `deadlines`, which end at nine tenths of this at the latest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +295,20 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeadlinesConfig:
+    """How long nothing may happen before the run ends with the name and the stack of the rank that hangs.
+
+    Something happens when any rank begins another phase or a collective operation, so a long step is no hang."""
+
+    startup_minutes: Annotated[float, Above(0)] = 60.0
+    """Loading data, models and checkpoints, starting vLLM, compiling."""
+    generate_minutes: Annotated[float, Above(0)] = 60.0
+    """What waits for vLLM or for reward functions: sampling, rewards, evaluation."""
+    phase_minutes: Annotated[float, Above(0)] = 20.0
+    """Every other phase: reference, train, sync, save, validate, and what is between them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """What a run shows and writes. Everything lands in the run folder."""
 
@@ -322,6 +337,7 @@ class GRPOConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     warnings: WarningsConfig = field(default_factory=WarningsConfig)
     run_dir: str = "runs/grpo"
     """Folder of the run: config, checkpoints, metrics, samples, exported model."""
@@ -341,6 +357,9 @@ class GRPOConfig:
     """The order of the data and the sampling follow from it."""
     sync_interval: Annotated[int, AtLeast(1)] = 1
     """Steps between weight syncs; at N the generators' weights are up to N - 1 steps old."""
+    overlap_steps: Annotated[int, AtLeast(0), AtMost(1)] = 0
+    """At 1 generators sample the next step while the others train on this one, with weights one step older; split only.
+    Needs `algorithm.importance_correction`. At 0 they take turns."""
     sync_check_interval: Interval = 20
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
     sync_check_tolerance: Annotated[float, AtLeast(0)] = 0.0
@@ -366,6 +385,11 @@ class GRPOConfig:
     def updates_per_step(self) -> int:
         """Optimizer updates in one step."""
         return self.algorithm.num_mini_batches * self.algorithm.num_epochs
+
+    @property
+    def has_lag(self) -> bool:
+        """Whether the generators' weights may be older than the policy at the start of a step."""
+        return self.overlap_steps > 0 or self.sync_interval > 1
 
     @property
     def recomputes_old_logprobs(self) -> bool:
@@ -432,6 +456,7 @@ class SFTConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     warnings: WarningsConfig = field(default_factory=WarningsConfig)
     run_dir: str = "runs/sft"
     """Folder of the run."""

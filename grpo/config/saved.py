@@ -25,6 +25,7 @@ HARMLESS = (
     "roles.",
     "checkpoint.",
     "metrics.",
+    "deadlines.",
     "warnings.",
     "evaluation.",
     "validation.",
@@ -50,6 +51,8 @@ HARMLESS = (
     "trainer.logprob_chunk_tokens",
     "trainer.max_skipped_steps",
 )
+# Of supervised fine-tuning besides: what only its evaluation by generating reads
+HARMLESS_IN_SFT = ("reward.", "generator.", "data.max_prompt_tokens", "data.answer_column", "data.columns")
 NOT_THERE = "not there"
 
 
@@ -83,7 +86,8 @@ def is_harmless(path: str, config: GRPOConfig | SFTConfig) -> bool:
     """Whether a run may go on with another value of that field and still be the same run."""
     if path == "num_steps":  # the other schedules end where the steps do
         return config.trainer.schedule == "constant"
-    return path.startswith(tuple(name for name in HARMLESS if name.endswith("."))) or path in HARMLESS
+    names = HARMLESS + (HARMLESS_IN_SFT if isinstance(config, SFTConfig) else ())
+    return path.startswith(tuple(name for name in names if name.endswith("."))) or path in names
 
 
 def read_saved(text: str) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def measure_groups(roles: Roles) -> list[Bandwidth]:
     """The groups of more than one rank in which this rank is. Collective over `roles.control`."""
     cpu = torch.device("cpu")
     groups = [("control", roles.control, cpu), (f"{roles.name} ranks", dist.group.WORLD, roles.device)]
+    if roles.learners is not None and roles.learners is not roles.control:
+        groups.append(("learners", roles.learners, cpu))
     if roles.weights is not None:
         groups.append(("weights", roles.weights, roles.device))
     return [_measure(name, group, device) for name, group, device in groups if dist.get_world_size(group) > 1]

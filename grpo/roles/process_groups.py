@@ -2,30 +2,40 @@
 
 Every role is a world of its own: it has its own default process group, so torchtitan and vLLM each see exactly the
 ranks they expect, and neither is patched. Roles talk over bridges, further groups built from torchrun's store:
-`control` over all ranks (CPU tensors, gloo) and `weights` from trainer rank 0 to every generator rank (NCCL on GPUs).
-All groups are created here, in one order, the bridges first.
+`control` over all ranks (CPU tensors, gloo), `learners` over trainers and references (gloo too) and `weights` from
+trainer rank 0 to every generator rank (NCCL on GPUs). All groups are created here, in one order, the bridges first.
 
     launcher rank   0 .. num_trainers-1   then references       then generators (replicas of tensor_parallel neighbours)
     default group   trainer               reference             one per replica
     control         every rank
+    learners        every trainer and reference rank
     weights         rank 0                                      every generator rank
     saving          trainer
 
-Colocated, every rank holds every role and one default group serves trainer and generator.
+What only learners need never waits for a generator, so that with `overlap_steps` the generators can sample the next
+step meanwhile. Colocated, every rank holds every role, one default group serves trainer and generator, and `learners`
+is `control`.
 """
 
 import datetime
 import os
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
+from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig
 from grpo.config.generation import generating
+
+# Between two looks of rank 0 for ranks that have started
+MEETING_SECONDS = 0.02
+# After which rank 0 says whom it waits for
+MEETING_NOTICE_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,8 @@ class Roles:
     device: torch.device
     control: ProcessGroup
     """Bridge over all ranks; gloo."""
+    learners: ProcessGroup | None
+    """Bridge over the ranks that train or hold the reference, the driver first; gloo. None on the others."""
     weights: ProcessGroup | None
     """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
     saving: ProcessGroup | None
@@ -50,11 +62,20 @@ class Roles:
     """Ranks that hold a reference; empty when none is needed."""
     replicas: tuple[tuple[int, ...], ...]
     """Generator ranks, one tuple per vLLM engine."""
+    store: Store
+    """Keys and values that all ranks share, of this start alone."""
+    timeout_minutes: float
+    """Of a collective in any of the groups."""
 
     @property
     def is_driver(self) -> bool:
         """Rank 0 alone draws prompts, scores, decides, logs and writes run files."""
         return self.rank == 0
+
+    @property
+    def learns(self) -> bool:
+        """Trainer and reference ranks, which get every batch."""
+        return self.trains or self.references
 
     @property
     def replica(self) -> int | None:
@@ -83,10 +104,9 @@ def setup_roles(config: GRPOConfig) -> Roles:
     if on_gpu:
         torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
-    # torchrun's own store (no further port), under a prefix of its own for each restart
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # torchrun's own, no further port
     store.set_timeout(timeout)
-    store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = meet(store, rank, world_size, timeout)
 
     trainer_ranks = tuple(range(layout.num_trainers))
     num_references = 0 if layout.colocated else layout.num_references
@@ -99,6 +119,11 @@ def setup_roles(config: GRPOConfig) -> Roles:
     my_world = next(world for world in (trainer_ranks, own_reference_ranks, *replicas) if rank in world)
 
     control = _bridge("control", tuple(range(world_size)), rank, store, "gloo", timeout)
+    learners, learner_ranks = None, (*trainer_ranks, *own_reference_ranks)
+    if len(learner_ranks) == world_size:
+        learners = control
+    elif rank in learner_ranks:
+        learners = _bridge("learners", learner_ranks, rank, store, "gloo", timeout)
     weights = None
     if generator_ranks and not layout.colocated and rank in (0, *generator_ranks):
         weights = _bridge("weights", (0, *generator_ranks), rank, store, backend, timeout)
@@ -129,9 +154,45 @@ def setup_roles(config: GRPOConfig) -> Roles:
         reference_ranks=reference_ranks,
         replicas=replicas,
         control=control,
+        learners=learners,
         weights=weights,
+        store=store,
+        timeout_minutes=layout.timeout_minutes,
         saving=saving,
     )
+
+
+def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> PrefixStore:
+    """The launcher's store under a prefix that only the processes of this start know. Collective over all ranks.
+
+    torchrun's store outlives a restart with all that is in it, and the agents of several nodes each count restarts for
+    themselves. So rank 0 draws a name and tells it to each rank that says hello, with a word that only this process
+    knows: what an earlier start left there answers nobody.
+
+    Raises TimeoutError on rank 0 that names the ranks that did not come.
+    """
+    if rank != 0:
+        word = uuid.uuid4().hex
+        store.set(f"hello/{rank}", word)
+        name = store.get(f"welcome/{word}").decode()
+        store.set(f"{name}/came/{rank}", "")
+        return PrefixStore(name, store)
+    name, missing, start = uuid.uuid4().hex, set(range(1, world_size)), time.monotonic()
+    notice = MEETING_NOTICE_SECONDS
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{name}/came/{other}"]):
+                missing.remove(other)
+            elif store.check([f"hello/{other}"]):
+                store.set(f"welcome/{store.get(f'hello/{other}').decode()}", name)
+        waited, who = time.monotonic() - start, ", ".join(map(str, sorted(missing)))
+        if missing and waited > timeout.total_seconds():
+            raise TimeoutError(f"of {world_size} ranks, these did not start within {waited:.0f} s: {who}")
+        if missing and waited > notice:
+            print(f"waiting for ranks that have not started, for {waited:.0f} s: {who}", flush=True)
+            notice = 2 * waited
+        time.sleep(MEETING_SECONDS if missing else 0)
+    return PrefixStore(name, store)
 
 
 def start_alone() -> None:
@@ -154,9 +215,12 @@ def setup_trainers(config: SFTConfig | None = None) -> Roles:
 
 
 def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:
-    """Leave together: wait for all, shut the engine down, destroy this rank's groups. Collective over `control`."""
+    """Leave together: wait for all, shut the engine down, destroy this rank's groups. Collective over `control`.
+
+    An engine of one rank, which shares no memory, ends with the process: closing it would take seconds.
+    """
     dist.barrier(group=roles.control)
-    if close_engine is not None:
+    if close_engine is not None and len(roles.replicas[roles.replica]) > 1:
         close_engine()
     if dist.is_initialized():  # an engine takes the default group with it
         dist.destroy_process_group()

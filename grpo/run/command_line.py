@@ -10,6 +10,7 @@ from grpo.config.layout import check_world_size, for_one_process, for_replay
 from grpo.config.recipes import load
 from grpo.run.failures import refuse_bad_input, run_rank
 from grpo.run.quiet import quiet_libraries
+from grpo.run.stopping import end_with_launcher
 from grpo.run.wandb_log import check_wandb
 
 
@@ -20,6 +21,7 @@ def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Conf
     with one message if that cannot work.
     """
     quiet_libraries()
+    end_with_launcher()
     return run_rank(partial(_read, config_type, default_recipe))
 
 

@@ -1,26 +1,46 @@
 """How a rank ends: the rank that failed first prints one clear message, the others print nothing.
 
 When a rank dies, all others fail too, in the collective they were waiting in. Before they print their own error they
-wait a while, in which torchrun ends them; only a rank that is still running afterwards says where it waited.
+wait a while, in which torchrun ends them; only a rank that is still running afterwards says where it waited. The
+message is left for torchrun too, whose report then shows it as the root cause. Left out: ranks that hang or are ended
+from outside (watchdog.py).
 """
 
 import contextlib
+import json
 import os
+import pathlib
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from grpo.text import printable
 
 # torchrun looks every 0.1 s for a dead rank and then gives the others 30 s to end
 FOLLOWER_PATIENCE_SECONDS = 15
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out")
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out",
+    "wait timeout after",  # gloo's, and of stores
+    "remote process exited",  # NCCL's
+)
+STEP_BEGINS_WITH = ("generate", "train")  # phases of train_grpo.py and train_sft.py
 
 Result = TypeVar("Result")
 
-_place = {"rank": os.environ.get("RANK", "0"), "role": "rank", "phase": "start"}
+_place: dict[str, Any] = {
+    "rank": os.environ.get("RANK", "0"),
+    "role": "rank",
+    "phase": "start",
+    "changes": 0,  # of the phase so far
+    "in_steps": False,  # the first step has begun
+    "ending": False,  # this rank fails, or is told to end
+}
 
 
 class BadInput(Exception):
@@ -29,7 +49,21 @@ class BadInput(Exception):
 
 def set_place(*, role: str | None = None, phase: str | None = None) -> None:
     """Remember this rank's role and current phase, for the message it prints if it fails."""
-    _place.update({key: value for key, value in (("role", role), ("phase", phase)) if value})
+    if role:
+        _place["role"] = role
+    if phase:
+        _place.update(phase=phase, changes=_place["changes"] + 1)
+        _place["in_steps"] |= phase in STEP_BEGINS_WITH
+
+
+def place() -> dict[str, Any]:
+    """Where this rank is: rank, role, phase, changes of the phase, in_steps, ending."""
+    return dict(_place)
+
+
+def set_ending() -> None:
+    """From here on this rank only has to end."""
+    _place["ending"] = True
 
 
 @contextlib.contextmanager
@@ -39,6 +73,18 @@ def refuse_bad_input() -> Iterator[None]:
         yield
     except (ValueError, FileNotFoundError, FileExistsError) as error:
         raise BadInput(str(error)) from error
+
+
+def leave_for_launcher(line: str) -> None:
+    """Make `line` what torchrun's report shows as this rank's failure; nothing without torchrun."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    # The root cause is the failure with the lowest time, in whole seconds. That of a rank which torchrun ended because
+    # of this one is read a moment later and must not be equal.
+    record = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}}
+    with contextlib.suppress(OSError):  # a full disk; the line is on the screen
+        pathlib.Path(path).write_text(json.dumps(record))
 
 
 def run_rank(main: Callable[[], Result]) -> Result:
@@ -52,20 +98,39 @@ def run_rank(main: Callable[[], Result]) -> Result:
     try:
         return main()
     except SystemExit as stop:
+        set_ending()
         quiet = True
         code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+        if code and rank == "0":
+            leave_for_launcher("rank 0 ended with the message above")
     except BadInput as error:
+        set_ending()
         quiet = True
         if rank == "0":
-            print(f"error: {printable(str(error))}", file=sys.stderr)
+            line = printable(f"error: {error}")
+            leave_for_launcher(line)
+            print(line, file=sys.stderr)
     except BaseException as error:
+        set_ending()
         if any(sign in str(error) for sign in LOST_PEER):
             time.sleep(FOLLOWER_PATIENCE_SECONDS)
-        message = f"error: rank {rank} ({_place['role']}) failed in phase {_place['phase']}: {error}"
         # printable: it may quote a completion
-        print(printable(f"{traceback.format_exc()}{message}"), file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        line = printable(f"error: rank {rank} ({_place['role']}) failed in phase {_place['phase']}: {error}")
+        leave_for_launcher(line)
+        print(f"{printable(traceback.format_exc())}{line}", file=sys.stderr)
     if code and rank != "0" and quiet:
         time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun kills all at the first exit; let the driver print first
+    end_process(code)
+
+
+def run_script(main: Callable[[], None]) -> NoReturn:
+    """Run a whole script as `run_rank` does, and end the process."""
+    run_rank(main)
+    end_process(0)
+
+
+def end_process(code: int) -> NoReturn:
+    """End at once: engines and libraries, whose destructors take seconds and may print, have nothing left to do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)

@@ -34,6 +34,7 @@ from grpo.run.run_lock import unlock_run_folder
 from grpo.run.scorer import Scorer, check_functions, held_out_prompts
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
+from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Prompt, Sample, TrainBatch
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class Driver:
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
         warn_of_machine(config, folder)
+        forget_old_stop(config.run_dir)
+        self.last_line = f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(
             config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
         )
@@ -109,6 +112,13 @@ class Driver:
     def held_out_batch(self, name: str) -> TrainBatch:
         """A validation set laid end to end."""
         return batch_of(self.validation[name])
+
+    @from_driver
+    def stops(self, step: int) -> bool:
+        """Whether the run was asked to stop after `step` steps."""
+        if reason := stop_reason(self.config.run_dir):
+            self.last_line = obey_stop(reason, step, self.config.run_dir)
+        return bool(reason)
 
     @on_driver
     def next_batch(self) -> TrainBatch:
@@ -155,7 +165,7 @@ class Driver:
             self.scorer.pool.close()
         self.run_log.close()
         unlock_run_folder(self.config.run_dir)
-        print(f"done; everything is in {self.config.run_dir}", flush=True)
+        print(self.last_line, flush=True)
 
 
 def open_evaluation(

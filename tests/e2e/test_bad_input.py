@@ -61,8 +61,13 @@ def test_flags_that_cannot_work(flags: tuple[str, ...]):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 8])
 @pytest.mark.parametrize(
     "flags",
-    [(), ("--generator.tensor-parallel", "2", "--roles.num-generators", "2"), ("--trainer.tensor-parallel", "2")],
-    ids=["plain", "generator TP 2", "trainer TP 2"],
+    [
+        (),
+        ("--generator.tensor-parallel", "2", "--roles.num-generators", "2"),
+        ("--trainer.tensor-parallel", "2"),
+        ("--overlap-steps", "1"),
+    ],
+    ids=["plain", "generator TP 2", "trainer TP 2", "overlap"],
 )
 def test_world_size_that_does_not_fit(world_size: int, flags: tuple[str, ...]):
     """The message has both numbers; the flags it suggests validate and fit, whenever it suggests some."""
@@ -370,6 +375,8 @@ def failing_run(*arguments: object, nproc: int, within: float) -> str:
     assert time.monotonic() - started < within
     launcher = LAUNCHER.search(result.stdout)
     assert launcher, result.stdout  # else the cut would be at nothing
+    root_cause = result.stdout.partition("Root Cause")[2]  # torchrun's report, the last thing on the screen
+    assert "traceback : error: " in root_cause or "ended with the message above" in root_cause, result.stdout
     return result.stdout[: launcher.start()]
 
 

@@ -126,6 +126,18 @@ BAD = {
     "generator.sleep drops the engine's weights after each step, so sync_interval=2 must be 1": GRPOConfig(
         roles=RolesConfig(colocated=True), generator=GeneratorConfig(sleep=True), sync_interval=2
     ),
+    "overlap_steps=1 lets generators sample while other ranks train, and with roles.colocated": GRPOConfig(
+        roles=RolesConfig(colocated=True), overlap_steps=1
+    ),
+    "algorithm.importance_correction=none with old_logprobs=policy does not make up for": GRPOConfig(
+        algorithm=AlgorithmConfig(importance_correction="none"), overlap_steps=1
+    ),
+    "algorithm.importance_correction=mask_sequences with old_logprobs=policy does not make up for": GRPOConfig(
+        algorithm=AlgorithmConfig(importance_correction="mask_sequences"), overlap_steps=1
+    ),
+    "algorithm.importance_correction=none with old_logprobs=generator does not make up for": GRPOConfig(
+        algorithm=AlgorithmConfig(old_logprobs="generator"), overlap_steps=1
+    ),
     "checkpoint.interval=3 must be a multiple of sync_interval=2": GRPOConfig(
         sync_interval=2, checkpoint=CheckpointConfig(interval=3)
     ),
@@ -763,7 +775,7 @@ def config_classes() -> list[ast.ClassDef]:
 
 def test_every_field_has_a_sentence():
     classes = {node.name: node for node in config_classes()}
-    assert len(classes) == 16 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
+    assert len(classes) == 17 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
     for name, node in classes.items():
         assert ast.get_docstring(node), f"{name} has no docstring"
         following = [*node.body[1:], None]

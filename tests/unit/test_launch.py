@@ -4,7 +4,9 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 
@@ -45,19 +47,25 @@ def repo(tmp_path) -> pathlib.Path:
 
 def launch(repo: pathlib.Path, script: str, *arguments: str, failing: str = "", **environment: str):
     """Run a script of launch/ and return its process and the calls of stubs that install or start something."""
-    calls = repo / "calls"
-    calls.write_text("")
+    process = start(repo, script, *arguments, failing=failing, **environment)
+    process.stdout, process.stderr = process.communicate(timeout=60)
+    calls = (repo / "calls").read_text()
+    return process, re.findall(r"^(?:uv|srun) .*|.*(?:-m venv|ensurepip|pip (?:un)?install).*", calls, re.M)
+
+
+def start(repo: pathlib.Path, script: str, *arguments: str, failing: str = "", **environment: str) -> subprocess.Popen:
+    """Start a script of launch/; its calls of stubs land in the file `calls`."""
+    (repo / "calls").write_text("")
     environment = {
         "PATH": f"{repo}/bin:{os.environ['PATH']}",
         "PYTHON": f"{repo}/bin/python3.11",
-        "CALLS": str(calls),
+        "CALLS": str(repo / "calls"),
         "FAILING": failing,
         **environment,
     }
-    process = subprocess.run(
-        ["bash", f"launch/{script}", *arguments], cwd=repo, env=environment, capture_output=True, text=True, timeout=60
-    )
-    return process, re.findall(r"^(?:uv|srun) .*|.*(?:-m venv|ensurepip|pip (?:un)?install).*", calls.read_text(), re.M)
+    command = ["bash", f"launch/{script}", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=repo, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_pip_finds_the_cpu_build_and_uv_is_never_called(repo):
@@ -109,20 +117,48 @@ def test_an_environment_without_pip_gets_it(repo):
     assert calls[1:] == ["python -m ensurepip", TORCH_BY_PIP, THE_REST, REMOVAL]
 
 
+SLURM = {"JOB_ID": "123456", "JOB_NODELIST": "node[7-8]", "NNODES": "2", "CPUS_PER_TASK": "64", "GPUS_PER_NODE": "8"}
+SLURM = {f"SLURM_{name}": value for name, value in SLURM.items()}
+# Runs until the stop file is there, which a run that obeys removes.
+WAITING_SRUN = """
+touch started
+while [[ ! -e "$GRPO_STOP_FILE" ]]; do sleep 0.05; done
+[[ -n "$OBEYS" ]] && rm "$GRPO_STOP_FILE"
+exit 0
+"""
+
+
+@pytest.mark.parametrize("obeys", ["yes", ""], ids=["stopped", "finished anyway"])
+def test_sbatch_stops_the_run_before_its_time_is_up_and_requeues(repo, obeys):
+    launch(repo, "setup.sh", GRPO_DEVICE="gpu")
+    (repo / "bin" / "srun").write_text(STUB + WAITING_SRUN)
+    (repo / ".cache").mkdir(exist_ok=True)
+    (repo / ".cache/stop-123456").touch()  # of the job before it was requeued
+    process = start(repo, "grpo.sbatch", OBEYS=obeys, **SLURM)
+    for _ in range(600):
+        if (repo / "started").exists():
+            break
+        time.sleep(0.05)
+    assert process.poll() is None
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    requeued = "scontrol requeue 123456" in (repo / "calls").read_text().splitlines()
+    assert requeued == bool(obeys)
+
+
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_sft.py"])
 def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, script):
     batch_file = script.removeprefix("train_").replace(".py", ".sbatch")
     launch(repo, "setup.sh", GRPO_DEVICE="gpu")
-    slurm = {"JOB_ID": "123456", "JOB_NODELIST": "node[7-8]", "NNODES": "2", "CPUS_PER_TASK": "64"}
-    slurm = {f"SLURM_{name}": value for name, value in slurm.items()}
-    process, calls = launch(repo, batch_file, "recipe.py", SLURM_GPUS_PER_NODE="h100:4", **slurm)
+    process, calls = launch(repo, batch_file, "recipe.py", **SLURM | {"SLURM_GPUS_PER_NODE": "h100:4"})
     assert process.returncode == 0, process.stderr
     words = calls[-1].split()
     assert words[0] == "srun" and words[-3:] == [script, "recipe.py", "--resume"]
     # 20000 + 123456 % 10000
     expected = {"--cpus-per-task=64", "--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=node7:23456"}
     assert expected <= set(words)
-    process, calls = launch(repo, batch_file, "recipe.py", "--overwrite", SLURM_GPUS_PER_NODE="8", **slurm)
+    process, calls = launch(repo, batch_file, "recipe.py", "--overwrite", **SLURM)
     assert process.returncode == 1 and calls == [] and "--overwrite would delete the run" in process.stderr
 
 

@@ -450,6 +450,7 @@ def test_every_completion_is_a_json_line(tmp_path):
             "mismatch": 0.00125,
             "finish_reason": "length",
             "num_tokens": 2,
+            "version": 0,
             "failures": {"thinking_reward": "took longer\nthan 10 s"},
         },
         {
@@ -463,6 +464,7 @@ def test_every_completion_is_a_json_line(tmp_path):
             "mismatch": None,
             "finish_reason": "stop",
             "num_tokens": 5,
+            "version": 0,
             "failures": {},
         },
     ]

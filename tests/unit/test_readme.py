@@ -45,7 +45,8 @@ METRICS = {
     "grpo/roles/trainer.py": "entropy grad_norm learning_rate skipped_frac packing/padding_frac",
     "grpo/data/streaming.py": "data/bad_rows data/too_long data/unlabelled",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
-    "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
+    "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib lag/mean lag/max time/ahead "
+    "time/overlap sampling/rounds "
     "sampling/informative_frac sampling/full_frac sampling/filtered",
 }
 # One per reward function, number of samples, source
@@ -66,6 +67,7 @@ INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 # Files that a user writes, and those of another project.
 OTHER_FILES = {"path/file.py", "config-step-N.py", "configs/my_run.py", "apps/grpo/main.py", "apps/sft/main.py"}
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
+OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step"}
 OTHER_TOOLS_FLAGS |= {"--num", "--worst", "--prompt", "--evaluation"}
 MOST_LINES = 230  # of the page that a newcomer reads first
@@ -112,7 +114,7 @@ def test_metrics_are_logged(file):
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss|distill|validation|packing"
+    groups = "reward|completion|prompt|groups|time|memory|mismatch|lag|sampling|eval|loss|distill|validation|packing"
     for file, source in SOURCES.items():
         found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
         assert found <= NAMED | phases() | INGREDIENTS, file

@@ -47,10 +47,13 @@ LINE_BYTES = 2**24
 
 def main() -> None:
     """The supervisor: set up, load, then a batch at a time until the driver closes its end of the socket."""
-    # Ctrl-C is the driver's business. SIGTERM is also what the kernel sends when the driver's main thread, which
-    # started this process, is gone; SIGKILL would not let it end what the workers started.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Ctrl-C is the driver's business, and so are the signals that ask a run to stop. SIGTERM is also what the kernel
+    # sends when the driver's main thread, which started this process, is gone; SIGKILL would not let it end what the
+    # workers started.
+    driver = os.getppid()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os.getppid() == driver or sys.exit(0))
     lockdown.prctl(lockdown.PR_SET_PDEATHSIG, signal.SIGTERM)
     lockdown.prctl(lockdown.PR_SET_CHILD_SUBREAPER, 1)  # what dead workers leave behind becomes a child of this process
     Supervisor(socket.socket(fileno=int(sys.argv[1]))).run()

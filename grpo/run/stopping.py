@@ -1,0 +1,84 @@
+"""How a user asks a run to stop, and what the run answers.
+
+SIGTERM, SIGINT, SIGHUP or SIGUSR1 at any rank (torchrun passes the first three on), the file `stop` in the run folder,
+or the one that STOP_VARIABLE names. The driver decides it between two steps: what is done is saved, no other step
+begins, and one line says how to continue. Left out: how a signal at another rank reaches the driver (watchdog.py).
+"""
+
+import contextlib
+import os
+import pathlib
+import shlex
+import signal
+import sys
+
+from grpo.rewards import lockdown
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOP_FILE = "stop"
+STOP_VARIABLE = "GRPO_STOP_FILE"  # of launch scripts, which do not know the run folder
+
+_asked: list[str] = []  # names of signals, the first is the reason
+
+
+def ask_to_stop(reason: str) -> None:
+    """Let the run end before the next step begins."""
+    _asked.append(reason)
+
+
+def stop_reason(run_dir: str) -> str:
+    """Why the run is to stop, such as SIGTERM; empty if nobody asked. On the driver."""
+    if not _asked and (there := [path for path in stop_files(run_dir) if path.exists()]):
+        ask_to_stop(f"the file {there[0]}")
+    return _asked[0] if _asked else ""
+
+
+def stop_files(run_dir: str) -> list[pathlib.Path]:
+    """Each of them stops the run as soon as it exists."""
+    named = os.environ.get(STOP_VARIABLE)
+    return [pathlib.Path(run_dir) / STOP_FILE, *([pathlib.Path(named)] if named else [])]
+
+
+def forget_old_stop(run_dir: str) -> None:
+    """Remove what stopped a run before this one. (Whoever sets STOP_VARIABLE looks after that file.)"""
+    (pathlib.Path(run_dir) / STOP_FILE).unlink(missing_ok=True)
+
+
+def obey_stop(reason: str, step: int, run_dir: str) -> str:
+    """Remove the files that asked for it; returns what the run, stopped after `step` steps, prints last."""
+    for path in stop_files(run_dir):
+        path.unlink(missing_ok=True)
+    saved = f"saved after step {step}" if step else "before the first step, nothing is saved"
+    return f"stopped by {reason}, {saved}; everything is in {run_dir}, continue with: {command_to_continue()}"
+
+
+def command_to_continue() -> str:
+    """The command line that started this run, with --resume; of torchrun, if that started it."""
+    words = sys.orig_argv
+    if launched_by_torchrun():
+        with contextlib.suppress(OSError):
+            line = pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+            words = line.decode(errors="replace").rstrip("\0").split("\0")
+    words = [word for word in words if word != "--overwrite"]
+    for number, word in enumerate(words):
+        if word == "torch.distributed.run" or pathlib.PurePath(word).name == "torchrun":
+            words = ["torchrun", *words[number + 1 :]]
+            break
+    return shlex.join(words if "--resume" in words else [*words, "--resume"])
+
+
+def launched_by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def end_with_launcher() -> None:
+    """Let the kernel end this process when torchrun is gone, which could not end it any more; SIGINT ends it too.
+
+    Until a run listens to signals, see watchdog.py, Ctrl-C is no exception in whatever is being imported.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if launched_by_torchrun():
+        launcher = os.getppid()
+        lockdown.prctl(lockdown.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if launcher == 1 or os.getppid() != launcher:  # it was gone before that
+            os._exit(1)

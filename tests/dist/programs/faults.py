@@ -1,0 +1,86 @@
+"""Steps of 2 trainers, 1 reference and 1 generator without models, in which one rank fails in one way.
+
+Arguments: rank, phase, what happens to it there in the second step (a key of SIGNALS, raise, hang, spin), and the
+seconds for which nothing may happen.
+"""
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from grpo.config import AlgorithmConfig, DeadlinesConfig, GRPOConfig, RolesConfig
+from grpo.roles.comm import broadcast, gather_completions, wait_for_all
+from grpo.roles.process_groups import close_roles, setup_roles
+from grpo.run.failures import run_script, set_place
+from grpo.run.step_timer import StepTimer
+from grpo.run.stopping import end_with_launcher, stop_reason
+from grpo.run.watchdog import TICK_SECONDS, watched
+from grpo.types import Completion
+
+LAYOUT = RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=1)
+
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+
+
+def fail(kind: str) -> None:
+    time.sleep(2 * TICK_SECONDS)  # so that the others know the phase
+    print(f"fault at {time.time()}", flush=True)
+    if kind == "raise":
+        raise RuntimeError("forced")
+    if kind == "hang":
+        time.sleep(600)
+    if kind == "spin":
+        while True:
+            pass
+    os.kill(os.getpid(), SIGNALS[kind])
+
+
+def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
+    roles = setup_roles(GRPOConfig(roles=LAYOUT, algorithm=AlgorithmConfig(kl_coef=0.1)))
+    set_place(role=roles.name)
+    minutes = seconds / 60
+    deadlines = DeadlinesConfig(startup_minutes=1, generate_minutes=minutes, phase_minutes=minutes)
+
+    def at(step: int, here: str) -> None:
+        if (roles.rank, here, step) == (rank, phase, 1):
+            fail(kind)
+
+    with watched(roles, deadlines):
+        timer = StepTimer()
+        for step in range(1000):
+            if broadcast(stop_reason("") if roles.is_driver else None, roles.control):
+                break
+            with timer.phase("generate"):
+                at(step, "generate")
+                completion = Completion(torch.arange(3), torch.zeros(3), False, 0, 1.0)
+                gather_completions([completion] if roles.generates else None, roles)
+            with timer.phase("reference"):
+                at(step, "reference")
+                if roles.learns:
+                    dist.all_reduce(torch.ones(1), group=roles.learners)
+            with timer.phase("train"):
+                if roles.trains:
+                    for _ in range(3):
+                        dist.all_reduce(torch.ones(1))
+                    at(step, "train")
+                    dist.all_reduce(torch.ones(1))
+            with timer.phase("sync"):
+                at(step, "sync")
+                if roles.weights is not None:
+                    dist.broadcast(torch.ones(1), group_src=0, group=roles.weights)
+                wait_for_all(roles)
+            time.sleep(0.1)
+        if roles.is_driver:
+            print(f"ended after step {step}", flush=True)
+        close_roles(roles)
+
+
+if __name__ == "__main__":
+    end_with_launcher()
+    run_script(partial(steps, int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])))

@@ -1,0 +1,74 @@
+"""A rank that fails, dies, hangs or is stopped ends the job soon, with one line that names it, and nothing is left."""
+
+import re
+import time
+
+import pytest
+
+from tests.torchrun import run_torchrun
+
+PROGRAM = "tests/dist/programs/faults.py"
+DEADLINE = 6.0  # seconds that nothing may happen
+# torchrun looks every 0.1 s, rank 0 every second, the deputy waits 10 s more; the rest is for a busy machine
+SOON, DEPUTY = 12.0, 22.0
+
+KILLED = "was ended from outside in phase {phase}"
+HANGS = "hangs in phase {phase}: nothing has happened for"
+MUTE = "does not answer, last seen in phase {phase}: nothing has happened for"
+# rank and its role, phase, what happens to it, what its line says, seconds until all is over
+CELLS = [
+    ("1 (trainer)", "train", "raise", "failed in phase {phase}: forced", SOON),
+    ("2 (reference)", "reference", "kill", KILLED, SOON),
+    ("1 (trainer)", "train", "hang", HANGS, DEADLINE + SOON),
+    ("0 (trainer)", "generate", "stop", MUTE, DEADLINE + DEPUTY),
+]
+MORE_CELLS = [
+    (rank, phase, kind, line, DEADLINE + (DEPUTY if kind == "stop" else SOON))
+    for rank, phase in (
+        ("0 (trainer)", "train"),
+        ("0 (trainer)", "sync"),
+        ("1 (trainer)", "sync"),
+        ("2 (reference)", "reference"),
+        ("3 (generator)", "generate"),
+        ("3 (generator)", "sync"),
+    )
+    for kind, line in (("hang", HANGS), ("spin", HANGS), ("stop", MUTE), ("kill", KILLED))
+]
+
+
+@pytest.mark.parametrize("rank, phase, kind, line, within", CELLS)
+def test_one_line_names_the_rank(rank, phase, kind, line, within):
+    check_cell(rank, phase, kind, line, within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank, phase, kind, line, within", MORE_CELLS)
+def test_one_line_names_any_rank(rank, phase, kind, line, within):
+    check_cell(rank, phase, kind, line, within)
+
+
+def check_cell(rank: str, phase: str, kind: str, line: str, within: float) -> None:
+    """One run: its error line, its end, torchrun's root cause."""
+    result = run_torchrun(PROGRAM, rank[0], phase, kind, DEADLINE, nproc=4)
+    ended = time.time()
+    output = result.stdout
+    assert result.returncode == 1, output
+    (error,) = [text for text in output.splitlines() if text.startswith("error: ")]
+    assert error.startswith(f"error: rank {rank} {line.format(phase=phase)}"), output
+    struck = float(re.search(r"fault at ([\d.]+)", output)[1])
+    assert ended - struck < within, output
+    root_cause = output.partition("Root Cause")[2]
+    assert (error in root_cause) != (kind == "kill"), output  # then torchrun itself says what it was
+    assert kind != "kill" or "SIGKILL" in root_cause
+    assert (f"rank {rank} is here, in phase {phase}:" in output) == (kind in ("hang", "spin"))
+    assert output.count("Traceback") == (2 if kind == "raise" else 1), output  # torchrun's own is one
+
+
+def test_a_stop_signal_at_any_rank_reaches_the_driver():
+    """SIGTERM at the generator: all ranks end between two steps, without an error."""
+    result = run_torchrun(PROGRAM, 3, "sync", "term", DEADLINE, nproc=4)
+    assert result.returncode == 0, result.stdout
+    assert "SIGTERM: the run stops when this step is done and saved" in result.stdout
+    (step,) = re.findall(r"^ended after step (\d+)$", result.stdout, re.MULTILINE)
+    assert 2 <= int(step) < 100
+    assert "error" not in result.stdout and "Traceback" not in result.stdout

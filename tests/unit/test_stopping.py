@@ -1,0 +1,96 @@
+"""How a run is asked to stop and what it answers; how the processes of one start find each other."""
+
+import datetime
+import os
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from grpo.roles.process_groups import meet
+from grpo.run import stopping
+
+
+@pytest.fixture(autouse=True)
+def nobody_asked(monkeypatch):
+    monkeypatch.setattr(stopping, "_asked", [])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv(stopping.STOP_VARIABLE, raising=False)
+
+
+def test_a_file_stops_the_run_once(tmp_path, monkeypatch):
+    run_dir, named = tmp_path / "run", tmp_path / "named"
+    run_dir.mkdir()
+    assert stopping.stop_reason(str(run_dir)) == ""
+    (run_dir / "stop").touch()
+    stopping.forget_old_stop(str(run_dir))  # of a run before this one
+    assert stopping.stop_reason(str(run_dir)) == ""
+    monkeypatch.setenv(stopping.STOP_VARIABLE, str(named))
+    named.touch()
+    stopping.forget_old_stop(str(run_dir))
+    reason = stopping.stop_reason(str(run_dir))
+    assert reason == f"the file {named}"
+    stopping.obey_stop(reason, 7, str(run_dir))
+    assert not named.exists()
+    assert stopping.stop_reason(str(run_dir)) == reason  # it stays asked for
+
+
+def test_the_first_reason_counts(tmp_path):
+    stopping.ask_to_stop("SIGTERM")
+    stopping.ask_to_stop("SIGINT")
+    assert stopping.stop_reason(str(tmp_path)) == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["/bin/python", "train_grpo.py", "a b.py"], "/bin/python train_grpo.py 'a b.py' --resume"),
+        (["python", "train_sft.py", "--overwrite", "--seed", "1"], "python train_sft.py --seed 1 --resume"),
+        (["python", "train_sft.py", "--resume"], "python train_sft.py --resume"),
+    ],
+)
+def test_the_command_that_continues(words, command, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert stopping.command_to_continue() == command
+    line = stopping.obey_stop("SIGTERM", 12, "runs/a")
+    assert line == f"stopped by SIGTERM, saved after step 12; everything is in runs/a, continue with: {command}"
+    assert "before the first step, nothing is saved" in stopping.obey_stop("SIGTERM", 0, "runs/a")
+
+
+def test_under_torchrun_the_command_is_its_own(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(os, "getppid", os.getpid)  # as if this process were torchrun
+    assert stopping.command_to_continue().endswith(" --resume")
+    assert "pytest" in stopping.command_to_continue()
+
+
+def test_what_an_earlier_start_left_in_the_store_answers_nobody():
+    """Ranks 0 to 2 meet, then 3 other processes in the same store, which has all words of the first three."""
+    store, soon = dist.HashStore(), datetime.timedelta(seconds=20)
+    store.set_timeout(soon)
+
+    def names() -> dict[int, dist.PrefixStore]:
+        found = {}
+
+        def rank(number: int) -> None:
+            found[number] = meet(store, number, 3, soon)
+
+        threads = [threading.Thread(target=rank, args=(number,)) for number in (1, 2, 0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found[0].set("who", "met")
+        assert [found[number].get("who") for number in range(3)] == [b"met"] * 3
+        return found
+
+    first, second = names(), names()
+    first[0].set("a", "first")
+    assert not second[1].check(["a"])
+
+
+def test_a_rank_that_does_not_start_is_named():
+    store = dist.HashStore()
+    with pytest.raises(TimeoutError, match=r"^of 2 ranks, these did not start within 0 s: 1$"):
+        meet(store, 0, 2, datetime.timedelta(seconds=0.1))
