@@ -113,16 +113,16 @@ def look_at_ranks(config: GRPOConfig | SFTConfig, report: Report) -> list[Seen]:
     Every rank calls it.
     """
     name = f"{config.num_trainers} trainer" if isinstance(config, SFTConfig) else describe_layout(config)
+    device = look_at_device(int(os.environ.get("LOCAL_RANK", "0")))  # before this rank's groups take memory
     if "RANK" not in os.environ:
         report.rows.append(Row("ranks", "ok", f"{name}; without torchrun their groups are not looked at"))
-        return [Seen(look_at_device(), [])]
+        return [Seen(device, [])]
     world_size = int(os.environ["WORLD_SIZE"])
     if report.check("ranks", lambda: check_world_size(config, world_size) or name) is None:
-        return [Seen(look_at_device(), [])]
+        return [Seen(device, [])]
     roles = setup_trainers(config) if isinstance(config, SFTConfig) else setup_roles(config)
-    found = Seen(look_at_device(roles.device.index or 0), measure_groups(roles))
     seen: list[Any] = [None] * world_size
-    dist.all_gather_object(seen, found, group=roles.control)
+    dist.all_gather_object(seen, Seen(device, measure_groups(roles)), group=roles.control)
     close_roles(roles)
     return seen
 
@@ -156,7 +156,7 @@ def check_inputs(report: Report, config: GRPOConfig | SFTConfig, device: Device,
     report.check("run folder", partial(_check_run_folder, config))
     if "code_reward" in config.reward.functions and not (sft and not config.evaluation.interval):
         report.check("sandbox", partial(check_sandbox, config.reward))
-    sources = report.check("data", lambda: (load_chat_sources if sft else load_sources)(_rows_of(config)), say=_rows)
+    sources = report.check("data", lambda: load_chat_sources(config) if sft else load_sources(config.data), say=_rows)
     tensor_parallel = config.trainer.tensor_parallel if sft else config.largest_tensor_parallel
     opened = report.check(
         "model, tokenizer",
@@ -169,10 +169,6 @@ def check_inputs(report: Report, config: GRPOConfig | SFTConfig, device: Device,
         hf = read_hf_config(opened[0])
         report.rows += [*check_memory(config, hf, device), check_disk(config, hf)]
     (_check_sft if sft else _check_grpo)(report, config, sources, opened)
-
-
-def _rows_of(config: GRPOConfig | SFTConfig) -> Any:
-    return config if isinstance(config, SFTConfig) else config.data
 
 
 def _rows(sources: list) -> str:

@@ -61,9 +61,14 @@ class Device:
 
 
 def look_at_device(index: int = 0) -> Device:
-    """The `index`-th GPU, or the host's memory where torch sees no GPU."""
+    """The `index`-th GPU, or the host's memory where torch sees no GPU. Raises ValueError if there are fewer GPUs."""
     num_gpus = torch.cuda.device_count()
     if num_gpus:
+        if index >= num_gpus:
+            raise ValueError(
+                f"process {index} of this host needs a GPU of its own, and there are {num_gpus}; start at most so many "
+                f"here: --nproc_per_node={num_gpus}"
+            )
         free, total = torch.cuda.mem_get_info(index)
         return Device(num_gpus, torch.cuda.get_device_name(index), total / 2**30, free / 2**30)
     fields = dict(re.findall(r"^(\w+): +(\d+) kB", pathlib.Path("/proc/meminfo").read_text(), re.MULTILINE))

@@ -68,6 +68,18 @@ def test_gpus_in_use_and_gpus_that_torch_does_not_see(monkeypatch):
     assert row.status == "problem" and "sees no GPU" in row.found
 
 
+def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match="process 4 of this host needs a GPU of its own, and there are 4; .*_node=4"):
+        machine.look_at_device(4)
+
+
+def test_without_a_gpu_the_device_is_the_host(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    device = machine.look_at_device(3)
+    assert device.num_gpus == 0 and 0 < device.free_gib < device.total_gib
+
+
 def statuses(config: c.GRPOConfig | c.SFTConfig, raw: dict = QWEN3_8B, device: Device = H100) -> dict[str, str]:
     return {row.check.removeprefix("memory of a "): row.status for row in check_memory(config, hf(raw), device)}
 
@@ -99,7 +111,7 @@ def test_memory_of_a_trainer_that_shares_its_gpu():
 
 
 def test_memory_of_all_ranks_on_a_cpu():
-    """3 trainers of 48.0 - 25.6 x 2 / 3 GiB and so on: far above 20 GiB; a tiny model is far below."""
+    """Qwen3-1.7B: 4 trainers of 24.9 GiB are far above 20 GiB already; a tiny model is far below."""
     cpu = Device(0, "2 CPU cores", 24, 20)
     assert statuses(grpo(), QWEN3_1_7B, cpu) == {"memory": "problem"}
     tiny = QWEN3_1_7B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
@@ -140,7 +152,7 @@ def test_what_a_resumed_run_replaces_counts_as_room(tmp_path, monkeypatch):
 
 
 def test_checkpoints_of_lora_are_those_of_the_adapters():
-    """Qwen3-8B at rank 16 has 43,646,976 weights in adapters, as worked out in test_memory.py: 0.49 GiB x 12 / 12."""
+    """Qwen3-8B at rank 16 has 43,646,976 weights in adapters, as worked out in test_memory.py."""
     config = grpo(trainer=c.TrainerConfig(lora_rank=16))
     assert machine.checkpoint_gib(hf(QWEN3_8B), config) == pytest.approx(43_646_976 * 12 / 2**30)
 
