@@ -211,7 +211,7 @@ def _check_grpo(report: Report, config: GRPOConfig, sources: list | None, opened
     drawn = report.check("prompts", first_prompt, sources, opened)
     if config.evaluation.interval:
         report.check("held-out prompts", lambda opened: held_out_prompts(config, opened[1]), opened)
-    scorer = report.check("reward processes", lambda opened: Scorer(config, *opened), opened)
+    scorer = report.check("reward processes", lambda opened, _: Scorer(config, *opened), opened, drawn)
     report.check("dry reward call", partial(dry_call, config.group_size), scorer, drawn)
 
 
