@@ -1,0 +1,306 @@
+"""What real roles do when one of them fails: every role in every phase, with a tiny model, on a CPU.
+
+    nice -n 5 python tests/bench/faults.py [--roles driver ...] [--phases train ...] [--kinds hang ...] [--jobs 2]
+
+A cell is one run of train_grpo.py in which a fault strikes one rank in its second step (`start`: while models load):
+an exception, SIGKILL, a sleep of an hour, SIGSTOP. It prints a markdown table: seconds from the fault to the end of
+torchrun, and in bold what was not as it should be. As it should be: exit code 1; one line `error:` that names the rank,
+its role and its phase; torchrun's report repeats it (of a killed rank it has the signal); two seconds later no process
+of the run lives, and no new file in /dev/shm that no process has mapped. (A port is open as long as its process.)
+
+Each cell leaves `runs/faults/CELL.log` and a line in `runs/faults/cells.jsonl`; cells that are there are not run again.
+`--table` prints the table of what is there.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+
+import psutil
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from grpo.data import toy
+from tests.tiny_models import SMALL
+from tests.torchrun import ROOT, SETTINGS
+
+FOLDER = ROOT / "runs" / "faults"
+STEP = 2
+PHASE_MINUTES, STARTUP_MINUTES = 0.25, 0.75
+# Of a busy machine, after the deadline: rank 0 looks each second, torchrun each 0.1 s; the stacks take up to 5 s
+SOON, DEPUTY = 15.0, 25.0
+LEFT_SECONDS = 2.0
+RUN_LIMIT = 300.0  # seconds of a cell
+
+
+@dataclass(frozen=True)
+class Role:
+    """Where a fault strikes, in a layout of as few ranks as it takes."""
+
+    rank: int
+    name: str
+    nproc: int
+    flags: tuple[str, ...]
+
+
+def layout(trainers: int, references: int, generators: int, *more: str) -> tuple[str, ...]:
+    counts = {"trainers": trainers, "references": references, "generators": generators}
+    return (*(word for role, number in counts.items() for word in (f"--roles.num-{role}", str(number))), *more)
+
+
+# Without reference ranks the trainers hold the reference
+ROLES = {
+    "trainer": Role(1, "trainer", 3, layout(2, 0, 1)),
+    "driver": Role(0, "trainer", 3, layout(2, 0, 1)),
+    "reference": Role(1, "reference", 3, layout(1, 1, 1)),
+    "generator TP 1": Role(1, "generator", 2, layout(1, 0, 1)),
+    "generator TP 2": Role(2, "generator", 3, layout(1, 0, 2, "--generator.tensor-parallel", "2")),
+    "colocated": Role(1, "colocated", 2, layout(2, 0, 0, "--roles.colocated")),
+}
+PHASES = ("start", "generate", "reference", "reward", "train", "sync", "evaluate", "save")
+SAVING = ("trainer", "driver", "colocated")
+KINDS = {
+    "raise": "failed in phase {phase}: forced",
+    "SIGKILL": "was ended from outside in phase {phase};",
+    "hang": "hangs in phase {phase}: nothing has happened for",
+    "SIGSTOP": "does not answer, last seen in phase {phase}: nothing has happened for",
+}
+
+
+@dataclass
+class Outcome:
+    """Of one cell."""
+
+    role: str
+    phase: str
+    kind: str
+    seconds: float = 0.0
+    """From the fault to the end of torchrun."""
+    wrong: list[str] = field(default_factory=list)
+    line: str = ""
+    """The first that begins with `error:`."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=ROLES)
+    parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--jobs", type=int, default=2, help="cells at the same time")
+    parser.add_argument("--again", action="store_true", help="cells that are there, too")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    cells = [
+        (role, phase, kind)
+        for role in options.roles
+        for phase in options.phases
+        for kind in options.kinds
+        if phase != "save" or role in SAVING
+    ]
+    if not options.table:
+        there = {} if options.again else read_outcomes()
+        run_all([cell for cell in cells if cell not in there], options.jobs)
+    outcomes = read_outcomes()
+    print(table([outcomes[cell] for cell in cells if cell in outcomes]))
+
+
+def run_all(cells: list[tuple[str, str, str]], jobs: int) -> None:
+    """In an order by chance, so that a bench which is interrupted has something of everything."""
+    model, rows = make_inputs()
+    random.Random(0).shuffle(cells)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run_cell, *cell, model, rows) for cell in cells]
+        for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            outcome = future.result()
+            with open(FOLDER / "cells.jsonl", "a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+            verdict = "; ".join(outcome.wrong) or "ok"
+            name = f"{outcome.role}, {outcome.phase}, {outcome.kind}"
+            print(f"{number}/{len(cells)} {name}: {outcome.seconds:.1f} s, {verdict}", flush=True)
+
+
+def make_inputs() -> tuple[pathlib.Path, pathlib.Path]:
+    """The folder of a random model and a file of a few rows."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    model, rows = FOLDER / "model", FOLDER / "rows.jsonl"
+    if not rows.exists():
+        changes = SMALL | {"max_position_embeddings": 128}
+        toy.make_model(model, toy.addition_tokenizer(), seed=0, changes=changes)
+        rows.write_text("".join(json.dumps(row) + "\n" for row in toy.task_rows("addition", "train")[:20]))
+    return model, rows
+
+
+def read_outcomes() -> dict[tuple[str, str, str], Outcome]:
+    """The last of each cell."""
+    path = FOLDER / "cells.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    outcomes = [Outcome(**json.loads(line)) for line in lines]
+    return {(outcome.role, outcome.phase, outcome.kind): outcome for outcome in outcomes}
+
+
+# ---- one cell -------------------------------------------------------------------------------------------------------
+
+
+def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathlib.Path) -> Outcome:
+    """Run it and look at what it printed and left."""
+    at, outcome = ROLES[role], Outcome(role, phase, kind)
+    name = f"{role}-{phase}-{kind}".replace(" ", "-")
+    log, note = FOLDER / f"{name}.log", FOLDER / f"{name}.fault"
+    note.unlink(missing_ok=True)
+    fault = {"rank": at.rank, "phase": phase, "step": STEP, "kind": kind, "note": str(note)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={at.nproc}"]
+    command += ["train_grpo.py", "tests/bench/faults_recipe.py", *at.flags, "--model.path", str(model)]
+    command += ["--data.path", str(rows), "--evaluation.path", str(rows), "--run-dir", str(FOLDER / name)]
+    command += ["--overwrite", "--deadlines.startup-minutes", str(STARTUP_MINUTES)]
+    command += [
+        word for kind_of in ("generate", "phase") for word in (f"--deadlines.{kind_of}-minutes", str(PHASE_MINUTES))
+    ]
+    before, scratch = shared_memory(), tempfile.mkdtemp(prefix="f")
+    environment = os.environ | SETTINGS | {"FAULT": json.dumps(fault), "TMPDIR": scratch}
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        family, ended = follow(process)
+    time.sleep(LEFT_SECONDS)
+    left = [member for member in family if is_alive(member)]
+    for member in left:
+        member.kill()
+    output = log.read_text(errors="replace")
+    if not note.exists():
+        outcome.wrong.append(f"the fault did not strike (exit code {process.returncode})")
+        return outcome
+    outcome.seconds = ended - json.loads(note.read_text())["time"]
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    outcome.line = errors[0] if errors else ""
+    outcome.wrong += complaints(outcome, at, process.returncode, output, errors)
+    if left:
+        outcome.wrong.append(f"left: {len(left)} processes")
+    if files := new_shared_memory(before):
+        outcome.wrong.append(f"left in /dev/shm: {', '.join(sorted(files))}")
+    # torchrun keeps the folder of its error files
+    if files := sorted(path.name for path in pathlib.Path(scratch).glob("*") if "torchelastic" not in path.name):
+        outcome.wrong.append(f"left in the temporary folder: {', '.join(files)}")
+    shutil.rmtree(scratch)
+    if not outcome.wrong:
+        shutil.rmtree(FOLDER / name)
+    return outcome
+
+
+def follow(process: subprocess.Popen) -> tuple[set[psutil.Process], float]:
+    """Wait for torchrun; returns all processes that it ever had below it, and the time of its end."""
+    family: set[psutil.Process] = set()
+    deadline = time.monotonic() + RUN_LIMIT
+    while process.poll() is None:
+        try:
+            family.update(psutil.Process(process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            break
+        if time.monotonic() > deadline:
+            process.kill()
+        try:
+            process.wait(0.25)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+    return family, time.time()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def complaints(outcome: Outcome, at: Role, code: int, output: str, errors: list[str]) -> list[str]:
+    """What was not as it should be, of what the run said and when."""
+    found = []
+    if code != 1:
+        found.append(f"exit code {code}")
+    phase = "startup" if outcome.phase == "start" else outcome.phase
+    expected = f"error: rank {at.rank} ({at.name}) {KINDS[outcome.kind].format(phase=phase)}"
+    if not errors or not errors[0].startswith(expected):
+        found.append(f"says '{errors[0][:120]}'" if errors else "no line")
+    if len(errors) > 1:
+        found.append(f"{len(errors)} lines")
+    root_cause = output.partition("Root Cause")[2]
+    if ("SIGKILL" if outcome.kind == "SIGKILL" else expected) not in root_cause:
+        found.append("not torchrun's root cause")
+    shows_stack = f"rank {at.rank} ({at.name}) is here, in phase {phase}:" in output
+    if shows_stack != (outcome.kind == "hang"):
+        found.append("a stack" if shows_stack else "no stack")
+    if outcome.seconds > limit_of(outcome):
+        found.append(f"above {limit_of(outcome):.0f} s")
+    return found
+
+
+def limit_of(outcome: Outcome) -> float:
+    """Seconds in which all must be over."""
+    if outcome.kind in ("raise", "SIGKILL"):
+        return SOON
+    deadline = 60 * (STARTUP_MINUTES if outcome.phase == "start" else PHASE_MINUTES)
+    return deadline + (DEPUTY if (outcome.role, outcome.kind) == ("driver", "SIGSTOP") else SOON)
+
+
+# ---- what is left behind --------------------------------------------------------------------------------------------
+
+_seen_left: set[str] = set()  # by a cell before
+_one_at_a_time = threading.Lock()
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def new_shared_memory(before: set[str]) -> set[str]:
+    """Files in /dev/shm that were not there before and that no process has mapped or open."""
+    with _one_at_a_time:
+        new = shared_memory() - before - _seen_left
+        used = in_use() if new else set()
+        new -= used
+        _seen_left.update(new)
+        return new
+
+
+def in_use() -> set[str]:
+    """Names in /dev/shm that some process has mapped or open."""
+    names = set()
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            names.update(re.findall(r" /dev/shm/(\S+)", (process / "maps").read_text(errors="replace")))
+            targets = [os.readlink(link) for link in (process / "fd").iterdir()]
+        except OSError:  # it ended meanwhile, or belongs to someone else
+            continue
+        names.update(target.removeprefix("/dev/shm/") for target in targets if target.startswith("/dev/shm/"))
+    return names
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Markdown: one row per role and phase, one column per kind; seconds, and in bold what was wrong."""
+    kinds = [kind for kind in KINDS if any(outcome.kind == kind for outcome in outcomes)]
+    lines = [f"| role | phase | {' | '.join(kinds)} |", f"|{' --- |' * (2 + len(kinds))}"]
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for outcome in outcomes:
+        text = f"{outcome.seconds:.1f}" + (f" **{'; '.join(outcome.wrong)}**" if outcome.wrong else "")
+        rows.setdefault((outcome.role, outcome.phase), {})[outcome.kind] = text
+    for (role, phase), cells in rows.items():
+        lines.append(f"| {role} | {phase} | {' | '.join(cells.get(kind, '-') for kind in kinds)} |")
+    failed = sum(bool(outcome.wrong) for outcome in outcomes)
+    return "\n".join([*lines, "", f"{len(outcomes)} cells, {failed} not as they should be"])
+
+
+if __name__ == "__main__":
+    main()
