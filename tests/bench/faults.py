@@ -14,6 +14,7 @@ Each cell leaves `runs/faults/CELL.log` and a line in `runs/faults/cells.jsonl`;
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -116,9 +117,9 @@ def main() -> None:
 
 
 def run_all(cells: list[tuple[str, str, str]], jobs: int) -> None:
-    """In an order by chance, so that a bench which is interrupted has something of everything."""
+    """So that a bench which is interrupted has something of everything: each role in each phase once, then again."""
     model, rows = make_inputs()
-    random.Random(0).shuffle(cells)
+    cells = in_turns(cells)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(run_cell, *cell, model, rows) for cell in cells]
         for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
@@ -128,6 +129,16 @@ def run_all(cells: list[tuple[str, str, str]], jobs: int) -> None:
             verdict = "; ".join(outcome.wrong) or "ok"
             name = f"{outcome.role}, {outcome.phase}, {outcome.kind}"
             print(f"{number}/{len(cells)} {name}: {outcome.seconds:.1f} s, {verdict}", flush=True)
+
+
+def in_turns(cells: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Row after row in an order by chance, from each another kind; then the rows' next kinds, and so on."""
+    rows: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+    for role, phase, kind in cells:
+        rows.setdefault((role, phase), []).append((role, phase, kind))
+    order = random.Random(0).sample(list(rows.values()), len(rows))
+    order = [row[n % len(row) :] + row[: n % len(row)] for n, row in enumerate(order)]
+    return [cell for turn in itertools.zip_longest(*order) for cell in turn if cell]
 
 
 def make_inputs() -> tuple[pathlib.Path, pathlib.Path]:
@@ -187,9 +198,6 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
         outcome.wrong.append(f"left: {len(left)} processes")
     if files := new_shared_memory(before):
         outcome.wrong.append(f"left in /dev/shm: {', '.join(sorted(files))}")
-    # torchrun keeps the folder of its error files
-    if files := sorted(path.name for path in pathlib.Path(scratch).glob("*") if "torchelastic" not in path.name):
-        outcome.wrong.append(f"left in the temporary folder: {', '.join(files)}")
     shutil.rmtree(scratch)
     if not outcome.wrong:
         shutil.rmtree(FOLDER / name)
