@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import psutil
@@ -170,18 +171,12 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
     log, note = FOLDER / f"{name}.log", FOLDER / f"{name}.fault"
     note.unlink(missing_ok=True)
     fault = {"rank": at.rank, "phase": phase, "step": STEP, "kind": kind, "note": str(note)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={at.nproc}"]
-    command += ["train_grpo.py", "tests/bench/faults_recipe.py", *at.flags, "--model.path", str(model)]
-    command += ["--data.path", str(rows), "--evaluation.path", str(rows), "--run-dir", str(FOLDER / name)]
-    command += ["--overwrite", "--deadlines.startup-minutes", str(STARTUP_MINUTES)]
-    command += [
-        word for kind_of in ("generate", "phase") for word in (f"--deadlines.{kind_of}-minutes", str(PHASE_MINUTES))
-    ]
+    flags = [*at.flags, "--run-dir", str(FOLDER / name), "--overwrite"]
+    for deadline, minutes in (("startup", STARTUP_MINUTES), ("generate", PHASE_MINUTES), ("phase", PHASE_MINUTES)):
+        flags += [f"--deadlines.{deadline}-minutes", str(minutes)]
     before, scratch = shared_memory(), tempfile.mkdtemp(prefix="f")
-    environment = os.environ | SETTINGS | {"FAULT": json.dumps(fault), "TMPDIR": scratch}
-    with open(log, "w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        family, ended = follow(process)
+    process = start_run(at.nproc, flags, model, rows, log, FAULT=json.dumps(fault), TMPDIR=scratch)
+    family, ended = follow(process)
     time.sleep(LEFT_SECONDS)
     left = [member for member in family if is_alive(member)]
     for member in left:
@@ -202,6 +197,25 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
     if not outcome.wrong:
         shutil.rmtree(FOLDER / name)
     return outcome
+
+
+def start_run(
+    nproc: int,
+    flags: Sequence[str],
+    model: pathlib.Path,
+    rows: pathlib.Path,
+    log: pathlib.Path,
+    mode: str = "w",
+    launcher: Sequence[str] = (),
+    **variables: str,
+) -> subprocess.Popen:
+    """Start torchrun with the recipe beside this file and these environment variables; its output goes to `log`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launcher]
+    command += ["train_grpo.py", "tests/bench/faults_recipe.py", "--model.path", str(model), "--data.path", str(rows)]
+    command += ["--evaluation.path", str(rows), *flags]
+    environment = os.environ | SETTINGS | variables
+    with open(log, mode) as file:
+        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
 def follow(process: subprocess.Popen) -> tuple[set[psutil.Process], float]:
@@ -274,8 +288,11 @@ def new_shared_memory(before: set[str]) -> set[str]:
     """Files in /dev/shm that were not there before and that no process has mapped or open."""
     with _one_at_a_time:
         new = shared_memory() - before - _seen_left
-        used = in_use() if new else set()
-        new -= used
+        for _ in range(2):  # other runs are just making or removing theirs
+            if new:
+                new -= in_use()
+                time.sleep(LEFT_SECONDS)
+                new &= shared_memory()
         _seen_left.update(new)
         return new
 
