@@ -6,7 +6,7 @@ A cell is one run of train_grpo.py in which a fault strikes one rank in its seco
 an exception, SIGKILL, a sleep of an hour, SIGSTOP. It prints a markdown table: seconds from the fault to the end of
 torchrun, and in bold what was not as it should be. As it should be: exit code 1; one line `error:` that names the rank,
 its role and its phase; torchrun's report repeats it (of a killed rank it has the signal); two seconds later no process
-of the run lives, and no new file in /dev/shm that no process has mapped. (A port is open as long as its process.)
+of the run lives, and no file of /dev/shm that one of them had mapped is there. (A port is open as long as its process.)
 
 Each cell leaves `runs/faults/CELL.log` and a line in `runs/faults/cells.jsonl`; cells that are there are not run again.
 `--table` prints the table of what is there.
@@ -14,6 +14,7 @@ Each cell leaves `runs/faults/CELL.log` and a line in `runs/faults/cells.jsonl`;
 
 import argparse
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import os
@@ -24,7 +25,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -42,7 +42,9 @@ STEP = 2
 PHASE_MINUTES, STARTUP_MINUTES = 0.25, 0.75
 # Of a busy machine, after the deadline: rank 0 looks each second, torchrun each 0.1 s; the stacks take up to 5 s
 SOON, DEPUTY = 15.0, 25.0
+LOADING = 30.0  # while one rank is silent at the start, the others still load
 LEFT_SECONDS = 2.0
+LOOK_SECONDS = 0.5  # from one look at a run's processes to the next
 RUN_LIMIT = 300.0  # seconds of a cell
 
 
@@ -174,9 +176,9 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
     flags = [*at.flags, "--run-dir", str(FOLDER / name), "--overwrite"]
     for deadline, minutes in (("startup", STARTUP_MINUTES), ("generate", PHASE_MINUTES), ("phase", PHASE_MINUTES)):
         flags += [f"--deadlines.{deadline}-minutes", str(minutes)]
-    before, scratch = shared_memory(), tempfile.mkdtemp(prefix="f")
+    scratch = tempfile.mkdtemp(prefix="f")
     process = start_run(at.nproc, flags, model, rows, log, FAULT=json.dumps(fault), TMPDIR=scratch)
-    family, ended = follow(process)
+    family, shared, ended = follow(process)
     time.sleep(LEFT_SECONDS)
     left = [member for member in family if is_alive(member)]
     for member in left:
@@ -191,8 +193,8 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
     outcome.wrong += complaints(outcome, at, process.returncode, output, errors)
     if left:
         outcome.wrong.append(f"left: {len(left)} processes")
-    if files := new_shared_memory(before):
-        outcome.wrong.append(f"left in /dev/shm: {', '.join(sorted(files))}")
+    if files := sorted(path for path in shared if os.path.exists(path)):
+        outcome.wrong.append(f"left: {', '.join(files)}")
     shutil.rmtree(scratch)
     if not outcome.wrong:
         shutil.rmtree(FOLDER / name)
@@ -218,23 +220,29 @@ def start_run(
         return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
-def follow(process: subprocess.Popen) -> tuple[set[psutil.Process], float]:
-    """Wait for torchrun; returns all processes that it ever had below it, and the time of its end."""
+def follow(process: subprocess.Popen) -> tuple[set[psutil.Process], set[str], float]:
+    """Wait for torchrun; returns all processes that it ever had below it, what they mapped of /dev/shm, and its end."""
     family: set[psutil.Process] = set()
+    shared: set[str] = set()
     deadline = time.monotonic() + RUN_LIMIT
     while process.poll() is None:
         try:
-            family.update(psutil.Process(process.pid).children(recursive=True))
+            children = psutil.Process(process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             break
+        family.update(children)
+        for child in children:
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                maps = pathlib.Path(f"/proc/{child.pid}/maps").read_text(errors="replace")
+                shared.update(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
         if time.monotonic() > deadline:
             process.kill()
         try:
-            process.wait(0.25)
+            process.wait(LOOK_SECONDS)
         except subprocess.TimeoutExpired:
             continue
     process.wait()
-    return family, time.time()
+    return family, shared, time.time()
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -270,44 +278,8 @@ def limit_of(outcome: Outcome) -> float:
     """Seconds in which all must be over."""
     if outcome.kind in ("raise", "SIGKILL"):
         return SOON
-    deadline = 60 * (STARTUP_MINUTES if outcome.phase == "start" else PHASE_MINUTES)
+    deadline = 60 * STARTUP_MINUTES + LOADING if outcome.phase == "start" else 60 * PHASE_MINUTES
     return deadline + (DEPUTY if (outcome.role, outcome.kind) == ("driver", "SIGSTOP") else SOON)
-
-
-# ---- what is left behind --------------------------------------------------------------------------------------------
-
-_seen_left: set[str] = set()  # by a cell before
-_one_at_a_time = threading.Lock()
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-def new_shared_memory(before: set[str]) -> set[str]:
-    """Files in /dev/shm that were not there before and that no process has mapped or open."""
-    with _one_at_a_time:
-        new = shared_memory() - before - _seen_left
-        for _ in range(2):  # other runs are just making or removing theirs
-            if new:
-                new -= in_use()
-                time.sleep(LEFT_SECONDS)
-                new &= shared_memory()
-        _seen_left.update(new)
-        return new
-
-
-def in_use() -> set[str]:
-    """Names in /dev/shm that some process has mapped or open."""
-    names = set()
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            names.update(re.findall(r" /dev/shm/(\S+)", (process / "maps").read_text(errors="replace")))
-            targets = [os.readlink(link) for link in (process / "fd").iterdir()]
-        except OSError:  # it ended meanwhile, or belongs to someone else
-            continue
-        names.update(target.removeprefix("/dev/shm/") for target in targets if target.startswith("/dev/shm/"))
-    return names
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
