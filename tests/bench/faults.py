@@ -24,7 +24,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -176,8 +175,7 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
     flags = [*at.flags, "--run-dir", str(FOLDER / name), "--overwrite"]
     for deadline, minutes in (("startup", STARTUP_MINUTES), ("generate", PHASE_MINUTES), ("phase", PHASE_MINUTES)):
         flags += [f"--deadlines.{deadline}-minutes", str(minutes)]
-    scratch = tempfile.mkdtemp(prefix="f")
-    process = start_run(at.nproc, flags, model, rows, log, FAULT=json.dumps(fault), TMPDIR=scratch)
+    process = start_run(at.nproc, flags, model, rows, log, FAULT=json.dumps(fault))
     family, shared, ended = follow(process)
     time.sleep(LEFT_SECONDS)
     left = [member for member in family if is_alive(member)]
@@ -195,7 +193,6 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
         outcome.wrong.append(f"left: {len(left)} processes")
     if files := sorted(path for path in shared if os.path.exists(path)):
         outcome.wrong.append(f"left: {', '.join(files)}")
-    shutil.rmtree(scratch)
     if not outcome.wrong:
         shutil.rmtree(FOLDER / name)
     return outcome

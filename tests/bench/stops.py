@@ -5,7 +5,7 @@
 
 terms: SIGTERM at a random moment, to torchrun or to a random rank, then the same command with --resume, and so on.
 After each stop the newest checkpoint has all steps that metrics.jsonl had when the signal came; nothing else saves.
-kills: SIGKILL to a random rank after a random step; torchrun starts all ranks again (--max_restarts).
+kills: SIGKILL after a random step, to rank 0 and rank 1 in turns; torchrun starts all ranks again (--max_restarts).
 
 At the end the metrics of all steps, without times, are compared with those of an undisturbed run.
 """
@@ -27,9 +27,10 @@ from faults import FOLDER, layout, make_inputs, start_run
 
 from tests.e2e.runs import read_metrics, without_clocks
 
-NUM_STEPS = 60
-# From the start of torchrun; the latest moment is some steps into the run
-FIRST_SECONDS, STEPS_AT_MOST = 5.0, 6
+NUM_STEPS = 300
+# Of the signal: steps since the start, and a part of a step; one in four comes earlier, seconds after torchrun's start
+STEPS_AT_MOST, STEP_SECONDS = 12, 0.3
+FIRST_SECONDS, LAST_SECONDS = 2.0, 20.0
 SAVE_INTERVAL = 4  # steps, between checkpoints of the run that is killed
 RUN_LIMIT = 900.0
 
@@ -58,15 +59,15 @@ def terms(times: int, chance: random.Random) -> None:
     for number in range(1, times + 1):
         before = len(steps_of("terms"))
         process = start("terms", 1000)
-        moment, until = chance.uniform(FIRST_SECONDS, 20.0), before + chance.randrange(STEPS_AT_MOST)
         begun = time.monotonic()
-        if chance.random() < 0.75:  # else while models load, perhaps
-            while process.poll() is None and len(steps_of("terms")) <= until:
-                time.sleep(0.05)
-            time.sleep(chance.random())
-        else:
-            time.sleep(moment)
-        target, name = pick(process, chance)
+        if number % 4:
+            until = before + chance.randrange(1, STEPS_AT_MOST)
+            while process.poll() is None and len(steps_of("terms")) < until:
+                time.sleep(0.02)
+            time.sleep(chance.uniform(0, STEP_SECONDS))
+        else:  # while models load
+            time.sleep(chance.uniform(FIRST_SECONDS, LAST_SECONDS))
+        target, name = chance.choice([*ranks_of(process), (psutil.Process(process.pid), "torchrun")])
         had = len(steps_of("terms"))
         after = time.monotonic() - begun
         target.send_signal(signal.SIGTERM)
@@ -88,11 +89,11 @@ def kills(times: int, chance: random.Random) -> None:
     shutil.rmtree(FOLDER / "kills", ignore_errors=True)
     process = start("kills", SAVE_INTERVAL, "--max_restarts", str(times))
     moments = sorted(chance.sample(range(2, NUM_STEPS - 2), times))
-    for moment in moments:
+    for number, moment in enumerate(moments):
         while process.poll() is None and len(steps_of("kills")) < moment:
             time.sleep(0.05)
         time.sleep(chance.random())
-        target, name = pick(process, chance, with_launcher=False)
+        target, name = ranks_of(process)[number % 2]
         print(f"SIGKILL to {name} after step {len(steps_of('kills'))}", flush=True)
         target.send_signal(signal.SIGKILL)
     code, _ = wait(process)
@@ -113,13 +114,11 @@ def wait(process: subprocess.Popen) -> tuple[int, float]:
     return process.wait(RUN_LIMIT), time.monotonic() - begun
 
 
-def pick(process: subprocess.Popen, chance: random.Random, with_launcher: bool = True) -> tuple[psutil.Process, str]:
-    """torchrun or one of its ranks, and what it is."""
-    torchrun = psutil.Process(process.pid)
-    while len(ranks := torchrun.children()) < 2:
+def ranks_of(process: subprocess.Popen) -> list[tuple[psutil.Process, str]]:
+    """The processes of torchrun's two ranks, once they are there, with their names."""
+    while len(ranks := psutil.Process(process.pid).children()) < 2:
         time.sleep(0.05)
-    named = [(rank, f"rank {number}") for number, rank in enumerate(sorted(ranks, key=lambda rank: rank.pid))]
-    return chance.choice([*named, *([(torchrun, "torchrun")] if with_launcher else [])])
+    return [(rank, f"rank {number}") for number, rank in enumerate(sorted(ranks, key=lambda rank: rank.pid))]
 
 
 def steps_of(name: str) -> list[dict]:
