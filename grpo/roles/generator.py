@@ -22,6 +22,7 @@ from grpo.config import GRPOConfig
 from grpo.data.chat import load_tokenizer
 from grpo.roles import engine_speed
 from grpo.roles.process_groups import Roles
+from grpo.roles.shared_memory import replica_name
 from grpo.types import Completion, Prompt
 
 # Request seeds: one run's seeds lie in a block of its own, far above any number of samples a run can draw.
@@ -298,9 +299,7 @@ def _start_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None,
     ranks = roles.replicas[roles.replica]
     # All ranks of the default group start together; colocated, that group is larger than one replica.
     world_rank = torch.distributed.get_rank()
-    run_id = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ['MASTER_PORT']}"
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    identity = f"env:{run_id}-{restart}-{ranks[0]}"
+    identity = f"env:{replica_name(ranks[0])}"
 
     class ReplicaExecutor(ExecutorWithExternalLauncher):
         """Starts one rank of one replica, where vLLM's own executors would put every engine on the first GPU."""

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
+from grpo.roles.shared_memory import remove_shared_memory
 from grpo.text import printable
 
 # torchrun looks every 0.1 s for a dead rank and then gives the others 30 s to end
@@ -133,4 +134,11 @@ def end_process(code: int) -> NoReturn:
     """End at once: engines and libraries, whose destructors take seconds and may print, have nothing left to do."""
     sys.stdout.flush()
     sys.stderr.flush()
+    exit_now(code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End at once, from any thread; if that is a failure, without what engines would leave in memory."""
+    if code:
+        remove_shared_memory()
     os._exit(code)

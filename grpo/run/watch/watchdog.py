@@ -68,6 +68,8 @@ class Watchdog:
     def __init__(self, roles: Roles, deadlines: DeadlinesConfig):
         self.roles, self.launcher = roles, os.getppid()
         self.num_ranks = roles.control.size()
+        # read now, because vLLM's CPU backend overwrites it
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         store = roles.store.clone()  # a connection of its own: another thread's wait would block it
         self.store: PrefixStore | None = PrefixStore("watch", store)
         patience = DEPUTY_SECONDS if roles.rank else 0.0
@@ -121,7 +123,8 @@ class Watchdog:
         if self.judge is not None and self.beat % min(1 + self.num_ranks // 32, LOOK_TICKS) == 0:
             self._look_at_all(store)
         if self.asked and store.add("failures", 0):  # what was to be finished cannot be
-            os._exit(1)
+            self.tell_end()
+            failures.exit_now(1)
 
     def _signals(self) -> list[int]:
         """Those that come within a tick."""
@@ -193,7 +196,7 @@ class Watchdog:
             if (place.host, place.launcher) == (socket.gethostname(), self.launcher):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(place.pid, signal.SIGKILL)
-        os._exit(1)
+        failures.exit_now(1)
 
     def _obey_verdict(self, store: PrefixStore) -> None:
         """Print this rank's stack if it is the one that hangs. It does not end first: the judge's line is the cause."""
@@ -219,7 +222,8 @@ class Watchdog:
     def _hear(self, number: signal.Signals) -> None:
         """A stop, or torchrun's way of ending what is left."""
         if self._others_failed() or failures.place()["ending"]:
-            os._exit(1)
+            self.tell_end()  # or who looks next would take it for killed
+            failures.exit_now(1)
         if not failures.place()["in_steps"]:
             self._end_by(number, f"{number.name} before the first step: nothing to save")
         if not self.asked:
@@ -233,7 +237,7 @@ class Watchdog:
         else:
             self._with_store(lambda store: store.set(f"ended/{self.roles.rank}", ""))
             time.sleep(TICK_SECONDS)  # torchrun ends all at the first exit; let the driver print
-        os._exit(128 + number)
+        failures.exit_now(128 + number)
 
     def _ask(self, name: str) -> None:
         self.asked, self.asked_at = name, time.monotonic()
@@ -245,7 +249,7 @@ class Watchdog:
         """Whether torchrun ends this rank because another one has failed; the first to see that says which."""
         failed = bool(self._with_store(lambda store: store.add("failures", 0) > 0))
         alive = living_children(self.launcher) if stopping.launched_by_torchrun() else None
-        if alive is None or len(alive) >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        if alive is None or len(alive) >= self.local_world_size:
             return failed
         if self._with_store(self._is_first_to_tell) or (self.store is None and self.roles.rank == 1):
             self._tell_who_is_gone(alive)

@@ -52,6 +52,8 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
             fail(kind)
 
     with watched(roles, deadlines):
+        if roles.generates:
+            os.environ["LOCAL_WORLD_SIZE"] = "1"  # as vLLM's CPU backend does
         timer = StepTimer()
         for step in range(1000):
             if broadcast(stop_reason("") if roles.is_driver else None, roles.control):

@@ -1,0 +1,300 @@
+"""What real roles do when one of them fails: every role in every phase, with a tiny model, on a CPU.
+
+    nice -n 5 python tests/bench/faults.py [--roles driver ...] [--phases train ...] [--kinds hang ...] [--jobs 2]
+
+A cell is one run of train_grpo.py in which a fault strikes one rank in its second step (`start`: while models load):
+an exception, SIGKILL, a sleep of an hour, SIGSTOP. It prints a markdown table: seconds from the fault to the end of
+torchrun, and in bold what was not as it should be. As it should be: exit code 1; one line `error:` that names the rank,
+its role and its phase; torchrun's report repeats it (of a killed rank it has the signal); two seconds later no process
+of the run lives, and no file of /dev/shm that one of them had mapped is there. (A port is open as long as its process.)
+
+Each cell leaves `runs/faults/CELL.log` and a line in `runs/faults/cells.jsonl`; cells that are there are not run again.
+`--table` prints the table of what is there.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import psutil
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from grpo.data import toy
+from tests.tiny_models import SMALL
+from tests.torchrun import ROOT, SETTINGS
+
+FOLDER = ROOT / "runs" / "faults"
+STEP = 2
+PHASE_MINUTES, STARTUP_MINUTES = 0.25, 0.75
+# Of a busy machine, after the deadline: rank 0 looks each second, torchrun each 0.1 s; the stacks take up to 5 s
+SOON, DEPUTY = 15.0, 25.0
+LOADING = 30.0  # while one rank is silent at the start, the others still load
+LEFT_SECONDS = 2.0
+LOOK_SECONDS = 0.5  # from one look at a run's processes to the next
+RUN_LIMIT = 300.0  # seconds of a cell
+
+
+@dataclass(frozen=True)
+class Role:
+    """Where a fault strikes, in a layout of as few ranks as it takes."""
+
+    rank: int
+    name: str
+    nproc: int
+    flags: tuple[str, ...]
+
+
+def layout(trainers: int, references: int, generators: int, *more: str) -> tuple[str, ...]:
+    counts = {"trainers": trainers, "references": references, "generators": generators}
+    return (*(word for role, number in counts.items() for word in (f"--roles.num-{role}", str(number))), *more)
+
+
+# Without reference ranks the trainers hold the reference
+ROLES = {
+    "trainer": Role(1, "trainer", 3, layout(2, 0, 1)),
+    "driver": Role(0, "trainer", 3, layout(2, 0, 1)),
+    "reference": Role(1, "reference", 3, layout(1, 1, 1)),
+    "generator TP 1": Role(1, "generator", 2, layout(1, 0, 1)),
+    "generator TP 2": Role(2, "generator", 3, layout(1, 0, 2, "--generator.tensor-parallel", "2")),
+    "colocated": Role(1, "colocated", 2, layout(2, 0, 0, "--roles.colocated")),
+}
+PHASES = ("start", "generate", "reference", "reward", "train", "sync", "evaluate", "save")
+SAVING = ("trainer", "driver", "colocated")
+KINDS = {
+    "raise": "failed in phase {phase}: forced",
+    "SIGKILL": "was ended from outside in phase {phase};",
+    "hang": "hangs in phase {phase}: nothing has happened for",
+    "SIGSTOP": "does not answer, last seen in phase {phase}: nothing has happened for",
+}
+
+
+@dataclass
+class Outcome:
+    """Of one cell."""
+
+    role: str
+    phase: str
+    kind: str
+    seconds: float = 0.0
+    """From the fault to the end of torchrun."""
+    wrong: list[str] = field(default_factory=list)
+    line: str = ""
+    """The first that begins with `error:`."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=ROLES)
+    parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--jobs", type=int, default=2, help="cells at the same time")
+    parser.add_argument("--again", action="store_true", help="cells that are there, too")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    cells = [
+        (role, phase, kind)
+        for role in options.roles
+        for phase in options.phases
+        for kind in options.kinds
+        if phase != "save" or role in SAVING
+    ]
+    if not options.table:
+        there = {} if options.again else read_outcomes()
+        run_all([cell for cell in cells if cell not in there], options.jobs)
+    outcomes = read_outcomes()
+    print(table([outcomes[cell] for cell in cells if cell in outcomes]))
+
+
+def run_all(cells: list[tuple[str, str, str]], jobs: int) -> None:
+    """So that a bench which is interrupted has something of everything: each role in each phase once, then again."""
+    model, rows = make_inputs()
+    cells = in_turns(cells)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run_cell, *cell, model, rows) for cell in cells]
+        for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            outcome = future.result()
+            with open(FOLDER / "cells.jsonl", "a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+            verdict = "; ".join(outcome.wrong) or "ok"
+            name = f"{outcome.role}, {outcome.phase}, {outcome.kind}"
+            print(f"{number}/{len(cells)} {name}: {outcome.seconds:.1f} s, {verdict}", flush=True)
+
+
+def in_turns(cells: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Row after row in an order by chance, from each another kind; then the rows' next kinds, and so on."""
+    rows: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+    for role, phase, kind in cells:
+        rows.setdefault((role, phase), []).append((role, phase, kind))
+    order = random.Random(0).sample(list(rows.values()), len(rows))
+    order = [row[n % len(row) :] + row[: n % len(row)] for n, row in enumerate(order)]
+    return [cell for turn in itertools.zip_longest(*order) for cell in turn if cell]
+
+
+def make_inputs() -> tuple[pathlib.Path, pathlib.Path]:
+    """The folder of a random model and a file of a few rows."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    model, rows = FOLDER / "model", FOLDER / "rows.jsonl"
+    if not rows.exists():
+        changes = SMALL | {"max_position_embeddings": 128}
+        toy.make_model(model, toy.addition_tokenizer(), seed=0, changes=changes)
+        rows.write_text("".join(json.dumps(row) + "\n" for row in toy.task_rows("addition", "train")[:20]))
+    return model, rows
+
+
+def read_outcomes() -> dict[tuple[str, str, str], Outcome]:
+    """The last of each cell."""
+    path = FOLDER / "cells.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    outcomes = [Outcome(**json.loads(line)) for line in lines]
+    return {(outcome.role, outcome.phase, outcome.kind): outcome for outcome in outcomes}
+
+
+# ---- one cell -------------------------------------------------------------------------------------------------------
+
+
+def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathlib.Path) -> Outcome:
+    """Run it and look at what it printed and left."""
+    at, outcome = ROLES[role], Outcome(role, phase, kind)
+    name = f"{role}-{phase}-{kind}".replace(" ", "-")
+    log, note = FOLDER / f"{name}.log", FOLDER / f"{name}.fault"
+    note.unlink(missing_ok=True)
+    fault = {"rank": at.rank, "phase": phase, "step": STEP, "kind": kind, "note": str(note)}
+    flags = [*at.flags, "--run-dir", str(FOLDER / name), "--overwrite"]
+    for deadline, minutes in (("startup", STARTUP_MINUTES), ("generate", PHASE_MINUTES), ("phase", PHASE_MINUTES)):
+        flags += [f"--deadlines.{deadline}-minutes", str(minutes)]
+    process = start_run(at.nproc, flags, model, rows, log, FAULT=json.dumps(fault))
+    family, shared, ended = follow(process)
+    time.sleep(LEFT_SECONDS)
+    left = [member for member in family if is_alive(member)]
+    for member in left:
+        member.kill()
+    output = log.read_text(errors="replace")
+    if not note.exists():
+        outcome.wrong.append(f"the fault did not strike (exit code {process.returncode})")
+        return outcome
+    outcome.seconds = ended - json.loads(note.read_text())["time"]
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    outcome.line = errors[0] if errors else ""
+    outcome.wrong += complaints(outcome, at, process.returncode, output, errors)
+    if left:
+        outcome.wrong.append(f"left: {len(left)} processes")
+    if files := sorted(path for path in shared if os.path.exists(path)):
+        outcome.wrong.append(f"left: {', '.join(files)}")
+    if not outcome.wrong:
+        shutil.rmtree(FOLDER / name)
+    return outcome
+
+
+def start_run(
+    nproc: int,
+    flags: Sequence[str],
+    model: pathlib.Path,
+    rows: pathlib.Path,
+    log: pathlib.Path,
+    mode: str = "w",
+    launcher: Sequence[str] = (),
+    **variables: str,
+) -> subprocess.Popen:
+    """Start torchrun with the recipe beside this file and these environment variables; its output goes to `log`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launcher]
+    command += ["train_grpo.py", "tests/bench/faults_recipe.py", "--model.path", str(model), "--data.path", str(rows)]
+    command += ["--evaluation.path", str(rows), *flags]
+    environment = os.environ | SETTINGS | variables
+    with open(log, mode) as file:
+        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def follow(process: subprocess.Popen) -> tuple[set[psutil.Process], set[str], float]:
+    """Wait for torchrun; returns all processes that it ever had below it, what they mapped of /dev/shm, and its end."""
+    family: set[psutil.Process] = set()
+    shared: set[str] = set()
+    deadline = time.monotonic() + RUN_LIMIT
+    while process.poll() is None:
+        try:
+            children = psutil.Process(process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            break
+        family.update(children)
+        for child in children:
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                maps = pathlib.Path(f"/proc/{child.pid}/maps").read_text(errors="replace")
+                shared.update(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
+        if time.monotonic() > deadline:
+            process.kill()
+        try:
+            process.wait(LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+    return family, shared, time.time()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def complaints(outcome: Outcome, at: Role, code: int, output: str, errors: list[str]) -> list[str]:
+    """What was not as it should be, of what the run said and when."""
+    found = []
+    if code != 1:
+        found.append(f"exit code {code}")
+    phase = "startup" if outcome.phase == "start" else outcome.phase
+    expected = f"error: rank {at.rank} ({at.name}) {KINDS[outcome.kind].format(phase=phase)}"
+    if not errors or not errors[0].startswith(expected):
+        found.append(f"says '{errors[0][:120]}'" if errors else "no line")
+    if len(errors) > 1:
+        found.append(f"{len(errors)} lines")
+    root_cause = output.partition("Root Cause")[2]
+    if ("SIGKILL" if outcome.kind == "SIGKILL" else expected) not in root_cause:
+        found.append("not torchrun's root cause")
+    shows_stack = f"rank {at.rank} ({at.name}) is here, in phase {phase}:" in output
+    if shows_stack != (outcome.kind == "hang"):
+        found.append("a stack" if shows_stack else "no stack")
+    if outcome.seconds > limit_of(outcome):
+        found.append(f"above {limit_of(outcome):.0f} s")
+    return found
+
+
+def limit_of(outcome: Outcome) -> float:
+    """Seconds in which all must be over."""
+    if outcome.kind in ("raise", "SIGKILL"):
+        return SOON
+    deadline = 60 * STARTUP_MINUTES + LOADING if outcome.phase == "start" else 60 * PHASE_MINUTES
+    return deadline + (DEPUTY if (outcome.role, outcome.kind) == ("driver", "SIGSTOP") else SOON)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Markdown: one row per role and phase, one column per kind; seconds, and in bold what was wrong."""
+    kinds = [kind for kind in KINDS if any(outcome.kind == kind for outcome in outcomes)]
+    lines = [f"| role | phase | {' | '.join(kinds)} |", f"|{' --- |' * (2 + len(kinds))}"]
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for outcome in outcomes:
+        text = f"{outcome.seconds:.1f}" + (f" **{'; '.join(outcome.wrong)}**" if outcome.wrong else "")
+        rows.setdefault((outcome.role, outcome.phase), {})[outcome.kind] = text
+    for (role, phase), cells in rows.items():
+        lines.append(f"| {role} | {phase} | {' | '.join(cells.get(kind, '-') for kind in kinds)} |")
+    failed = sum(bool(outcome.wrong) for outcome in outcomes)
+    return "\n".join([*lines, "", f"{len(outcomes)} cells, {failed} not as they should be"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""A GRPO run that is stopped or killed again and again has the metrics of an undisturbed one. Tiny model, on a CPU.
+
+    nice -n 5 python tests/bench/stops.py terms [--times 20] [--seed 0]
+    nice -n 5 python tests/bench/stops.py kills [--times 3] [--seed 0]
+
+terms: SIGTERM at a random moment, to torchrun or to a random rank, then the same command with --resume, and so on.
+After each stop the newest checkpoint has all steps that metrics.jsonl had when the signal came; nothing else saves.
+kills: SIGKILL after a random step, to rank 0 and rank 1 in turns; torchrun starts all ranks again (--max_restarts).
+
+At the end the metrics of all steps, without times, are compared with those of an undisturbed run.
+"""
+
+import argparse
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from faults import FOLDER, layout, make_inputs, start_run
+
+from tests.e2e.runs import read_metrics, without_clocks
+
+NUM_STEPS = 300
+# Of the signal: steps since the start, and a part of a step; one in four comes earlier, seconds after torchrun's start
+STEPS_AT_MOST, STEP_SECONDS = 12, 0.3
+FIRST_SECONDS, LAST_SECONDS = 2.0, 20.0
+SAVE_INTERVAL = 4  # steps, between checkpoints of the run that is killed
+RUN_LIMIT = 900.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("terms", "kills"))
+    parser.add_argument("--times", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    undisturbed = FOLDER / "undisturbed"
+    if not finished(undisturbed):
+        wait(start("undisturbed", 0))
+    if options.what == "terms":
+        terms(options.times or 20, chance)
+    else:
+        kills(options.times or 3, chance)
+    same = numbers(FOLDER / options.what) == numbers(undisturbed)
+    print(f"metrics of {NUM_STEPS} steps {'equal' if same else 'DIFFER FROM'} those of an undisturbed run")
+
+
+def terms(times: int, chance: random.Random) -> None:
+    """Stop and continue `times` times, then let it finish."""
+    shutil.rmtree(FOLDER / "terms", ignore_errors=True)
+    for number in range(1, times + 1):
+        before = len(steps_of("terms"))
+        process = start("terms", 1000)
+        begun = time.monotonic()
+        if number % 4:
+            until = before + chance.randrange(1, STEPS_AT_MOST)
+            while process.poll() is None and len(steps_of("terms")) < until:
+                time.sleep(0.02)
+            time.sleep(chance.uniform(0, STEP_SECONDS))
+        else:  # while models load
+            time.sleep(chance.uniform(FIRST_SECONDS, LAST_SECONDS))
+        target, name = chance.choice([*ranks_of(process), (psutil.Process(process.pid), "torchrun")])
+        had = len(steps_of("terms"))
+        after = time.monotonic() - begun
+        target.send_signal(signal.SIGTERM)
+        code, seconds = wait(process)
+        saved, now = newest_checkpoint("terms"), len(steps_of("terms"))
+        verdict = "ok" if saved >= had and saved == now else "LOST STEPS"
+        print(
+            f"{number}: SIGTERM to {name} {after:.1f} s after the start, at step {had}: ended with {code} after "
+            f"{seconds:.1f} s, saved after step {saved}: {verdict}",
+            flush=True,
+        )
+        if finished(FOLDER / "terms"):
+            break
+    wait(start("terms", 1000))
+
+
+def kills(times: int, chance: random.Random) -> None:
+    """One torchrun, in which ranks are killed."""
+    shutil.rmtree(FOLDER / "kills", ignore_errors=True)
+    process = start("kills", SAVE_INTERVAL, "--max_restarts", str(times))
+    moments = sorted(chance.sample(range(2, NUM_STEPS - 2), times))
+    for number, moment in enumerate(moments):
+        while process.poll() is None and len(steps_of("kills")) < moment:
+            time.sleep(0.05)
+        time.sleep(chance.random())
+        target, name = ranks_of(process)[number % 2]
+        print(f"SIGKILL to {name} after step {len(steps_of('kills'))}", flush=True)
+        target.send_signal(signal.SIGKILL)
+    code, _ = wait(process)
+    print(f"ended with {code}")
+
+
+def start(name: str, save_interval: int, *launcher: str) -> subprocess.Popen:
+    """One trainer and one generator, two processes."""
+    model, rows = make_inputs()
+    flags = [*layout(1, 0, 1), "--num-steps", str(NUM_STEPS), "--resume", "--evaluation.interval", "0"]
+    flags += ["--checkpoint.interval", str(save_interval), "--run-dir", str(FOLDER / name)]
+    return start_run(2, flags, model, rows, FOLDER / f"{name}.log", "a", launcher=launcher)
+
+
+def wait(process: subprocess.Popen) -> tuple[int, float]:
+    """Exit code, and seconds until it ended."""
+    begun = time.monotonic()
+    return process.wait(RUN_LIMIT), time.monotonic() - begun
+
+
+def ranks_of(process: subprocess.Popen) -> list[tuple[psutil.Process, str]]:
+    """The processes of torchrun's two ranks, once they are there, with their names."""
+    while len(ranks := psutil.Process(process.pid).children()) < 2:
+        time.sleep(0.05)
+    return [(rank, f"rank {number}") for number, rank in enumerate(sorted(ranks, key=lambda rank: rank.pid))]
+
+
+def steps_of(name: str) -> list[dict]:
+    path = FOLDER / name / "metrics.jsonl"
+    return read_metrics(path.parent) if path.exists() else []
+
+
+def newest_checkpoint(name: str) -> int:
+    """Its step; 0 if there is none."""
+    folders = (FOLDER / name / "checkpoints").glob("step-" + "[0-9]" * 8)
+    return max((int(folder.name.removeprefix("step-")) for folder in folders), default=0)
+
+
+def numbers(run_dir: pathlib.Path) -> list[dict]:
+    return [without_clocks(metrics) for metrics in read_metrics(run_dir)]
+
+
+def finished(run_dir: pathlib.Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists() and len(read_metrics(run_dir)) == NUM_STEPS
+
+
+if __name__ == "__main__":
+    main()
