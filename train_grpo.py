@@ -17,7 +17,8 @@ rank 0, is the driver too: it alone draws prompts, has completions scored, decid
 and all methods of `driver` except `state` are collective: every rank calls them, in this order. A method of the driver
 runs on rank 0; the others get its decision or, where it is data that a next call sends, None. What is done only `if
 trainer` is collective over the trainers. A batch is whole on every trainer, which takes its own part of the
-micro-batches.
+micro-batches. What only learners (trainers and references) need, no generator waits for: with `overlap_steps=1` the
+generators sample the next step from `generate_ahead` to `gather_ahead`, while the learners score and train on this one.
 
 A suffix on a tensor's name spells its dimensions: B rows and T positions of a micro-batch, S sequences (a prompt with
 its completion), N tokens of all sequences laid end to end. grpo/types.py has them all.
@@ -45,6 +46,7 @@ from grpo.algorithm.losses import configured_loss
 from grpo.data.batches import split_groups
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
+from grpo.roles.ahead import check_probe, gather_ahead, generate_ahead
 from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, send_batch, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
@@ -52,15 +54,15 @@ from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
-from grpo.run import checkpoint
 from grpo.run.driver import Driver, Sampled, Start
-from grpo.run.failures import run_script, set_place
+from grpo.run.folder import checkpoint
 from grpo.run.profiler import profile_step
 from grpo.run.replay import ReplayDriver
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
-from grpo.run.watchdog import watched
-from grpo.types import MicroBatch, Plan, TrainBatch
+from grpo.run.watch.failures import run_script, set_place
+from grpo.run.watch.watchdog import watched
+from grpo.types import MicroBatch, Pending, Plan, TrainBatch
 
 
 def main(config: GRPOConfig) -> None:
@@ -81,17 +83,22 @@ def train(config: GRPOConfig, roles: Roles) -> None:
     driver = (ReplayDriver if config.replay else Driver)(config, roles, timer)
     start, trainer, reference, generator = start_up(config, driver, timer, roles)
     saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
+    pending = driver.first_pending  # with overlap_steps: what was sampled ahead for the next step
 
     for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
-        plan = driver.plan(step)  # first prompts; whether to check, sync, evaluate, save: the same on all ranks
+        plan = driver.plan(step, pending)  # prompts; whether to check, sync, evaluate, save: the same on all ranks
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             if plan.save and trainer:
-                saver.save(step, trainer, driver.state(step))
+                saver.save(step, trainer, *driver.state(step, pending))
             break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
+        if plan.probe:  # the sync check of a step whose batch was sampled ahead, by older weights
+            with timer.phase("sync"):
+                check_probe(plan.probe, trainer, generator, config.largest_mismatch, roles)
 
         with timer.phase("generate"):
-            sampled = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
+            sampled = sample(config, plan, pending, generator, driver, roles)  # generators -> driver; scoring begins
+            ahead = generate_ahead(plan.next_prompts, config.group_size, generator)  # overlap_steps: learners go on
             batch = send_batch(driver.make_batch(sampled), roles)  # driver -> references and trainers
 
         with timer.phase("reference"):  # meanwhile worker processes of the driver score
@@ -99,15 +106,18 @@ def train(config: GRPOConfig, roles: Roles) -> None:
 
         with timer.phase("reward"):
             sampled = driver.collect_rewards(sampled)
-            rewards_S, has_reward_S = broadcast_tensors(driver.reward_tensors(sampled), roles)  # driver -> all
+            rewards = broadcast_tensors(driver.reward_tensors(sampled), roles)  # driver -> references and trainers
             if config.record:
-                driver.record(step + 1, sampled, batch, rewards_S, has_reward_S)  # a file, for --replay
+                driver.record(step + 1, sampled, batch, rewards)  # a file, for --replay
 
         with timer.phase("train"), timer.compilation_in_startup():
-            metrics = StepMetrics(len(rewards_S))  # filled on the trainers
+            metrics = StepMetrics(batch.num_sequences if trainer else 0)
             if trainer:
-                batch = add_advantages(config, batch, rewards_S, has_reward_S, kl_coef, metrics)
+                batch = add_advantages(config, batch, *rewards, kl_coef, metrics)
                 update(config, plan, trainer, batch, kl_coef, metrics)
+
+        with timer.phase("generate"):
+            pending = gather_ahead(ahead, plan, roles)  # generators -> driver; None without overlap_steps
 
         with timer.phase("sync"):  # trainers -> generators, which then hold the weights after `step + 1` steps
             if plan.sync:
@@ -116,10 +126,10 @@ def train(config: GRPOConfig, roles: Roles) -> None:
         if plan.evaluate:  # only in steps that sync
             with timer.phase("evaluate"):
                 evaluate(driver, generator, start.eval_prompts, step + 1, roles)
-        driver.log(step + 1, sampled, batch, metrics)
+        driver.log(step + 1, sampled, batch, metrics, pending)
         if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
             with timer.phase("save"):
-                saver.save(step + 1, trainer, driver.state(step + 1))
+                saver.save(step + 1, trainer, *driver.state(step + 1, pending))
     else:  # not stopped
         if config.checkpoint.export and trainer:
             export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
@@ -128,9 +138,20 @@ def train(config: GRPOConfig, roles: Roles) -> None:
     close_roles(roles, generator.close if generator else None)
 
 
-def sample(config: GRPOConfig, plan: Plan, generator: Generator | None, driver: Driver, roles: Roles) -> Sampled | None:
-    """Complete the plan's prompts, `config.group_size` times each. Returns the rollouts on the driver, else None."""
-    sampled, prompts = None, plan.prompts
+def sample(
+    config: GRPOConfig,
+    plan: Plan,
+    pending: Pending | None,
+    generator: Generator | None,
+    driver: Driver,
+    roles: Roles,
+) -> Sampled | None:
+    """Complete the plan's prompts, `config.group_size` times each. Returns the rollouts on the driver, else None.
+
+    If the generators sampled ahead, that is done, and only dynamic sampling may have prompts left to complete.
+    """
+    sampled = driver.take_pending(plan, pending)
+    prompts = plan.prompts or driver.more_prompts(sampled)
     while prompts:  # once; dynamic sampling takes other prompts until enough groups have rewards that are not all equal
         completions = generator.generate(prompts, config.group_size) if generator else None
         completions = gather_completions(completions, roles)

@@ -30,13 +30,13 @@ from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
-from grpo.run import checkpoint
-from grpo.run.failures import run_script, set_place
+from grpo.run.folder import checkpoint
 from grpo.run.profiler import profile_step
 from grpo.run.scorer import evaluate
 from grpo.run.sft_driver import Driver, Start, show_examples
 from grpo.run.step_timer import StepTimer
-from grpo.run.watchdog import watched
+from grpo.run.watch.failures import run_script, set_place
+from grpo.run.watch.watchdog import watched
 from grpo.types import MicroBatch, TrainBatch
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at

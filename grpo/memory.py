@@ -16,7 +16,7 @@ import transformers
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.recipes import load, load_recipe
 from grpo.models.hf_folder import FAMILIES, config_folder, head_dim_of, read_hf_config
-from grpo.run.failures import refuse_bad_input, run_rank
+from grpo.run.watch.failures import refuse_bad_input, run_rank
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
 # float32 weights and gradients, and AdamW's two moments

@@ -10,6 +10,7 @@ per-token fields stay aligned from where they are made (`Sample`) over the wire 
 """
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,23 @@ class Completion:
     @property
     def num_tokens(self) -> int:
         return len(self.ids_T)
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """What the generators sampled ahead for a step to come (`overlap_steps`): neither scored nor trained on yet."""
+
+    prompts: list[Prompt]
+    completions: list[Completion]
+    """Group after group."""
+    version: int
+    """Steps in the weights that sampled it."""
+    place: dict[str, Any]
+    """In the data, where the prompts were drawn; fit for JSON."""
+    seconds: float = math.nan
+    """Wall time of the generators, from the first that began to the last that ended; NaN if read from a checkpoint."""
+    overlap_seconds: float = math.nan
+    """For how much of it the driver was scoring and training."""
 
 
 @dataclass(frozen=True)
@@ -180,16 +198,22 @@ class Plan:
     step: int
     """Steps finished before this one."""
     prompts: list[Prompt]
-    """Of the first round of sampling."""
+    """Of the first round of sampling; none if it was sampled ahead, see `Pending`."""
     generator_version: int
     """Steps in the weights that the generators hold."""
     sync_check: bool
-    """Compare the policy's log-probs with the generator's before the first update."""
+    """Compare the policy's log-probs of the step's batch with the generator's before the first update."""
     sync: bool
     """Give the generators the new weights after the last update."""
     save: bool
     """Write a checkpoint after the step."""
     evaluate: bool
     """Evaluate after the step."""
+    next_prompts: list[Prompt] = field(default_factory=list)
+    """Of the next step, for the generators to sample ahead while the learners train; none unless `overlap_steps`."""
+    next_place: dict[str, Any] = field(default_factory=dict)
+    """The place in the data at which they were drawn, as a checkpoint has it; empty without them."""
+    probe: list[Prompt] = field(default_factory=list)
+    """Prompts to complete for a sync check because the step's batch is of older weights; none if no check is due."""
     stop: bool = False
     """Do not begin the step: a user asked the run to stop; `save` then is about the steps before."""

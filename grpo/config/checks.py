@@ -38,6 +38,8 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
             _check_generators(config)
         _check_data_parallel(config)
         _check_algorithm(complete(config).algorithm, config)
+        if config.overlap_steps:
+            _check_overlap(complete(config).algorithm, config)
         _check_sampling(config)
     else:
         _check_supervised(config)
@@ -221,6 +223,24 @@ def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         raise ValueError(
             f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0, so nothing would "
             "be learned from rewards; use a group_size of at least 2, advantages none, or weights of 0 and a teacher"
+        )
+
+
+def _check_overlap(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
+    if config.roles.colocated:
+        raise ValueError(
+            f"overlap_steps={config.overlap_steps} lets generators sample while other ranks train, and with "
+            "roles.colocated every rank does both in turns; set --overlap-steps 0, or split the roles: "
+            "--roles.no-colocated with --roles.num-trainers and --roles.num-generators"
+        )
+    # a mask of whole sequences weighs nothing, so the ratio must
+    in_the_ratio = algorithm.old_logprobs == "generator" and algorithm.importance_correction == "mask_sequences"
+    if algorithm.importance_correction not in ("truncate", "mask_tokens") and not in_the_ratio:
+        raise ValueError(
+            f"overlap_steps={config.overlap_steps} trains on completions of weights one step older, which "
+            f"algorithm.importance_correction={algorithm.importance_correction} with old_logprobs="
+            f"{algorithm.old_logprobs} does not make up for; use --algorithm.old-logprobs policy with "
+            "--algorithm.importance-correction truncate (or mask_tokens), or old_logprobs generator with mask_sequences"
         )
 
 

@@ -2,7 +2,7 @@
 
 A recipe is a Python file that binds `config`; recipes.py reads it and lets the command line override any field;
 bounds.py holds the fields against types and bounds, checks.py against each other. The sections about data are in
-data_fields.py, the thresholds of warnings in warning_fields.py; all can be imported from here.
+data_fields.py, those about the run itself in run_fields.py; all can be imported from here.
 """
 
 import math
@@ -19,7 +19,7 @@ from grpo.config.data_fields import (  # noqa: F401
     ValidationConfig,
 )
 from grpo.config.kinds import Interval, Json, Options, Scalar, Table, Temperature  # noqa: F401
-from grpo.config.warning_fields import WarningsConfig
+from grpo.config.run_fields import CheckpointConfig, DeadlinesConfig, MetricsConfig, WarningsConfig
 
 # Of a GPU's memory, for an engine that shares it with a trainer
 SHARED_GPU = 0.35
@@ -274,55 +274,6 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Saving, resuming and the exported model."""
-
-    interval: Interval = 0
-    """Steps between checkpoints, after the last step too; 0 saves none (see `at_end`)."""
-    at_end: bool = False
-    """Save after the last step even with `interval` 0, to continue with more steps later."""
-    in_background: bool = False
-    """Copy the state to host memory and write it while the next steps run; it takes as much memory as the files."""
-    keep: Annotated[int, AtLeast(1)] = 2
-    """How many of the newest checkpoints are kept."""
-    keep_best: str = ""
-    """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
-    on_full_disk: Literal["stop", "continue"] = "stop"
-    """What a checkpoint for which there is no room does to the run; older ones stay in any case.
-    stop: end it with one message; continue: warn, and try again at the next one."""
-    export: bool = True
-    """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeadlinesConfig:
-    """How long nothing may happen before the run ends with the name and the stack of the rank that hangs.
-
-    Something happens when any rank begins another phase or a collective operation, so a long step is no hang."""
-
-    startup_minutes: Annotated[float, Above(0)] = 60.0
-    """Loading data, models and checkpoints, starting vLLM, compiling."""
-    generate_minutes: Annotated[float, Above(0)] = 60.0
-    """What waits for vLLM or for reward functions: sampling, rewards, evaluation."""
-    phase_minutes: Annotated[float, Above(0)] = 20.0
-    """Every other phase: reference, train, sync, save, validate, and what is between them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
-    """What a run shows and writes. Everything lands in the run folder."""
-
-    tensorboard: bool = True
-    """Write TensorBoard event files to `RUN_DIR/tensorboard`."""
-    samples_interval: Interval = 10
-    """Steps between readable samples of completions with their rewards; 0 writes none."""
-    num_samples: Annotated[int, AtLeast(0)] = 4
-    """Completions written each time."""
-    wandb_project: str = ""
-    """Log to this project at Weights & Biases too (`pip install wandb`); empty does not."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class GRPOConfig:
     """Everything `train_grpo.py` needs."""
 
@@ -357,6 +308,9 @@ class GRPOConfig:
     """The order of the data and the sampling follow from it."""
     sync_interval: Annotated[int, AtLeast(1)] = 1
     """Steps between weight syncs; at N the generators' weights are up to N - 1 steps old."""
+    overlap_steps: Annotated[int, AtLeast(0), AtMost(1)] = 0
+    """At 1 generators sample the next step while the others train on this one, with weights one step older; split only.
+    Needs `algorithm.importance_correction`. At 0 they take turns."""
     sync_check_interval: Interval = 20
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
     sync_check_tolerance: Annotated[float, AtLeast(0)] = 0.0
@@ -382,6 +336,11 @@ class GRPOConfig:
     def updates_per_step(self) -> int:
         """Optimizer updates in one step."""
         return self.algorithm.num_mini_batches * self.algorithm.num_epochs
+
+    @property
+    def has_lag(self) -> bool:
+        """Whether the generators' weights may be older than the policy at the start of a step."""
+        return self.overlap_steps > 0 or self.sync_interval > 1
 
     @property
     def recomputes_old_logprobs(self) -> bool:

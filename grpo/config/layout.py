@@ -35,6 +35,7 @@ def for_one_process(config: Config) -> Config:
         config,
         roles=replace(config.roles, colocated=True, num_trainers=1, num_references=0),
         generator=replace(config.generator, gpu_memory_utilization=memory),
+        overlap_steps=0,
     )
 
 
@@ -50,6 +51,7 @@ def for_replay(config: GRPOConfig, num_trainers: int) -> GRPOConfig:
         roles=replace(config.roles, colocated=False, num_trainers=num_trainers, num_references=0, num_generators=0),
         evaluation=replace(config.evaluation, interval=0),
         checkpoint=replace(config.checkpoint, keep_best=""),
+        overlap_steps=0,
         record=False,
     )
 
@@ -76,5 +78,6 @@ def suggest_layout(config: GRPOConfig, world_size: int) -> str:
                     f"--roles.num-generators {generators}"
                 )
     if world_size % shards == 0 and world_size % config.generator.tensor_parallel == 0:
-        return f"--roles.colocated --roles.num-trainers {world_size} --roles.num-references 0"
+        overlap = " --overlap-steps 0" if config.overlap_steps else ""
+        return f"--roles.colocated --roles.num-trainers {world_size} --roles.num-references 0{overlap}"
     return "no layout fits these tensor_parallel degrees; lower them"

@@ -25,6 +25,7 @@ HARMLESS = (
     "roles.",
     "checkpoint.",
     "metrics.",
+    "deadlines.",
     "warnings.",
     "evaluation.",
     "validation.",

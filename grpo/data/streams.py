@@ -242,6 +242,14 @@ class PromptStream(Mixture):
             prompts.append(Prompt(index, ids, example.columns, row, order.label, example.prompt))
         return prompts
 
+    def draw_again(self, place: dict[str, Any], count: int) -> list[Prompt]:
+        """The prompts that were drawn at an earlier `place`, which a `state_dict` told; the next draw is as without."""
+        here = self.state_dict()
+        self.load_state_dict(place)
+        prompts = self.draw(count)
+        self.load_state_dict(here)
+        return prompts
+
     def _encode(self, example: Example) -> list[int]:
         return encode_prompt(self.tokenizer, self.data, example.prompt, self.data.max_prompt_tokens, example.tools)
 

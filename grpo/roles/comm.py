@@ -1,7 +1,8 @@
-"""What the roles say to each other: decisions, prompts, completions and log-probs over the `control` bridge.
+"""What the roles say to each other: decisions, prompts, completions over the bridge `control`, batches over `learners`.
 
-Every function here is a collective over `roles.control`: all ranks call it, in the same order. Ragged numbers travel as
-flat CPU tensors with their lengths, without padding; only small decisions are pickled.
+Every function here is a collective over the bridge that it names: all ranks call it, in the same order. One over
+`learners` returns None at once on the other ranks, the generators. Ragged numbers travel as flat CPU tensors with their
+lengths, without padding; only small decisions are pickled.
 """
 
 import functools
@@ -28,7 +29,7 @@ def broadcast(value: Any, group: ProcessGroup) -> Any:
     return values[0]
 
 
-def on_driver(method: Method, to_all: bool = False) -> Method:
+def on_driver(method: Method, to_all: bool = False, bridge: str = "control") -> Method:
     """Make a method of an object that every rank holds one that only the driver runs. Returns None elsewhere.
 
     Collective over `self.roles.control`: every rank calls it, arguments count on the driver alone. If it raises there,
@@ -37,14 +38,16 @@ def on_driver(method: Method, to_all: bool = False) -> Method:
 
     @functools.wraps(method)
     def run(self, *arguments):
-        result = None
+        group, result = getattr(self.roles, bridge), None
+        if group is None:
+            return None
         if self.roles.is_driver:
             try:
                 result = method(self, *arguments)
             except Exception:  # whatever it is, the others must not wait for a driver that is gone
-                broadcast((True, None), self.roles.control)
+                broadcast((True, None), group)
                 raise
-        failed, shown = broadcast((False, result if to_all else None), self.roles.control)
+        failed, shown = broadcast((False, result if to_all else None), group)
         if failed:
             raise SystemExit(1)
         return shown if to_all else result
@@ -55,6 +58,11 @@ def on_driver(method: Method, to_all: bool = False) -> Method:
 def from_driver(method: Method) -> Method:
     """As `on_driver`, except that every rank gets the driver's result, which must be small and picklable."""
     return on_driver(method, to_all=True)
+
+
+def on_driver_for_learners(method: Method) -> Method:
+    """As `on_driver`, except that generators do not wait for it. Collective over `self.roles.learners`."""
+    return on_driver(method, bridge="learners")
 
 
 def wait_for_all(roles: Roles) -> None:
@@ -68,7 +76,7 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
     Collective over `roles.control`; ranks that are not the head of a replica pass None. Returns the completions on the
     driver, None elsewhere.
     """
-    tensors = _flatten(local or [])
+    tensors = flatten_completions(local or [])
     sizes = [torch.empty(len(tensors), dtype=torch.int64) for _ in range(roles.control.size())]
     dist.all_gather(sizes, torch.tensor([len(t) for t in tensors]), group=roles.control)
     if not roles.is_driver:
@@ -87,50 +95,58 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
                 if len(buffer):
                     dist.recv(buffer, group_src=head, group=roles.control)
                     direct_messages[roles.control.group_name] += 1
-        completions += _unflatten(*parts)
+        completions += unflatten_completions(*parts)
     return completions
 
 
 def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
     """Deliver the driver's batch to reference and trainer ranks.
 
-    Collective over `roles.control`. Returns the batch on trainer and reference ranks, None on generator ranks.
+    Collective over `roles.learners`. Returns the batch on trainer and reference ranks, None on the others.
     """
     tensors = broadcast_tensors([getattr(batch, f.name) for f in fields(batch)] if roles.is_driver else None, roles)
-    return TrainBatch(*tensors) if roles.trains or roles.references else None
+    return TrainBatch(*tensors) if roles.learns else None
 
 
 def add_ref_logprobs(batch: TrainBatch | None, reference: Reference | None, roles: Roles) -> TrainBatch | None:
-    """Compute the reference's log-probs and join them into everyone's batch, if there is a reference.
+    """Compute the reference's log-probs and join them into every learner's batch, if there is a reference.
 
-    Collective over `roles.control`: reference ranks pass theirs, the others None. Each computes its part of the tokens
+    Collective over `roles.learners`: reference ranks pass theirs, the others None. Each computes its part of the tokens
     and has 0 elsewhere, so that the sum over ranks is the whole and exact.
     """
-    if not roles.reference_ranks:
+    if not roles.reference_ranks or not roles.learns:
         return batch
-    size = broadcast(batch.num_tokens if roles.is_driver else None, roles.control)
-    total_N = reference.logprobs(batch) if reference else torch.zeros(size)
-    dist.all_reduce(total_N, group=roles.control)
-    return batch and replace(batch, ref_logprobs_N=total_N)
+    total_N = reference.logprobs(batch) if reference else torch.zeros(batch.num_tokens)
+    dist.all_reduce(total_N, group=roles.learners)
+    return replace(batch, ref_logprobs_N=total_N)
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor | None] | None, roles: Roles) -> Sequence[torch.Tensor | None]:
-    """Give every rank the driver's flat CPU tensors (and its Nones), in one message. Collective over `control`."""
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor | None] | None, roles: Roles
+) -> Sequence[torch.Tensor | None] | None:
+    """Give every learner the driver's flat CPU tensors (and its Nones), in one message; None on the other ranks.
+
+    Collective over `roles.learners`.
+    """
+    if not roles.learns:
+        return None
     specs = [None if t is None else (t.dtype, t.nbytes) for t in tensors] if roles.is_driver else None
-    specs = broadcast(specs, roles.control)
+    specs = broadcast(specs, roles.learners)
     sizes = [spec[1] for spec in specs if spec]
     if roles.is_driver:
         data = torch.cat([t.contiguous().view(torch.uint8) for t in tensors if t is not None])
     else:
         data = torch.empty(sum(sizes), dtype=torch.uint8)
     if len(data):
-        dist.broadcast(data, group_src=0, group=roles.control)
+        dist.broadcast(data, group_src=0, group=roles.learners)
     pieces = iter(data.split(sizes))
     # copies, because a view of a larger dtype must begin at a multiple of its size
     return tensors if roles.is_driver else [spec and next(pieces).clone().view(spec[0]) for spec in specs]
 
 
-def _flatten(completions: list[Completion]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def flatten_completions(
+    completions: list[Completion],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(header, temperatures, ids, logprobs); the header has all lengths, then all truncated (0 or 1), then versions."""
     header = [[c.num_tokens for c in completions], [c.truncated for c in completions], [c.version for c in completions]]
     return (
@@ -141,9 +157,10 @@ def _flatten(completions: list[Completion]) -> tuple[torch.Tensor, torch.Tensor,
     )
 
 
-def _unflatten(
+def unflatten_completions(
     header: torch.Tensor, temperatures: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
 ) -> list[Completion]:
+    """Undo `flatten_completions`."""
     lengths, truncated, versions = header.view(3, -1).tolist()
     tokens = ids.split(lengths), logprobs.split(lengths)
     pieces = zip(*tokens, map(bool, truncated), versions, temperatures.tolist(), strict=True)

@@ -108,16 +108,20 @@ class Generator:
         *,
         temperatures: Sequence[float] | None = None,
         held_out: bool = False,
+        max_tokens: int | None = None,
     ) -> list[Completion] | None:
         """Sample this replica's part of `group_size` completions per prompt.
 
         `temperatures` (default: the run's) take turns within a group; 0 is greedy. `held_out` takes seeds that training
-        never uses.
+        never uses. `max_tokens` ends completions earlier than the run does, but not before its `min_tokens`.
 
         Returns completions in prompt order on the replica's first rank, None on its other ranks. An exception in here
         is fatal for the rank: vLLM keeps unfinished requests queued and its next call would hang.
         """
         temperatures = temperatures or self.config.generator.temperature
+        limit = self.config.generator.max_completion_tokens
+        if max_tokens is not None:
+            limit = min(limit, max(max_tokens, self.sampling.get("min_tokens", 0)))
         parts = split_prompts(len(prompts), group_size, self.roles.replica, len(self.roles.replicas))
         if len(temperatures) > 1:  # the samples of one request share its temperature
             parts = [(prompt, first + i, 1) for prompt, first, count in parts for i in range(count)]
@@ -127,6 +131,7 @@ class Generator:
                 count,
                 temperatures[first % len(temperatures)],
                 request_seed(self.config.seed, prompts[prompt], first, group_size, held_out),
+                limit,
             )
             for prompt, first, count in parts
         ]
@@ -159,7 +164,7 @@ class Generator:
         self.forget_prefixes()
         return greedy, samples
 
-    def _sampling_params(self, count: int, temperature: float, seed: int):
+    def _sampling_params(self, count: int, temperature: float, seed: int, max_tokens: int):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -169,7 +174,7 @@ class Generator:
         return SamplingParams(
             n=count,
             temperature=temperature,
-            max_tokens=options.max_completion_tokens,
+            max_tokens=max_tokens,
             stop_token_ids=self.stop_token_ids,
             stop=list(options.stop),
             detokenize=bool(options.stop),  # the engine reads text only to find these strings

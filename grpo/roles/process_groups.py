@@ -2,16 +2,19 @@
 
 Every role is a world of its own: it has its own default process group, so torchtitan and vLLM each see exactly the
 ranks they expect, and neither is patched. Roles talk over bridges, further groups built from torchrun's store:
-`control` over all ranks (CPU tensors, gloo) and `weights` from trainer rank 0 to every generator rank (NCCL on GPUs).
-All groups are created here, in one order, the bridges first.
+`control` over all ranks (CPU tensors, gloo), `learners` over trainers and references (gloo too) and `weights` from
+trainer rank 0 to every generator rank (NCCL on GPUs). All groups are created here, in one order, the bridges first.
 
     launcher rank   0 .. num_trainers-1   then references       then generators (replicas of tensor_parallel neighbours)
     default group   trainer               reference             one per replica
     control         every rank
+    learners        every trainer and reference rank
     weights         rank 0                                      every generator rank
     saving          trainer
 
-Colocated, every rank holds every role and one default group serves trainer and generator.
+What only learners need never waits for a generator, so that with `overlap_steps` the generators can sample the next
+step meanwhile. Colocated, every rank holds every role, one default group serves trainer and generator, and `learners`
+is `control`.
 """
 
 import datetime
@@ -45,6 +48,8 @@ class Roles:
     device: torch.device
     control: ProcessGroup
     """Bridge over all ranks; gloo."""
+    learners: ProcessGroup | None
+    """Bridge over the ranks that train or hold the reference, the driver first; gloo. None on the others."""
     weights: ProcessGroup | None
     """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
     saving: ProcessGroup | None
@@ -66,6 +71,11 @@ class Roles:
     def is_driver(self) -> bool:
         """Rank 0 alone draws prompts, scores, decides, logs and writes run files."""
         return self.rank == 0
+
+    @property
+    def learns(self) -> bool:
+        """Trainer and reference ranks, which get every batch."""
+        return self.trains or self.references
 
     @property
     def replica(self) -> int | None:
@@ -109,6 +119,11 @@ def setup_roles(config: GRPOConfig) -> Roles:
     my_world = next(world for world in (trainer_ranks, own_reference_ranks, *replicas) if rank in world)
 
     control = _bridge("control", tuple(range(world_size)), rank, store, "gloo", timeout)
+    learners, learner_ranks = None, (*trainer_ranks, *own_reference_ranks)
+    if len(learner_ranks) == world_size:
+        learners = control
+    elif rank in learner_ranks:
+        learners = _bridge("learners", learner_ranks, rank, store, "gloo", timeout)
     weights = None
     if generator_ranks and not layout.colocated and rank in (0, *generator_ranks):
         weights = _bridge("weights", (0, *generator_ranks), rank, store, backend, timeout)
@@ -139,6 +154,7 @@ def setup_roles(config: GRPOConfig) -> Roles:
         reference_ranks=reference_ranks,
         replicas=replicas,
         control=control,
+        learners=learners,
         weights=weights,
         store=store,
         timeout_minutes=layout.timeout_minutes,

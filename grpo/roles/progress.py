@@ -15,7 +15,7 @@ def collectives_entered(roles: Roles) -> dict[str, int]:
 
     A rank with fewer than another one of the group keeps it waiting. May be called from any thread.
     """
-    bridges = [group for group in (roles.control, roles.weights) if group is not None]
+    bridges = [group for group in (roles.control, roles.learners, roles.weights) if group is not None]
     entered = {group.group_name: _begun(group) - direct_messages[group.group_name] for group in bridges}
     worlds = (roles.trainer_ranks, roles.reference_ranks, *roles.replicas)
     my_world = next(world for world in worlds if roles.rank in world)

@@ -42,12 +42,17 @@ def check_sync(metrics: StepMetrics, tolerance: float) -> None:
     finite is the policy's own, since other tokens are excluded, and no fault of the sync: that update is skipped.
     """
     measured = metrics.means()
-    if metrics.num_loss_tokens and tolerance < measured["mismatch/mean"] < math.inf:
+    if metrics.num_loss_tokens:
+        check_distance(measured["mismatch/mean"], measured["mismatch/max"], tolerance)
+
+
+def check_distance(mean: float, largest: float, tolerance: float) -> None:
+    """Raise RuntimeError if log-probs differ by more than `tolerance` (nats) on average, and by a finite number."""
+    if tolerance < mean < math.inf:
         raise RuntimeError(
             "the generator does not hold the policy's weights: their log-probs of the same completions differ by "
-            f"{measured['mismatch/mean']:.2e} on average (tolerance {tolerance:.0e}, largest "
-            f"{measured['mismatch/max']:.2e}). Nothing was updated. If precision explains it, raise "
-            "--sync-check-tolerance"
+            f"{mean:.2e} on average (tolerance {tolerance:.0e}, largest {largest:.2e}). Nothing was updated. If "
+            "precision explains it, raise --sync-check-tolerance"
         )
 
 

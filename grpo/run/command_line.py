@@ -8,10 +8,10 @@ from grpo.config.checks import validate
 from grpo.config.fields import Config, GRPOConfig
 from grpo.config.layout import check_world_size, for_one_process, for_replay
 from grpo.config.recipes import load
-from grpo.run.failures import refuse_bad_input, run_rank
 from grpo.run.quiet import quiet_libraries
-from grpo.run.stopping import end_with_launcher
-from grpo.run.wandb_log import check_wandb
+from grpo.run.report.wandb_log import check_wandb
+from grpo.run.watch.failures import refuse_bad_input, run_rank
+from grpo.run.watch.stopping import end_with_launcher
 
 
 def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Config:

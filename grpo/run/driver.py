@@ -23,23 +23,25 @@ from grpo.data.recorded import RecordedStep, save_step
 from grpo.data.streams import PromptStream
 from grpo.models import hf_folder
 from grpo.rewards.workers.pool import check_all_failed
-from grpo.roles.comm import from_driver, on_driver
+from grpo.roles.ahead import PROBE_PROMPTS
+from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run.checkpoint import saves
-from grpo.run.failures import refuse_bad_input
-from grpo.run.ledger import Ledger
-from grpo.run.log import RunLog
+from grpo.run.folder.checkpoint import saves
+from grpo.run.folder.pending import pending_state, pending_tensors, read_pending
+from grpo.run.folder.resume import begin, open_run_folder, resumed_stream
+from grpo.run.folder.run_lock import unlock_run_folder
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
-from grpo.run.resume import begin, open_run_folder, resumed_stream
-from grpo.run.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
-from grpo.run.run_lock import unlock_run_folder
+from grpo.run.report.ledger import Ledger
+from grpo.run.report.log import RunLog
+from grpo.run.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.run.scorer import Scorer, check_functions, held_out_prompts
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
-from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
-from grpo.types import Completion, Plan, Prompt, Rollout, TrainBatch
+from grpo.run.watch.failures import refuse_bad_input
+from grpo.run.watch.stopping import forget_old_stop, obey_stop, stop_reason
+from grpo.types import Completion, Pending, Plan, Prompt, Rollout, TrainBatch
 
 SCRIPT = "train_grpo.py"  # as run.json names it
 # Dynamic sampling draws as many prompts as the share of informative groups so far calls for, but expects no less.
@@ -82,6 +84,8 @@ class Driver:
     def __init__(self, config: GRPOConfig, roles: Roles, timer: StepTimer):
         self.config, self.roles, self.timer = config, roles, timer
         self.ledger = Ledger(roles)
+        self.first_pending: Pending | None = None
+        """What the checkpoint has that was sampled ahead, for the first step; on the driver, and read by `start`."""
 
     @from_driver
     def start(self) -> Start:
@@ -105,6 +109,8 @@ class Driver:
                 hf_folder.check_reference(reference, folder, tokenizer)
             rows = usable_prompts(sources, config, tokenizer)
             self.stream = resumed_stream(lambda: PromptStream(rows, config, tokenizer), opened, config.allow_changes)
+            if "pending" in opened.state:
+                self.first_pending = read_pending(opened.checkpoint, opened.state["pending"], self.stream)
             eval_prompts = held_out_prompts(config, tokenizer) if evaluates else []
             self.first_step = opened.step
             check_profile(config.profile, self.first_step)
@@ -133,10 +139,11 @@ class Driver:
     # ---- one step -----------------------------------------------------------------------------------------------
 
     @from_driver
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int, pending: Pending | None) -> Plan:
         """Everything that is decided about a step before it starts. A filter on prompts belongs here.
 
-        A run that was asked to stop goes on to the next sync, because a resumed one begins with fresh weights.
+        The last step samples ahead too: what it leaves is in its checkpoint, should the run be made longer. A run that
+        was asked to stop goes on to the next sync, because a resumed one begins with fresh weights.
         """
         config, last = self.config, step + 1 == self.config.num_steps
         if step % config.sync_interval == 0 and (reason := stop_reason(config.run_dir)):
@@ -149,16 +156,24 @@ class Driver:
         version = max(self.first_step, step - step % config.sync_interval)
         first_syncs = step <= self.first_step + config.sync_interval
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
+        check = config.sync_check_interval > 0 and version == step and check_due
         if save := saves(config.checkpoint, step + 1, last):
             self.saved_step = step + 1
+        prompts = [] if pending else self._draw(config.prompts_per_step)
+        next_place, next_prompts = {}, []
+        if config.overlap_steps:
+            next_place, next_prompts = self.stream.state_dict(), self._draw(config.prompts_per_step)
         return Plan(
             step=step,
-            prompts=self._draw(config.prompts_per_step),
+            prompts=prompts,
             generator_version=version,
-            sync_check=config.sync_check_interval > 0 and version == step and check_due,
+            sync_check=check and not pending,
             sync=last or due(config.sync_interval),
             save=save,
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
+            next_prompts=next_prompts,
+            next_place=next_place,
+            probe=pending.prompts[:PROBE_PROMPTS] if check and pending else [],
         )
 
     def _stop(self, step: int, reason: str) -> Plan:
@@ -166,6 +181,13 @@ class Driver:
         self.last_line = obey_stop(reason, step, self.config.run_dir)
         nothing = {"prompts": [], "generator_version": step, "sync_check": False, "sync": False, "evaluate": False}
         return Plan(step=step, save=step > self.saved_step, stop=True, **nothing)
+
+    @on_driver_for_learners
+    def take_pending(self, plan: Plan, pending: Pending | None) -> Sampled | None:
+        """What was sampled ahead for this step, whose rewards are being computed from here on; None if nothing was."""
+        if pending is None:
+            return None
+        return self._take(None, plan, pending.prompts, pending.completions, pending.version)
 
     @on_driver
     def take(
@@ -175,8 +197,13 @@ class Driver:
 
         Only dynamic sampling waits for them, because it trains on groups whose rewards differ.
         """
+        return self._take(sampled, plan, prompts, completions, plan.generator_version)
+
+    def _take(
+        self, sampled: Sampled | None, plan: Plan, prompts: list[Prompt], completions: list[Completion], version: int
+    ) -> Sampled:
         config = self.config
-        rollouts = informative = self.scorer.submit(prompts, completions, plan.generator_version, plan.step + 1)
+        rollouts = informative = self.scorer.submit(prompts, completions, version, plan.step + 1)
         if config.sampling.dynamic:
             with self.timer.phase("reward"):
                 rollouts = self._collect()
@@ -192,16 +219,19 @@ class Driver:
             num_prompts=before.num_prompts + len(prompts),
         )
 
-    @from_driver
-    def more_prompts(self, sampled: Sampled) -> list[Prompt]:
+    def more_prompts(self, sampled: Sampled | None) -> list[Prompt]:
         """Prompts of another round: as many as dynamic sampling expects to need; none once the step is full.
 
-        After `sampling.max_rounds` the step goes on with the groups it has.
+        After `sampling.max_rounds` the step goes on with the groups it has. Without dynamic sampling no rank waits.
         """
+        return self._more_prompts(sampled) if self.config.sampling.dynamic else []
+
+    @from_driver
+    def _more_prompts(self, sampled: Sampled) -> list[Prompt]:
         config = self.config
         num_informative = len(sampled.informative) // config.group_size
         missing = config.prompts_per_step - num_informative
-        if not config.sampling.dynamic or missing <= 0:
+        if missing <= 0:
             return []
         if sampled.num_rounds < config.sampling.max_rounds:
             informative_frac = max(num_informative / sampled.num_prompts, LEAST_INFORMATIVE_FRAC)
@@ -214,14 +244,14 @@ class Driver:
         )
         return []
 
-    @on_driver
+    @on_driver_for_learners
     def make_batch(self, sampled: Sampled) -> TrainBatch:
         """The step's rollouts laid end to end."""
         if not any(r.completion.logprobs_T.isfinite().any() for r in sampled.rollouts):
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         return make_batch([sample_of(r.prompt, r.completion) for r in sampled.rollouts])
 
-    @on_driver
+    @on_driver_for_learners
     def collect_rewards(self, sampled: Sampled) -> Sampled:
         """Wait for the rewards of the step's rollouts, which workers computed meanwhile."""
         if not self.config.sampling.dynamic:
@@ -230,18 +260,18 @@ class Driver:
         check_all_failed(sampled.everything)
         return sampled
 
-    @on_driver
+    @on_driver_for_learners
     def reward_tensors(self, sampled: Sampled) -> tuple[torch.Tensor, torch.Tensor]:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return reward_tensors(sampled.rollouts)
 
-    @on_driver
+    @on_driver_for_learners
     def record(
-        self, step: int, sampled: Sampled, batch: TrainBatch, rewards_S: torch.Tensor, has_reward_S: torch.Tensor
+        self, step: int, sampled: Sampled, batch: TrainBatch, rewards: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Write what the trainers get in the `step`-th step, for a replay."""
-        metrics = self._sampling_metrics(sampled)
-        recorded = RecordedStep(batch, rewards_S, has_reward_S, self.config.group_size, metrics)
+        """Write what the trainers get in the `step`-th step, for a replay; rewards as `reward_tensors` gives them."""
+        metrics = self._sampling_metrics(step, sampled, batch)
+        recorded = RecordedStep(batch, *rewards, self.config.group_size, metrics)
         save_step(self.config.run_dir, step, recorded)
 
     def _draw(self, num_prompts: int) -> list[Prompt]:
@@ -253,15 +283,25 @@ class Driver:
         self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
         return rollouts
 
-    def state(self, step: int) -> dict[str, Any] | None:
-        """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
-        return {"step": step, "data": self.stream.state_dict()} if self.roles.is_driver else None
+    def state(self, step: int, pending: Pending | None) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
+        """What a checkpoint after `step` steps must hold of the driver, plain values and tensors; None on other ranks.
+
+        Not collective.
+        """
+        if not self.roles.is_driver:
+            return None, None
+        state = {"step": step, "data": self.stream.state_dict()}
+        return (state | {"pending": pending_state(pending)}, pending_tensors(pending)) if pending else (state, None)
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
-    def log(self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics) -> None:
+    def log(
+        self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics, pending: Pending | None
+    ) -> None:
         """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
         times = self.timer.close_step()
+        if pending:
+            times |= {"time/ahead": pending.seconds, "time/overlap": pending.overlap_seconds}
         self._log(step, sampled, batch, measured, times, self.ledger.exchange(step, self.timer.worked))
 
     @on_driver
@@ -275,7 +315,7 @@ class Driver:
         ledger: tuple[int, torch.Tensor] | None,
     ) -> None:
         num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
-        metrics = self._sampling_metrics(sampled) | measured_metrics(measured, times, num_tokens)
+        metrics = self._sampling_metrics(step, sampled, batch) | measured_metrics(measured, times, num_tokens)
         self.run_log.log(step, metrics | self.run_log.ledger(ledger))
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
@@ -284,7 +324,7 @@ class Driver:
             self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
         self.skipped.look(step, metrics, batch)
 
-    def _sampling_metrics(self, sampled: Sampled) -> dict[str, float]:
+    def _sampling_metrics(self, step: int, sampled: Sampled, batch: TrainBatch) -> dict[str, float]:
         config = self.config
         metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
         finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
@@ -294,6 +334,9 @@ class Driver:
             num_informative = len(sampled.informative) // config.group_size
             metrics["sampling/informative_frac"] = num_informative / sampled.num_prompts
             metrics["sampling/full_frac"] = min(1.0, num_informative / config.prompts_per_step)
+        if config.has_lag:
+            lag_S = (step - 1 - batch.versions_S).double()
+            metrics |= {"lag/mean": lag_S.mean().item(), "lag/max": lag_S.max().item()}
         if config.sampling.filters:
             metrics["sampling/filtered"] = self.stream.num_filtered
         return metrics | self.stream.left_out

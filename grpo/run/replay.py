@@ -15,26 +15,28 @@ from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig
 from grpo.data.recorded import batch_path, check_recorded, read_step
 from grpo.models import hf_folder
-from grpo.roles.comm import from_driver, on_driver
+from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run.checkpoint import saves
 from grpo.run.driver import SCRIPT, Start, measured_metrics
-from grpo.run.failures import refuse_bad_input
-from grpo.run.ledger import Ledger
-from grpo.run.log import RunLog
+from grpo.run.folder.checkpoint import saves
+from grpo.run.folder.resume import begin, open_run_folder
+from grpo.run.folder.run_lock import unlock_run_folder
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
-from grpo.run.resume import begin, open_run_folder
-from grpo.run.run_lock import unlock_run_folder
+from grpo.run.report.ledger import Ledger
+from grpo.run.report.log import RunLog
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
-from grpo.run.stopping import stop_reason
-from grpo.types import Plan, TrainBatch
+from grpo.run.watch.failures import refuse_bad_input
+from grpo.run.watch.stopping import stop_reason
+from grpo.types import Plan, Prompt, TrainBatch
 
 
 class ReplayDriver:
     """The methods of `Driver` that the loop calls. `self.recorded` is the step at hand, read by `plan`."""
+
+    first_pending: None = None  # without generators nothing is sampled ahead
 
     def __init__(self, config: GRPOConfig, roles: Roles, timer: StepTimer):
         self.config, self.roles, self.timer = config, roles, timer
@@ -75,7 +77,7 @@ class ReplayDriver:
         )
 
     @from_driver
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int, pending: None) -> Plan:
         """Read the step's batch. Raises ValueError if its tokens are not in the model's vocabulary."""
         self.recorded = read_step(self.config.replay, step + 1)
         largest = int(self.recorded.batch.ids_N.max())
@@ -95,25 +97,32 @@ class ReplayDriver:
             stop=bool(stop_reason(self.config.run_dir)),
         )
 
-    @on_driver
+    def take_pending(self, plan: Plan, pending: None) -> None:
+        """Nothing was sampled."""
+
+    def more_prompts(self, sampled: None) -> list[Prompt]:
+        """Nothing is sampled."""
+        return []
+
+    @on_driver_for_learners
     def make_batch(self, sampled: None) -> TrainBatch:
         """The recorded batch, with the reference's log-probs if it has them."""
         return self.recorded.batch
 
-    @on_driver
+    @on_driver_for_learners
     def collect_rewards(self, sampled: None) -> None:
         """There is nothing to wait for."""
 
-    @on_driver
+    @on_driver_for_learners
     def reward_tensors(self, sampled: None) -> tuple[torch.Tensor, torch.Tensor]:
         """(float32 [S], bool [S]): rewards, and which there are."""
         return self.recorded.rewards_S, self.recorded.has_reward_S
 
-    def state(self, step: int) -> dict[str, Any] | None:
+    def state(self, step: int, pending: None) -> tuple[dict[str, Any] | None, None]:
         """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
-        return {"step": step, "data": {}} if self.roles.is_driver else None
+        return {"step": step, "data": {}} if self.roles.is_driver else None, None
 
-    def log(self, step: int, sampled: None, batch: TrainBatch, measured: StepMetrics) -> None:
+    def log(self, step: int, sampled: None, batch: TrainBatch, measured: StepMetrics, pending: None) -> None:
         """The step's one log call, after `step` steps; metrics of the sampling are the recorded run's."""
         times = self.timer.close_step()
         self._log(step, batch, measured, times, self.ledger.exchange(step, self.timer.worked))

@@ -14,9 +14,9 @@ from grpo.rewards.workers.pool import RewardPool
 from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
-from grpo.run.log import RunLog
-from grpo.run.rollout_metrics import evaluation_metrics_of_sets
-from grpo.run.samples import failure_lines
+from grpo.run.report.log import RunLog
+from grpo.run.report.rollout_metrics import evaluation_metrics_of_sets
+from grpo.run.report.samples import failure_lines
 from grpo.types import Completion, Prompt, Rollout
 
 

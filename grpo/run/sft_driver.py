@@ -24,16 +24,16 @@ from grpo.models.hf_folder import ChatForm
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run.failures import refuse_bad_input
-from grpo.run.log import RunLog
+from grpo.run.folder.resume import begin, open_run_folder, resumed_stream
+from grpo.run.folder.run_lock import unlock_run_folder
 from grpo.run.model_folder import learned_form, open_model_folder
 from grpo.run.profiler import check_profile
-from grpo.run.resume import begin, open_run_folder, resumed_stream
-from grpo.run.run_lock import unlock_run_folder
+from grpo.run.report.log import RunLog
 from grpo.run.scorer import Scorer, check_functions, held_out_prompts
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
-from grpo.run.stopping import forget_old_stop, obey_stop, stop_reason
+from grpo.run.watch.failures import refuse_bad_input
+from grpo.run.watch.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Prompt, Sample, TrainBatch
 
 if TYPE_CHECKING:

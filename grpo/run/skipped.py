@@ -3,7 +3,7 @@
 import pathlib
 
 from grpo.data.recorded import BATCHES, save_batch
-from grpo.run.failures import BadInput
+from grpo.run.watch.failures import BadInput
 from grpo.types import TrainBatch
 
 # By the last part of the trainer's metric `skipped/...`

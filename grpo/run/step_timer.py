@@ -8,7 +8,7 @@ from rich.console import Console
 from torch.profiler import record_function
 
 from grpo.roles.timed_collectives import seconds_waited
-from grpo.run.failures import set_place
+from grpo.run.watch.failures import set_place
 
 
 class StepTimer:

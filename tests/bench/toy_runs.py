@@ -1,4 +1,4 @@
-"""GRPO runs on additions for the benches beside this file: one process each, colocated, and none that is done again."""
+"""GRPO runs on additions for the benches beside this file: one process each unless asked for more, none done again."""
 
 import json
 import os
@@ -12,13 +12,13 @@ ALONE = ["--roles.colocated", "--roles.num-trainers", "1", "--roles.num-referenc
 ALONE += ["--checkpoint.no-export"]
 
 
-def train(folder: pathlib.Path, arguments: list[str]) -> None:
+def train(folder: pathlib.Path, arguments: list[str], num_ranks: int = 1) -> None:
     """`train_grpo.py ARGUMENTS --run-dir FOLDER`, unless it finished there before; its log lies beside the folder."""
     if is_finished(folder):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
-    command += [*arguments, "--run-dir", str(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command += ["train_grpo.py", *arguments, "--run-dir", str(folder)]
     with open(folder.with_suffix(".log"), "w") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env=environment).returncode

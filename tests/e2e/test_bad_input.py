@@ -17,9 +17,9 @@ from grpo.config.layout import check_world_size
 from grpo.config.recipes import load, load_recipe
 from grpo.data import toy
 from grpo.run.driver import Driver
-from grpo.run.failures import BadInput
-from grpo.run.run_folder import mark_run_folder
+from grpo.run.folder.run_folder import mark_run_folder
 from grpo.run.step_timer import StepTimer
+from grpo.run.watch.failures import BadInput
 from tests.e2e.runs import TINY, read_metrics
 from tests.tiny_models import SMALL
 from tests.torchrun import run_torchrun
@@ -61,8 +61,13 @@ def test_flags_that_cannot_work(flags: tuple[str, ...]):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 8])
 @pytest.mark.parametrize(
     "flags",
-    [(), ("--generator.tensor-parallel", "2", "--roles.num-generators", "2"), ("--trainer.tensor-parallel", "2")],
-    ids=["plain", "generator TP 2", "trainer TP 2"],
+    [
+        (),
+        ("--generator.tensor-parallel", "2", "--roles.num-generators", "2"),
+        ("--trainer.tensor-parallel", "2"),
+        ("--overlap-steps", "1"),
+    ],
+    ids=["plain", "generator TP 2", "trainer TP 2", "overlap"],
 )
 def test_world_size_that_does_not_fit(world_size: int, flags: tuple[str, ...]):
     """The message has both numbers; the flags it suggests validate and fit, whenever it suggests some."""

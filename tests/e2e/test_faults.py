@@ -64,7 +64,7 @@ def test_nan_then_a_damaged_checkpoint_then_another_config(model: pathlib.Path, 
 def test_no_room_for_a_checkpoint_is_one_line_of_one_rank(model: pathlib.Path, tmp_path: pathlib.Path):
     """By the largest size of a file, which holds for all that the ranks write."""
     flags = ["configs/toy_sft.py", "--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 1]
-    flags += ["--metrics.no-tensorboard", "--sequences-per-step", 4, "--checkpoint.no-export"]
+    flags += ["--metrics.no-tensorboard", "--sequences-per-step", 4, "--checkpoint.no-export", "--checkpoint.at-end"]
     command = ("ulimit -f 100; exec torchrun --standalone --nproc_per_node=2 train_sft.py", *map(str, flags))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     root = pathlib.Path(__file__).parents[2]

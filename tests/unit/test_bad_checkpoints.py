@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import CheckpointConfig
-from grpo.run import checkpoint
-from grpo.run.checkpoint_files import PlainReader, check_checkpoint
-from grpo.run.failures import BadInput
+from grpo.run.folder import checkpoint
+from grpo.run.folder.checkpoint_files import DRIVER_TENSORS_FILE as TENSORS
+from grpo.run.folder.checkpoint_files import PlainReader, check_checkpoint
+from grpo.run.watch.failures import BadInput
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,8 +44,8 @@ class Weights:
 
 
 def save(run_dir: pathlib.Path, step: int, **config) -> None:
-    state = {"step": step, "data": {"num_drawn": 8 * step}}
-    checkpoint.save_checkpoint(str(run_dir), step, Weights(step), state, CheckpointConfig(**config))
+    state, tensors = {"step": step, "data": {"num_drawn": 8 * step}}, {"ids": torch.arange(50)}
+    checkpoint.save_checkpoint(str(run_dir), step, Weights(step), state, CheckpointConfig(**config), tensors)
 
 
 @pytest.fixture
@@ -101,6 +102,9 @@ DAMAGE = {
     "driver.json garbage": (set_driver_file("\0\0\0"), "driver.json: not JSON"),
     "driver.json of something else": (set_driver_file("[1]"), "driver.json has no step"),
     "driver.json with another place": (change_step, "driver.json is damaged"),
+    "the driver's tensors missing": (lambda f: (f / TENSORS).unlink(), f"{TENSORS} is missing, which driver.json"),
+    "the driver's tensors cut": (lambda f: os.truncate(f / TENSORS, 200), f"{TENSORS} is damaged: its checksum"),
+    "one bit of the driver's tensors": (lambda f: flip(f / TENSORS, 300), f"{TENSORS} is damaged: its checksum"),
     "a folder renamed": (lambda f: set_driver_file('{"step": 7, "data": {}}')(f), "driver.json is of step 7"),
 }
 
@@ -150,6 +154,7 @@ def test_any_bit_and_any_length(has_checksums, run_dir):
     folder, chance, refused = folder_of(run_dir, 4), random.Random(0), 0
     if not has_checksums:
         set_driver_file('{"step": 4, "data": {"num_drawn": 32}}')(folder)
+        (folder / TENSORS).unlink()  # nor were there any
     intact = {path: path.read_bytes() for path in sorted(folder.iterdir())}
     for _ in range(100):
         path = chance.choice(list(intact))

@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 
 from grpo.config import CheckpointConfig
 from grpo.export import find_checkpoint
-from grpo.run import checkpoint, checkpoint_files
-from grpo.run.checkpoint_files import PlainReader
-from grpo.run.failures import BadInput
-from grpo.run.run_folder import step_folders, step_of
+from grpo.run.folder import checkpoint, checkpoint_files
+from grpo.run.folder.checkpoint_files import PlainReader
+from grpo.run.folder.run_folder import step_folders, step_of
+from grpo.run.watch.failures import BadInput
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -28,7 +28,7 @@ from grpo.config import (
     change,
     data_fields,
     fields,
-    warning_fields,
+    run_fields,
 )
 from grpo.config.checks import cautions, validate
 from grpo.config.fields import complete
@@ -125,6 +125,18 @@ BAD = {
     ),
     "generator.sleep drops the engine's weights after each step, so sync_interval=2 must be 1": GRPOConfig(
         roles=RolesConfig(colocated=True), generator=GeneratorConfig(sleep=True), sync_interval=2
+    ),
+    "overlap_steps=1 lets generators sample while other ranks train, and with roles.colocated": GRPOConfig(
+        roles=RolesConfig(colocated=True), overlap_steps=1
+    ),
+    "algorithm.importance_correction=none with old_logprobs=policy does not make up for": GRPOConfig(
+        algorithm=AlgorithmConfig(importance_correction="none"), overlap_steps=1
+    ),
+    "algorithm.importance_correction=mask_sequences with old_logprobs=policy does not make up for": GRPOConfig(
+        algorithm=AlgorithmConfig(importance_correction="mask_sequences"), overlap_steps=1
+    ),
+    "algorithm.importance_correction=none with old_logprobs=generator does not make up for": GRPOConfig(
+        algorithm=AlgorithmConfig(old_logprobs="generator"), overlap_steps=1
     ),
     "checkpoint.interval=3 must be a multiple of sync_interval=2": GRPOConfig(
         sync_interval=2, checkpoint=CheckpointConfig(interval=3)
@@ -757,7 +769,7 @@ def test_a_value_that_a_recipe_may_not_give_names_the_recipe(tmp_path):
 
 
 def config_classes() -> list[ast.ClassDef]:
-    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in (data_fields, fields, warning_fields)]
+    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in (data_fields, fields, run_fields)]
     return [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
 
 

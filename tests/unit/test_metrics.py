@@ -17,12 +17,12 @@ from torch._dynamo.backends.common import aot_autograd
 
 from grpo import summary
 from grpo.config import MetricsConfig
-from grpo.run import log as run_log
 from grpo.run import step_timer
-from grpo.run.formats import compact_duration, compact_number
-from grpo.run.log import RunLog
-from grpo.run.rollout_metrics import function_names, rollout_metrics
-from grpo.run.samples import completion_records, describe_rollout, failure_lines, spread_by_reward
+from grpo.run.report import log as run_log
+from grpo.run.report.formats import compact_duration, compact_number
+from grpo.run.report.log import RunLog
+from grpo.run.report.rollout_metrics import function_names, rollout_metrics
+from grpo.run.report.samples import completion_records, describe_rollout, failure_lines, spread_by_reward
 from grpo.run.step_timer import StepTimer
 from grpo.summary import terminal_curve
 from grpo.types import Completion, Prompt, Rollout
@@ -450,6 +450,7 @@ def test_every_completion_is_a_json_line(tmp_path):
             "mismatch": 0.00125,
             "finish_reason": "length",
             "num_tokens": 2,
+            "version": 0,
             "failures": {"thinking_reward": "took longer\nthan 10 s"},
         },
         {
@@ -463,6 +464,7 @@ def test_every_completion_is_a_json_line(tmp_path):
             "mismatch": None,
             "finish_reason": "stop",
             "num_tokens": 5,
+            "version": 0,
             "failures": {},
         },
     ]

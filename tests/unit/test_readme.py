@@ -14,7 +14,7 @@ from grpo.config.layout import check_world_size, describe_layout
 from grpo.config.names import RENAMED, field_paths
 from grpo.config.recipes import load, load_recipe
 from grpo.rewards.builtin import BUILT_INS
-from grpo.run.run_folder import RUN_FILES
+from grpo.run.folder.run_folder import RUN_FILES
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
@@ -32,7 +32,7 @@ DEFAULTS = {
 
 # Every metric that a run logs, by the file that names it; the losses name theirs without `loss/`.
 METRICS = {
-    "grpo/run/rollout_metrics.py": "reward/mean reward/std reward/none_count reward/failed_count "
+    "grpo/run/report/rollout_metrics.py": "reward/mean reward/std reward/none_count reward/failed_count "
     "completion/length_mean completion/length_max completion/truncated_frac prompt/length_mean "
     "groups/zero_variance_frac eval/accuracy eval/reward_mean eval/completion_length_mean eval/truncated_frac "
     "eval/none_count eval/has_answer_frac completion/has_answer_frac eval/sample_reward_mean eval/sample_length_mean",
@@ -45,7 +45,8 @@ METRICS = {
     "grpo/roles/trainer.py": "entropy grad_norm learning_rate skipped_frac packing/padding_frac",
     "grpo/data/streaming.py": "data/bad_rows data/too_long data/unlabelled",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
-    "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib sampling/rounds "
+    "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib lag/mean lag/max time/ahead "
+    "time/overlap sampling/rounds "
     "sampling/informative_frac sampling/full_frac sampling/filtered",
 }
 # One per reward function, number of samples, source
@@ -113,7 +114,7 @@ def test_metrics_are_logged(file):
 
 
 def test_metrics_with_a_slash_are_all_listed():
-    groups = "reward|completion|prompt|groups|time|memory|mismatch|sampling|eval|loss|distill|validation|packing"
+    groups = "reward|completion|prompt|groups|time|memory|mismatch|lag|sampling|eval|loss|distill|validation|packing"
     for file, source in SOURCES.items():
         found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
         assert found <= NAMED | phases() | INGREDIENTS, file

@@ -11,7 +11,7 @@ from grpo.config.fields import complete
 from grpo.config.names import field_paths
 from grpo.config.recipes import as_recipe, load_recipe
 from grpo.config.saved import HARMLESS, HARMLESS_IN_SFT, changes_since, is_harmless, read_saved
-from grpo.run.resume import check_same_run
+from grpo.run.folder.resume import is_same_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
@@ -59,7 +59,9 @@ def test_every_harmless_field_exists():
 
 
 @pytest.mark.parametrize(
-    "path", ["data.path", "seed", "group_size", "prompts_per_step", "model.path", "model.dtype", "algorithm.loss"]
+    "path",
+    ["data.path", "seed", "group_size", "prompts_per_step", "model.path", "model.dtype", "algorithm.loss"]
+    + ["overlap_steps"],
 )
 def test_what_the_result_depends_on(path):
     assert not is_harmless(path, GRPOConfig())
@@ -80,19 +82,19 @@ def test_the_number_of_steps_moves_a_schedule_that_ends_with_them():
 def test_changes_are_shown_and_refused(config, tmp_path, capsys):
     before = change(config, {"run_dir": str(tmp_path)})
     (tmp_path / "config.py").write_text(as_recipe(before))
-    check_same_run(before)
+    assert is_same_run(before)
     assert capsys.readouterr().out == ""
     longer = change(before, {"num_steps": 999, "checkpoint.keep": 5, "resume": True})
-    check_same_run(longer)
+    assert is_same_run(longer)
     assert capsys.readouterr().out == (
         f"resumed with another config than before\n  checkpoint.keep: 2 -> 5\n  num_steps: {before.num_steps} -> 999\n"
     )
     other = change(longer, {"seed": 7, "trainer.learning_rate": 1.0})
     with pytest.raises(ValueError, match="--allow-changes") as refused:
-        check_same_run(other)
+        is_same_run(other)
     assert f"trainer.learning_rate: {before.trainer.learning_rate!r} -> 1.0; seed: 0 -> 7" in str(refused.value)
     assert "num_steps" not in str(refused.value)
-    check_same_run(change(other, {"allow_changes": True}))
+    assert not is_same_run(change(other, {"allow_changes": True}))
     assert "seed: 0 -> 7" in capsys.readouterr().out
 
 
@@ -105,7 +107,7 @@ def test_fields_that_one_of_the_two_versions_does_not_have(tmp_path):
 
 def test_a_config_that_is_missing_or_somebodys_own_is_no_obstacle(tmp_path, capsys):
     config = change(GRPOConfig(), {"run_dir": str(tmp_path)})
-    check_same_run(config)
+    assert not is_same_run(config)
     (tmp_path / "config.py").write_text("import sys\n")
-    check_same_run(config)
+    assert not is_same_run(config)
     assert capsys.readouterr().out.count("cannot be compared with this run's config") == 2

@@ -11,8 +11,8 @@ from grpo.data.batches import make_batch
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import MUST_BE_FINITE
 from grpo.roles.weight_sync import check_sync
-from grpo.run.failures import BadInput
 from grpo.run.skipped import CAUSES, SkippedSteps
+from grpo.run.watch.failures import BadInput
 from grpo.types import Sample
 
 GOOD = {"skipped_frac": 0.0}

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo.roles.process_groups import meet
-from grpo.run import stopping
+from grpo.run.watch import stopping
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from grpo.config import WarningsConfig
-from grpo.run.warnings import RULES, Watch, gamed_reward
+from grpo.run.report.warnings import RULES, Watch, gamed_reward
 
 CONFIG = WarningsConfig(window=4)
 

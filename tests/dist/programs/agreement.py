@@ -25,6 +25,7 @@ from grpo.config import (
 from grpo.config.fields import complete
 from grpo.data.batches import make_batch, sample_of
 from grpo.models.export import hf_tensors
+from grpo.roles.ahead import check_probe
 from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
@@ -81,10 +82,12 @@ def main() -> None:
             stale_error = difference(stale, trainer, roles)
             assert stale_error > 1000 * TOLERANCE, f"stale weights differ by {stale_error} only: this test cannot fail"
             assert_sync_check_stops(trainer, config, stale, "the generator does not hold the policy's weights")
+        assert_probe(version, False, trainer, generator, config, roles)
         if roles.is_driver:
             errors = f"generator {generator_error:.1e}, reference {reference_error:.1e}, unsynced {stale_error:.1e}"
             print(f"version {version}: {errors}", flush=True)
         sync_weights(trainer, generator, version + 1, roles)
+        assert_probe(version, True, trainer, generator, config, roles)
     close_roles(roles, generator.close if generator else None)
 
 
@@ -132,6 +135,26 @@ def sample(config: GRPOConfig, generator: Generator | None, version: int, roles:
         advantages_S = torch.linspace(-1, 1, batch.num_sequences)
         batch = dataclasses.replace(batch, advantages_N=advantages_S[batch.owner_N])
     return send_batch(batch, roles)
+
+
+def assert_probe(
+    version: int,
+    synced: bool,
+    trainer: Trainer | None,
+    generator: Generator | None,
+    config: GRPOConfig,
+    roles: Roles,
+) -> None:
+    """A probe stops the trainers if the generators hold other weights, and else nobody. Every rank calls it."""
+    prompts = [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
+    refused = False
+    try:
+        check_probe(prompts, trainer, generator, config.largest_mismatch, roles)
+    except RuntimeError as error:
+        refused = "the generator does not hold the policy's weights" in str(error)
+        if not refused:
+            raise
+    assert refused == (roles.trains and not synced), f"version {version}, synced {synced}: refused {refused}"
 
 
 def difference(batch: TrainBatch, trainer: Trainer, roles: Roles) -> float:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from grpo.config import AlgorithmConfig, DeadlinesConfig, GRPOConfig, RolesConfig
 from grpo.roles.comm import broadcast, gather_completions, wait_for_all
 from grpo.roles.process_groups import close_roles, setup_roles
-from grpo.run.failures import run_script, set_place
 from grpo.run.step_timer import StepTimer
-from grpo.run.stopping import end_with_launcher, stop_reason
-from grpo.run.watchdog import TICK_SECONDS, watched
+from grpo.run.watch.failures import run_script, set_place
+from grpo.run.watch.stopping import end_with_launcher, stop_reason
+from grpo.run.watch.watchdog import TICK_SECONDS, watched
 from grpo.types import Completion
 
 LAYOUT = RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=1)
@@ -64,8 +64,8 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
                 gather_completions([completion] if roles.generates else None, roles)
             with timer.phase("reference"):
                 at(step, "reference")
-                total = torch.ones(1)
-                dist.all_reduce(total, group=roles.control)
+                if roles.learns:
+                    dist.all_reduce(torch.ones(1), group=roles.learners)
             with timer.phase("train"):
                 if roles.trains:
                     for _ in range(3):

@@ -4,7 +4,7 @@ import collections
 import math
 from typing import Any
 
-from grpo.run.formats import number_or_none
+from grpo.run.report.formats import number_or_none
 from grpo.text import one_line, printable, shorten, without_surrogates
 from grpo.types import Rollout
 
@@ -36,6 +36,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
             "mismatch": finite_or_none(rollout.mismatch),
             "finish_reason": _finish_reason(rollout),
             "num_tokens": rollout.completion.num_tokens,
+            "version": rollout.completion.version,
             "failures": {name: without_surrogates(reason) for name, reason in rollout.failures.items()},
         }
         for rollout, prompt in zip(rollouts, prompts, strict=True)

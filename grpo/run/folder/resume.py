@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe
 from grpo.config.saved import Change, changes_since
-from grpo.run.checkpoint import check_adapters, newest_usable, set_aside
-from grpo.run.run_folder import CONFIG, begin_run, check_run_folder, mark_run_folder
+from grpo.run.folder.checkpoint import check_adapters, newest_usable, set_aside
+from grpo.run.folder.pending import without_pending
+from grpo.run.folder.run_folder import CONFIG, begin_run, check_run_folder, mark_run_folder
 
 Stream = TypeVar("Stream")
 
@@ -45,21 +46,23 @@ def open_run_folder(config: GRPOConfig | SFTConfig, script: str, inputs: tuple[s
     checkpoint, state, broken = newest_usable(config.run_dir) if config.resume else (None, {}, [])
     if checkpoint is not None:
         check_adapters(checkpoint, config.trainer)
-        check_same_run(config)
+        if not is_same_run(config):  # old values, or old groups, are not for a step of this one
+            state = without_pending(state)
     return Opened(checkpoint, state, tuple(broken))
 
 
-def check_same_run(config: GRPOConfig | SFTConfig) -> None:
-    """Print each field that differs from the config of the run that is resumed.
+def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
+    """Whether the run goes on as it began; prints each field that differs from the config of the run that is resumed.
 
-    Raises ValueError, unless `allow_changes` is set, if the result depends on one of them.
+    False also if that config cannot be read. Raises ValueError, unless `allow_changes` is set, if the result depends on
+    one of them.
     """
     path = pathlib.Path(config.run_dir) / CONFIG
     try:
         changes = changes_since(path.read_text(encoding="utf-8"), config)
     except (OSError, ValueError) as error:
         print(f"warning: {path} cannot be compared with this run's config: {error}", flush=True)
-        return
+        return False
     told = [_in_words(change) for change in changes]
     refused = [text for text, change in zip(told, changes, strict=True) if change.breaks_exactness]
     if refused and not config.allow_changes:
@@ -69,6 +72,7 @@ def check_same_run(config: GRPOConfig | SFTConfig) -> None:
         )
     if told:
         print("\n  ".join(["resumed with another config than before", *told]), flush=True)
+    return not refused
 
 
 def resumed_stream(make: Callable[[], Stream], opened: Opened, allow_changes: bool) -> Stream:

@@ -1,8 +1,8 @@
 """Saving and exact resume: `RUN_DIR/checkpoints/step-N`, each one complete or not there at all.
 
 Sharded model, optimizer, schedule and random states go through torch.distributed.checkpoint, so a run may resume on
-another number of trainer ranks; the driver's state (step, data position) is in the same folder as JSON. What makes a
-checkpoint one that can be trusted is in checkpoint_files.py.
+another number of trainer ranks; the driver's state (step, data position) is in the same folder as JSON, and completions
+that were sampled ahead as safetensors. What makes a checkpoint one that can be trusted is in checkpoint_files.py.
 """
 
 import copy
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from grpo.config import CheckpointConfig, TrainerConfig
 from grpo.models.lora import PLACES
-from grpo.run.checkpoint_files import (
+from grpo.run.folder.checkpoint_files import (
     PlainPlanner,
     PlainReader,
     check_checkpoint,
@@ -31,8 +31,8 @@ from grpo.run.checkpoint_files import (
     sync_folder,
     write_driver_state,
 )
-from grpo.run.failures import BadInput
-from grpo.run.run_folder import BROKEN, CHECKPOINTS, step_folders, step_of
+from grpo.run.folder.run_folder import BROKEN, CHECKPOINTS, step_folders, step_of
+from grpo.run.watch.failures import BadInput
 
 PROBE_BYTES = 2**24  # more than a full disk has left
 
@@ -111,19 +111,25 @@ def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | 
 
 
 def save_checkpoint(
-    run_dir: str, step: int, trained: Stateful, driver_state: dict[str, Any] | None, config: CheckpointConfig
+    run_dir: str,
+    step: int,
+    trained: Stateful,
+    driver_state: dict[str, Any] | None,
+    config: CheckpointConfig,
+    driver_tensors: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write the checkpoint of `step` and delete all but the `config.keep` newest, and the best by `config.keep_best`.
 
-    `trained` is anything with a state_dict; `driver_state` is wanted on rank 0 alone. Collective over the trainer
-    ranks. If the files cannot be written, nothing of them is left and older checkpoints stay: every rank raises
-    BadInput, or, where there is no room and `config.on_full_disk` is `continue`, returns after a warning.
+    `trained` is anything with a state_dict; `driver_state` and `driver_tensors`, if there are any, are wanted on rank 0
+    alone. Collective over the trainer ranks. If the files cannot be written, nothing of them is left and older
+    checkpoints stay: every rank raises BadInput, or, where there is no room and `config.on_full_disk` is `continue`,
+    returns after a warning.
     """
     partial, target = _places(run_dir, step)
     failed = (
         _on_rank_0(lambda: _make_empty(partial))
         or _save_shards(trained, partial)
-        or _on_rank_0(lambda: _complete(partial, target, driver_state, config))
+        or _on_rank_0(lambda: _complete(partial, target, driver_state, driver_tensors, config))
     )
     if failed is not None:
         _end_failed(failed, step, partial, target, config)
@@ -143,11 +149,17 @@ class Saver:
         self._written: Future | None = None
         self._completed: Future | None = None
 
-    def save(self, step: int, trained: Stateful, driver_state: dict[str, Any] | None) -> None:
+    def save(
+        self,
+        step: int,
+        trained: Stateful,
+        driver_state: dict[str, Any] | None,
+        driver_tensors: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         """As `save_checkpoint`. Collective over the trainer ranks; waits for the checkpoint before."""
         self.wait()
         if not self.config.in_background:
-            save_checkpoint(self.run_dir, step, trained, driver_state, self.config)
+            save_checkpoint(self.run_dir, step, trained, driver_state, self.config, driver_tensors)
             return
         partial, target = _places(self.run_dir, step)
         if failed := _on_rank_0(lambda: _make_empty(partial)):
@@ -158,8 +170,8 @@ class Saver:
         if dist.get_rank() == 0:
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             # a copy, because the driver goes on with what is in it
-            state = copy.deepcopy(driver_state)
-            self._completed = thread.submit(self._complete, self._written, partial, target, state)
+            state, tensors = copy.deepcopy((driver_state, driver_tensors))
+            self._completed = thread.submit(self._complete, self._written, partial, target, state, tensors)
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -176,10 +188,15 @@ class Saver:
             _end_failed(failed, step, *_places(self.run_dir, step), self.config)
 
     def _complete(
-        self, written: Future, partial: pathlib.Path, target: pathlib.Path, driver_state: dict[str, Any]
+        self,
+        written: Future,
+        partial: pathlib.Path,
+        target: pathlib.Path,
+        driver_state: dict[str, Any],
+        driver_tensors: dict[str, torch.Tensor] | None,
     ) -> None:
         written.result()  # torch's planner has heard from all ranks
-        _complete(partial, target, driver_state, self.config)
+        _complete(partial, target, driver_state, driver_tensors, self.config)
 
 
 def _places(run_dir: str, step: int) -> tuple[pathlib.Path, pathlib.Path]:
@@ -231,10 +248,14 @@ def _cause(write: Callable[[], Any]) -> BaseException | None:
 
 
 def _complete(
-    partial: pathlib.Path, target: pathlib.Path, driver_state: dict[str, Any], config: CheckpointConfig
+    partial: pathlib.Path,
+    target: pathlib.Path,
+    driver_state: dict[str, Any],
+    driver_tensors: dict[str, torch.Tensor] | None,
+    config: CheckpointConfig,
 ) -> None:
     """Make a checkpoint of what was written, and delete those that are not kept."""
-    write_driver_state(partial, driver_state)
+    write_driver_state(partial, driver_state, driver_tensors)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
     sync_folder(target.parent)

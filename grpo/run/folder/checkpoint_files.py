@@ -1,9 +1,9 @@
 """The files of a checkpoint as data: read without running anything, checked before anything is loaded.
 
 A folder `step-N` has `.metadata` (torch's: which piece of which tensor lies where), `__RANK_*.distcp` (the pieces) and
-`driver.json`, written last. torch writes a CRC-32 with every piece and never reads it; `check_checkpoint` does.
-driver.json holds the CRC-32 of `.metadata`, and its own. Left out: whether the pieces fit the model of a run, which
-loading finds out.
+`driver.json`, written last; with tensors of the driver's also `driver.safetensors`. torch writes a CRC-32 with every
+piece and never reads it; `check_checkpoint` does. driver.json holds the CRC-32 of the other files, and its own. Left
+out: whether the pieces fit the model of a run, which loading finds out.
 """
 
 import errno
@@ -19,12 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from grpo.run.run_folder import step_of
+from grpo.run.folder.run_folder import step_of
 
 DRIVER_FILE = "driver.json"
+DRIVER_TENSORS_FILE = "driver.safetensors"
 METADATA_FILE = ".metadata"
 CHECK_THREADS = 8  # a CRC-32 needs no interpreter lock; disks are faster with several readers
 # What the metadata of a checkpoint is made of, besides torch's dtypes: module and name
@@ -54,14 +57,27 @@ MALFORMED += (OverflowError, MemoryError)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_driver_state(checkpoint: pathlib.Path, state: dict[str, Any]) -> None:
-    """Write driver.json, with checksums of the metadata and of itself, and bring it and the folder's names to disk."""
+def write_driver_state(
+    checkpoint: pathlib.Path, state: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write the driver's tensors, if it has any, and driver.json; bring them and the folder's names to disk.
+
+    driver.json gets checksums of the metadata, the tensors' file and itself.
+    """
     state = state | {"metadata_crc32": zlib.crc32((checkpoint / METADATA_FILE).read_bytes())}
-    with open(checkpoint / DRIVER_FILE, "w", encoding="utf-8") as file:
-        file.write(json.dumps(state | {"crc32": _crc32_of(state)}))
+    if tensors:
+        content = save(tensors)
+        _write(checkpoint / DRIVER_TENSORS_FILE, content)
+        state["tensors_crc32"] = zlib.crc32(content)
+    _write(checkpoint / DRIVER_FILE, json.dumps(state | {"crc32": _crc32_of(state)}).encode())
+    sync_folder(checkpoint)
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(checkpoint)
 
 
 def sync_folder(folder: pathlib.Path) -> None:
@@ -111,6 +127,8 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{path} is missing") from error
     if zlib.crc32(content) != state.pop("metadata_crc32", zlib.crc32(content)):  # absent: of an older version
         raise ValueError(f"{path} is damaged: its checksum is not the one in {DRIVER_FILE}")
+    if "tensors_crc32" in state:
+        _check_driver_tensors(checkpoint / DRIVER_TENSORS_FILE, state.pop("tensors_crc32"))
     pieces = _pieces(checkpoint)
     sizes: dict[str, int] = {}
     for name in {name for name, _, _ in pieces}:
@@ -127,6 +145,17 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
         for check in [pool.submit(_check_piece, checkpoint / name, *place) for name, *place in pieces]:
             check.result()
     return state
+
+
+def read_driver_tensors(checkpoint: pathlib.Path) -> dict[str, torch.Tensor]:
+    """The tensors beside the driver's state. Raises ValueError if they cannot be read."""
+    path = checkpoint / DRIVER_TENSORS_FILE
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); remove this checkpoint to resume from the one before"
+        ) from error
 
 
 def innermost_cause(error: dcp.api.CheckpointException) -> BaseException:
@@ -154,6 +183,15 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _crc32_of(state: dict[str, Any]) -> int:
     """Of its text, which JSON gives back in the same order; numbers that are keys would be sorted otherwise as text."""
     return zlib.crc32(json.dumps(state).encode())
+
+
+def _check_driver_tensors(path: pathlib.Path, crc32: int) -> None:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing, which {DRIVER_FILE} names") from error
+    if zlib.crc32(content) != crc32:
+        raise ValueError(f"{path} is damaged: its checksum is not the one in {DRIVER_FILE}")
 
 
 def _pieces(checkpoint: pathlib.Path) -> list[tuple[str, int, int]]:

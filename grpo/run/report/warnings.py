@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from grpo.config import WarningsConfig
-from grpo.run.formats import compact_number
+from grpo.run.report.formats import compact_number
 
 History = dict[str, list[float]]
 WATCHED = (
