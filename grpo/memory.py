@@ -2,162 +2,30 @@
 
     python -m grpo.memory [RECIPE.py] [--field value ...]
 
-On the GPUs where memory was measured (configs/RESULTS.md) the trainer's estimate was 4 to 6 % above it. Left out: what
-the allocator wastes, NCCL's buffers and CUDA graphs, together a few GiB. Give a local folder, or a hub name whose
-config.json is then fetched.
+How it is computed, and how far it is from what was measured, is in grpo/models/memory.py. Give a local folder, or a
+hub name whose config.json is then fetched. What else a run needs says `python -m grpo.preflight`.
 """
 
-import math
 import pathlib
 import sys
 
-import transformers
-
-from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
-from grpo.config.recipes import load, load_recipe
-from grpo.models.hf_folder import FAMILIES, config_folder, head_dim_of, read_hf_config
+from grpo.config import GRPOConfig, SFTConfig
+from grpo.config.recipes import load
+from grpo.models.hf_folder import config_folder, read_hf_config
+from grpo.models.memory import memory_of_roles, num_parameters
 from grpo.run.watch.failures import refuse_bad_input, run_rank
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
-# float32 weights and gradients, and AdamW's two moments
-STATE_BYTES = 16
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def main() -> None:
     with refuse_bad_input():
-        arguments = sys.argv[1:]
-        recipe = arguments[0] if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
-        config = load(type(load_recipe(recipe, GRPOConfig, SFTConfig)), DEFAULT_RECIPE, arguments)
+        config = load((GRPOConfig, SFTConfig), DEFAULT_RECIPE)
         hf = read_hf_config(config_folder(config.model.path))
     print(f"{config.model.path}: {num_parameters(hf) / 1e9:.2f} billion parameters")
-    roles = {"trainer": trainer_gib(hf, config)}
-    if isinstance(config, GRPOConfig):
-        roles["generator"] = generator_gib(hf, config)
-        if config.needs_reference and config.roles.num_references and not config.roles.colocated:
-            roles["reference"] = reference_gib(hf, config)
-    for role, parts in roles.items():
+    for role, parts in memory_of_roles(hf, config).items():
         listed = " + ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
         print(f"each {role} rank: {sum(parts.values()):.1f} GiB = {listed}")
-
-
-def num_parameters(hf: transformers.PretrainedConfig) -> int:
-    """Weights of a dense model; tied embeddings count once."""
-    products, norms, biases = _block(hf)
-    block = sum(inputs * outputs for inputs, outputs in products.values()) + norms + biases
-    embeddings = hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2)
-    return embeddings + hf.num_hidden_layers * block + hf.hidden_size
-
-
-def num_adapter_parameters(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> int:
-    """Of LoRA: rank x (inputs + outputs) for each layer with an adapter."""
-    products, _, _ = _block(hf)
-    sizes = sum(sum(products[target.removesuffix("_proj")]) for target in trainer.lora_targets)
-    return hf.num_hidden_layers * trainer.lora_rank * sizes
-
-
-def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, float]:
-    """Parts of a trainer rank's peak, at the end of the forward of a full micro-batch; GiB."""
-    trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
-    num_trainers = (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
-    parameters, shards = num_parameters(hf), num_trainers // trainer.data_replicas
-    kept = trainer.micro_batch_tokens * _saved_values(hf, trainer.activation_checkpointing)
-    states = {"weights, gradients and moments": STATE_BYTES * parameters / shards}
-    if trainer.lora_rank:
-        adapters = STATE_BYTES * num_adapter_parameters(hf, trainer) / shards
-        states = {"frozen weights": dtype_bytes * parameters / shards, "adapters, gradients and moments": adapters}
-    parts = {
-        **states,
-        **_of_a_forward(hf, config, trainer.tensor_parallel),
-        "activations": dtype_bytes * kept / trainer.tensor_parallel,
-    }
-    if isinstance(config, GRPOConfig) and _reference_on_trainers(config):
-        parts["reference"] = dtype_bytes * parameters / num_trainers
-    return _gib(parts)
-
-
-def _reference_on_trainers(config: GRPOConfig) -> bool:
-    """Whether the trainer ranks hold a second model."""
-    on_trainers = config.roles.colocated or not config.roles.num_references
-    return config.needs_reference and on_trainers and not config.reference_is_base
-
-
-def reference_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
-    """Parts of the peak of a rank that only holds the reference, which must be the policy's size; GiB."""
-    weights = DTYPE_BYTES[config.model.dtype] * num_parameters(hf) / config.roles.num_references
-    return _gib({"weights": weights, **_of_a_forward(hf, config, config.reference_tensor_parallel)})
-
-
-def generator_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
-    """A generator rank's weights, and the KV cache of `generator.max_num_seqs` sequences of full length; GiB.
-
-    With less cache than that, vLLM runs fewer sequences at once.
-    """
-    generator, dtype_bytes = config.generator, DTYPE_BYTES[config.model.dtype]
-    per_token = 2 * hf.num_hidden_layers * hf.num_key_value_heads * head_dim_of(hf) * dtype_bytes
-    num_engines = max(1, _num_generators(config) // generator.tensor_parallel)
-    num_sequences = min(generator.max_num_seqs, math.ceil(config.completions_per_step / num_engines))
-    cache = per_token * num_sequences * config.max_sequence_tokens
-    parts = {"weights": dtype_bytes * num_parameters(hf), "KV cache, if all run at full length": cache}
-    return _gib({part: size / generator.tensor_parallel for part, size in parts.items()})
-
-
-def _of_a_forward(
-    hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, tensor_parallel: int
-) -> dict[str, float]:
-    """Bytes of what a forward needs besides activations."""
-    products, _, _ = _block(hf)
-    block = sum(inputs * outputs for inputs, outputs in products.values())
-    # FSDP gathers two blocks at a time, and the embeddings and the LM head
-    gathered = 2 * block + hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2)
-    chunk_tokens = min(config.trainer.micro_batch_tokens, config.trainer.logprob_chunk_tokens)
-    return {
-        "gathered weights": DTYPE_BYTES[config.model.dtype] * gathered / tensor_parallel,
-        "logits of a chunk": chunk_tokens * hf.vocab_size * 4 / tensor_parallel,
-    }
-
-
-def _block(hf: transformers.PretrainedConfig) -> tuple[dict[str, tuple[int, int]], int, int]:
-    """Of one transformer block: its matrix products (inputs, outputs) in their order, weights of norms and biases."""
-    family, head_dim, width = FAMILIES[hf.model_type], head_dim_of(hf), hf.hidden_size
-    queries, keys = hf.num_attention_heads * head_dim, hf.num_key_value_heads * head_dim
-    products = {
-        "q": (width, queries),
-        "k": (width, keys),
-        "v": (width, keys),
-        "o": (queries, width),
-        "gate": (width, hf.intermediate_size),
-        "up": (width, hf.intermediate_size),
-        "down": (hf.intermediate_size, width),
-    }
-    return products, 2 * width + family.qk_norm * 2 * head_dim, family.qkv_bias * (queries + 2 * keys)
-
-
-def _saved_values(hf: transformers.PretrainedConfig, checkpointing: str) -> int:
-    """Values that the backward keeps for each token, over all blocks."""
-    products, _, _ = _block(hf)
-    outputs = {name: size for name, (_, size) in products.items()}
-    block_input, attention_output = hf.hidden_size, outputs["q"]
-    # besides the products: two norms, rotated queries and keys, SwiGLU's activation and product
-    whole = sum(outputs.values()) + attention_output + 3 * block_input + outputs["q"] + outputs["k"]
-    whole += 2 * hf.intermediate_size
-    if checkpointing == "full":  # the block at hand is there in whole
-        return hf.num_hidden_layers * block_input + whole
-    if checkpointing == "none":
-        return hf.num_hidden_layers * whole
-    # torchtitan recomputes every second product, of those without a bias
-    biased = ("q", "k", "v") if FAMILIES[hf.model_type].qkv_bias else ()
-    plain = [size for name, size in outputs.items() if name not in biased]
-    saved = sum(plain[::2]) + sum(outputs[name] for name in biased)
-    return hf.num_hidden_layers * (saved + attention_output + block_input)
-
-
-def _num_generators(config: GRPOConfig) -> int:
-    return config.roles.num_trainers if config.roles.colocated else config.roles.num_generators
-
-
-def _gib(parts: dict[str, float]) -> dict[str, float]:
-    return {part: size / 2**30 for part, size in parts.items()}
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from grpo.run.folder.checkpoint import saves
 from grpo.run.folder.pending import pending_state, pending_tensors, read_pending
 from grpo.run.folder.resume import begin, open_run_folder, resumed_stream
 from grpo.run.folder.run_lock import unlock_run_folder
+from grpo.run.machine import warn_of_machine
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.report.ledger import Ledger
@@ -117,6 +118,7 @@ class Driver:
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
+        warn_of_machine(config, folder)
         forget_old_stop(config.run_dir)
         self.saved_step, self.last_line = self.first_step, f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(

@@ -26,6 +26,7 @@ from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run.folder.resume import begin, open_run_folder, resumed_stream
 from grpo.run.folder.run_lock import unlock_run_folder
+from grpo.run.machine import warn_of_machine
 from grpo.run.model_folder import learned_form, open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.report.log import RunLog
@@ -88,6 +89,7 @@ class Driver:
             self.scorer, eval_prompts = open_evaluation(config, folder, tokenizer, form) if evaluates else (None, [])
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
+        warn_of_machine(config, folder)
         forget_old_stop(config.run_dir)
         self.last_line = f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(

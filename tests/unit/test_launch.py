@@ -5,10 +5,16 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import time
 
 import pytest
+import yaml
+
+from grpo.config import GRPOConfig
+from grpo.config.recipes import load
 
 ROOT = pathlib.Path(__file__).parents[2]
 TORCH = re.search(r"^torch==.*$", (ROOT / "requirements-cpu.txt").read_text(), re.MULTILINE)[0]
@@ -169,3 +175,123 @@ def test_batch_files_ask_slurm_for_the_same_except_name_and_nodes(repo):
         for name in ("grpo.sbatch", "sft.sbatch")
     ]
     assert asked[0] ^ asked[1] == {"--job-name=grpo", "--job-name=sft", "--nodes=2", "--nodes=1"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "base"),
+    [((), "runs/grpo"), (("--run-dir", "runs/mine"), "runs/mine"), (("--run-dir=runs/mine",), "runs/mine")],
+)
+def test_a_job_array_trains_one_seed_per_task_in_a_folder_of_its_own(repo, flags, base):
+    launch(repo, "setup.sh", GRPO_DEVICE="gpu")
+    task = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NAME": "grpo"}
+    process, calls = launch(repo, "grpo.sbatch", "recipe.py", *flags, **SLURM | task)
+    assert process.returncode == 0, process.stderr
+    expected = ["train_grpo.py", "recipe.py", *flags, "--run-dir", f"{base}-seed2", "--seed", "2", "--resume"]
+    assert calls[-1].split()[-len(expected) :] == expected
+
+
+# Stands for a training script: each rank notes where it is and with which arguments.
+PROGRAM = """
+import os, pathlib, sys
+rank, local_rank, world_size = (os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+pathlib.Path(f"rank{rank}").write_text(f"{local_rank} {world_size} {' '.join(sys.argv[1:])}")
+"""
+
+
+def test_multinode_with_two_agents_on_one_machine(repo):
+    """Real torchruns: two machines of two processes meet, and ranks count through."""
+    launch(repo, "setup.sh", GRPO_DEVICE="cpu")
+    python = repo / ".venv" / "bin" / "python"
+    python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    (repo / "program.py").write_text(PROGRAM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {"NNODES": "2", "GPUS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"TRAIN_SCRIPT": "program.py", "OMP_NUM_THREADS": "1", "GRPO_DEVICE": "cpu"}
+    agents = [start(repo, "multinode.sh", "recipe.py", NODE_RANK=rank, **environment) for rank in ("1", "0")]
+    for agent in agents:
+        _, errors = agent.communicate(timeout=90)
+        assert agent.returncode == 0, errors
+    said = [(repo / f"rank{rank}").read_text().split() for rank in range(4)]
+    assert [words[:2] for words in said] == [["0", "4"], ["1", "4"], ["0", "4"], ["1", "4"]]
+    assert all(words[2:] == ["recipe.py", "--resume"] for words in said)
+
+
+REFUSED = {
+    "MASTER_ADDR, the name or address of the machine": ({"NNODES": "2", "GPUS_PER_NODE": "8"}, ()),
+    "NODE_RANK=2 is none of 0 to 1": ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a", "GPUS_PER_NODE": "8"}, ()),
+    "set GPUS_PER_NODE": ({"GPUS_PER_NODE": "0"}, ()),
+    "--overwrite would delete the run": ({"GPUS_PER_NODE": "8"}, ("--overwrite",)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_multinode_refuses_what_cannot_work(repo, message):
+    launch(repo, "setup.sh", GRPO_DEVICE="gpu")
+    environment, flags = REFUSED[message]
+    process, _ = launch(repo, "multinode.sh", "recipe.py", *flags, **environment)
+    assert process.returncode == 1 and message in process.stderr
+    assert "torch.distributed.run" not in (repo / "calls").read_text()
+
+
+def sky(repo: pathlib.Path, part: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run the commands of a part of skypilot.yaml as SkyPilot does, with its variables; stubs note their calls."""
+    task = yaml.safe_load((repo / "launch" / "skypilot.yaml").read_text())
+    fixed = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_RANK": "1"}
+    fixed |= {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_TASK_ID": "sky-managed-1_grpo_5-0"}
+    fixed |= {"PATH": f"{repo}/bin:{os.environ['PATH']}", "PYTHON": f"{repo}/bin/python3.11", "FAILING": ""}
+    fixed |= {name: str(value) for name, value in (task["envs"] | task["secrets"]).items()}
+    (repo / "calls").write_text("")
+    return subprocess.run(
+        ["bash", "-c", task[part]],
+        cwd=repo,
+        env=fixed | {"CALLS": str(repo / "calls")} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_skypilot_installs_and_starts_torchrun_on_each_machine(repo):
+    task = yaml.safe_load((repo / "launch" / "skypilot.yaml").read_text())
+    assert {"MODEL", "CONFIG", "MIN_GPUS", "WANDB_MODE"} <= set(task["envs"]) and "HF_TOKEN" in task["secrets"]
+    assert (ROOT / task["envs"]["CONFIG"]).is_file() and list(task["file_mounts"]) == ["/runs"]
+    assert sky(repo, "setup", WANDB_MODE="online").returncode == 0
+    assert (repo / "calls").read_text().splitlines()[-1] == "python -m pip install --quiet wandb"
+    done = sky(repo, "run", MODEL="Qwen/Qwen3-8B", MIN_GPUS="16", WANDB_MODE="online")
+    assert done.returncode == 0, done.stderr
+    words = (repo / "calls").read_text().splitlines()[-1].split()
+    assert {"--nnodes=2", "--nproc_per_node=8", "--rdzv_endpoint=10.0.0.7:29500", "--rdzv_conf=is_host=0"} <= set(words)
+    folder = "/runs/qwen3_1_7b_gsm8k-sky-managed-1_grpo_5-0"
+    expected = ["train_grpo.py", "configs/qwen3_1_7b_gsm8k.py", "--run-dir", folder, "--checkpoint.interval", "20"]
+    expected += ["--model.path", "Qwen/Qwen3-8B", "--metrics.wandb-project", "grpo", "--resume"]
+    assert words[-len(expected) :] == expected
+    load(GRPOConfig, str(ROOT / expected[1]), expected[2:])  # those flags exist
+    done = sky(repo, "run", MIN_GPUS="17")
+    assert done.returncode == 1 and done.stderr == "skypilot: 16 GPUs, but MIN_GPUS=17\n"
+    assert (repo / "calls").read_text() == ""
+
+
+def test_the_container_file_copies_what_there_is_and_makes_the_environment(repo):
+    """Its lines run in an empty folder, as in the image, with stand-ins for apt-get and Python."""
+    lines = (repo / "launch" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    image = repo.parent / "image"
+    image.mkdir()
+    environment = {"PATH": f"{repo}/bin:{os.environ['PATH']}", "PYTHON": f"{repo}/bin/python3.11", "FAILING": ""}
+    environment["CALLS"] = str(repo / "calls")
+    (repo / "bin" / "apt-get").write_text(STUB)
+    (repo / "bin" / "apt-get").chmod(0o755)
+    for line in lines:
+        instruction, _, rest = line.partition(" ")
+        if instruction == "COPY" and rest != ". .":
+            *sources, target = rest.split()
+            (image / target).mkdir(exist_ok=True)
+            for source in sources:
+                shutil.copy(repo / source, image / target)
+        elif instruction == "RUN" and "launch/" in rest:
+            done = subprocess.run(rest, shell=True, cwd=image, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+    assert THE_REST.replace("-cpu", "-gpu") in (repo / "calls").read_text()
+    assert (image / ".venv" / "setup-stamp").read_text().startswith("gpu ")
+    assert {".venv", "runs"} <= set((ROOT / ".dockerignore").read_text().split())

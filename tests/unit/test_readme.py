@@ -69,7 +69,7 @@ OTHER_FILES = {"path/file.py", "config-step-N.py", "configs/my_run.py", "apps/gr
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
 OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step"}
-OTHER_TOOLS_FLAGS |= {"--num", "--worst", "--prompt", "--evaluation"}
+OTHER_TOOLS_FLAGS |= {"--array", "--env", "--file", "--tag", "--num", "--worst", "--prompt", "--evaluation"}
 MOST_LINES = 230  # of the page that a newcomer reads first
 
 
@@ -173,7 +173,7 @@ def commands() -> list[str]:
     """Every command that starts one of the scripts, from code blocks and from tables."""
     lines = re.findall(r"^    ((?:torchrun|sbatch) .*)$", EVERYTHING, re.MULTILINE)
     lines += re.findall(r"`((?:torchrun|sbatch) [^`]*)`", EVERYTHING)
-    return [line for line in dict.fromkeys(lines) if "--help" not in line]
+    return [line for line in dict.fromkeys(lines) if "--help" not in line and " -m " not in line]
 
 
 def test_there_are_commands():

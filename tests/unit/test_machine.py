@@ -1,0 +1,172 @@
+"""What a config asks of the machine, each with a machine that has it and one that does not."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+
+from grpo import config as c
+from grpo.models import memory
+from grpo.run import machine
+from grpo.run.machine import Device, check_disk, check_gpus, check_memory, check_versions, warn_of_machine
+from tests.unit.test_memory import QWEN3_1_7B, QWEN3_8B, hf
+
+H100 = Device(8, "H100", 79.2, 78.8)
+ROLES = c.RolesConfig(num_trainers=4, num_references=0, num_generators=4)
+
+
+def grpo(**fields) -> c.GRPOConfig:
+    return c.complete(c.GRPOConfig(**{"roles": ROLES} | fields))
+
+
+def test_the_versions_of_this_environment_fit_and_another_one_is_named(monkeypatch):
+    row = check_versions()
+    assert row.status == "ok" and "torchtitan 0.3.0" in row.found and "vllm 0.32.0" in row.found
+    installed = machine._installed
+
+    def other(package: str) -> str | None:
+        return {"vllm": None, "torchtitan": "0.2.0"}.get(package, installed(package))
+
+    monkeypatch.setattr(machine, "_installed", other)
+    row = check_versions()
+    assert row.status == "problem" and "launch/setup.sh" in row.to_do
+    assert "torchtitan 0.2.0, pinned is 0.3.0" in row.found and "vllm missing, pinned is 0.32.0" in row.found
+    assert "transformers" in row.found and "transformers 5.19.0, pinned" not in row.found
+
+
+def test_a_python_without_wheels_is_a_problem(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    row = check_versions()
+    assert row.status == "problem" and row.found.startswith("Python 3.9, not 3.11 or 3.12; ")
+
+
+GPUS = {  # GPUs on this host, ranks that torchrun started here -> status, in the row
+    (8, None): ("ok", "8 needed"),
+    (4, None): ("ok", "so 2 such nodes"),
+    (4, 4): ("ok", "4 needed"),
+    (3, None): ("problem", "for 3: --roles.no-colocated --roles.num-trainers 1"),
+    (4, 8): ("problem", "for 4: --roles.no-colocated --roles.num-trainers 2"),
+}
+
+
+@pytest.mark.parametrize(("num_gpus", "local_ranks"), GPUS)
+def test_gpus_against_the_layout(num_gpus, local_ranks):
+    status, told = GPUS[num_gpus, local_ranks]
+    row = check_gpus(grpo(), Device(num_gpus, "H100", 79.2, 78.8), local_ranks)
+    assert row.status == status and told in f"{row.found} {row.to_do}"
+
+
+def test_gpus_in_use_and_gpus_that_torch_does_not_see(monkeypatch):
+    row = check_gpus(grpo(), Device(8, "H100", 79.2, 54.2))
+    assert row.status == "problem" and "hold 25.0 GiB" in row.found and "nvidia-smi" in row.to_do
+    none = Device(0, "2 CPU cores", 24, 20)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert check_gpus(grpo(), none).status == "ok"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    row = check_gpus(grpo(), none)
+    assert row.status == "problem" and "sees no GPU" in row.found
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match="process 4 of this host needs a GPU of its own, and there are 4; .*_node=4"):
+        machine.look_at_device(4)
+
+
+def test_without_a_gpu_the_device_is_the_host(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    device = machine.look_at_device(3)
+    assert device.num_gpus == 0 and 0 < device.free_gib < device.total_gib
+
+
+def statuses(config: c.GRPOConfig | c.SFTConfig, raw: dict = QWEN3_8B, device: Device = H100) -> dict[str, str]:
+    return {row.check.removeprefix("memory of a "): row.status for row in check_memory(config, hf(raw), device)}
+
+
+def test_memory_of_each_role_against_a_gpu():
+    """Qwen3-8B: on 4 trainers 30.5 + 41.4 GiB, on one 122 + 41.4; 15.3 GiB of weights in an engine's 67.3."""
+    assert statuses(grpo()) == {"trainer": "ok", "generator": "ok"}
+    one = c.RolesConfig(num_trainers=1, num_references=1, num_generators=1)
+    with_kl = grpo(roles=one, algorithm=c.AlgorithmConfig(kl_coef=0.1))
+    assert statuses(with_kl) == {"trainer": "problem", "generator": "ok", "reference": "ok"}
+    small = Device(8, "L4", 17.5, 17.4)  # an engine may use 14.9
+    assert statuses(with_kl, device=small) == dict.fromkeys(("trainer", "generator", "reference"), "problem")
+    assert statuses(c.SFTConfig(num_trainers=8)) == {"trainer": "ok"}
+
+
+def test_memory_of_a_trainer_that_shares_its_gpu():
+    """Qwen3-1.7B: a peak of 44.2 GiB, at rest 25.6; the engine takes 0.35 x 79.2 = 27.7, or 0.6 x 79.2 = 47.5."""
+
+    def colocated(**generator) -> str:
+        layout = c.RolesConfig(colocated=True, num_trainers=1, num_references=0)
+        return statuses(grpo(roles=layout, generator=c.GeneratorConfig(**generator)), QWEN3_1_7B)["trainer"]
+
+    assert colocated(gpu_memory_utilization=0.35) == "ok"
+    assert colocated(gpu_memory_utilization=0.6) == "problem"
+    assert colocated(gpu_memory_utilization=0.6, sleep=True) == "ok"
+    assert colocated(gpu_memory_utilization=0.7, sleep=True) == "problem"
+    evaluates = c.SFTConfig(evaluation=c.EvaluationConfig(interval=5), generator=c.GeneratorConfig())  # 0.85
+    assert statuses(evaluates, QWEN3_1_7B)["trainer"] == "problem"
+
+
+def test_memory_of_all_ranks_on_a_cpu():
+    """Qwen3-1.7B: 4 trainers of 24.9 GiB are far above 20 GiB already; a tiny model is far below."""
+    cpu = Device(0, "2 CPU cores", 24, 20)
+    assert statuses(grpo(), QWEN3_1_7B, cpu) == {"memory": "problem"}
+    tiny = QWEN3_1_7B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+    assert statuses(grpo(), tiny, cpu) == {"memory": "ok"}
+
+
+DISK = {  # checkpoint config -> (checkpoints at one time, exports)
+    (("interval", 0),): (0, 1),
+    (("at_end", True), ("export", False)): (1, 0),
+    (("interval", 100), ("keep", 2)): (2, 1),  # of 200 steps
+    (("interval", 10), ("keep", 2)): (3, 1),
+    (("interval", 10), ("keep", 2), ("keep_best", "accuracy")): (4, 1),
+}
+
+
+@pytest.mark.parametrize("fields", DISK)
+def test_disk_for_checkpoints_and_export(fields, tmp_path, monkeypatch):
+    """Qwen3-1.7B: a checkpoint is 1,720,574,976 x 12 bytes = 19.23 GiB, an export x 2 bytes = 3.20 GiB."""
+    checkpoints, exports = DISK[fields]
+    config = grpo(checkpoint=c.CheckpointConfig(**dict(fields)), run_dir=str(tmp_path / "run"), num_steps=200)
+    needed = checkpoints * 1_720_574_976 * 12 + exports * 1_720_574_976 * 2
+    for free, status in ((needed + 2**20, "ok"), (needed - 2**20, "problem")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(2**50, 0, free))
+        row = check_disk(config, hf(QWEN3_1_7B))
+        assert row.status == status and f"{checkpoints} checkpoints of 19.23 GiB" in row.found
+    assert "--checkpoint.keep" in row.to_do
+
+
+def test_what_a_resumed_run_replaces_counts_as_room(tmp_path, monkeypatch):
+    config = grpo(checkpoint=c.CheckpointConfig(interval=100, export=False), run_dir=str(tmp_path), num_steps=200)
+    tiny = hf(QWEN3_1_7B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 0))
+    assert check_disk(config, tiny).status == "problem"
+    there = tmp_path / "checkpoints" / "step-00000100" / "shard"
+    there.parent.mkdir(parents=True)
+    there.write_bytes(b"0" * (2 * 12 * memory.num_parameters(tiny)))
+    assert check_disk(config, tiny).status == "ok"
+
+
+def test_checkpoints_of_lora_are_those_of_the_adapters():
+    """Qwen3-8B at rank 16 has 43,646,976 weights in adapters, as worked out in test_memory.py."""
+    config = grpo(trainer=c.TrainerConfig(lora_rank=16))
+    assert machine.checkpoint_gib(hf(QWEN3_8B), config) == pytest.approx(43_646_976 * 12 / 2**30)
+
+
+def test_a_start_warns_of_each_problem_in_one_line(tmp_path, monkeypatch, capsys):
+    hf(QWEN3_8B).save_pretrained(tmp_path)
+    config = grpo(run_dir=str(tmp_path / "run"), checkpoint=c.CheckpointConfig(interval=10))
+    monkeypatch.setattr(machine, "look_at_device", lambda index: H100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**50))
+    warn_of_machine(config, str(tmp_path))
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**30))
+    monkeypatch.setattr(machine, "look_at_device", lambda index: Device(8, "L4", 22.0, 21.8))
+    warn_of_machine(config, str(tmp_path))
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2].partition(":")[0] for line in told] == ["memory of a trainer", "disk"]
+    assert all(line.startswith("warning: ") for line in told) and "free in" in told[1]
