@@ -22,6 +22,7 @@ from grpo.config import GRPOConfig
 from grpo.data.chat import load_tokenizer
 from grpo.roles import engine_speed
 from grpo.roles.process_groups import Roles
+from grpo.roles.progress import engine_steps
 from grpo.roles.shared_memory import replica_name
 from grpo.types import Completion, Prompt
 
@@ -307,6 +308,10 @@ def _start_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None,
         def _distributed_args(self) -> tuple[str, int, int]:
             # The part behind the colon names shared memory, so it must be unique to the replica.
             return identity, world_rank, roles.device.index or 0
+
+        def execute_model(self, *arguments: Any, **options: Any) -> Any:
+            engine_steps[ranks[0]] += 1  # so that a rank that hangs is told from those that wait for it
+            return super().execute_model(*arguments, **options)
 
     options, on_cpu = config.generator, roles.device.type == "cpu"
     cache_gib = options.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else 0)

@@ -8,6 +8,8 @@ from grpo.roles.process_groups import Roles
 
 # Sends and receives by group. Gloo counts them with the collectives, but only some members of the group make them.
 direct_messages: collections.Counter[str] = collections.Counter()
+# Forwards that this rank's engine has begun, by the first rank of its replica; torch does not see what vLLM sends.
+engine_steps: collections.Counter[int] = collections.Counter()
 
 
 def collectives_entered(roles: Roles) -> dict[str, int]:
@@ -25,6 +27,8 @@ def collectives_entered(roles: Roles) -> dict[str, int]:
             # torch's names are counted in each process: groups of other ranks may have the same
             members = ",".join(map(str, ranks))
             entered[f"{my_world[0]}/{group.group_name}/{members}"] = _begun(group)
+    if roles.generates and len(ranks := roles.replicas[roles.replica]) > 1:
+        entered[f"engine/{ranks[0]}"] = engine_steps[ranks[0]]
     return entered
 
 

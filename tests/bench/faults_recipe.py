@@ -11,9 +11,12 @@ import pathlib
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from grpo.config import change
+from grpo.run.driver import Driver
 from grpo.run.step_timer import StepTimer
+from grpo.types import Plan
 from tests.e2e import tiny
 
 # Into the phase: the ranks tell each other where they are once a second
@@ -50,19 +53,22 @@ def with_fault(rank: int, phase: str, step: int, kind: str, note: str) -> None:
     """Let the fault strike in this process, if it is that rank."""
     if os.environ.get("RANK") != str(rank):
         return
-    begun, timed = {"startup": 0, "generate": 0}, StepTimer.phase
+    begun = {"startup": 0, "step": 0}
+    plan, timed = Driver.plan, StepTimer.phase
+
+    def plan_that_counts(self: Driver, number: int, *rest: Any) -> Plan:
+        begun["step"] = number + 1
+        return plan(self, number, *rest)
 
     @contextlib.contextmanager
     def phase_with_fault(self: StepTimer, name: str) -> Iterator[None]:
         with timed(self, name):
-            if name in begun:
-                begun[name] += 1
-            in_step = begun["generate"] == step
-            if name == phase and in_step or (phase, name, begun["startup"]) == ("start", "startup", LOADING):
+            begun["startup"] += name == "startup"
+            if (name, begun["step"]) == (phase, step) or (phase, begun["startup"]) == ("start", LOADING):
                 strike(kind, note)
             yield
 
-    StepTimer.phase = phase_with_fault
+    Driver.plan, StepTimer.phase = plan_that_counts, phase_with_fault
 
 
 if "FAULT" in os.environ:
