@@ -1,0 +1,16 @@
+"""Nothing that looks like a test is passed over in silence: pytest leaves out folders by name, and so does ruff."""
+
+import fnmatch
+import pathlib
+import tomllib
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_no_folder_of_tests_is_left_out():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    passed_over = settings["tool"]["pytest"]["ini_options"]["norecursedirs"]  # instead of pytest's own, with "dist"
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {"tests/dist", "tests/e2e", "tests/unit"} <= {str(folder) for folder in folders}
+    for folder in folders:
+        assert not [part for part in folder.parts for pattern in passed_over if fnmatch.fnmatch(part, pattern)], folder
