@@ -48,6 +48,7 @@ def test_a_teacher_alone_and_its_exact_resume(model: pathlib.Path, teacher: path
     assert [without_clocks(m) for m in resumed] == [without_clocks(m) for m in metrics]
 
 
+@pytest.mark.slow
 def test_a_teacher_beside_rewards(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
     """In the first step, whose samples are the same, advantages are those of rewards plus half of the teacher's."""
 

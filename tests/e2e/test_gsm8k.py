@@ -37,6 +37,7 @@ def unigram_entropy(run_dir: pathlib.Path) -> float:
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} does not exist; it has GSM8K's train.jsonl and test.jsonl")
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # four programs, on a machine that may have other work
 def test_gsm8k_from_chats_to_a_policy(tmp_path: pathlib.Path):
     (tmp_path / "rows.py").write_text(CHAT)

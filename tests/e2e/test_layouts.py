@@ -34,6 +34,8 @@ LAYOUTS = {
         (*COLOCATED, "--roles.num-trainers", "2", "--generator.tensor-parallel", "2"),
     ),
 }
+# Other tests run these too: of LoRA, evaluation in SFT, agreement of the roles
+COVERED = ("no reference, 1 replica of 2 ranks", "colocated on 2 ranks, 2 replicas")
 # How a line of the console begins; below the config
 OURS = ("starting ", "policy: ", "step ", "1 colocated ranks", "done; ")
 
@@ -44,7 +46,9 @@ def first_samples() -> dict[str, str]:
     return {}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in COVERED else name for name in LAYOUTS]
+)
 def test_layout_runs_two_steps(layout: str, model: pathlib.Path, tmp_path: pathlib.Path, first_samples: dict[str, str]):
     nproc, has_reference, flags = LAYOUTS[layout]
     arguments = (TINY, *flags, "--model.path", model, "--run-dir", tmp_path / "run")

@@ -118,6 +118,7 @@ def main() -> None:
     assert trainer.optimizer_step()["grad_norm"] == 0 and metrics.num_loss_tokens == 0
     measured = metrics.means()
     assert measured.pop("loss") == 0 and set(metrics.sequence_means()) == {None}
+    assert 0 < measured.pop("packing/padding_frac") < 1  # known without any loss token
     assert measured and all(math.isnan(value) for value in measured.values()), measured
     assert num_steps == [state["step"].item() for state in trainer.optimizer.optimizers[0].state.values()]
     close_roles(roles)
