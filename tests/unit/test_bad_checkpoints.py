@@ -13,7 +13,6 @@ import subprocess
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from grpo.config import CheckpointConfig
 from grpo.run.folder import checkpoint
@@ -21,13 +20,7 @@ from grpo.run.folder.checkpoint_files import DRIVER_TENSORS_FILE as TENSORS
 from grpo.run.folder.checkpoint_files import PlainReader, check_checkpoint
 from grpo.run.watch.failures import BadInput
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Weights:

@@ -10,7 +10,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from grpo.config import CheckpointConfig
@@ -20,13 +19,7 @@ from grpo.run.folder.checkpoint_files import PlainReader
 from grpo.run.folder.run_folder import step_folders, step_of
 from grpo.run.watch.failures import BadInput
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Trained:
