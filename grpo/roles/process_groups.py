@@ -1,7 +1,7 @@
 """Which rank does what, and the process groups that follow from it. The ONLY file that creates process groups.
 
 Every role is a world of its own: it has its own default process group, so torchtitan and vLLM each see exactly the
-ranks they expect, and no group is patched in. Roles talk over bridges, further groups built from torchrun's store:
+ranks they expect. Roles talk over bridges, further groups built from torchrun's store:
 `control` over all ranks (CPU tensors, gloo), `learners` over trainers and references (gloo too) and `weights` from
 trainer rank 0 to every generator rank (NCCL on GPUs). All groups are created here, in one order, the bridges first.
 
