@@ -141,7 +141,8 @@ def saves(times: int, chance: random.Random) -> None:
         struck = int(lines[-1].removeprefix("step ").partition(",")[0])
         with contextlib.redirect_stdout(sys.stderr):
             newest = newest_usable(str(FOLDER / "saves"))[0]
-        faults = [] if newest and step_of(newest) >= struck - 1 else [f"the newest whole checkpoint is {newest}"]
+        least = struck - 2 if kill["in_background"] else struck - 1  # a save begins by waiting for the one before
+        faults = [] if newest and step_of(newest) >= least else [f"the newest whole checkpoint is {newest}"]
         unfinished = [name for name in notes[0][0].split()[1:] if not name.removeprefix("step-").isdigit()]
         faults += [f"{name} was left by the kill before" for name in unfinished]
         faults += [] if code else ["the kill did not strike"]
