@@ -105,7 +105,6 @@ BAD_TEXTS = {
     ],
 }
 BAD_ANSWERS = ("absent", "null", "half a character")  # a reward may get anything else
-GOOD_LISTS = ("content with an image",)
 CASES = [
     (row_format, column, what)
     for row_format, row in (GRPO_ROWS | SFT_ROWS).items()
