@@ -196,6 +196,19 @@ def test_parquet_that_was_cut_off(share: float, tokenizer, tmp_path: pathlib.Pat
     assert "could not be loaded" in refusal(path, tokenizer, sft=False)
 
 
+@pytest.mark.parametrize("row_format", ["question and answer", "messages", "Alpaca", "text"])
+def test_a_huge_text_is_left_out_and_told(row_format: str, tokenizer, tmp_path: pathlib.Path, capsys):
+    """4 MB in one row are neither tokenized nor a reason to end."""
+    good = (GRPO_ROWS | SFT_ROWS)[row_format]
+    column = next(iter(good))
+    huge = [{"role": "user", "content": "1+2 " * 1_000_000}, CHAT[1]] if column == "messages" else "1+2 " * 1_000_000
+    path = write_rows(tmp_path, good, good | {column: huge}, good)
+    began = time.monotonic()
+    look_at(path, tokenizer, row_format in SFT_ROWS)
+    assert time.monotonic() - began < SECONDS
+    assert "left out: 1 longer than" in capsys.readouterr().out
+
+
 # ---- any value at all -----------------------------------------------------------------------------------------------
 
 JSON = st.recursive(
