@@ -277,7 +277,7 @@ def start_up(
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             generator = Generator(config, folder, start.stop_token_ids, roles)
         if roles.trains:
-            trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
+            trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles)
         if config.needs_reference:
             folder = fetch_folder(start.reference_folder, roles.control)
             base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters

@@ -15,7 +15,7 @@ import torch
 from grpo.algorithm.advantages import zero_variance
 from grpo.algorithm.importance import with_effective_sample_size
 from grpo.algorithm.losses import try_loss
-from grpo.config import GRPOConfig
+from grpo.config import GRPOConfig, TrainerConfig
 from grpo.config.layout import describe_layout
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
@@ -31,7 +31,7 @@ from grpo.run.folder.checkpoint import saves
 from grpo.run.folder.pending import pending_state, pending_tensors, read_pending
 from grpo.run.folder.resume import begin, open_run_folder, resumed_stream
 from grpo.run.folder.run_lock import unlock_run_folder
-from grpo.run.machine import warn_of_machine
+from grpo.run.machine import fit_to_machine
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.report.ledger import Ledger
@@ -54,6 +54,8 @@ class Start:
     """What every rank must know before the first step."""
 
     step: int
+    trainer: TrainerConfig
+    """The config's, fitted to the machine."""
     model_folder: str
     reference_folder: str
     stop_token_ids: list[int]
@@ -118,7 +120,7 @@ class Driver:
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
-        warn_of_machine(config, folder)
+        trainer = fit_to_machine(config, folder)
         forget_old_stop(config.run_dir)
         self.saved_step, self.last_line = self.first_step, f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(
@@ -131,6 +133,7 @@ class Driver:
         )
         return Start(
             step=self.first_step,
+            trainer=trainer,
             model_folder=folder,
             reference_folder=config.model.reference_path or folder,
             stop_token_ids=self.scorer.stop_token_ids,
