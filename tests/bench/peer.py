@@ -5,7 +5,7 @@
 
 Both run tests/bench/colocated.py: the same prompts, no reference, a coin as reward, bfloat16; TRL as trl_grpo.py says,
 with bfloat16 weights, where ours are float32 in the optimizer. `trl-nogc` is TRL without its gradient checkpointing;
-`--rows` is TRL's completions in one forward. Random weights hardly ever end a completion early (`tokens/step` shows it).
+`--rows` is TRL's completions in one forward. Random weights hardly ever end a completion early: see `tokens/step`.
 What is behind `--` goes to ours alone. Figures are over all rounds, median (lowest to highest) of the steps after the
 first two; `ratio` is TRL's median step over ours. `--tiny` is a look on a CPU, TRL without vLLM.
 """
