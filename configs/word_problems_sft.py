@@ -14,8 +14,8 @@ config = c.SFTConfig(
     trainer=c.TrainerConfig(
         micro_batch_tokens=32_768,
         activation_checkpointing="none",
-        learning_rate=1e-3,
-        warmup_steps=50,
+        learning_rate=6e-4,
+        warmup_steps=100,
         adam_beta2=0.99,
     ),
     run_dir="runs/word_problems_sft",
