@@ -6,6 +6,7 @@ reads what learning.py wrote. One thin line for each run, a dot for each evaluat
 """
 
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ def main(results: str, picture: str) -> None:
 
 def draw(runs: Sequence[dict[str, Any]]) -> str:
     """Each run has `method`, `seed` and `curve`: [step, seconds, accuracy] of each evaluation."""
-    panels = [panel(runs, 0, "steps"), panel(runs, 1, "seconds of training")]
+    panels = [panel(runs, 0, "steps"), panel(runs, 1, "seconds since the launch")]
     parts = [f'<g transform="translate({i * WIDTH} 0)">{drawn}</g>' for i, drawn in enumerate(panels)]
     size = f'width="{2 * WIDTH}" height="{HEIGHT}" viewBox="0 0 {2 * WIDTH} {HEIGHT}"'
     style = 'font-family="sans-serif" font-size="12" fill="#333"'
@@ -42,9 +43,9 @@ def panel(runs: Sequence[dict[str, Any]], column: int, name: str) -> str:
         x, y = place(0, tenth / 10)
         parts.append(f'<line x1="{x}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{x - 8}" y="{y + 4:.1f}" text-anchor="end">{tenth / 10:.1f}</text>')
-    for quarter in range(5):
-        x, y = place(last * quarter / 4, 0)
-        parts.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{last * quarter / 4:.0f}</text>')
+    for tick in range(0, int(last) + 1, spacing(last)):
+        x, y = place(tick, 0)
+        parts.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{tick}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{name}</text>')
     for run in runs:
@@ -60,6 +61,12 @@ def panel(runs: Sequence[dict[str, Any]], column: int, name: str) -> str:
             parts.append(f'<rect x="{LEFT + 70 * i}" y="9" width="10" height="10" fill="{color}"/>')
             parts.append(f'<text x="{LEFT + 70 * i + 15}" y="18">{method}</text>')
     return "".join(parts)
+
+
+def spacing(last: float) -> int:
+    """1, 2 or 5 times a power of ten, for at most six steps up to `last`."""
+    tens = 10 ** max(0, math.floor(math.log10(last / 6)))
+    return next(tens * factor for factor in (1, 2, 5, 10) if last / (tens * factor) <= 6)
 
 
 if __name__ == "__main__":

@@ -161,12 +161,13 @@ def lines_of(run: Run) -> list[dict[str, Any]]:
 
 
 def curve(lines: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
-    """(step, seconds since the launch, held-out accuracy) of each evaluation."""
+    """(step, seconds since the launch, held-out accuracy) of each evaluation; step 0 is where the first step begins."""
     taken: dict[int, float] = {}
     for line in lines:
         seconds = line.get("time/startup", 0.0) + line.get("time/step", 0.0) - line.get("time/evaluate", 0.0)
         taken[line["step"]] = taken.get(line["step"], 0.0) + seconds
     after = dict(zip(taken, itertools.accumulate(taken.values()), strict=True))
+    after[0] = sum(line.get("time/startup", 0.0) for line in lines if line["step"] <= 1)
     return [(line["step"], after[line["step"]], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
 
 

@@ -1,13 +1,13 @@
 """GRPO steps of ours beside TRL's GRPOTrainer, in turns on one GPU: 32 x 8 completions of 128 + 256 tokens, one update.
 
-    python tests/bench/peer.py [--shapes qwen3-0.6b] [--rounds 2] [--steps 8] [--limit 300] [--rows 16]
-        [--methods ours trl] [--tiny] [-- --trainer.activation-checkpointing none ...]
+    python tests/bench/peer.py [--shapes qwen3-0.6b] [--methods ours trl/32] [--rounds 2] [--steps 8] [--limit 300]
+        [--tiny] [-- --trainer.activation-checkpointing none ...]
 
 Both run tests/bench/colocated.py: the same prompts, no reference, a coin as reward, bfloat16; TRL as trl_grpo.py says,
-with bfloat16 weights, where ours are float32 in the optimizer. `trl-nogc` is TRL without its gradient checkpointing;
-`--rows` is TRL's completions in one forward. Random weights hardly ever end a completion early: see `tokens/step`.
-What is behind `--` goes to ours alone. Figures are over all rounds, median (lowest to highest) of the steps after the
-first two; `ratio` is TRL's median step over ours. `--tiny` is a look on a CPU, TRL without vLLM.
+with bfloat16 weights, where ours are float32 in the optimizer. Behind `trl/` stand its completions in one forward;
+`trl-nogc/32` is without its gradient checkpointing. Random weights hardly ever end a completion early: see
+`tokens/step`. What is behind `--` goes to ours alone. Figures are over all rounds, median (lowest to highest) of the
+steps after the first two; `ratio` is TRL's median step over ours. `--tiny` is a look on a CPU, TRL without vLLM.
 """
 
 import argparse
@@ -33,15 +33,15 @@ TINY += ["--prompts-per-step", "2", "--group-size", "4", "--generator.max-comple
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["qwen3-0.6b"])
-    parser.add_argument("--methods", nargs="+", default=["ours", "trl"], choices=["ours", "trl", "trl-nogc"])
+    parser.add_argument("--methods", nargs="+", default=["ours", "trl/32"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--limit", type=float, default=300, help="seconds of one run")
-    parser.add_argument("--rows", type=int, default=16, help="TRL's completions in one forward and backward")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--name", default="peer", help="of the JSON file")
     parser.add_argument("flags", nargs="*", help="behind --: for ours")
     options = parser.parse_args()
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # TRL without a launcher refuses to see several
     rows = []
     for shape in options.shapes:
         folder = checkpoint(shape)
@@ -49,7 +49,7 @@ def main() -> None:
         failed: dict[str, str] = {}
         for number in range(options.rounds):
             for method in options.methods:
-                found, problem = run(method, folder, f"{shape}-{method}-{number}", options)
+                found, problem = run(method, folder, f"{shape}-{method}-{number}".replace("/", "-"), options)
                 steps[method] += found
                 failed |= {method: problem} if problem else {}
                 print(f"{shape} {method} round {number}: {[round(s['time/step'], 2) for s in found]}", flush=True)
@@ -68,8 +68,9 @@ def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespac
     if method == "ours":
         command = [sys.executable, *TORCHRUN, "train_grpo.py", *given, *options.flags]
     else:
-        command = [sys.executable, BENCH / "trl_grpo.py", *given, "--rows", 4 if options.tiny else options.rows]
-        command += ["--no-gradient-checkpointing"] if method == "trl-nogc" else []
+        kind, _, rows = method.partition("/")
+        command = [sys.executable, BENCH / "trl_grpo.py", *given, "--rows", rows or "32"]
+        command += ["--no-gradient-checkpointing"] if kind == "trl-nogc" else []
         command += ["--no-vllm", "--weights", "float32"] if options.tiny else []
     log = RUNS / f"{name}.log"
     code = run_limited(command, log, options.limit)
