@@ -13,7 +13,8 @@ with what it reached.
 Runs leave `runs/learning/STAGE-SEED`; a stage that is not asked for is taken from there. After each run learning.json,
 learning.svg (accuracy over steps and over seconds) and the ends of the logs are written to $OUT. Seconds are those
 since the launch, with all that it takes to start and to compile, without imports and evaluations; those of the steps
-alone are a column of their own. `--tiny` is a look on a CPU: a small model, few steps, TRL without vLLM.
+alone are a column of their own. What starts first on a machine also fills the caches of vLLM and torch.compile, so run
+GRPO and TRL once for few steps before (`--stages grpo trl --seeds 0 --name warm -- --num-steps 3`). `--tiny` is a look on a CPU: a small model, few steps, TRL without vLLM.
 """
 
 import argparse
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", default=["sft", "grpo", "trl"], choices=["sft", "grpo", "trl"])
     parser.add_argument("--limit", type=float, default=560, help="seconds of everything")
     parser.add_argument("--stop-at-loss", type=float, help="of SFT; the recipe's if not given")
+    parser.add_argument("--name", default="learning", help="of the files")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("flags", nargs="*", help="behind --: for GRPO, ours and TRL's")
     options = parser.parse_args()
@@ -194,16 +196,16 @@ def write(runs: list[Run], options: argparse.Namespace, show: bool) -> None:
     learners = [one for one in rows if one.get("curve")]
     out = pathlib.Path(os.environ.get("OUT", ROOT / "runs" / "bench"))
     out.mkdir(parents=True, exist_ok=True)
-    (out / "learning.svg").write_text(draw(learners))
+    (out / f"{options.name}.svg").write_text(draw(learners))
     tails = [f"== {run.log.name}\n{run.log.read_text()[-20_000:]}\n" for run in runs if run.log.exists()]
-    (out / "learning.log").write_text("".join(tails))
+    (out / f"{options.name}.log").write_text("".join(tails))
     ends = {}
     for method in METHODS.values():
         values = [one["end"] for one in learners if one["method"] == method and "end" in one]
         if values:
             ends[f"{method}: mean end"] = statistics.mean(values)
             ends[f"{method}: std"] = statistics.stdev(values) if len(values) > 1 else 0.0
-    report("learning", rows, seeds=options.seeds, flags=options.flags, show=show, **ends)
+    report(options.name, rows, seeds=options.seeds, flags=options.flags, show=show, **ends)
 
 
 if __name__ == "__main__":

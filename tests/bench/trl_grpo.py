@@ -53,12 +53,13 @@ def main() -> None:
     stream = PromptStream(usable_prompts(load_sources(config.data), config, tokenizer), config, tokenizer)
     prompts = stream.draw(config.num_steps * config.prompts_per_step)
     functions = load_functions(config.reward, config.data.reward_columns, config.generator.max_completion_tokens)
-    log = Log(config, tokenizer, functions, started)
+    rows = [as_row(prompt, tokenizer) for prompt in prompts]
+    log = Log(config, tokenizer, functions, [row["prompt"] for row in rows], started)
     trainer = GRPOTrainer(
         model=folder,
         reward_funcs=log.reward,
         args=trl_config(config, options),
-        train_dataset=Dataset.from_list([as_row(prompt, tokenizer) for prompt in prompts]),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[log],
     )
@@ -117,8 +118,9 @@ def as_row(prompt, tokenizer) -> dict[str, object]:
 class Log(TrainerCallback):
     """Scores completions, times steps, evaluates in between, and writes metrics.jsonl."""
 
-    def __init__(self, config: GRPOConfig, tokenizer, functions, started: float):
+    def __init__(self, config: GRPOConfig, tokenizer, functions, prompts: list[str], started: float):
         self.config, self.tokenizer, self.functions, self.started = config, tokenizer, functions, started
+        self.prompts = prompts  # of the whole run
         self.file = pathlib.Path(config.run_dir) / "metrics.jsonl"
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text("")
@@ -131,7 +133,11 @@ class Log(TrainerCallback):
         self.last_end = 0.0
 
     def reward(self, prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
-        """TRL's reward function: the recipe's weighted sum."""
+        """TRL's reward function: the recipe's weighted sum. Raises RuntimeError unless the prompts are ours."""
+        first = trainer_state.global_step * self.config.prompts_per_step
+        ours = self.prompts[first : first + self.config.prompts_per_step]
+        if prompts != [prompt for prompt in ours for _ in range(self.config.group_size)]:
+            raise RuntimeError(f"TRL's step {trainer_state.global_step} has other prompts than ours, or another order")
         rewards = self.score(completions, [len(ids) for ids in completion_ids], columns)
         self.rewards += rewards
         prompt_ids = self.tokenizer(prompts)["input_ids"]

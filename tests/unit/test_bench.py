@@ -60,7 +60,9 @@ def runs_of(tmp_path, monkeypatch):
 
 def finish(runs: list[learning.Run], gpus: int, limit: float) -> None:
     try:
-        learning.work(runs, argparse.Namespace(gpus=gpus, seeds=[0], flags=[]), time.monotonic() + limit)
+        learning.work(
+            runs, argparse.Namespace(gpus=gpus, seeds=[0], flags=[], name="learning"), time.monotonic() + limit
+        )
     finally:
         for run in runs:
             if run.process:
