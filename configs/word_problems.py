@@ -15,7 +15,11 @@ config = c.GRPOConfig(
     reward=c.RewardConfig(functions={"math_reward": 1.0}),
     generator=c.GeneratorConfig(max_completion_tokens=96, max_num_seqs=512, gpu_memory_utilization=0.1),
     trainer=c.TrainerConfig(
-        micro_batch_tokens=32_768, activation_checkpointing="none", learning_rate=5e-5, warmup_steps=5
+        micro_batch_tokens=32_768,
+        activation_checkpointing="none",
+        logprob_chunk_tokens=32_768,  # the vocabulary is small
+        learning_rate=5e-5,
+        warmup_steps=5,
     ),
     evaluation=c.EvaluationConfig(interval=10, num_prompts=512),
     run_dir="runs/word_problems",

@@ -14,6 +14,7 @@ config = c.SFTConfig(
     trainer=c.TrainerConfig(
         micro_batch_tokens=32_768,
         activation_checkpointing="none",
+        logprob_chunk_tokens=32_768,  # the vocabulary is small
         learning_rate=6e-4,
         warmup_steps=100,
         adam_beta2=0.99,

@@ -13,8 +13,9 @@ with what it reached.
 Runs leave `runs/learning/STAGE-SEED`; a stage that is not asked for is taken from there. After each run learning.json,
 learning.svg (accuracy over steps and over seconds) and the ends of the logs are written to $OUT. Seconds are those
 since the launch, with all that it takes to start and to compile, without imports and evaluations; those of the steps
-alone are a column of their own. What starts first on a machine also fills the caches of vLLM and torch.compile, so run
-GRPO and TRL once for few steps before (`--stages grpo trl --seeds 0 --name warm -- --num-steps 3`). `--tiny` is a look on a CPU: a small model, few steps, TRL without vLLM.
+alone are a column of their own. What starts first on a machine also fills the caches of vLLM and torch.compile, so let
+GRPO and TRL run for a few steps before (`--stages grpo trl --seeds 0 --name warm -- --num-steps 3`). `--tiny` is a look
+on a CPU: a small model, few steps, TRL without vLLM.
 """
 
 import argparse
