@@ -23,7 +23,7 @@ from grpo.data.chat import load_tokenizer
 from grpo.roles import engine_speed
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import engine_steps
-from grpo.roles.requests import continuation_seed, enough_groups, one_by_one, request_seed, share_out
+from grpo.roles.requests import Request, continuation_seed, enough_groups, one_by_one, request_seed, share_out
 from grpo.roles.shared_memory import replica_name
 from grpo.types import Carried, Completion, Prompt
 
@@ -110,18 +110,12 @@ class Generator:
         if len(temperatures) > 1:  # the samples of one request share its temperature
             requests = one_by_one(requests)
         inputs = [{"prompt_token_ids": prompts[request.prompt].ids + request.begun} for request in requests]
-        params = [
-            self._sampling_params(
-                request.count,
-                temperatures[request.first % len(temperatures)],
-                continuation_seed(
-                    request_seed(self.config.seed, prompts[request.prompt], request.first, group_size, held_out),
-                    len(request.begun),
-                ),
-                limit - len(request.begun),
-            )
-            for request in requests
-        ]
+        params = []
+        for request in requests:
+            seed = request_seed(self.config.seed, prompts[request.prompt], request.first, group_size, held_out)
+            seed = continuation_seed(seed, len(request.begun))
+            temperature = temperatures[request.first % len(temperatures)]
+            params.append(self._sampling_params(request, temperature, seed, limit))
         if self.asleep:
             raise RuntimeError("the engine sleeps without weights; they come back with the next sync_weights")
         early_end = contextlib.nullcontext()
@@ -160,7 +154,7 @@ class Generator:
         self.forget_prefixes()
         return greedy, samples
 
-    def _sampling_params(self, count: int, temperature: float, seed: int, max_tokens: int):
+    def _sampling_params(self, request: Request, temperature: float, seed: int, limit: int):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -168,9 +162,9 @@ class Generator:
         # greedy takes the likeliest token, whatever else is asked for
         sampled = {"seed": seed, "top_p": options.top_p, "top_k": options.top_k, "min_p": options.min_p}
         return SamplingParams(
-            n=count,
+            n=request.count,
             temperature=temperature,
-            max_tokens=max_tokens,
+            max_tokens=limit - len(request.begun),
             stop_token_ids=self.stop_token_ids,
             stop=list(options.stop),
             detokenize=bool(options.stop),  # the engine reads text only to find these strings
