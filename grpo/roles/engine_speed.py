@@ -118,6 +118,8 @@ def ends_early(llm: Any, groups: Sequence[int], num_groups: int) -> Iterator[Non
 
     groups: the group of each request of that call. It returns the other requests too, with the tokens that they have so
     far, maybe none, and the finish reason `abort`. The same on all ranks of a replica, which take the same steps.
+    Where vLLM schedules ahead (on GPUs), the step that is computed meanwhile gives these requests nothing, and its
+    tokens are sampled anew.
     """
     engine, step, first = llm.llm_engine, llm.llm_engine.step, llm.request_counter.counter
     num_left = Counter(groups)
