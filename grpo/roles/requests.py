@@ -40,6 +40,8 @@ def share_out(
     computation of its prompt. With `carried`, every group whole, and first those that were begun before.
     """
     costs = [prompt.expected_tokens or 1.0 for prompt in prompts]
+    if not group_size:  # an evaluation without samples
+        return [[] for _ in range(num_replicas)]
     if carried is None:
         return _split(costs, group_size, num_replicas)
     return _whole_groups(prompts, costs, group_size, num_replicas, carried)

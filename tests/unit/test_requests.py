@@ -38,6 +38,10 @@ def test_nothing_known_keeps_the_order_and_equal_counts():
     assert [parts(r) for r in share_out(prompts_of(0, 0), 4, 2)] == [[(0, 0, 4)], [(1, 0, 4)]]
 
 
+def test_nothing_is_asked_for():
+    assert share_out(prompts_of(7, 7), 0, 2) == share_out([], 8, 2) == [[], []]
+
+
 def test_a_group_is_cut_where_replicas_outnumber_prompts():
     assert [parts(r) for r in share_out(prompts_of(7), 8, 2)] == [[(0, 0, 4)], [(0, 4, 4)]]
     counts = [sum(r.count for r in requests) for requests in share_out(prompts_of(0), 10, 4)]
