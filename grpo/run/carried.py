@@ -52,8 +52,8 @@ class CarryOver:
         return self.num_in_flight - len(self.groups)
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether any completion was begun, with the weights of a step before."""
+    def has_begun(self) -> bool:
+        """Whether any group was in flight in a step before, with other weights."""
         return any(group.completions for group in self.groups)
 
     def begin(self, prompts: list[Prompt], place: dict[str, Any]) -> None:

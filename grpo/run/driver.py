@@ -170,12 +170,13 @@ class Driver:
         check = config.sync_check_interval > 0 and version == step and check_due
         if save := saves(config.checkpoint, step + 1, last):
             self.saved_step = step + 1
-        older_weights = pending is not None or self.carried.has_tokens  # sampled a part of what is trained on
+        older_weights = pending is not None or self.carried.has_begun  # sampled a part of what is trained on
         prompts, carried = [], None
         if config.sampling.carry_over:
             place = self.stream.state_dict()
             self.carried.begin(self._draw(self.carried.num_missing), place)
             prompts, carried = self.carried.to_sample()
+            prompts = self.lengths.expect(prompts)  # what is expected now, of those that were drawn before too
         elif not pending:
             prompts = self._draw(config.prompts_per_step)
         next_place, next_prompts = {}, []
@@ -183,13 +184,13 @@ class Driver:
             next_place, next_prompts = self.stream.state_dict(), self._draw(config.prompts_per_step)
         return Plan(
             step=step,
-            prompts=self.lengths.expect(prompts),
+            prompts=prompts,
             generator_version=version,
             sync_check=check and not older_weights,
             sync=last or due(config.sync_interval),
             save=save,
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
-            next_prompts=self.lengths.expect(next_prompts),
+            next_prompts=next_prompts,
             next_place=next_place,
             probe=(pending.prompts if pending else prompts)[:PROBE_PROMPTS] if check and older_weights else [],
             carried=carried,
@@ -301,7 +302,7 @@ class Driver:
 
     def _draw(self, num_prompts: int) -> list[Prompt]:
         with refuse_bad_input():  # rows that are streamed are checked as they come
-            return self.stream.draw(num_prompts)
+            return self.lengths.expect(self.stream.draw(num_prompts))
 
     def _collect(self) -> list[Rollout]:
         rollouts = self.scorer.collect()
@@ -316,7 +317,7 @@ class Driver:
         if not self.roles.is_driver:
             return None, None
         state = {"step": step, "data": self.stream.state_dict(), "lengths": self.lengths.state_dict()}
-        if self.carried.has_tokens:
+        if self.carried.has_begun:
             return state | {"carried": self.carried.state()}, self.carried.tensors()
         return (state | {"pending": pending_state(pending)}, pending_tensors(pending)) if pending else (state, None)
 

@@ -15,6 +15,7 @@ from grpo.run.folder.checkpoint_files import DRIVER_TENSORS_FILE
 from grpo.run.folder.pending import without_pending
 from grpo.run.past_lengths import PastLengths
 from grpo.run.report.sampling_work import stale_frac
+from grpo.run.watch import stopping
 from grpo.types import Prompt
 from tests.unit.completions import completion
 from tests.unit.test_overlap import Stream, fake_driver, indices
@@ -31,14 +32,14 @@ def test_three_groups_in_flight_two_trained():
     """Prompts 0, 1, 2; completion 1 (of prompt 0) has 4 tokens when 1 and 2 are complete, and 6 in the end."""
     stream = Stream()
     carried = begun(stream)
-    assert not carried.has_tokens
+    assert not carried.has_begun
     prompts, plan = carried.to_sample()
     assert indices(prompts) == [0, 1, 2] and plan.begun == {} and plan.num_groups == 2
     sampled = [completion(0, 3), completion(1, 4, ended=False), *(completion(i, 2) for i in (2, 3, 4, 5))]
     prompts, completions = carried.take(sampled)
     assert indices(prompts) == [1, 2] and [c.index for c in completions] == [2, 3, 4, 5]
 
-    assert carried.has_tokens and carried.num_missing == 2
+    assert carried.has_begun and carried.num_missing == 2
     carried.begin(stream.draw(2), {"num_drawn": 3})
     prompts, plan = carried.to_sample()
     assert indices(prompts) == [0, 3, 4] and plan.begun == {0: None, 1: [0, 1, 2, 3]} and plan.num_groups == 2
@@ -138,7 +139,7 @@ def test_plans_draw_what_is_missing_and_probe_for_the_sync_check():
     assert not plan.sync_check and indices(plan.probe) == [0, 3, 4]
 
 
-def test_a_stop_keeps_what_is_carried_over(tmp_path):
+def test_a_stop_keeps_what_is_carried_over(tmp_path, monkeypatch):
     config = GRPOConfig(
         run_dir=str(tmp_path), prompts_per_step=2, group_size=2, num_steps=9, sampling=SamplingConfig(carry_over=1)
     )
@@ -147,6 +148,7 @@ def test_a_stop_keeps_what_is_carried_over(tmp_path):
     Driver.plan.__wrapped__(driver, 0, None)
     driver.carried.take([completion(0, 3), completion(1, 4, ended=False), *(completion(i, 2) for i in (2, 3, 4, 5))])
     (tmp_path / "stop").touch()
+    monkeypatch.setattr(stopping, "_asked", [])
     assert Driver.plan.__wrapped__(driver, 1, None).stop
     state, tensors = Driver.state(driver, 1, None)
     assert state["carried"]["draws"] == [{"place": {"num_drawn": 0}, "count": 3, "prompts": [0]}]
