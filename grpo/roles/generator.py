@@ -66,11 +66,6 @@ class Generator:
         self.version = 0
         self.asleep = False
         _set_environment(on_cpu=roles.device.type == "cpu")  # before vLLM is imported, which reads some of it then
-        if config.sampling.carry_over and not engine_speed.is_tested_version():
-            raise ValueError(
-                f"sampling.carry_over={config.sampling.carry_over} ends vLLM's calls early, which is made for vLLM "
-                f"{engine_speed.TESTED_VERSION} alone; install it, or set --sampling.carry-over 0"
-            )
         self.sampling = _in_vllms_types(config.generator.sampling)
         with _saved_tokenizer(config, folder) as tokenizer_folder:
             self.llm = _start_engine(config, folder, tokenizer_folder, roles)
@@ -312,6 +307,11 @@ def _start_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None,
     for name in options.engine if on_cpu else ():
         if name in WRONG_ON_CPU:
             raise ValueError(f"generator.engine {name} needs a GPU: {WRONG_ON_CPU[name]}")
+    if config.sampling.carry_over and not engine_speed.is_tested_version():
+        raise ValueError(
+            f"sampling.carry_over={config.sampling.carry_over} ends vLLM's calls early, which is made for vLLM "
+            f"{engine_speed.TESTED_VERSION} alone; install it, or set --sampling.carry-over 0"
+        )
     defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
     return LLM(
         model=folder,
