@@ -153,7 +153,7 @@ def sample(
     sampled = driver.take_pending(plan, pending)
     prompts = plan.prompts or driver.more_prompts(sampled)
     while prompts:  # once; dynamic sampling takes other prompts until enough groups have rewards that are not all equal
-        completions = generator.generate(prompts, config.group_size) if generator else None
+        completions = generator.generate(prompts, config.group_size, plan.carried) if generator else None
         completions = gather_completions(completions, roles)
         sampled = driver.take(sampled, plan, prompts, completions)
         prompts = driver.more_prompts(sampled)

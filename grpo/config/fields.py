@@ -267,6 +267,9 @@ class SamplingConfig:
     """The same for a prompt whose share was above this; 1 skips none."""
     filter_epochs: Annotated[int, AtLeast(1)] = 1
     """Epochs for which such a prompt is skipped before it is sampled again."""
+    carry_over: Annotated[int, AtLeast(0)] = 0
+    """So many more prompts than `prompts_per_step` are in flight: a step ends once `prompts_per_step` groups are
+    complete, and the others go on in the next one, with newer weights. Needs `algorithm.importance_correction`."""
 
     @property
     def filters(self) -> bool:
@@ -341,7 +344,7 @@ class GRPOConfig:
     @property
     def has_lag(self) -> bool:
         """Whether the generators' weights may be older than the policy at the start of a step."""
-        return self.overlap_steps > 0 or self.sync_interval > 1
+        return self.overlap_steps > 0 or self.sync_interval > 1 or self.sampling.carry_over > 0
 
     @property
     def recomputes_old_logprobs(self) -> bool:
