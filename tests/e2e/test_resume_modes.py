@@ -26,6 +26,7 @@ UPDATES = ("--algorithm.num-mini-batches", 2, "--algorithm.num-epochs", 2)
 SCHEDULE = ("--trainer.schedule", "cosine", "--trainer.warmup-steps", 3)
 EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)
 LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
+NO_KL = ("--algorithm.kl-coef", 0)
 OVERLAP = ("--overlap-steps", 1)
 BACKGROUND = ("--checkpoint.in-background", "--checkpoint.interval", 3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher} and {recorded} folders
@@ -58,7 +59,7 @@ MODES = {
     ),
     "TP 2, an engine of 2 ranks, no reference": Mode(
         4,
-        (*split(2, 0, 2), "--trainer.tensor-parallel", 2, "--generator.tensor-parallel", 2, "--algorithm.kl-coef", 0),
+        (*split(2, 0, 2), "--trainer.tensor-parallel", 2, "--generator.tensor-parallel", 2, *NO_KL),
         rank=3,
     ),
     "colocated on 2 ranks, dynamic sampling": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *DYNAMIC), rank=1),
@@ -71,6 +72,9 @@ MODES = {
         2, (*split(1, 0, 1), *OVERLAP, *DYNAMIC, *UPDATES, *BACKGROUND)
     ),
     "overlap, LoRA, mixed and streamed prompts": Mode(2, (*split(1, 0, 1), *OVERLAP, *LORA, *MIXED, *STREAMED)),
+    "groups carried over": Mode(
+        3, (*split(1, 0, 2), "--sampling.carry-over", 2, "--generator.max-completion-tokens", 40, *NO_KL), rank=2
+    ),
     "LoRA, FSDP 2": Mode(3, (*split(2, 0, 1), *LORA, *UPDATES), rank=1),
     "LoRA, colocated": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *LORA, *DYNAMIC)),
     "a teacher beside rewards": Mode(
