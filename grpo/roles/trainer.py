@@ -18,9 +18,9 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed import utils as titan_dist
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.models.buckets import WeightBuckets
 from grpo.models.build import build_model
 from grpo.models.forward import micro_batches, share_of_padding, token_logprobs
+from grpo.models.gather import WeightBuckets
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch

@@ -11,7 +11,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from grpo.models.buckets import Layout, WeightBuckets
+from grpo.models.buckets import Layout
+from grpo.models.gather import WeightBuckets
 from grpo.roles.comm import broadcast, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics

@@ -201,8 +201,12 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int) -> None:
 def change(trainer) -> None:
     """Move every weight by a function of itself, so that equal ones stay equal on all ranks."""
     import torch
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
+    for part in trainer.model.module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # a forward alone leaves some unsharded
     with torch.no_grad():
         for parameter in trainer.model.module.parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

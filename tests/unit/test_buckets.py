@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from grpo.models.buckets import Bucket, Layout, Piece, _bucket, _slots, whole_tensors
+from grpo.models.buckets import Bucket, Layout, Piece, whole_tensors
+from grpo.models.gather import _bucket, _slots
 from grpo.roles.pipeline import BUFFERS, in_pipeline
 
 NAMES = ("a", "b", "c")
