@@ -1,7 +1,7 @@
 """Weight syncs alone: real trainers and engines, six syncs, and a flat broadcast of as many bytes in the same process.
 
     python tests/bench/sync.py [--shapes qwen3-1.7b qwen3-8b] [--layouts fsdp2:2x1 tp2:1x2 colocated1:1x1]
-        [--syncs 6] [--limit 200]
+        [--syncs 6] [--lora-rank 16] [--limit 200]
 
 A layout is trainers:engines, as fsdp2:2x1 for two FSDP ranks and two engines of tensor_parallel 1, tp2:1x2 for two
 tensor-parallel ranks and one engine of 2; colocated2:1x2 has all on the same two ranks. Layouts for which there are too
@@ -20,7 +20,6 @@ The first layout of a shape captures CUDA graphs, as a run does; the others star
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -49,12 +48,13 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["qwen3-1.7b", "qwen3-8b"])
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS)
     parser.add_argument("--syncs", type=int, default=6)
+    parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--limit", type=int, default=200, help="seconds of one case")
     parser.add_argument("--name", default="sync", help="of the JSON file")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        measure(*options.child, options.syncs)
+        measure(*options.child, options.syncs, options.lora_rank)
         return
     import torch
 
@@ -69,11 +69,21 @@ def main() -> None:
                 continue
             log = ROOT / "runs" / "bench" / f"{options.name}-{shape}-{layout.replace(':', '-')}.log"
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-            command += [__file__, "--syncs", options.syncs, "--child", shape, layout, "graphs" if graphs else "eager"]
+            command += [
+                __file__,
+                "--syncs",
+                options.syncs,
+                "--lora-rank",
+                options.lora_rank,
+                "--child",
+                shape,
+                layout,
+                "graphs" if graphs else "eager",
+            ]
             rows.append({"shape": shape, "layout": layout, **run_child(command, log, options.limit)})
             print(rows[-1], flush=True)
             graphs = False
-    report(options.name, rows, syncs=options.syncs)
+    report(options.name, rows, syncs=options.syncs, lora_rank=options.lora_rank)
 
 
 def parse(layout: str) -> tuple[str, int, int, int, int]:
@@ -85,7 +95,7 @@ def parse(layout: str) -> tuple[str, int, int, int, int]:
     return kind, num_trainers, replicas, parallel, ranks
 
 
-def measure(shape: str, layout: str, graphs: str, num_syncs: int) -> None:
+def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int) -> None:
     """Print one case's row as JSON; called in each rank."""
     import math
 
@@ -97,7 +107,7 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int) -> None:
     from grpo.roles.comm import wait_for_all
     from grpo.roles.generator import Generator
     from grpo.roles.pipeline import in_pipeline
-    from grpo.roles.process_groups import setup_roles
+    from grpo.roles.process_groups import close_roles, setup_roles
     from grpo.roles.trainer import Trainer
     from grpo.roles.weight_sync import sync_weights
 
@@ -120,7 +130,9 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int) -> None:
                 max_num_seqs=16,
                 enforce_eager=graphs == "eager",
             ),
-            trainer=TrainerConfig(tensor_parallel=num_trainers if kind == "tp" else 1, compile=False),
+            trainer=TrainerConfig(
+                tensor_parallel=num_trainers if kind == "tp" else 1, lora_rank=lora_rank, compile=False
+            ),
             group_size=GROUP_SIZE,
         )
     )
@@ -194,8 +206,7 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int) -> None:
             "loaded by": "copies" if all(copies for _, generates, copies, _ in all_facts if generates) else "vLLM",
         }
         print(json.dumps(row), flush=True)
-    wait_for_all(roles)
-    os._exit(0)  # an engine's end takes seconds, and may print
+    close_roles(roles, generator.close if generator else None)
 
 
 def change(trainer) -> None:
