@@ -56,12 +56,12 @@ class EngineWeights:
         if index == 0:
             for memory, value in self._filled:
                 memory.fill_(value)
-        copies = self._copies[index]
-        for together in (True, False):  # rows without gaps go in one launch
-            places = [copy.memory for copy in copies if copy.dense == together]
-            values = [bucket.as_strided(*copy.view) for copy in copies if copy.dense == together]
-            if places:
-                torch._foreach_copy_(places, values)
+        first = bucket.storage_offset()
+        for dense in (True, False):  # what has no gaps goes in one launch
+            copies = [copy for copy in self._copies[index] if copy.dense == dense]
+            values = [bucket.as_strided(copy.shape, copy.strides, first + copy.offset) for copy in copies]
+            if copies:
+                torch._foreach_copy_([copy.memory for copy in copies], values)
 
     @torch.no_grad()
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
@@ -93,9 +93,8 @@ def load_and_learn(
 
     model.load_weights(compared())
     if elsewhere:
-        print(
-            f"weights are loaded by vLLM's own means, which is slower: {elsewhere} are not where expected", flush=True
-        )
+        found = f"{len(elsewhere)} of {len(layout.shapes)} tensors are not where expected, {elsewhere[0]} first"
+        print(f"weights are loaded by vLLM's own means, which is slower: {found}", flush=True)
     return None if elsewhere else learned
 
 
@@ -105,8 +104,10 @@ class Copy:
 
     memory: torch.Tensor
     """Where to."""
-    view: tuple[tuple[int, ...], tuple[int, ...], int]
-    """Size, strides and first element of it in the bucket."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """Of its first element in the bucket."""
     dense: bool
     """Neither side has gaps."""
 
@@ -181,4 +182,4 @@ def _copy(piece: Piece, home: Home) -> Copy | None:
     offset = piece.offset + sum((s - p) * stride for s, p, stride in zip(start, piece.start, strides, strict=True))
     at = tuple(first - home_first for first, home_first in zip(start, home.start, strict=True))
     memory = Piece(piece.name, 0, at, shape).place(home.memory)
-    return Copy(memory, (shape, strides, offset), memory.is_contiguous() and shape[1:] == piece.shape[1:])
+    return Copy(memory, shape, strides, offset, memory.is_contiguous() and shape[1:] == piece.shape[1:])
