@@ -13,6 +13,7 @@ gather, flat, load ms   the parts alone: all gathers; a broadcast of as many byt
 over flat               later / flat
 trainer, engine GiB     most memory of torch above what was held before a later sync, on any such rank
 stale, first, last      mean difference of log-probs (nats) before the first sync, after it and after the last one
+wrong                   tensors that the engines do not have bit by bit as the trainers, after the last sync; only of copies
 loaded by               copies (straight into the engine's memory), or vLLM's own loading
 
 The first layout of a shape captures CUDA graphs, as a run does; the others start without, which is faster.
@@ -104,6 +105,7 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
 
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
     from grpo.config.fields import complete
+    from grpo.models.buckets import whole_tensors
     from grpo.roles.comm import wait_for_all
     from grpo.roles.generator import Generator
     from grpo.roles.pipeline import in_pipeline
@@ -171,6 +173,21 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
     layout_of = trainer.weights.layout if trainer else generator.layout if generator else None
     num_bytes = sum(math.prod(s) for s in layout_of.shapes.values()) * layout_of.dtype.itemsize
 
+    def transfer(index: int, bucket: torch.Tensor) -> None:
+        dist.broadcast(bucket, group_src=0, group=roles.weights)
+
+    live, wrong = generator.live_weights if generator else None, 0
+    # one thing after the other, so that what streams and buffers in turns did wrong shows
+    for index, described in enumerate(layout_of.buckets if not generator else ()):
+        bucket = torch.empty(described.numel, dtype=layout_of.dtype, device=roles.device)
+        trainer.weights.fill(index, bucket)
+        if roles.weights:
+            transfer(index, bucket)
+        synchronize()
+    if generator:
+        tensors = whole_tensors(layout_of, trainer.weights.fill if trainer else transfer, roles.device)
+        wrong = sum(live is not None and not live.holds(name, tensor) for name, tensor in tensors)
+
     flat = torch.empty(min(FLAT_BYTES, num_bytes), dtype=torch.uint8, device=roles.device)
 
     def broadcast_flat() -> None:
@@ -181,10 +198,10 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
     gathers = [trainer.weights.fill] if trainer else []
     gather_seconds = [timed(lambda: in_pipeline(gathers, layout_of, roles.device)) for _ in range(REPEATS)]
     # last, since it leaves the engine with whatever lies in the buffers
-    loads = [generator.live_weights.load] if generator and generator.live_weights else []
+    loads = [live.load] if live else []
     load_seconds = [timed(lambda: in_pipeline(loads, layout_of, roles.device)) for _ in range(REPEATS)]
 
-    facts = (roles.trains, roles.generates, bool(loads), max(extra[1:]))
+    facts = (roles.trains, roles.generates, bool(loads), max(extra[1:]), wrong)
     all_facts = [None] * roles.control.size()
     dist.all_gather_object(all_facts, facts, group=roles.control)
     if roles.is_driver:
@@ -198,12 +215,13 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
             "over flat": 1000 * statistics.median(seconds[1:]) / flat_ms,
             "gather ms": 1000 * statistics.median(gather_seconds),
             "load ms": 1000 * statistics.median(load_seconds),
-            "trainer GiB": max(gib for trains, _, _, gib in all_facts if trains),
-            "engine GiB": max(gib for _, generates, _, gib in all_facts if generates),
+            "trainer GiB": max(gib for trains, _, _, gib, _ in all_facts if trains),
+            "engine GiB": max(gib for _, generates, _, gib, _ in all_facts if generates),
             "stale": stale,
             "first": first,
             "last": last,
-            "loaded by": "copies" if all(copies for _, generates, copies, _ in all_facts if generates) else "vLLM",
+            "wrong": sum(fact[-1] for fact in all_facts),
+            "loaded by": "copies" if all(copies for _, generates, copies, *_ in all_facts if generates) else "vLLM",
         }
         print(json.dumps(row), flush=True)
     close_roles(roles, generator.close if generator else None)
