@@ -13,7 +13,7 @@ gather, flat, load ms   the parts alone: all gathers; a broadcast of as many byt
 over flat               later / flat
 trainer, engine GiB     most memory of torch above what was held before a later sync, on any such rank
 stale, first, last      mean difference of log-probs (nats) before the first sync, after it and after the last one
-wrong                   tensors that the engines do not have bit by bit as the trainers, after the last sync; only of copies
+wrong                   tensors that an engine does not have bit by bit after the last sync; only of copies
 loaded by               copies (straight into the engine's memory), or vLLM's own loading
 
 The first layout of a shape captures CUDA graphs, as a run does; the others start without, which is faster.
