@@ -153,7 +153,7 @@ def sample(
     sampled = driver.take_pending(plan, pending)
     prompts = plan.prompts or driver.more_prompts(sampled)
     while prompts:  # once; dynamic sampling takes other prompts until enough groups have rewards that are not all equal
-        completions = generator.generate(prompts, config.group_size) if generator else None
+        completions = generator.generate(prompts, config.group_size, plan.carried) if generator else None
         completions = gather_completions(completions, roles)
         sampled = driver.take(sampled, plan, prompts, completions)
         prompts = driver.more_prompts(sampled)
@@ -277,7 +277,7 @@ def start_up(
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             generator = Generator(config, folder, start.stop_token_ids, roles)
         if roles.trains:
-            trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
+            trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles)
         if config.needs_reference:
             folder = fetch_folder(start.reference_folder, roles.control)
             base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters
