@@ -8,6 +8,7 @@ from grpo.config.checks import validate
 from grpo.config.fields import Config, GRPOConfig
 from grpo.config.layout import check_world_size, for_one_process, for_replay
 from grpo.config.recipes import load
+from grpo.run.caches import keep_caches
 from grpo.run.quiet import quiet_libraries
 from grpo.run.report.wandb_log import check_wandb
 from grpo.run.watch.failures import refuse_bad_input, run_rank
@@ -27,6 +28,7 @@ def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Conf
 
 def _read(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
     with refuse_bad_input():
+        keep_caches()
         config = load(config_type, str(default_recipe))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if isinstance(config, GRPOConfig) and config.replay:
