@@ -9,6 +9,7 @@ from grpo.config.fields import Config, GRPOConfig
 from grpo.config.layout import check_world_size, for_one_process, for_replay
 from grpo.config.recipes import load
 from grpo.run.caches import keep_caches
+from grpo.run.measured_layout import with_measured_layout
 from grpo.run.quiet import quiet_libraries
 from grpo.run.report.wandb_log import check_wandb
 from grpo.run.watch.failures import refuse_bad_input, run_rank
@@ -38,6 +39,8 @@ def _read(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
             print(f"no torchrun: one process has all roles of the {config.num_ranks} ranks configured", flush=True)
             config = for_one_process(config)
             validate(config)
+        elif isinstance(config, GRPOConfig) and config.roles.layout == "auto":
+            config = with_measured_layout(config)
         check_world_size(config, world_size)
         check_wandb(config.metrics.wandb_project)
     return config
