@@ -5,11 +5,14 @@ its place, with torchrun's environment, and reads what that left. Left out: meas
 """
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
 
 from grpo.config import GRPOConfig, change
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def measuring_dir(run_dir: str) -> pathlib.Path:
@@ -30,7 +33,9 @@ def with_measured_layout(config: GRPOConfig) -> GRPOConfig:
     """
     file = layout_file(config.run_dir)
     if not (config.resume and file.exists()):
-        code = subprocess.run([sys.executable, "-m", "grpo.layout", *sys.argv[1:]]).returncode
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "grpo.layout", *sys.argv[1:]]
+        code = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}).returncode
         if code:
             raise SystemExit(code)
     return change(config, json.loads(file.read_text())["changes"])
