@@ -1,11 +1,11 @@
 """Is the layout that `python -m grpo.layout` chooses the fastest? All layouts of as many ranks, one after another.
 
     python tests/bench/layouts.py --ranks 4 [--shape qwen3-1.7b] [--steps 8] [-- --field value ..]        (4 GPUs)
-    python tests/bench/layouts.py --ranks 2 --shape tiny --steps 6 --limit 600 -- --model.dtype float32 \
-        --generator.max-completion-tokens 8 --prompts-per-step 4 --group-size 4                           (a CPU)
+    python tests/bench/layouts.py --ranks 2 --shape tiny --steps 6 --tokens 8 --limit 600 -- \
+        --model.dtype float32 --prompts-per-step 4 --group-size 4                                         (a CPU)
 
-tests/bench/colocated.py with 512 completions of up to 512 tokens, which all are that long, and overlap where a layout
-has it. Measured is the median step without the first two, which compile, and the last; predicted what grpo.layout says.
+tests/bench/colocated.py with 512 completions of `--tokens` tokens each, and overlap where a layout has it. Measured is
+the median step without the first two, which compile, and the last; predicted is what grpo.layout says.
 """
 
 import argparse
@@ -17,8 +17,7 @@ from typing import Any
 from speed import ROOT, checkpoint, report, run_limited, spread
 
 FIRST_STEP = 3
-FLAGS = ["--prompts-per-step", "64", "--generator.max-completion-tokens", "512", "--overlap-steps", "1"]
-FLAGS += ["--generator.sampling", "ignore_eos", "true", "--roles.no-colocated", "--checkpoint.no-export"]
+FLAGS = ["--prompts-per-step", "64", "--overlap-steps", "1", "--roles.no-colocated", "--checkpoint.no-export"]
 # of a split layout's engine; the colocated one takes its part of it
 FLAGS += ["--generator.gpu-memory-utilization", "0.85"]
 
@@ -27,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--shape", default="qwen3-1.7b")
+    parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--limit", type=int, default=280, help="seconds of one run")
     parser.add_argument("--name", default="layouts", help="of the JSON file")
@@ -83,7 +83,9 @@ def run(name: str, program: list[str], flags: list[str], options: argparse.Names
     folder, model = ROOT / "runs" / "bench" / options.name / name, checkpoint(options.shape)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
     command += [*program, "tests/bench/colocated.py", "--model.path", model, "--data.path", model / "prompts.jsonl"]
-    command += ["--run-dir", folder, "--num-steps", options.steps, *FLAGS, *options.flags, *flags]
+    lengths = ["--generator.max-completion-tokens", options.tokens]
+    lengths += ["--generator.sampling", "min_tokens", options.tokens]
+    command += ["--run-dir", folder, "--num-steps", options.steps, *FLAGS, *lengths, *options.flags, *flags]
     return run_limited(command, folder.with_suffix(".log"), options.limit)
 
 
