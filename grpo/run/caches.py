@@ -7,6 +7,7 @@ at any time.
 
 import os
 import pathlib
+import sys
 
 VARIABLE = "GRPO_CACHE_DIR"
 # Variables of the libraries, and each one's part of the folder
@@ -14,10 +15,13 @@ PARTS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "V
 
 
 def keep_caches() -> None:
-    """Point the libraries to the folder, before they are imported; one whose own variable is set stays where it is.
+    """Point the libraries to the folder, before they are used; one whose own variable is set stays where it is.
 
     Raises ValueError if the folder that GRPO_CACHE_DIR names cannot be written; the default one is then not used.
     """
+    inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if inductor and os.environ.get("TORCHINDUCTOR_CACHE_DIR") == inductor.default_cache_dir():
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]  # torch sets its default while it is imported
     chosen = os.environ.get(VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = pathlib.Path(chosen or f"{home}/grpo").absolute()
