@@ -168,7 +168,7 @@ def rows_of_many_lengths(shape: str) -> None:
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    # the first length again at the end: code for that length alone, beside the code for all
+    # the first length comes again last: by the code for all lengths, which is found first by then
     for turn, row_tokens in enumerate((longest, longest - multiple, longest - 2 * multiple, longest)):
         first, *later = [seconds(row_tokens) for _ in range(4)]
         found[f"row {turn + 1} ({row_tokens}) first s"] = first
