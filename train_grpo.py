@@ -154,7 +154,7 @@ def sample(
     sampled = driver.take_pending(plan, pending)
     prompts = plan.prompts or driver.more_prompts(sampled)
     while prompts:  # once; dynamic sampling takes other prompts until enough groups have rewards that are not all equal
-        completions = generator.generate(prompts, config.group_size) if generator else None
+        completions = generator.generate(prompts, config.group_size, plan.carried) if generator else None
         completions = gather_completions(completions, roles)
         sampled = driver.take(sampled, plan, prompts, completions)
         prompts = driver.more_prompts(sampled)
@@ -283,7 +283,7 @@ def start_up(
             generator = Generator(config, folder, start.stop_token_ids, roles)
     with timer.startup("loading the models"):
         if roles.trains:
-            trainer = Trainer(config.model, config.trainer, folder, config.num_steps, roles)
+            trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles)
         if roles.references:
             base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters
             reference = Reference(config, reference_folder, roles, base)

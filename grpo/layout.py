@@ -83,7 +83,7 @@ def measuring(config: GRPOConfig, num_ranks: int) -> GRPOConfig:
         evaluation=replace(config.evaluation, interval=0),
         checkpoint=replace(config.checkpoint, interval=0, keep_best=""),
         metrics=replace(config.metrics, tensorboard=False, wandb_project=""),
-        sampling=replace(config.sampling, dynamic=False),
+        sampling=replace(config.sampling, dynamic=False, carry_over=0),
         run_dir=str(measuring_dir(config.run_dir)),
         resume=False,
         overwrite=True,
@@ -101,7 +101,7 @@ def measure(config: GRPOConfig, measured: GRPOConfig, roles: Roles) -> None:
     start = driver.start()
     folder = fetch_folder(start.model_folder, roles.control)
     generator = Generator(measured, folder, start.stop_token_ids, roles)
-    trainer = Trainer(measured.model, measured.trainer, folder, 1, roles)
+    trainer = Trainer(measured.model, start.trainer, folder, 1, roles)
     reference = None
     if roles.references:
         base = trainer.model if measured.reference_is_base else None

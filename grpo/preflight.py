@@ -244,7 +244,7 @@ def dry_call(group_size: int, scorer: "Scorer", prompt: Prompt) -> str:
     completion = Completion(ids_T, torch.zeros(len(ids_T)), truncated=False)
     start = time.perf_counter()
     try:
-        scorer.submit([prompt], [completion] * group_size, version=0, step=1)
+        scorer.submit([prompt], [completion] * group_size, step=1)
         rollout = scorer.pool.collect()[0]
     finally:
         scorer.pool.close()

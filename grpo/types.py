@@ -33,6 +33,8 @@ class Prompt:
     """Name of its source or held-out set; empty where there is only one."""
     content: str | list[dict[str, Any]] = ""
     """The prompt as the data has it: a text, or a list of messages."""
+    expected_tokens: float = 0.0
+    """Of one completion, by what is known of its row; 0 if nothing is. Only order and balance follow from it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +48,39 @@ class Completion:
     truncated: bool
     """It ran out of tokens (vLLM's finish reason is `length`)."""
     version: int = 0
-    """Steps in the weights that sampled it."""
+    """Steps in the weights that sampled it, or, if it was carried over, the last of its tokens."""
     temperature: float = 1.0
     """What it was sampled with; 0 is greedy."""
+    index: int = 0
+    """Its place in the run: `Prompt.index` x group size + its place in the group."""
+    ended: bool = True
+    """False if it is not complete, and to be carried over."""
+    earlier: tuple[tuple[int, int], ...] = ()
+    """(version, number of tokens) of its pieces that were sampled before it was carried over, in order."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.ids_T)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(version, number of tokens) of each stretch of tokens that weights of one version sampled, in order."""
+        return *self.earlier, (self.version, self.num_tokens - sum(count for _, count in self.earlier))
+
+    @property
+    def oldest_version(self) -> int:
+        """Of its first token."""
+        return self.pieces[0][0]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What sampling takes over from the steps before, and how much it may leave to the next (`sampling.carry_over`)."""
+
+    begun: dict[int, list[int] | None]
+    """Completions of groups that were begun before, by `Completion.index`: their tokens so far; None: it has ended."""
+    num_groups: int
+    """Sampling ends once so many groups are complete."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +154,7 @@ class TrainBatch:
     temperatures_S: torch.Tensor
     """float32: what each sequence was sampled with."""
     versions_S: torch.Tensor
-    """int64: steps in the weights that sampled it."""
+    """int64: steps in the weights that sampled it, its first token if it was carried over."""
     truncated_S: torch.Tensor
     """bool: it ran out of tokens."""
     generator_logprobs_N: torch.Tensor | None = None
@@ -215,5 +243,7 @@ class Plan:
     """The place in the data at which they were drawn, as a checkpoint has it; empty without them."""
     probe: list[Prompt] = field(default_factory=list)
     """Prompts to complete for a sync check because the step's batch is of older weights; none if no check is due."""
+    carried: Carried | None = None
+    """What the step goes on with, if groups may be carried over; `prompts` are then those of all groups in flight."""
     stop: bool = False
     """Do not begin the step: a user asked the run to stop; `save` then is about the steps before."""

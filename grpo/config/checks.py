@@ -40,6 +40,8 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
         _check_algorithm(complete(config).algorithm, config)
         if config.overlap_steps:
             _check_overlap(complete(config).algorithm, config)
+        if config.sampling.carry_over:
+            _check_carry_over(complete(config).algorithm, config)
         _check_sampling(config)
     else:
         _check_supervised(config)
@@ -233,15 +235,44 @@ def _check_overlap(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             "roles.colocated every rank does both in turns; set --overlap-steps 0, or split the roles: "
             "--roles.no-colocated with --roles.num-trainers and --roles.num-generators"
         )
+    _check_correction(
+        algorithm, f"overlap_steps={config.overlap_steps} trains on completions of weights one step older"
+    )
+
+
+def _check_correction(algorithm: AlgorithmConfig, lag: str) -> None:
     # a mask of whole sequences weighs nothing, so the ratio must
     in_the_ratio = algorithm.old_logprobs == "generator" and algorithm.importance_correction == "mask_sequences"
     if algorithm.importance_correction not in ("truncate", "mask_tokens") and not in_the_ratio:
         raise ValueError(
-            f"overlap_steps={config.overlap_steps} trains on completions of weights one step older, which "
-            f"algorithm.importance_correction={algorithm.importance_correction} with old_logprobs="
+            f"{lag}, which algorithm.importance_correction={algorithm.importance_correction} with old_logprobs="
             f"{algorithm.old_logprobs} does not make up for; use --algorithm.old-logprobs policy with "
             "--algorithm.importance-correction truncate (or mask_tokens), or old_logprobs generator with mask_sequences"
         )
+
+
+def _check_carry_over(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
+    number, generator = config.sampling.carry_over, config.generator
+    if number >= config.prompts_per_step:
+        raise ValueError(
+            f"sampling.carry_over={number} must be below prompts_per_step={config.prompts_per_step}, so that a step "
+            "samples at all; a quarter of it is a good deal"
+        )
+    for name, asked in (("overlap_steps=1", config.overlap_steps), ("sampling.dynamic", config.sampling.dynamic)):
+        if asked:
+            raise ValueError(
+                f"sampling.carry_over={number} and {name} both decide which groups a step trains on; drop one"
+            )
+    for name, values in (("stop", generator.stop), ("sampling", generator.sampling)):
+        if values:
+            raise ValueError(
+                f"sampling.carry_over={number} goes on with a completion as with a longer prompt, of which generator."
+                f"{name} {', '.join(map(repr, values))} would see the end alone; drop one (generator.stop_token_ids "
+                "may stay)"
+            )
+    _check_correction(
+        algorithm, f"sampling.carry_over={number} trains on completions whose first tokens older weights sampled"
+    )
 
 
 def _check_sampling(config: GRPOConfig) -> None:

@@ -39,10 +39,10 @@ class ModelConfig:
     """Ranks that share each layer of the reference; 0 takes `trainer.tensor_parallel` as far as its ranks allow."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights and optimizer are always float32."""
-    attention: Literal["auto", "flex", "documents"] = "auto"
+    attention: Literal["auto", "flash", "flex", "documents"] = "auto"
     """How the sequences of a packed row are kept apart.
-    flex: one flex_attention over the row, GPU only; documents: scaled_dot_product_attention for each sequence;
-    auto: flex on a GPU, else documents."""
+    flash: FlashAttention 4, on an H100 or newer and in bfloat16; flex: one flex_attention over the row, GPU only;
+    documents: scaled_dot_product_attention for each sequence; auto: the first of them that runs here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +138,9 @@ class TrainerConfig:
     """Most tokens in one forward and backward; an update takes as many micro-batches as its tokens need."""
     packing: bool = True
     """Lay several sequences end to end in one row; off gives each its own padded row."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "selective"
-    """What the backward recomputes to save memory. none: nothing; selective: cheap operations; full: every block."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """What the backward recomputes to save memory. none: nothing; selective: cheap operations; full: every block;
+    auto: the first of them that fits the GPU by arithmetic (`python -m grpo.memory`); on a CPU none."""
     compile: bool = True
     """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
     logprob_chunk_tokens: Annotated[int, AtLeast(1)] = 4096
@@ -269,6 +270,9 @@ class SamplingConfig:
     """The same for a prompt whose share was above this; 1 skips none."""
     filter_epochs: Annotated[int, AtLeast(1)] = 1
     """Epochs for which such a prompt is skipped before it is sampled again."""
+    carry_over: Annotated[int, AtLeast(0)] = 0
+    """So many more prompts than `prompts_per_step` are in flight: a step ends once `prompts_per_step` groups are
+    complete, and the others go on in the next one, with newer weights. Needs `algorithm.importance_correction`."""
 
     @property
     def filters(self) -> bool:
@@ -343,7 +347,7 @@ class GRPOConfig:
     @property
     def has_lag(self) -> bool:
         """Whether the generators' weights may be older than the policy at the start of a step."""
-        return self.overlap_steps > 0 or self.sync_interval > 1
+        return self.overlap_steps > 0 or self.sync_interval > 1 or self.sampling.carry_over > 0
 
     @property
     def recomputes_old_logprobs(self) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 from grpo.config.fields import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe
 
-# Fields on which neither samples nor gradients depend, except for the order in which floating point numbers are added;
-# or what is measured besides. A name that ends in a dot stands for a whole section.
+# Fields on which neither samples nor gradients depend, except for the order in which floating point numbers are added
+# (and, with sampling.carry_over, for which groups are complete when a step ends); or what is measured besides. A name
+# that ends in a dot stands for a whole section.
 HARMLESS = (
     "run_dir",
     "profile",

@@ -31,7 +31,7 @@ def sample_of(prompt: Prompt, completion: Completion) -> Sample:
         loss_mask_T=torch.cat([torch.zeros_like(prompt_ids_T, dtype=torch.bool), completion.logprobs_T.isfinite()]),
         generator_logprobs_T=torch.cat([torch.zeros(len(prompt_ids_T)), completion.logprobs_T]),
         temperature=completion.temperature,
-        version=completion.version,
+        version=completion.oldest_version,
         truncated=completion.truncated,
     )
 

@@ -3,7 +3,7 @@
 The addition task is learnable in a minute on a CPU: one token per character, and the columns from the right as
 thinking, each as its two digits and the digit below them, so that a step needs only one column and its carry.
 It is learned late and then fast, and when exactly differs by tens of steps between seeds: stop a supervised start by
-its loss.
+its loss. The task of a GPU is in word_problems.py.
 
 What is built is an ordinary Hugging Face folder; nothing that reads it can tell it from a real checkpoint.
 
@@ -15,6 +15,8 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from grpo.data import word_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -38,6 +40,16 @@ MODEL = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     "rms_norm_eps": 1e-6,
     "dtype": "float32",
+}
+
+# The word problems' model, by what differs: 64 M parameters.
+WORD_PROBLEMS_MODEL = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
 }
 
 ADDITION_NUMBERS = (10, 999)
@@ -68,12 +80,16 @@ def task_rows(name: str, split: str) -> list[dict[str, str]]:
     `addition`: {"question": "70+98", "answer": "168", "completion": "<think>088;796;</think><answer>168</answer>"},
     numbers uniform in 10..999, thinking = columns from the right (0 and 8 give 8; 7 and 9 give 6, carry 1). 50000 train
     and 2000 test rows, all distinct; a problem and its mirror image (98+70) are in the same split.
+    `word_problems`: see word_problems.py, 40000 train and 1000 test rows.
     Raises ValueError for another task or split.
     """
-    if name != "addition":
-        raise ValueError(f"toy task {name!r} is unknown; there is addition")
-    if split not in ADDITION_ROWS:
-        raise ValueError(f"toy task 'addition' has no split {split!r}; there are {', '.join(ADDITION_ROWS)}")
+    if name not in ("addition", "word_problems"):
+        raise ValueError(f"toy task {name!r} is unknown; there are addition, word_problems")
+    splits = ADDITION_ROWS if name == "addition" else word_problems.ROWS
+    if split not in splits:
+        raise ValueError(f"toy task {name!r} has no split {split!r}; there are {', '.join(splits)}")
+    if name == "word_problems":
+        return word_problems.rows(split)
     generator = random.Random(f"addition/{split}")
     pairs: dict[tuple[int, int], None] = {}  # a dict, because a set has no fixed order
     while len(pairs) < ADDITION_ROWS[split]:
@@ -101,8 +117,12 @@ def addition_tokenizer() -> "PreTrainedTokenizerFast":
     )
 
 
-def trained_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> "PreTrainedTokenizerFast":
+def trained_tokenizer(
+    texts: Iterable[str], vocab_size: int = 2048, digits_apart: bool = False
+) -> "PreTrainedTokenizerFast":
     """Byte-level BPE trained on `texts`, for any text: every byte has a token, the tags have one each.
+
+    `digits_apart` makes each digit a token of its own, which arithmetic is easier to learn from.
 
     `vocab_size` is what it aims at; few texts may give fewer tokens. The chat template is ChatML: turns between
     <|im_start|> and <|im_end|> (the EOS), for system, user and assistant.
@@ -117,7 +137,9 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> "PreTrain
     if vocab_size < smallest:
         raise ValueError(f"vocab_size={vocab_size} is too small; 256 bytes, tags and special tokens need {smallest}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words]) if digits_apart else words
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(TAGS),
@@ -161,7 +183,8 @@ def build_if_toy(path: str, run_dir: str | Path, texts: Iterable[str], seed: int
     """`toy:NAME` as a folder built inside the run folder; any other model path as it is.
 
     `toy:addition`: `addition_tokenizer` and a model of 0.8 M parameters for 512 positions. `toy:gsm8k`: a tokenizer
-    trained on `texts`, those of the data, and a model of 1 M parameters for 2048 positions.
+    trained on `texts`, those of the data, and a model of 1 M parameters for 2048 positions. `toy:word_problems`: a
+    tokenizer made of its task, and a model of 64 M parameters for 512 positions.
     Raises ValueError for another name, and for `toy:gsm8k` without texts.
     """
     if not path.startswith("toy:"):
@@ -174,9 +197,18 @@ def build_if_toy(path: str, run_dir: str | Path, texts: Iterable[str], seed: int
         if not texts:
             raise ValueError("toy:gsm8k trains its tokenizer on the data's texts; pass some")
         make_model(folder, trained_tokenizer(texts), seed, {"max_position_embeddings": 2048})
+    elif path == "toy:word_problems":
+        make_model(folder, word_problems_tokenizer(), seed, WORD_PROBLEMS_MODEL)
     else:
-        raise ValueError(f"toy model {path.removeprefix('toy:')!r} is unknown; there are addition, gsm8k")
+        name = path.removeprefix("toy:")
+        raise ValueError(f"toy model {name!r} is unknown; there are addition, gsm8k, word_problems")
     return str(folder)
+
+
+def word_problems_tokenizer() -> "PreTrainedTokenizerFast":
+    """640 tokens: each word of the task is one, and each digit."""
+    texts = [f"{row['question']}\n{row['completion']}" for row in word_problems.rows("test")]
+    return trained_tokenizer(texts, vocab_size=640, digits_apart=True)
 
 
 def _addition_row(a: int, b: int) -> dict[str, str]:

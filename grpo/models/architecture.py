@@ -13,19 +13,17 @@ import grpo.models.titan_on_cpu  # noqa: F401
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
-from torchtitan.protocols.module import Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from grpo.models.attention import FlashAttention, config_of, for_compiler
 from grpo.models.hf_folder import FAMILIES, head_dim_of
 from grpo.models.logprob_head import LogprobHead
 
@@ -40,6 +38,11 @@ class Policy(Qwen3Model):
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
         pass
+
+    def get_attention_masks(self, positions):
+        masks = super().get_attention_masks(positions)
+        is_flash = isinstance(self.config.first_attention.inner_attention, FlashAttention.Config)
+        return for_compiler(masks) if is_flash else masks
 
     def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT):
         h_BTD = self.tok_embeddings(ids_BT)
@@ -80,36 +83,10 @@ class HFRoPE(CosSinRoPE):
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.attention_factor
 
 
-class DocumentAttention(VarlenAttention):
-    """Packed attention for any device: documents as rows of one padded scaled dot-product attention.
-
-    Exact, and quick where documents are short or of similar length; not for long rows on GPUs.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
-        pass
-
-    def __init__(self, config):
-        Module.__init__(self)  # the parent's constructor asks for GPU kernels
-
-    # torchtitan declares shardings for these argument names
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, enable_gqa=False, **unused):
-        bounds = attention_masks.cu_seq_q.to(q_BLNH.device)
-        starts_S, lengths_S = bounds[:-1], bounds.diff()
-        offsets_T = torch.arange(int(lengths_S.max()), device=bounds.device)
-        real_ST = offsets_T < lengths_S[:, None]
-        # padding repeats the last token of all; it comes after its document, where causal attention never looks
-        index_ST = (starts_S[:, None] + offsets_T).clamp(max=int(bounds[-1]) - 1)
-        q, k, v = (x.flatten(0, 1)[index_ST].transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-        return out.transpose(1, 2)[real_ST].view(q_BLNH.shape)
-
-
 def titan_config(
     hf: transformers.PretrainedConfig, attention: str, chunk_tokens: int, compiled: bool = False
 ) -> Decoder.Config:
-    """The torchtitan model config of a Hugging Face one, for any dense size. `attention` is flex or documents."""
+    """The torchtitan model config of a Hugging Face one, for any dense size. `attention` as in `config_of`."""
     family = FAMILIES[hf.model_type]
     head_dim = head_dim_of(hf)
     # inverse frequencies [head_dim / 2] and the factor on cos and sin, as transformers' own models compute them
@@ -137,7 +114,7 @@ def titan_config(
             head_dim=head_dim,
             wqkv_param_init=_NO_INIT,
             wo_param_init=_NO_INIT,
-            inner_attention=(FlexAttention if attention == "flex" else DocumentAttention).Config(),
+            inner_attention=config_of(attention),
             rope=rope_config,
             qk_norm=norm(head_dim) if family.qk_norm else None,
         )

@@ -18,18 +18,21 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools.utils import set_default_dtype
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.models.architecture import Adapter, titan_config
+from grpo.models.attention import SelectiveCheckpointing, choose_attention
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import add_adapters, is_adapter
 from grpo.types import MicroBatch
 
-ACTIVATION_CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+# A run decides "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
+ACTIVATION_CHECKPOINTING = {"none": None, "selective": SelectiveCheckpointing.Config(), "full": FullAC.Config()}
+ACTIVATION_CHECKPOINTING["auto"] = ACTIVATION_CHECKPOINTING["selective"]
 
 
 @dataclass
@@ -45,6 +48,8 @@ class ShardedModel:
     name: str
     """What others would call that folder: its hub name, if it has one."""
     spmd_context: object
+    holds_copy: bool = False
+    """Whether FSDP keeps its copy of the parameters in the compute dtype from one forward or backward to the next."""
 
     @property
     def data_rank(self) -> int:
@@ -73,6 +78,21 @@ class ShardedModel:
         """Undo `state_dict`."""
         self.module.load_state_dict(self.module.state_dict() | state)
 
+    def accumulate(self, is_last: bool) -> None:
+        """Before a micro-batch; `is_last` of those whose gradients are added. Only for a copy that is held.
+
+        Its gradients stay where the backward puts them, in float32, and become the parameters' with the last.
+        """
+        if self.holds_copy:
+            self.module.set_requires_gradient_sync(is_last)
+
+    def drop_copy(self) -> None:
+        """After the last forward or backward in a row: the module's parameters are the trained ones again."""
+        if self.holds_copy:
+            for part in self.module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
 
@@ -99,7 +119,7 @@ def build_model(
     over the role's ranks.
     """
     adapted = trainer.lora_rank > 0 and not frozen
-    attention = model.attention if model.attention != "auto" else "flex" if device.type == "cuda" else "documents"
+    attention = choose_attention(model, device)
     hf = read_hf_config(folder)
     compiled = trainer.compile and device.type == "cuda"
     config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled)
@@ -110,6 +130,10 @@ def build_model(
         data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
     parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    # Without other data-parallel ranks there is nothing to gather; then FSDP only casts, and what needs no cast needs
+    # no FSDP, which would hold all weights a second time.
+    alone = parallel_dims.get_optional_mesh("batch") is None
+    without_fsdp = alone and (frozen or adapted)
     training = TrainingConfig(dtype=model.dtype if frozen or adapted else "float32", mixed_precision_param=model.dtype)
     titan_dist.set_spmd_backend(parallelism.spmd_backend)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
@@ -129,10 +153,15 @@ def build_model(
         compile_config=CompileConfig(enable=compiled, components=["model"]),
         ac_config=None if frozen else ACTIVATION_CHECKPOINTING[trainer.activation_checkpointing],
         dump_folder="",
+        skip_dp=without_fsdp,
     )
     for part in module.modules():
         if device.type == "cpu" and isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+    holds_copy = alone and not without_fsdp
+    if holds_copy:
+        module.set_reshard_after_forward(False)
+        module.set_reshard_after_backward(False)
     module.to_empty(device=device)
     with torch.no_grad():
         module.init_weights(buffer_device=None)
@@ -148,4 +177,4 @@ def build_model(
     module.load_state_dict(adapter.from_hf(tensors), strict=False)
     spmd_context = titan_dist.get_spmd_context(parallel_dims=parallel_dims)
     name = folder if model.path.startswith("toy:") else model.path
-    return ShardedModel(module, adapter, parallel_dims, device, folder, name, spmd_context)
+    return ShardedModel(module, adapter, parallel_dims, device, folder, name, spmd_context, holds_copy)

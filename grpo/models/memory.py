@@ -6,15 +6,20 @@ NCCL's buffers and CUDA graphs, together a few GiB.
 """
 
 import math
+from dataclasses import replace
+from typing import TypeVar
 
 import transformers
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.models.hf_folder import FAMILIES, head_dim_of
 
+Config = TypeVar("Config", GRPOConfig, SFTConfig)
 # float32 weights and gradients, and AdamW's two moments
 STATE_BYTES = 16
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+# Of the arithmetic and of a GPU, for what the arithmetic leaves out
+MARGIN_FRAC, MARGIN_GIB = 0.05, 3.0
 
 
 def memory_of_roles(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, dict[str, float]]:
@@ -26,6 +31,42 @@ def memory_of_roles(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTC
         if config.needs_reference and config.roles.num_references and not config.roles.colocated:
             roles["reference"] = reference_gib(hf, config)
     return roles
+
+
+def with_checkpointing(hf: transformers.PretrainedConfig, config: Config, gpu_gib: float | None) -> Config:
+    """The config with `trainer.activation_checkpointing` decided, if it is "auto"; `gpu_gib` is None on a CPU.
+
+    The first of none, selective and full whose peak fits, with a margin; full if none does.
+    """
+    if config.trainer.activation_checkpointing != "auto":
+        return config
+    modes = ("none", "selective", "full") if gpu_gib is not None else ("none",)
+    for mode in modes:
+        decided = replace(config, trainer=replace(config.trainer, activation_checkpointing=mode))
+        if mode == modes[-1] or peak_gib(hf, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
+            return decided
+
+
+def peak_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, gpu_gib: float) -> float:
+    """What a trainer rank's GPU of `gpu_gib` must hold at one time, with the engine that may share it; GiB."""
+    parts, engine = trainer_gib(hf, config), engine_gib(hf, config, gpu_gib)
+    peak = sum(parts.values())
+    if not config.generator.sleep:
+        return peak + engine
+    at_rest = sum(gib for part, gib in parts.items() if part.endswith("moments") or part == "frozen weights")
+    return max(peak, at_rest + engine)
+
+
+def engine_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, gpu_gib: float) -> float:
+    """What vLLM takes of a trainer rank's GPU: 0 if it has GPUs of its own, or there is none."""
+    shares = config.roles.colocated if isinstance(config, GRPOConfig) else config.evaluation.interval > 0
+    generator = config.generator
+    if not shares:
+        return 0.0
+    if not generator.kv_cache_gib:
+        return generator.gpu_memory_utilization * gpu_gib
+    weights = DTYPE_BYTES[config.model.dtype] * num_parameters(hf) / generator.tensor_parallel
+    return weights / 2**30 + generator.kv_cache_gib
 
 
 def num_parameters(hf: transformers.PretrainedConfig) -> int:
@@ -59,7 +100,7 @@ def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfi
         states = {"frozen weights": dtype_bytes * parameters / shards, "adapters, gradients and moments": adapters}
     parts = {
         **states,
-        **_of_a_forward(hf, config, trainer.tensor_parallel, trains=True),
+        **_of_a_forward(hf, config, num_trainers, trainer.tensor_parallel, trains=True),
         "activations": dtype_bytes * kept / trainer.tensor_parallel,
     }
     if isinstance(config, GRPOConfig) and _reference_on_trainers(config):
@@ -76,7 +117,8 @@ def _reference_on_trainers(config: GRPOConfig) -> bool:
 def reference_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
     """Parts of the peak of a rank that only holds the reference, which must be the policy's size; GiB."""
     weights = DTYPE_BYTES[config.model.dtype] * num_parameters(hf) / config.roles.num_references
-    return _gib({"weights": weights, **_of_a_forward(hf, config, config.reference_tensor_parallel)})
+    forward = _of_a_forward(hf, config, config.roles.num_references, config.reference_tensor_parallel)
+    return _gib({"weights": weights, **forward})
 
 
 def generator_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
@@ -94,14 +136,21 @@ def generator_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict
 
 
 def _of_a_forward(
-    hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, tensor_parallel: int, trains: bool = False
+    hf: transformers.PretrainedConfig,
+    config: GRPOConfig | SFTConfig,
+    num_ranks: int,
+    tensor_parallel: int,
+    trains: bool = False,
 ) -> dict[str, float]:
     """Bytes of what a forward needs besides activations, and with `trains` the LM head's backward."""
     trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
     products, _, _ = _block(hf)
     block, head = sum(inputs * outputs for inputs, outputs in products.values()), hf.vocab_size * hf.hidden_size
-    # FSDP gathers two blocks at a time, and the embeddings and the LM head
+    # FSDP gathers two blocks at a time, and the embeddings and the LM head. Without other data-parallel ranks it holds
+    # a copy of all weights in the compute dtype, and is not used at all where they are held in that already.
     gathered = 2 * block + head * (1 if hf.tie_word_embeddings else 2)
+    if num_ranks == tensor_parallel:
+        gathered = num_parameters(hf) if trains and not trainer.lora_rank else 0
     chunk = min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens) * hf.vocab_size
     parts = {
         "gathered weights": dtype_bytes * gathered,
@@ -154,8 +203,11 @@ def _saved_values(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> 
         return hf.num_hidden_layers * block_input + whole
     if trainer.activation_checkpointing == "none":
         return hf.num_hidden_layers * whole
-    # torchtitan recomputes every second product, of those without a bias
-    biased = ("q", "k", "v") if FAMILIES[hf.model_type].qkv_bias else ()
+    # torchtitan recomputes every second product, of those without a bias, and all that go through adapters
+    biased = {"q", "k", "v"} if FAMILIES[hf.model_type].qkv_bias else set()
+    if trainer.lora_rank and trainer.tensor_parallel == 1:
+        adapted = {target.removesuffix("_proj") for target in trainer.lora_targets}
+        outputs, biased = {name: size for name, size in outputs.items() if name not in adapted}, biased - adapted
     plain = [size for name, size in outputs.items() if name not in biased]
     saved = sum(plain[::2]) + sum(outputs[name] for name in biased)
     return hf.num_hidden_layers * (saved + attention_output + block_input)

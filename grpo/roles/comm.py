@@ -81,7 +81,7 @@ def gather_to_driver(value: Any, roles: Roles) -> list[Any] | None:
 
 
 def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Completion] | None:
-    """Bring every replica's completions to the driver, in replica order.
+    """Bring every replica's completions to the driver, in the order of their `index`.
 
     Collective over `roles.control`; ranks that are not the head of a replica pass None. Returns the completions on the
     driver, None elsewhere.
@@ -106,7 +106,7 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
                     dist.recv(buffer, group_src=head, group=roles.control)
                     direct_messages[roles.control.group_name] += 1
         completions += unflatten_completions(*parts)
-    return completions
+    return sorted(completions, key=lambda completion: completion.index)
 
 
 def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
@@ -156,11 +156,17 @@ def broadcast_tensors(
 
 def flatten_completions(
     completions: list[Completion],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(header, temperatures, ids, logprobs); the header has all lengths, then all truncated (0 or 1), then versions."""
-    header = [[c.num_tokens for c in completions], [c.truncated for c in completions], [c.version for c in completions]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(header, earlier, temperatures, ids, logprobs).
+
+    The header has all lengths, then all truncated (0 or 1), versions, indices and ended (0 or 1); earlier pieces are
+    (position in the list, version, number of tokens).
+    """
+    header = [(c.num_tokens, c.truncated, c.version, c.index, c.ended) for c in completions]
+    earlier = [(position, *piece) for position, c in enumerate(completions) for piece in c.earlier]
     return (
-        torch.tensor(header, dtype=torch.int64).flatten(),
+        torch.tensor(header, dtype=torch.int64).view(-1, 5).T.flatten(),
+        torch.tensor(earlier, dtype=torch.int64).flatten(),
         torch.tensor([c.temperature for c in completions], dtype=torch.float64),
         torch.cat([torch.empty(0, dtype=torch.int64), *(c.ids_T for c in completions)]),
         torch.cat([torch.empty(0), *(c.logprobs_T for c in completions)]),
@@ -168,10 +174,17 @@ def flatten_completions(
 
 
 def unflatten_completions(
-    header: torch.Tensor, temperatures: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+    header: torch.Tensor,
+    earlier: torch.Tensor,
+    temperatures: torch.Tensor,
+    ids: torch.Tensor,
+    logprobs: torch.Tensor,
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
-    lengths, truncated, versions = header.view(3, -1).tolist()
+    lengths, truncated, versions, indices, ended = header.view(5, -1).tolist()
+    earlier_of: list[list[tuple[int, int]]] = [[] for _ in lengths]
+    for position, version, count in earlier.view(-1, 3).tolist():
+        earlier_of[position].append((version, count))
     tokens = ids.split(lengths), logprobs.split(lengths)
-    pieces = zip(*tokens, map(bool, truncated), versions, temperatures.tolist(), strict=True)
-    return [Completion(*piece) for piece in pieces]
+    flags = map(bool, truncated), versions, temperatures.tolist(), indices, map(bool, ended)
+    return [Completion(*fields) for fields in zip(*tokens, *flags, map(tuple, earlier_of), strict=True)]

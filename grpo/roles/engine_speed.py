@@ -1,15 +1,22 @@
-"""What is changed of vLLM inside a running engine, and why: two thirds of a small model's sampling is its Python.
+"""What is changed of vLLM inside a running engine, and why.
+
+Two thirds of a small model's sampling is its Python:
 
 - Log-probs: the engine makes a list, a dict and an object per token of them. Here each step's column of numbers is kept
   as it comes from the sampler, and handed out once per call.
 - Slots of the KV cache: for each token of each request the scheduler asks whether a block must be allocated or has
   become full. Mostly neither is so, which two comparisons tell.
 
-All of it stands here, is fitted to TESTED_VERSION alone and left out with any other: sampling is then slower, and the
-same. What is sampled does not depend on it.
+Both are fitted to TESTED_VERSION alone and left out with any other: sampling is then slower, and the same. What is
+sampled does not depend on them. The third change is no matter of speed, and with another version refused:
+
+- The end of a call (`ends_early`): vLLM samples until the last sequence has ended.
 """
 
-from collections import defaultdict
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 TESTED_VERSION = "0.32.0"
@@ -103,3 +110,39 @@ def skip_settled_slots(llm: Any) -> bool:
 
     cache.allocate_slots, cache.cache_blocks = allocate, cache_full_blocks
     return True
+
+
+@contextlib.contextmanager
+def ends_early(llm: Any, groups: Sequence[int], num_groups: int) -> Iterator[None]:
+    """Within it a call of `llm.generate` ends with the step of the engine in which `num_groups` groups are complete.
+
+    groups: the group of each request of that call. It returns the other requests too, with the tokens that they have so
+    far, maybe none, and the finish reason `abort`. The same on all ranks of a replica, which take the same steps.
+    Where vLLM schedules ahead (on GPUs), the step that is computed meanwhile gives these requests nothing, and its
+    tokens are sampled anew.
+    """
+    engine, step, first = llm.llm_engine, llm.llm_engine.step, llm.request_counter.counter
+    num_left = Counter(groups)
+
+    def step_until_enough() -> list[Any]:
+        outputs = step()
+        num_left.subtract(groups[int(output.request_id) - first] for output in outputs)
+        if sum(not left for left in num_left.values()) >= num_groups:
+            outputs += _abort_all(engine)
+        return outputs
+
+    engine.step = step_until_enough
+    try:
+        yield
+    finally:
+        del engine.step
+
+
+def _abort_all(engine: Any) -> list[Any]:
+    """End what is running or waits; returns the requests' outputs as they are."""
+    outputs: list[Any] = []
+    states = engine.output_processor.request_states
+    for state in states.values():
+        state.queue = SimpleNamespace(put=outputs.append)  # where vLLM leaves what an aborted request has
+    engine.abort_request(list(states), internal=True)
+    return outputs

@@ -24,11 +24,10 @@ from grpo.data.chat import load_tokenizer
 from grpo.roles import engine_speed
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import engine_steps
+from grpo.roles.requests import Request, continuation_seed, enough_groups, one_by_one, request_seed, share_out
 from grpo.roles.shared_memory import replica_name
-from grpo.types import Completion, Prompt
+from grpo.types import Carried, Completion, Prompt
 
-# Request seeds: one run's seeds lie in a block of its own, far above any number of samples a run can draw.
-SEEDS_PER_RUN = 2**40
 CPU_KV_CACHE_GIB = 1 / 16
 # Of sampling, before its progress is shown
 SILENT_SECONDS = 20
@@ -44,33 +43,6 @@ WRONG_ON_CPU = {
     "spec_method": NO_DRAFTS,
     "spec_model": NO_DRAFTS,
 }
-
-
-def split_prompts(num_prompts: int, group_size: int, replica: int, num_replicas: int) -> list[tuple[int, int, int]]:
-    """This replica's part of a step's completions: (prompt, first completion of its group, count).
-
-    Completions in prompt order are cut into `num_replicas` equal runs (they differ by at most one), so load is balanced
-    even with fewer prompts than replicas, nearly every group stays whole and shares its prefix, and the replicas'
-    results laid end to end are in prompt order however many replicas there are.
-    """
-    total = num_prompts * group_size
-    start, end = total * replica // num_replicas, total * (replica + 1) // num_replicas
-    parts = []
-    while start < end:
-        prompt, first = divmod(start, group_size)
-        count = min(group_size - first, end - start)
-        parts.append((prompt, first, count))
-        start += count
-    return parts
-
-
-def request_seed(run_seed: int, prompt: Prompt, completion: int, group_size: int, held_out: bool = False) -> int:
-    """Seed of one completion: distinct for every (prompt of the run, completion), the same on any replica.
-
-    Held-out prompts have half of the run's seeds for themselves, so evaluation repeats no training sample.
-    """
-    first = (run_seed % 2**20) * SEEDS_PER_RUN + (SEEDS_PER_RUN // 2 if held_out else 0)
-    return first + prompt.index * group_size + completion
 
 
 class SlowProgress(tqdm):
@@ -107,6 +79,7 @@ class Generator:
         self,
         prompts: Sequence[Prompt],
         group_size: int,
+        carried: Carried | None = None,
         *,
         temperatures: Sequence[float] | None = None,
         held_out: bool = False,
@@ -114,44 +87,55 @@ class Generator:
     ) -> list[Completion] | None:
         """Sample this replica's part of `group_size` completions per prompt.
 
-        `temperatures` (default: the run's) take turns within a group; 0 is greedy. `held_out` takes seeds that training
-        never uses. `max_tokens` ends completions earlier than the run does, but not before its `min_tokens`.
+        With `carried`, what is missing of them, until enough groups are complete: of a completion that was begun before
+        or is not complete now, the tokens of this call. `temperatures` (default: the run's) take turns within a group;
+        0 is greedy. `held_out` takes seeds that training never uses. `max_tokens` ends completions earlier than the run
+        does, but not before its `min_tokens`.
 
-        Returns completions in prompt order on the replica's first rank, None on its other ranks. An exception in here
-        is fatal for the rank: vLLM keeps unfinished requests queued and its next call would hang.
+        Returns completions on the replica's first rank, None on its other ranks; by their `index` they are in order. An
+        exception in here is fatal for the rank: vLLM keeps unfinished requests queued and its next call would hang.
         """
         temperatures = temperatures or self.config.generator.temperature
         limit = self.config.generator.max_completion_tokens
         if max_tokens is not None:
             limit = min(limit, max(max_tokens, self.sampling.get("min_tokens", 0)))
-        parts = split_prompts(len(prompts), group_size, self.roles.replica, len(self.roles.replicas))
+        shares = share_out(prompts, group_size, len(self.roles.replicas), carried)
+        requests = shares[self.roles.replica]
+        if carried and not (enough := enough_groups(shares, carried.num_groups)[self.roles.replica]):
+            requests = []
         if len(temperatures) > 1:  # the samples of one request share its temperature
-            parts = [(prompt, first + i, 1) for prompt, first, count in parts for i in range(count)]
-        requests = [{"prompt_token_ids": prompts[prompt].ids} for prompt, _, _ in parts]
-        params = [
-            self._sampling_params(
-                count,
-                temperatures[first % len(temperatures)],
-                request_seed(self.config.seed, prompts[prompt], first, group_size, held_out),
-                limit,
-            )
-            for prompt, first, count in parts
-        ]
+            requests = one_by_one(requests)
+        inputs = [{"prompt_token_ids": prompts[request.prompt].ids + request.begun} for request in requests]
+        params = []
+        for request in requests:
+            seed = request_seed(self.config.seed, prompts[request.prompt], request.first, group_size, held_out)
+            seed = continuation_seed(seed, len(request.begun))
+            temperature = temperatures[request.first % len(temperatures)]
+            params.append(self._sampling_params(request, temperature, seed, limit))
         if self.asleep:
             raise RuntimeError("the engine sleeps without weights; they come back with the next sync_weights")
+        early_end = contextlib.nullcontext()
+        if carried:
+            early_end = engine_speed.ends_early(self.llm, [request.prompt for request in requests], enough)
         gc.disable()  # vLLM makes an object per token; the collector would walk them all again and again
         try:
             first = self.roles.rank == self.roles.heads[0]
             progress = partial(SlowProgress, delay=SILENT_SECONDS, mininterval=5, leave=False) if first else False
-            outputs = self.llm.generate(requests, params, use_tqdm=progress) if requests else []
+            with early_end:
+                outputs = self.llm.generate(inputs, params, use_tqdm=progress) if inputs else []
         finally:
             gc.enable()
         taken = self.token_logprobs.pop() if self.token_logprobs else None
         if self.roles.rank not in self.roles.heads:
             return None
         return [
-            self._completion(sample, taken and taken[output.request_id, sample.index], param.temperature)
-            for output, param in zip(outputs, params, strict=True)
+            self._completion(
+                sample,
+                taken and taken.get((output.request_id, sample.index), ([], [])),
+                param.temperature,
+                prompts[request.prompt].index * group_size + request.first + sample.index,
+            )
+            for output, param, request in zip(outputs, params, requests, strict=True)
             for sample in sorted(output.outputs, key=lambda o: o.index)
         ]
 
@@ -166,7 +150,7 @@ class Generator:
         self.forget_prefixes()
         return greedy, samples
 
-    def _sampling_params(self, count: int, temperature: float, seed: int, max_tokens: int):
+    def _sampling_params(self, request: Request, temperature: float, seed: int, limit: int):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -174,9 +158,9 @@ class Generator:
         # greedy takes the likeliest token, whatever else is asked for
         sampled = {"seed": seed, "top_p": options.top_p, "top_k": options.top_k, "min_p": options.min_p}
         return SamplingParams(
-            n=count,
+            n=request.count,
             temperature=temperature,
-            max_tokens=max_tokens,
+            max_tokens=limit - len(request.begun),
             stop_token_ids=self.stop_token_ids,
             stop=list(options.stop),
             detokenize=bool(options.stop),  # the engine reads text only to find these strings
@@ -188,7 +172,9 @@ class Generator:
             **self.sampling,
         )
 
-    def _completion(self, sample, taken: tuple[list[int], list[float]] | None, temperature: float) -> Completion:
+    def _completion(
+        self, sample, taken: tuple[list[int], list[float]] | None, temperature: float, index: int
+    ) -> Completion:
         ids = list(sample.token_ids)
         if taken is None:
             logprobs = [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
@@ -204,6 +190,8 @@ class Generator:
             truncated=sample.finish_reason == "length",
             version=self.version,
             temperature=temperature,
+            index=index,
+            ended=sample.finish_reason != "abort",
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
@@ -339,6 +327,11 @@ def _start_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None,
     for name in options.engine if on_cpu else ():
         if name in WRONG_ON_CPU:
             raise ValueError(f"generator.engine {name} needs a GPU: {WRONG_ON_CPU[name]}")
+    if config.sampling.carry_over and not engine_speed.is_tested_version():
+        raise ValueError(
+            f"sampling.carry_over={config.sampling.carry_over} ends vLLM's calls early, which is made for vLLM "
+            f"{engine_speed.TESTED_VERSION} alone; install it, or set --sampling.carry-over 0"
+        )
     defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
     return LLM(
         model=folder,

@@ -68,6 +68,7 @@ class Trainer:
         Collective over the trainer ranks.
         """
         logprobs_N = token_logprobs(batch, self.model, self.config).to(self.roles.device)
+        self.model.drop_copy()
         if dist.get_world_size() > 1:
             dist.all_reduce(logprobs_N)  # every rank holds its part and 0 elsewhere
         return logprobs_N.cpu()
@@ -81,13 +82,16 @@ class Trainer:
         for name, values_N in fields.items():
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
-        for micro in micro_batches(batch, self.model, self.config):
+        micros = list(micro_batches(batch, self.model, self.config))
+        for micro in micros:
+            self.model.accumulate(is_last=micro is micros[-1])
             logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, measured = objective(micro, logprobs_BT, entropy_BT)
             self._note("policy", ~logprobs_BT.detach().isfinite() & micro.loss_mask_BT)
             self._note("loss", ~loss.detach().isfinite())
             loss.backward()
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
+        self.model.drop_copy()
         mesh = self.model.parallel_dims.get_optional_mesh("batch")
         metrics.reduce(mesh.get_group() if mesh is not None and mesh.size() > 1 else None)
         metrics.record(**{"packing/padding_frac": share_of_padding(batch, self.model, self.config)})

@@ -15,7 +15,7 @@ import torch
 from grpo.algorithm.advantages import zero_variance
 from grpo.algorithm.importance import with_effective_sample_size
 from grpo.algorithm.losses import try_loss
-from grpo.config import GRPOConfig
+from grpo.config import GRPOConfig, TrainerConfig
 from grpo.config.layout import describe_layout
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
@@ -27,17 +27,20 @@ from grpo.roles.ahead import PROBE_PROMPTS
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
+from grpo.run.carried import CarryOver
 from grpo.run.folder.checkpoint import saves
 from grpo.run.folder.pending import pending_state, pending_tensors, read_pending
 from grpo.run.folder.resume import begin, open_run_folder, resumed_stream
 from grpo.run.folder.run_lock import unlock_run_folder
-from grpo.run.machine import warn_of_machine
+from grpo.run.machine import fit_to_machine
 from grpo.run.model_folder import open_model_folder
+from grpo.run.past_lengths import PastLengths
 from grpo.run.profiler import check_profile
 from grpo.run.report.ledger import Ledger
 from grpo.run.report.log import RunLog
 from grpo.run.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
-from grpo.run.scorer import Scorer, check_functions, held_out_prompts
+from grpo.run.report.sampling_work import Work, sampling_work, stale_frac
+from grpo.run.scorer import Scorer, check_functions, check_version, held_out_prompts
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.run.watch.failures import refuse_bad_input
@@ -54,6 +57,8 @@ class Start:
     """What every rank must know before the first step."""
 
     step: int
+    trainer: TrainerConfig
+    """The config's, fitted to the machine."""
     model_folder: str
     reference_folder: str
     stop_token_ids: list[int]
@@ -72,6 +77,7 @@ class Sampled:
     """Completions that the step trains on."""
     num_rounds: int = 0
     num_prompts: int = 0
+    work: Work = Work()
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -110,6 +116,11 @@ class Driver:
                 hf_folder.check_reference(reference, folder, tokenizer)
             rows = usable_prompts(sources, config, tokenizer)
             self.stream = resumed_stream(lambda: PromptStream(rows, config, tokenizer), opened, config.allow_changes)
+            self.lengths = PastLengths(keeps_rows=not data.streaming)
+            self.lengths.load_state_dict(opened.state.get("lengths", self.lengths.state_dict()))
+            self.carried = CarryOver(config.prompts_per_step, config.sampling.carry_over, config.group_size)
+            if "carried" in opened.state:
+                self.carried.load(opened.checkpoint, opened.state["carried"], self.stream)
             if "pending" in opened.state:
                 self.first_pending = read_pending(opened.checkpoint, opened.state["pending"], self.stream)
             eval_prompts = held_out_prompts(config, tokenizer) if evaluates else []
@@ -118,7 +129,7 @@ class Driver:
             self.scorer = Scorer(config, folder, tokenizer)
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
-        warn_of_machine(config, folder)
+        trainer = fit_to_machine(config, folder)
         forget_old_stop(config.run_dir)
         self.saved_step, self.last_line = self.first_step, f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(
@@ -131,6 +142,7 @@ class Driver:
         )
         return Start(
             step=self.first_step,
+            trainer=trainer,
             model_folder=folder,
             reference_folder=config.model.reference_path or folder,
             stop_token_ids=self.scorer.stop_token_ids,
@@ -161,7 +173,15 @@ class Driver:
         check = config.sync_check_interval > 0 and version == step and check_due
         if save := saves(config.checkpoint, step + 1, last):
             self.saved_step = step + 1
-        prompts = [] if pending else self._draw(config.prompts_per_step)
+        older_weights = pending is not None or self.carried.has_begun  # sampled a part of what is trained on
+        prompts, carried = [], None
+        if config.sampling.carry_over:
+            place = self.stream.state_dict()
+            self.carried.begin(self._draw(self.carried.num_missing), place)
+            prompts, carried = self.carried.to_sample()
+            prompts = self.lengths.expect(prompts)  # what is expected now, of those that were drawn before too
+        elif not pending:
+            prompts = self._draw(config.prompts_per_step)
         next_place, next_prompts = {}, []
         if config.overlap_steps:
             next_place, next_prompts = self.stream.state_dict(), self._draw(config.prompts_per_step)
@@ -169,13 +189,14 @@ class Driver:
             step=step,
             prompts=prompts,
             generator_version=version,
-            sync_check=check and not pending,
+            sync_check=check and not older_weights,
             sync=last or due(config.sync_interval),
             save=save,
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
             next_prompts=next_prompts,
             next_place=next_place,
-            probe=pending.prompts[:PROBE_PROMPTS] if check and pending else [],
+            probe=(pending.prompts if pending else prompts)[:PROBE_PROMPTS] if check and older_weights else [],
+            carried=carried,
         )
 
     def _stop(self, step: int, reason: str) -> Plan:
@@ -205,7 +226,12 @@ class Driver:
         self, sampled: Sampled | None, plan: Plan, prompts: list[Prompt], completions: list[Completion], version: int
     ) -> Sampled:
         config = self.config
-        rollouts = informative = self.scorer.submit(prompts, completions, version, plan.step + 1)
+        check_version(completions, version)
+        work = sampling_work(prompts, completions, config, len(self.roles.replicas), plan.carried)
+        if plan.carried:
+            prompts, completions = self.carried.take(completions)
+        self.lengths.record(prompts, completions)
+        rollouts = informative = self.scorer.submit(prompts, completions, plan.step + 1)
         if config.sampling.dynamic:
             with self.timer.phase("reward"):
                 rollouts = self._collect()
@@ -219,6 +245,7 @@ class Driver:
             num_wanted=before.num_wanted,
             num_rounds=before.num_rounds + 1,
             num_prompts=before.num_prompts + len(prompts),
+            work=before.work + work,
         )
 
     def more_prompts(self, sampled: Sampled | None) -> list[Prompt]:
@@ -278,7 +305,7 @@ class Driver:
 
     def _draw(self, num_prompts: int) -> list[Prompt]:
         with refuse_bad_input():  # rows that are streamed are checked as they come
-            return self.stream.draw(num_prompts)
+            return self.lengths.expect(self.stream.draw(num_prompts))
 
     def _collect(self) -> list[Rollout]:
         rollouts = self.scorer.collect()
@@ -292,7 +319,9 @@ class Driver:
         """
         if not self.roles.is_driver:
             return None, None
-        state = {"step": step, "data": self.stream.state_dict()}
+        state = {"step": step, "data": self.stream.state_dict(), "lengths": self.lengths.state_dict()}
+        if self.carried.has_begun:
+            return state | {"carried": self.carried.state()}, self.carried.tensors()
         return (state | {"pending": pending_state(pending)}, pending_tensors(pending)) if pending else (state, None)
 
     # ---- the log ------------------------------------------------------------------------------------------------
@@ -339,6 +368,10 @@ class Driver:
         if config.has_lag:
             lag_S = (step - 1 - batch.versions_S).double()
             metrics |= {"lag/mean": lag_S.mean().item(), "lag/max": lag_S.max().item()}
+        metrics["sampling/tail_frac"] = sampled.work.idle_frac
+        if config.sampling.carry_over:
+            metrics["sampling/carried"] = len(self.carried.groups)
+            metrics["lag/stale_frac"] = stale_frac([r.completion for r in sampled.rollouts], step - 1)
         if config.sampling.filters:
             metrics["sampling/filtered"] = self.stream.num_filtered
         return metrics | self.stream.left_out

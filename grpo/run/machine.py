@@ -1,6 +1,6 @@
 """What a config asks of the machine: versions that fit together, GPUs, memory and disk.
 
-`python -m grpo.preflight` shows all of it; a run prints what would go wrong as warnings (`warn_of_machine`). Arithmetic
+`python -m grpo.preflight` shows all of it; a run prints what would go wrong as warnings (`fit_to_machine`). Arithmetic
 only: nothing is loaded, and what one look costs is below half a second.
 """
 
@@ -17,10 +17,18 @@ from typing import Literal
 import torch
 import transformers
 
-from grpo.config import GRPOConfig, SFTConfig
+from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.layout import suggest_layout
 from grpo.models.hf_folder import read_hf_config
-from grpo.models.memory import DTYPE_BYTES, memory_of_roles, num_adapter_parameters, num_parameters
+from grpo.models.memory import (
+    DTYPE_BYTES,
+    engine_gib,
+    memory_of_roles,
+    num_adapter_parameters,
+    num_parameters,
+    peak_gib,
+    with_checkpointing,
+)
 from grpo.run.folder.run_folder import CHECKPOINTS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -76,15 +84,20 @@ def look_at_device(index: int = 0) -> Device:
     return Device(0, f"{os.cpu_count()} CPU cores", total, free)
 
 
-def warn_of_machine(config: GRPOConfig | SFTConfig, folder: str) -> None:
-    """Print a warning for each problem with versions, memory and disk; what can be tried is not refused.
+def fit_to_machine(config: GRPOConfig | SFTConfig, folder: str) -> TrainerConfig:
+    """Decide what the trainer's config leaves to the machine, and print a warning for each problem with it.
 
-    folder: the model's, with its config.json.
+    Versions, memory and disk are looked at; what can be tried is not refused. `folder` is the model's, with its
+    config.json. Returns config.trainer with its activation checkpointing decided.
     """
     hf, device = read_hf_config(folder), look_at_device(torch.cuda.current_device() if torch.cuda.is_available() else 0)
     for row in (check_versions(), *check_memory(config, hf, device), check_disk(config, hf)):
         if row.status == "problem":
             print(f"warning: {row.check}: {row.found}; {row.to_do}", flush=True)
+    decided = with_checkpointing(hf, config, device.total_gib if device.num_gpus else None).trainer
+    if device.num_gpus and decided != config.trainer:
+        print(f"activation checkpointing: {decided.activation_checkpointing}, by arithmetic", flush=True)
+    return decided
 
 
 def check_versions() -> Row:
@@ -134,13 +147,14 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device, local_ranks: int 
 
 def check_memory(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig, device: Device) -> list[Row]:
     """The arithmetic of each role against a GPU; on a CPU, of all ranks against the host's free memory."""
+    config = with_checkpointing(hf, config, device.total_gib if device.num_gpus else None)
     parts = memory_of_roles(hf, config)
     if not device.num_gpus:
         num_ranks = _ranks_of_roles(config)
         total = sum(num_ranks[role] * sum(values.values()) for role, values in parts.items())
         found = f"all ranks {total:.1f} GiB, free on this host {device.free_gib:.1f}"
         return [Row.of("memory", total <= device.free_gib, found, "a smaller model or --trainer.micro-batch-tokens")]
-    rows = [_trainer_memory(config, parts["trainer"], device)]
+    rows = [_trainer_memory(hf, config, parts["trainer"], device)]
     room = config.generator.gpu_memory_utilization * device.total_gib
     if (generator := parts.get("generator")) is not None:
         weights = generator["weights"]
@@ -157,19 +171,16 @@ def check_memory(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConf
     return rows
 
 
-def _trainer_memory(config: GRPOConfig | SFTConfig, parts: dict[str, float], device: Device) -> Row:
+def _trainer_memory(
+    hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, parts: dict[str, float], device: Device
+) -> Row:
     """Of a trainer, and the engine that may share its GPU."""
-    peak, found = sum(parts.values()), _sum(parts, device)
+    found = f"{_sum(parts, device)}; activation checkpointing: {config.trainer.activation_checkpointing}"
     to_do = "lower --trainer.micro-batch-tokens, take --trainer.activation-checkpointing full or more trainers"
-    shares = config.roles.colocated if isinstance(config, GRPOConfig) else config.evaluation.interval > 0
-    if shares:
-        engine = config.generator.gpu_memory_utilization * device.total_gib
-        at_rest = sum(gib for part, gib in parts.items() if part.endswith("moments") or part in ("frozen weights",))
-        sleeps = config.generator.sleep
-        peak = max(peak, at_rest + engine) if sleeps else peak + engine
-        found += f"; and {engine:.1f} of an engine" + (" that sleeps meanwhile" if sleeps else "")
+    if engine := engine_gib(hf, config, device.total_gib):
+        found += f"; and {engine:.1f} of an engine" + (" that sleeps meanwhile" if config.generator.sleep else "")
         to_do = f"lower --generator.gpu-memory-utilization or set --generator.sleep, {to_do}"
-    return Row.of("memory of a trainer", peak < device.total_gib, found, to_do)
+    return Row.of("memory of a trainer", peak_gib(hf, config, device.total_gib) < device.total_gib, found, to_do)
 
 
 def _sum(parts: dict[str, float], device: Device) -> str:

@@ -22,7 +22,7 @@ from grpo.run.driver import SCRIPT, Start, measured_metrics
 from grpo.run.folder.checkpoint import saves
 from grpo.run.folder.resume import begin, open_run_folder
 from grpo.run.folder.run_lock import unlock_run_folder
-from grpo.run.machine import warn_of_machine
+from grpo.run.machine import fit_to_machine
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.report.ledger import Ledger
@@ -59,7 +59,7 @@ class ReplayDriver:
             folder, _ = open_model_folder(config, config.trainer.tensor_parallel)
             self.vocab_size = hf_folder.read_hf_config(folder).vocab_size
         begin(config, SCRIPT, opened)
-        warn_of_machine(config, folder)
+        trainer = fit_to_machine(config, folder)
         self.run_log = RunLog(
             config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
         )
@@ -71,6 +71,7 @@ class ReplayDriver:
         )
         return Start(
             step=opened.step,
+            trainer=trainer,
             model_folder=folder,
             reference_folder="",
             stop_token_ids=[],

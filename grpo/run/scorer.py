@@ -30,6 +30,15 @@ def evaluate(driver, generator: Generator | None, prompts: list[Prompt], step: i
     driver.log_evaluation(prompts, greedy, samples, step)
 
 
+def check_version(completions: list[Completion], version: int) -> None:
+    """Raise RuntimeError if any was sampled with weights of another version: those after so many steps."""
+    if versions := {c.version for c in completions} - {version}:
+        raise RuntimeError(
+            f"completions of version {version} were sampled with weights of versions {sorted(versions)}: a weight "
+            "sync was skipped or repeated"
+        )
+
+
 def check_functions(config: GRPOConfig, columns: Collection[str] | None = None) -> None:
     """Load the reward functions once, so that one that cannot be called is refused before anything starts.
 
@@ -73,17 +82,11 @@ class Scorer:
         self.answer_format = answer_format_of(load_functions(config.reward, None, generator.max_completion_tokens))
         self.pool = RewardPool(config.reward, config.generator.max_completion_tokens)
 
-    def submit(self, prompts: list[Prompt], completions: list[Completion], version: int, step: int) -> list[Rollout]:
+    def submit(self, prompts: list[Prompt], completions: list[Completion], step: int) -> list[Rollout]:
         """Join prompts and their completions, group after group, decode, begin to score; returns at once.
 
-        version: steps in the weights that sampled. step: what reward functions are told, the step as the log counts it.
-        Raises RuntimeError if a completion was not sampled with weights of this version.
+        step: what reward functions are told, the step as the log counts it.
         """
-        if versions := {c.version for c in completions} - {version}:
-            raise RuntimeError(
-                f"completions of version {version} were sampled with weights of versions {sorted(versions)}: a weight "
-                "sync was skipped or repeated"
-            )
         group_size = len(completions) // len(prompts)
         rollouts = [Rollout(prompts[i // group_size], c, self._text(c)) for i, c in enumerate(completions)]
         self.pool.submit(rollouts, group_size, step)
@@ -107,7 +110,8 @@ class Scorer:
         scored: dict[str, list[Rollout]] = {"greedy": [], "sample": []}
         for kind, completions in (("greedy", greedy), ("sample", samples)):
             if completions:  # perhaps no samples were asked for
-                self.submit(prompts, completions, step, step)
+                check_version(completions, step)
+                self.submit(prompts, completions, step)
                 scored[kind] = self.collect("evaluation: ")
                 run_log.evaluation_completions(step, kind, scored[kind], self.prompt_texts(scored[kind]))
         num_samples = self.config.evaluation.num_samples

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from grpo.config import SFTConfig
+from grpo.config import SFTConfig, TrainerConfig
 from grpo.config.generation import generating
 from grpo.config.recipes import change
 from grpo.data.batches import make_batch
@@ -26,7 +26,7 @@ from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run.folder.resume import begin, open_run_folder, resumed_stream
 from grpo.run.folder.run_lock import unlock_run_folder
-from grpo.run.machine import warn_of_machine
+from grpo.run.machine import fit_to_machine
 from grpo.run.model_folder import learned_form, open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.report.log import RunLog
@@ -48,6 +48,8 @@ class Start:
     """What every rank must know before the first step."""
 
     step: int
+    trainer: TrainerConfig
+    """The config's, fitted to the machine."""
     model_folder: str
     held_out: list[str]
     """Names of the validation sets; one empty name if there is only one, none without validation."""
@@ -89,7 +91,7 @@ class Driver:
             self.scorer, eval_prompts = open_evaluation(config, folder, tokenizer, form) if evaluates else (None, [])
         # only now that nothing is refused any more may an earlier run be deleted
         begin(config, SCRIPT, opened)
-        warn_of_machine(config, folder)
+        trainer = fit_to_machine(config, folder)
         forget_old_stop(config.run_dir)
         self.last_line = f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(
@@ -99,6 +101,7 @@ class Driver:
         print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {opened.step}", flush=True)
         return Start(
             step=opened.step,
+            trainer=trainer,
             model_folder=folder,
             held_out=list(self.validation),
             recent_losses=opened.state.get("recent_losses", []),

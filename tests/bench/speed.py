@@ -26,28 +26,37 @@ def checkpoint(shape: str) -> pathlib.Path:
     return folder
 
 
-def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float) -> int | str:
-    """A program's exit code, or why it has none; its output goes to `log`. Whatever happens, it is ended here.
-
-    SIGTERM comes first: torchrun passes it on, while its ranks, sessions of their own, outlive a killed torchrun and
-    would hold the GPU against the runs that follow.
-    """
+def launch(command: Sequence[Any], log: pathlib.Path, **environment: str) -> subprocess.Popen:
+    """Start a program in a session of its own, with its output in `log`; whoever calls this calls `end` on it."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` ends the bench: then its program ends too
-    environment = {"OMP_NUM_THREADS": "8"} | os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    words = [str(word) for word in command]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` ends the bench: then its programs end too
+    given = {"OMP_NUM_THREADS": "8"} | os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     with open(log, "w") as file:
-        process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file, env=environment, start_new_session=True)
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return f"no end after {limit} s"
-        finally:
-            process.terminate()
-            try:
-                process.wait(40)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+        words = [str(word) for word in command]
+        return subprocess.Popen(
+            words, cwd=ROOT, stdout=file, stderr=file, env=given | environment, start_new_session=True
+        )
+
+
+def end(process: subprocess.Popen) -> None:
+    """SIGTERM comes first: torchrun passes it on, while its ranks, sessions of their own, outlive a killed torchrun and
+    would hold the GPU against the runs that follow."""
+    process.terminate()
+    try:
+        process.wait(40)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float) -> int | str:
+    """A program's exit code, or why it has none; its output goes to `log`. Whatever happens, it is ended here."""
+    process = launch(command, log)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return f"no end after {limit} s"
+    finally:
+        end(process)
 
 
 def run_child(command: Sequence[Any], log: pathlib.Path, limit: float) -> dict[str, Any]:
@@ -66,8 +75,8 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown; the columns are the keys of all rows, in their order."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    """Markdown; the columns are the keys of all rows, in their order, except those of lists."""
+    columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list)))
 
     def cell(value: Any) -> str:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -77,14 +86,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def report(name: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Print the table and write it with `facts` and the machine to $OUT/NAME.json (default runs/bench)."""
+def report(name: str, rows: Sequence[dict[str, Any]], show: bool = True, **facts: Any) -> None:
+    """Print the table and write it with `facts` and the machine to $OUT/NAME.json (default runs/bench).
+
+    `show` False only writes.
+    """
     out = pathlib.Path(os.environ.get("OUT", ROOT / "runs" / "bench"))
     out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     content = {"bench": name, "device": device, "command": sys.argv, **facts, "rows": list(rows)}
     (out / f"{name}.json").write_text(json.dumps(content, indent=1))
-    print(f"{name} on {device} {facts or ''}\n{table(rows)}", flush=True)
+    if show:
+        print(f"{name} on {device} {facts or ''}\n{table(rows)}", flush=True)
 
 
 def matmul_tflops() -> float:

@@ -156,7 +156,8 @@ def rows_of_many_lengths(shape: str) -> None:
     roles, folder = setup_trainers(), str(checkpoint(shape))
     on_gpu = roles.device.type == "cuda"
     model, longest = ModelConfig(path=folder), 16_384 if on_gpu else 128
-    trainer = Trainer(model, TrainerConfig(micro_batch_tokens=longest), folder, 10, roles)
+    config = TrainerConfig(micro_batch_tokens=longest, activation_checkpointing="selective")
+    trainer = Trainer(model, config, folder, 10, roles)
     document = min(1024, read_hf_config(folder).max_position_embeddings)
     multiple, found = ROW_MULTIPLE[roles.device.type], {}
 

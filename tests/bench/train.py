@@ -4,9 +4,10 @@
         [--variants selective none none/32768 lora16 trl] [--ranks 1] [--steps 8] [--profile]
 
 A variant is an activation checkpointing mode, `lora` and a rank (checkpointing none), or `trl` (SFTTrainer on the same
-rows; `trl-nogc` without its gradient checkpointing, `trl-compile`, and `/4` behind it for rows at once); behind `/`
-stands trainer.micro_batch_tokens, else the default's. Each runs in a process of its own, in the order given. The loss
-is that of train_sft.py, every token a label; a step is one update on `--rows` rows. The first three steps compile.
+rows, not packed, so each must be one document; sdpa; `trl-nogc` without its gradient checkpointing, `trl-compile`, and
+`/4` behind it for rows at once). Behind `/` stands trainer.micro_batch_tokens, else the default's. Each runs in a
+process of its own, in the order given, and twice if named twice, so that two can take turns. The loss is that of
+train_sft.py, every token a label; a step is one update on `--rows` rows. The first three steps compile.
 """
 
 import argparse
@@ -38,6 +39,8 @@ def main() -> None:
         shape, variant = options.child
         trl_steps(shape, variant, options) if variant.startswith("trl") else own_steps(shape, variant, options)
         return
+    if any(name.startswith("trl") for name in options.variants) and options.document_tokens != options.row_tokens:
+        parser.error("trl trains each document as a row: set --document-tokens and --row-tokens to the same")
     rows = []
     given = sys.argv[1:]
     for shape in options.shapes:
@@ -132,18 +135,21 @@ def trl_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
     started = time.perf_counter()
     mode, _, rows_at_once = variant.partition("/")
     folder, num_rows = checkpoint(shape), int(rows_at_once or 4)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    on_gpu = torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     rows = documents(options.rows * options.row_tokens, options.document_tokens) * options.steps
     seconds: list[float] = []
     stamps: list[float] = []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
-            torch.cuda.synchronize()
+            if on_gpu:
+                torch.cuda.synchronize()
             stamps.append(time.perf_counter())
 
         def on_step_end(self, *args, **kwargs):
-            torch.cuda.synchronize()
+            if on_gpu:
+                torch.cuda.synchronize()
             seconds.append(time.perf_counter() - stamps[-1])
 
     config = SFTConfig(
@@ -152,7 +158,9 @@ def trl_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
         gradient_accumulation_steps=options.rows // num_rows,
         max_length=options.row_tokens,
         learning_rate=1e-5,
+        packing=False,
         bf16=True,
+        use_cpu=not on_gpu,
         gradient_checkpointing="nogc" not in mode,
         torch_compile="compile" in mode,
         max_steps=options.steps,

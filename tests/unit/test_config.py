@@ -138,6 +138,23 @@ BAD = {
     "algorithm.importance_correction=none with old_logprobs=generator does not make up for": GRPOConfig(
         algorithm=AlgorithmConfig(old_logprobs="generator"), overlap_steps=1
     ),
+    "sampling.carry_over=32 must be below prompts_per_step=32": GRPOConfig(sampling=SamplingConfig(carry_over=32)),
+    "sampling.carry_over=8 and overlap_steps=1 both decide": GRPOConfig(
+        sampling=SamplingConfig(carry_over=8), overlap_steps=1
+    ),
+    "sampling.carry_over=8 and sampling.dynamic both decide": GRPOConfig(
+        sampling=SamplingConfig(carry_over=8, dynamic=True)
+    ),
+    "of which generator.stop 'END' would see the end alone": GRPOConfig(
+        sampling=SamplingConfig(carry_over=8), generator=GeneratorConfig(stop=("END",))
+    ),
+    "of which generator.sampling 'min_tokens' would see the end alone": GRPOConfig(
+        sampling=SamplingConfig(carry_over=8), generator=GeneratorConfig(sampling={"min_tokens": 8})
+    ),
+    "sampling.carry_over=8 trains on completions whose first tokens older weights sampled, which "
+    "algorithm.importance_correction=none with old_logprobs=policy does not make up for": GRPOConfig(
+        algorithm=AlgorithmConfig(importance_correction="none"), sampling=SamplingConfig(carry_over=8)
+    ),
     "checkpoint.interval=3 must be a multiple of sync_interval=2": GRPOConfig(
         sync_interval=2, checkpoint=CheckpointConfig(interval=3)
     ),

@@ -12,8 +12,15 @@ import transformers
 from grpo import config as c
 from grpo.config.layout import describe_layout
 from grpo.config.recipes import load, load_recipe
-from grpo.memory import DEFAULT_RECIPE, main
-from grpo.models.memory import generator_gib, num_parameters, reference_gib, trainer_gib
+from grpo.memory import DEFAULT_RECIPE, GPU_GIB, main
+from grpo.models.memory import (
+    generator_gib,
+    num_parameters,
+    peak_gib,
+    reference_gib,
+    trainer_gib,
+    with_checkpointing,
+)
 from tests.unit.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B
 from tests.unit.test_readme import table
 
@@ -53,14 +60,12 @@ def config_of(*flags: str) -> c.GRPOConfig:
 
 
 # Peaks in torch (configs/RESULTS.md; the 8B one on two of four H200), GiB, with micro-batches of 16,384 tokens and
-# chunks of 4,096. The last three are of earlier code: off them goes the engine's share of the GPU, and the table of
-# positions that each layer had of its own then.
-ENGINE_H100, OLD_TABLE = 0.35 * 79.2, 40960 * 256 * 4 / 2**30
+# chunks of 4,096. The last two are of earlier code: off them goes the table of positions that each layer had of its own
+# then.
+OLD_TABLE = 40960 * 256 * 4 / 2**30
 MEASURED = {
-    "Qwen3-1.7B, no checkpointing": (QWEN3_1_7B, 1, {"activation_checkpointing": "none"}, 63.4),
-    "Qwen3-1.7B, selective": (QWEN3_1_7B, 1, {}, 43.7),
-    "Qwen3-1.7B, LoRA": (QWEN3_1_7B, 1, {"activation_checkpointing": "none", "lora_rank": 16}, 40.2),
-    "Qwen3-0.6B, colocated": (QWEN3_0_6B, 1, {}, 48.4 - ENGINE_H100 - 28 * OLD_TABLE),
+    "Qwen3-1.7B, no checkpointing": (QWEN3_1_7B, 1, {"activation_checkpointing": "none"}, 66.0),
+    "Qwen3-1.7B, LoRA": (QWEN3_1_7B, 1, {"activation_checkpointing": "none", "lora_rank": 16}, 39.0),
     "Qwen3-1.7B, FSDP 2": (QWEN3_1_7B, 2, {}, 28.6 - 28 * OLD_TABLE),
     "Qwen3-8B, FSDP 2": (QWEN3_8B, 2, {}, 98 - 36 * OLD_TABLE),
 }
@@ -95,7 +100,7 @@ def test_parts_of_a_trainer_by_hand():
     apart = config_of("--roles.num-trainers", 2, "--roles.num-references", 1, "--algorithm.kl-coef", 0.1)
     assert "reference" not in trainer_gib(hf(QWEN3_1_7B), apart)
     weights, logits = pytest.approx(1_720_574_976 * 2 / 2**30), pytest.approx(4096 * 151936 * 2 / 2**30)
-    forward = {"gathered weights": parts["gathered weights"], "logits of a chunk": logits}
+    forward = {"gathered weights": 0, "logits of a chunk": logits}  # a single rank gathers nothing
     assert reference_gib(hf(QWEN3_1_7B), apart) == {"weights": weights} | forward
 
 
@@ -149,10 +154,12 @@ def test_the_table_of_layouts_has_the_memory_and_fits():
         assert config.num_ranks == int(gpus) and config.model.path == "Qwen/Qwen3-1.7B"
         for part in describe_layout(config).split(" + ") if gpus != "1" else ():
             assert part in roles
+        config = with_checkpointing(hf(QWEN3_1_7B), config, GPU_GIB)
+        assert config.trainer.activation_checkpointing == "none"
         total = sum(trainer_gib(hf(QWEN3_1_7B), config).values())
         assert float(trainer) == round(total, 1), gpus
         assert float(weights) == round(generator_gib(hf(QWEN3_1_7B), config)["weights"], 1)
-        assert total + (float(weights) if config.roles.colocated else 0) < 74.5
+        assert peak_gib(hf(QWEN3_1_7B), config, GPU_GIB) == pytest.approx(total) and total < 74.5
 
 
 def test_recipes_say_the_memory_of_their_weights():
@@ -175,6 +182,7 @@ ON_80_GB = OF_LLAMA | OF_QWEN3 | {"sft_qwen3_1_7b.py": QWEN3_1_7B}
 def test_recipes_of_sft_and_lora_say_what_a_trainer_holds(name):
     said = re.search(r"and the rest about (\d+) GiB", (ROOT / "configs" / name).read_text())
     config = load_recipe(str(ROOT / "configs" / name), c.GRPOConfig, c.SFTConfig)
+    config = with_checkpointing(hf(ON_80_GB[name]), config, GPU_GIB)
     total = sum(trainer_gib(hf(ON_80_GB[name]), config).values())
     assert float(said[1]) == round(total) and total < 74.5
 
@@ -182,6 +190,7 @@ def test_recipes_of_sft_and_lora_say_what_a_trainer_holds(name):
 def test_lora_of_8b_colocated_fits_one_gpu_because_the_engine_sleeps():
     """79.2 GiB as CUDA has them: while the engine samples, the trainer holds 15.3 + 0.7 GiB."""
     config = load_recipe(str(ROOT / "configs" / "grpo_qwen3_8b_lora.py"), c.GRPOConfig)
+    config = with_checkpointing(hf(QWEN3_8B), config, GPU_GIB)
     engine, trainer = 79.2 * config.generator.gpu_memory_utilization, trainer_gib(hf(QWEN3_8B), config)
     at_rest = trainer["frozen weights"] + trainer["adapters, gradients and moments"]
     assert config.generator.sleep and "reference" not in trainer
@@ -194,7 +203,8 @@ def test_the_command_takes_recipes_of_sft(tmp_path, monkeypatch, capsys):
     recipe = str(ROOT / "configs" / "sft_llama3_1_8b.py")
     monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--num-trainers", "4"])
     main()
-    about, trainer = capsys.readouterr().out.splitlines()[-2:]  # no engine, no reference
+    about, mode, trainer = capsys.readouterr().out.splitlines()[-3:]  # no engine, no reference
+    assert mode == "activation checkpointing: selective, as auto chooses on a GPU of 79.2 GiB"
     assert about == f"{tmp_path}: 8.03 billion parameters"
     # 8.03e9 x 16 / 4
     assert trainer.startswith("each trainer rank: 67.1 GiB = 29.9 weights, gradients and moments + ")
@@ -205,7 +215,7 @@ def test_the_command_prints_what_each_role_holds(tmp_path, monkeypatch, capsys):
     recipe = str(ROOT / "configs" / "qwen2_5_7b_gsm8k.py")
     monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--algorithm.kl-coef", "0.1"])
     main()
-    about, trainer, generator = capsys.readouterr().out.splitlines()[-3:]  # after what differs from the recipe
+    about, _, trainer, generator = capsys.readouterr().out.splitlines()[-4:]  # after what differs from the recipe
     assert about == f"{tmp_path}: 7.62 billion parameters"
     assert trainer.startswith("each trainer rank: 53.2 GiB = 28.4 weights, gradients and moments + ")
     assert trainer.endswith(" + 3.5 reference")

@@ -12,9 +12,11 @@ from safetensors.torch import save_file
 from grpo.config import GRPOConfig
 from grpo.data.streams import PromptStream
 from grpo.roles.ahead import PROBE_PROMPTS, shared_seconds
+from grpo.run.carried import CarryOver
 from grpo.run.driver import Driver
 from grpo.run.folder.checkpoint_files import DRIVER_TENSORS_FILE
 from grpo.run.folder.pending import pending_state, pending_tensors, read_pending, without_pending
+from grpo.run.past_lengths import PastLengths
 from grpo.run.watch import stopping
 from grpo.types import Completion, Pending, Plan, Prompt
 
@@ -39,10 +41,17 @@ class Stream:
     draw_again = PromptStream.draw_again
 
 
+def fake_driver(config: GRPOConfig, stream: Stream) -> SimpleNamespace:
+    """What `Driver.plan` and `Driver.state` read of a driver whose run begins."""
+    carried = CarryOver(config.prompts_per_step, config.sampling.carry_over, config.group_size)
+    parts = {"lengths": PastLengths(keeps_rows=True), "carried": carried}
+    return SimpleNamespace(config=config, stream=stream, first_step=0, saved_step=0, _draw=stream.draw, **parts)
+
+
 def plans(config: GRPOConfig, num_steps: int) -> list[Plan]:
     """What the driver decides for the steps of a new run."""
     stream = Stream()
-    driver = SimpleNamespace(config=config, stream=stream, first_step=0, _draw=stream.draw)
+    driver = fake_driver(config, stream)
     found, pending = [], None
     for step in range(num_steps):
         plan = Driver.plan.__wrapped__(driver, step, pending)
@@ -79,7 +88,7 @@ def test_overlap_draws_the_next_steps_prompts_and_probes_for_the_sync_check():
 def test_a_stop_leaves_what_was_pending_to_the_checkpoint(tmp_path, monkeypatch):
     """After step 0 of a run that saves at its end alone: nothing more is drawn, so the place in the data fits it."""
     stream, config = Stream(), GRPOConfig(run_dir=str(tmp_path), prompts_per_step=2, num_steps=9, overlap_steps=1)
-    driver = SimpleNamespace(config=config, stream=stream, first_step=0, saved_step=0, _draw=stream.draw)
+    driver = fake_driver(config, stream)
     driver.roles, driver._stop = SimpleNamespace(is_driver=True), partial(Driver._stop, driver)
     plan = Driver.plan.__wrapped__(driver, 0, None)
     pending = Pending(plan.next_prompts, PENDING.completions, 0, plan.next_place)
@@ -101,7 +110,7 @@ def test_shared_seconds(first, second, expected):
 
 
 PENDING = Pending(
-    prompts=[Prompt(8, [5, 8], {"answer": 8}, 7, "a"), Prompt(9, [5, 9], {"answer": 9}, 7, "a")],
+    prompts=[Prompt(8, [5, 8], {"answer": 8}, 7, "a"), Prompt(9, [5, 9], {"answer": 9}, 7, "a", expected_tokens=2.5)],
     completions=[
         Completion(torch.tensor([3, 1]), torch.tensor([-0.25, -torch.inf]), False, version=4, temperature=0.7),
         Completion(torch.tensor([2]), torch.tensor([-1e-9]), True, version=4),

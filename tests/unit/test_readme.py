@@ -47,7 +47,7 @@ METRICS = {
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
     "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib lag/mean lag/max time/ahead "
     "time/overlap sampling/rounds "
-    "sampling/informative_frac sampling/full_frac sampling/filtered",
+    "sampling/informative_frac sampling/full_frac sampling/filtered sampling/tail_frac sampling/carried lag/stale_frac",
 }
 # One per reward function, number of samples, source
 MANY = {

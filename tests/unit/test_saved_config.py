@@ -61,7 +61,7 @@ def test_every_harmless_field_exists():
 @pytest.mark.parametrize(
     "path",
     ["data.path", "seed", "group_size", "prompts_per_step", "model.path", "model.dtype", "algorithm.loss"]
-    + ["overlap_steps"],
+    + ["overlap_steps", "sampling.carry_over"],
 )
 def test_what_the_result_depends_on(path):
     assert not is_harmless(path, GRPOConfig())

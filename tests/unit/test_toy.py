@@ -59,11 +59,13 @@ def test_addition_rows_are_right_distinct_disjoint_and_fixed():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="'chess' is unknown; there is addition"):
+    with pytest.raises(ValueError, match="'chess' is unknown; there are addition, word_problems"):
         toy.task_rows("chess", "train")
     with pytest.raises(ValueError, match="no split 'dev'; there are train, test"):
         toy.task_rows("addition", "dev")
-    with pytest.raises(ValueError, match="'chess' is unknown; there are addition, gsm8k"):
+    with pytest.raises(ValueError, match="'word_problems' has no split 'dev'; there are train, test"):
+        toy.task_rows("word_problems", "dev")
+    with pytest.raises(ValueError, match="'chess' is unknown; there are addition, gsm8k, word_problems"):
         toy.build_if_toy("toy:chess", "unused", [], seed=0)
     with pytest.raises(ValueError, match="pass some"):
         toy.build_if_toy("toy:gsm8k", "unused", [], seed=0)
@@ -157,6 +159,18 @@ def test_model_folder_loads_in_transformers(tmp_path):
     with torch.no_grad():
         logits_BTV = model(torch.tensor([tokenizer.encode("70+98=")])).logits
     assert logits_BTV.shape == (1, 6, 32) and logits_BTV.isfinite().all()
+
+
+def test_word_problems_model_has_64_million_parameters(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    # one of its ten layers, to spare memory: q and o 768 x 768, k and v 768 x 256, 3 x 768 x 2048, norms
+    monkeypatch.setitem(toy.WORD_PROBLEMS_MODEL, "num_hidden_layers", 1)
+    folder = toy.build_if_toy("toy:word_problems", tmp_path, [], seed=0)
+    per_layer = 2 * 768 * 768 + 2 * 768 * 256 + 3 * 768 * 2048 + 2 * 768 + 2 * 64
+    outside = 640 * 768 + 768
+    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == per_layer + outside
+    assert 10 * per_layer + outside == pytest.approx(64e6, rel=0.02)
 
 
 def test_weights_follow_from_the_seed(tmp_path, addition_tokenizer):

@@ -37,6 +37,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
             "finish_reason": _finish_reason(rollout),
             "num_tokens": rollout.completion.num_tokens,
             "version": rollout.completion.version,
+            **({"earlier": rollout.completion.earlier} if rollout.completion.earlier else {}),
             "failures": {name: without_surrogates(reason) for name, reason in rollout.failures.items()},
         }
         for rollout, prompt in zip(rollouts, prompts, strict=True)

@@ -1,0 +1,158 @@
+"""What each replica samples, in which order and with which seeds: by counts alone, so that every rank finds the same.
+
+Order and balance follow from how long completions of a prompt are expected to be, `Prompt.expected_tokens`. They do not
+change what is sampled: a completion's seed belongs to it, wherever and whenever it is sampled. (Where a batch's size
+changes the order of additions, as in bfloat16 on a GPU, its last digits may.)
+"""
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from grpo.types import Carried, Prompt
+
+# Request seeds: one run's seeds lie in a block of its own, far above any number of samples a run can draw.
+SEEDS_PER_RUN = 2**40
+# Those of completions that go on are above all blocks.
+CONTINUATIONS = 2**62
+
+
+@dataclass(frozen=True)
+class Request:
+    """Completions of one prompt that are sampled together."""
+
+    prompt: int
+    """Position among the prompts."""
+    first: int
+    """Place of the first of them in the group."""
+    count: int
+    begun: list[int] = field(default_factory=list)
+    """Tokens that the completion has already; only with a count of 1."""
+
+
+def share_out(
+    prompts: Sequence[Prompt], group_size: int, num_replicas: int, carried: Carried | None = None
+) -> list[list[Request]]:
+    """Each replica's part of a step's completions, in the order in which it begins them: the longest first.
+
+    Replicas get equal numbers of expected tokens, and groups whole as far as that allows, because a group shares the
+    computation of its prompt. With `carried`, every group whole, and first those that were begun before.
+    """
+    costs = [prompt.expected_tokens or 1.0 for prompt in prompts]
+    if not group_size:  # an evaluation without samples
+        return [[] for _ in range(num_replicas)]
+    if carried is None:
+        return _split(costs, group_size, num_replicas)
+    return _whole_groups(prompts, costs, group_size, num_replicas, carried)
+
+
+def _split(costs: list[float], group_size: int, num_replicas: int) -> list[list[Request]]:
+    """Longest processing time first (Graham 1969), as far as a group fits into the equal share; then parts of groups.
+
+    Equal to the nearest completion.
+    """
+    share = sum(costs) * group_size / num_replicas
+    loads, requests, left = [0.0] * num_replicas, [[] for _ in range(num_replicas)], []
+
+    def give(prompt: int, first: int, count: int, replica: int) -> None:
+        requests[replica].append(Request(prompt, first, count))
+        loads[replica] += count * costs[prompt]
+
+    for prompt in _longest_first(costs):
+        replica = loads.index(min(loads))
+        if loads[replica] + group_size * costs[prompt] <= share + costs[prompt] / 2:
+            give(prompt, 0, group_size, replica)
+        else:
+            left.append(prompt)
+    for prompt in left:
+        first = 0
+        while first < group_size:
+            replica = loads.index(min(loads))
+            fit = max(1, round((share - loads[replica]) / costs[prompt]))
+            give(prompt, first, min(fit, group_size - first), replica)
+            first += requests[replica][-1].count
+    return [sorted(of_replica, key=lambda r: -costs[r.prompt]) for of_replica in requests]
+
+
+def _whole_groups(
+    prompts: Sequence[Prompt], costs: list[float], group_size: int, num_replicas: int, carried: Carried
+) -> list[list[Request]]:
+    """Longest processing time first; a completion that was begun counts as one that was not."""
+    groups = [_requests_of(number, prompt, group_size, carried) for number, prompt in enumerate(prompts)]
+    group_costs = [costs[number] * sum(r.count for r in group) for number, group in enumerate(groups)]
+    loads, shares = [0.0] * num_replicas, [[] for _ in range(num_replicas)]
+    for number in _longest_first(group_costs):
+        replica = loads.index(min(loads))
+        shares[replica].append(number)
+        loads[replica] += group_costs[number]
+    is_fresh = [prompt.index * group_size not in carried.begun for prompt in prompts]
+    return [[r for number in sorted(share, key=is_fresh.__getitem__) for r in groups[number]] for share in shares]
+
+
+def _requests_of(number: int, prompt: Prompt, group_size: int, carried: Carried) -> list[Request]:
+    """Of one group: its completions that have not ended, each by itself if the group was begun before."""
+    first = prompt.index * group_size
+    if first not in carried.begun:
+        return [Request(number, 0, group_size)]
+    so_far = [carried.begun[first + i] for i in range(group_size)]
+    return [Request(number, i, 1, ids) for i, ids in enumerate(so_far) if ids is not None]
+
+
+def _longest_first(costs: list[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda i: -costs[i])
+
+
+def one_by_one(requests: list[Request]) -> list[Request]:
+    """The same completions, each by itself."""
+    return [replace(r, first=r.first + i, count=1) for r in requests for i in range(r.count)]
+
+
+def enough_groups(shares: list[list[Request]], num_groups: int) -> list[int]:
+    """How many of its groups each replica completes, so that `num_groups` are complete in all.
+
+    What is left to the next step is spread over the replicas in proportion to their groups.
+    """
+    numbers = [len({request.prompt for request in requests}) for requests in shares]
+    total, before, enough = sum(numbers), 0, []
+    for number in numbers:
+        left = [(total - num_groups) * edge // total for edge in (before, before + number)]
+        enough.append(number - (left[1] - left[0]))
+        before += number
+    return enough
+
+
+def request_seed(run_seed: int, prompt: Prompt, completion: int, group_size: int, held_out: bool = False) -> int:
+    """Seed of one completion: distinct for every (prompt of the run, completion), the same on any replica.
+
+    Held-out prompts have half of the run's seeds for themselves, so evaluation repeats no training sample.
+    """
+    first = (run_seed % 2**20) * SEEDS_PER_RUN + (SEEDS_PER_RUN // 2 if held_out else 0)
+    return first + prompt.index * group_size + completion
+
+
+def continuation_seed(seed: int, num_tokens: int) -> int:
+    """Seed with which a completion goes on after its first `num_tokens` tokens; its own if it has none yet.
+
+    An engine forgets the state of a request's random numbers, which are not to come once more.
+    """
+    if not num_tokens:
+        return seed
+    return CONTINUATIONS + random.Random(f"{seed} {num_tokens}").getrandbits(61)
+
+
+def decoding_steps(lengths: Sequence[int], num_slots: int) -> int:
+    """Steps of an engine that decodes sequences of these lengths in this order, at most `num_slots` at once.
+
+    One token of each running sequence in a step; a slot that becomes free takes the next sequence.
+    """
+    ends = [0] * min(num_slots, len(lengths))
+    for length in lengths:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends, default=0)
+
+
+def slot_steps(lengths_by_replica: Sequence[Sequence[int]], num_slots: int) -> int:
+    """What the replicas could have sampled in tokens, by counts: their slots in use x the steps of the slowest one."""
+    slots = sum(min(num_slots, len(lengths)) for lengths in lengths_by_replica)
+    return slots * max(decoding_steps(lengths, num_slots) for lengths in lengths_by_replica)

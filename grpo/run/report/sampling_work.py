@@ -1,0 +1,50 @@
+"""What sampling did of what it could have done, and how much of it with older weights: by counts, never by clocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo.config import GRPOConfig
+from grpo.roles.requests import one_by_one, share_out, slot_steps
+from grpo.types import Carried, Completion, Prompt
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens sampled, and those for which there was room; of several rounds they add up."""
+
+    num_tokens: int = 0
+    num_slot_steps: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.num_tokens + other.num_tokens, self.num_slot_steps + other.num_slot_steps)
+
+    @property
+    def idle_frac(self) -> float:
+        """Share of the room that was not used: slots of sequences that had ended, while the longest went on."""
+        return 1 - self.num_tokens / self.num_slot_steps if self.num_slot_steps else 0.0
+
+
+def sampling_work(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    config: GRPOConfig,
+    num_replicas: int,
+    carried: Carried | None,
+) -> Work:
+    """Of one round, from the lengths of what its engines sampled; see `slot_steps`.
+
+    As if a step of an engine gave each running sequence one token, and the KV cache had room for all of them.
+    """
+    length_of = {completion.index: completion.num_tokens for completion in completions}
+    lengths = [
+        [length_of.get(prompts[r.prompt].index * config.group_size + r.first, 0) for r in one_by_one(requests)]
+        for requests in share_out(prompts, config.group_size, num_replicas, carried)
+    ]
+    return Work(sum(length_of.values()), slot_steps(lengths, config.generator.max_num_seqs))
+
+
+def stale_frac(completions: Sequence[Completion], version: int) -> float:
+    """Share of the tokens that weights older than `version` sampled."""
+    pieces = [piece for completion in completions for piece in completion.pieces]
+    num_tokens = sum(count for _, count in pieces)
+    return sum(count for of, count in pieces if of < version) / num_tokens if num_tokens else 0.0

@@ -1,0 +1,101 @@
+"""GRPO steps of ours beside TRL's GRPOTrainer, in turns on one GPU: 32 x 8 completions of 128 + 256 tokens, one update.
+
+    python tests/bench/peer.py [--shapes qwen3-0.6b] [--methods ours trl/32] [--rounds 2] [--steps 8] [--limit 300]
+        [--tiny] [-- --trainer.activation-checkpointing none ...]
+
+Both run tests/bench/colocated.py: the same prompts, no reference, a coin as reward, bfloat16; TRL as trl_grpo.py says,
+with bfloat16 weights, where ours are float32 in the optimizer. Behind `trl/` stand its completions in one forward;
+`trl-nogc/32` is without its gradient checkpointing. Random weights hardly ever end a completion early: see
+`tokens/step`. What is behind `--` goes to ours alone. Figures are over all rounds, median (lowest to highest) of the
+steps after the first two; `ratio` is TRL's median step over ours. `--tiny` is a look on a CPU, TRL without vLLM.
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import statistics
+import sys
+from typing import Any
+
+from speed import ROOT, checkpoint, report, run_limited, spread
+from toy_runs import records
+
+RUNS = ROOT / "runs" / "peer"
+BENCH = pathlib.Path(__file__).parent
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+WARM_STEPS = 2
+PHASES = ("generate", "train", "sync", "other")
+TINY = ["--model.dtype", "float32", "--trainer.no-compile", "--trainer.micro-batch-tokens", "2048"]
+TINY += ["--prompts-per-step", "2", "--group-size", "4", "--generator.max-completion-tokens", "8", "--num-steps", "4"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["qwen3-0.6b"])
+    parser.add_argument("--methods", nargs="+", default=["ours", "trl/32"])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--limit", type=float, default=300, help="seconds of one run")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--name", default="peer", help="of the JSON file")
+    parser.add_argument("flags", nargs="*", help="behind --: for ours")
+    options = parser.parse_args()
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # TRL without a launcher refuses to see several
+    rows = []
+    for shape in options.shapes:
+        folder = checkpoint(shape)
+        steps: dict[str, list[dict[str, float]]] = {method: [] for method in options.methods}
+        failed: dict[str, str] = {}
+        for number in range(options.rounds):
+            for method in options.methods:
+                found, problem = run(method, folder, f"{shape}-{method}-{number}".replace("/", "-"), options)
+                steps[method] += found
+                failed |= {method: problem} if problem else {}
+                print(f"{shape} {method} round {number}: {[round(s['time/step'], 2) for s in found]}", flush=True)
+                done = [row(shape, name, steps[name], steps.get("ours", []), failed) for name in options.methods]
+                report(options.name, rows + done, show=False, flags=options.flags)
+        rows += done
+    report(options.name, rows, flags=options.flags)
+
+
+def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespace) -> tuple[list[dict], str]:
+    """The lines of the steps after the first two, and what went wrong, if anything did."""
+    run_dir = RUNS / name
+    shutil.rmtree(run_dir, ignore_errors=True)
+    given = ["tests/bench/colocated.py", "--model.path", folder, "--data.path", folder / "prompts.jsonl"]
+    given += ["--num-steps", options.steps, *(TINY if options.tiny else []), "--run-dir", run_dir]
+    if method == "ours":
+        command = [sys.executable, *TORCHRUN, "train_grpo.py", *given, *options.flags]
+    else:
+        kind, _, rows = method.partition("/")
+        command = [sys.executable, BENCH / "trl_grpo.py", *given, "--rows", rows or "32"]
+        command += ["--no-gradient-checkpointing"] if kind == "trl-nogc" else []
+        command += ["--no-vllm", "--weights", "float32"] if options.tiny else []
+    log = RUNS / f"{name}.log"
+    code = run_limited(command, log, options.limit)
+    out = os.environ.get("OUT")
+    if out and code != 0:
+        (pathlib.Path(out) / f"{options.name}.log").write_text(log.read_text()[-100_000:])  # of the last that failed
+    lines = records(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    return [line for line in lines if "time/step" in line][WARM_STEPS:], "" if code == 0 else f"{code}, see {log}"
+
+
+def row(shape: str, method: str, steps: list[dict], ours: list[dict], failed: dict[str, str]) -> dict[str, Any]:
+    """One line of the table."""
+    found: dict[str, Any] = {"shape": shape, "method": method}
+    if steps:
+        seconds = [step["time/step"] for step in steps]
+        found |= {"steps": len(steps), "s/step": spread(seconds)}
+        found["tokens/s"] = spread([step["tokens_per_second"] for step in steps])
+        found["tokens/step"] = statistics.median(step["tokens_per_second"] * step["time/step"] for step in steps)
+        if method != "ours" and ours:
+            found["ratio"] = statistics.median(seconds) / statistics.median(step["time/step"] for step in ours)
+        for phase in PHASES:
+            if f"time/{phase}" in steps[0]:
+                found[phase] = statistics.median(step.get(f"time/{phase}", 0.0) for step in steps)
+    return found | ({"failed": failed[method]} if method in failed else {})
+
+
+if __name__ == "__main__":
+    main()

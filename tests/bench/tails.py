@@ -1,0 +1,161 @@
+"""Sampling with long tails: prompts as drawn, the longest first, and with groups that go on in the next step.
+
+    python tests/bench/tails.py [--shape qwen3-0.6b] [--prompts 32] [--group-size 8] [--tokens 1024] [--slots 256 64]
+        [--carry-over 8] [--steps 6] [--gib 20]
+    python tests/bench/tails.py --shape tiny --prompts 8 --group-size 4 --tokens 96 --carry-over 2 --slots 32 8 --gib .1
+
+On a GPU (5 minutes), and on a CPU (1). The variants take turns within one engine, which decodes `--slots` sequences at
+once. A completion's length is forced, and the same in every variant: log-normal, with a median of a fifth of
+`--tokens`, a spread of 0.6 between prompts, which the longest first knows, and of 0.5 within a group, which nobody
+knows. Weights stay. A row of the table is the median (lowest to highest) step after the first two; `tail` is what
+`sampling/tail_frac` says of all of them, `groups/s` what the trainers get.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from dataclasses import replace
+
+from speed import ROOT, checkpoint, report, run_child, spread
+
+BETWEEN_PROMPTS, WITHIN_GROUPS = 0.6, 0.5
+WARM_UP_STEPS = 2  # CUDA graphs, and until as many groups are carried over as will be
+VARIANTS = ("as drawn", "longest first", "carried over")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--prompts", type=int, default=32, help="groups that a step trains on")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--slots", type=int, nargs="+", default=[256, 64])
+    parser.add_argument("--carry-over", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--gib", type=float, default=20, help="of KV cache")
+    parser.add_argument("--limit", type=int, default=420, help="seconds of one engine")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        measure(options.child, options)
+        return
+    checkpoint(options.shape)
+    rows = []
+    for slots in options.slots:
+        log = ROOT / "runs" / "bench" / f"tails-{options.shape}-{slots}.log"
+        found = run_child([sys.executable, __file__, *sys.argv[1:], "--child", slots], log, options.limit)
+        rows += [{"slots": slots, **row} for row in found.get("rows", [found])]
+    facts = {name: getattr(options, name) for name in ("shape", "prompts", "group_size", "tokens", "carry_over")}
+    report("tails", rows, **facts)
+
+
+def measure(slots: int, options: argparse.Namespace) -> None:
+    """Print one row per variant as JSON."""
+    from grpo.run.report.sampling_work import Work
+
+    generator = forced_lengths(slots, options)
+    steps = {variant: Steps(generator, variant, options) for variant in VARIANTS}
+    found = {variant: [] for variant in VARIANTS}
+    for _ in range(options.steps + WARM_UP_STEPS):
+        for variant in VARIANTS:
+            found[variant].append(steps[variant].next())
+    rows = []
+    for variant, measured in found.items():
+        seconds, work = zip(*measured[WARM_UP_STEPS:], strict=True)
+        rates = [of.num_tokens / s for s, of in zip(seconds, work, strict=True)]
+        rows.append(
+            {
+                "variant": variant,
+                "tokens/s": spread(rates),
+                "s/step": spread(seconds),
+                "groups/s": options.prompts / statistics.mean(seconds),
+                "tail": sum(work, Work()).idle_frac,
+                "over as drawn": sum(measured[0] for measured in found["as drawn"][WARM_UP_STEPS:]) / sum(seconds),
+            }
+        )
+    print(json.dumps({"rows": rows}), flush=True)
+    os._exit(0)
+
+
+def forced_lengths(slots: int, options: argparse.Namespace):
+    """A Generator of the loop whose completions end where `length_of` says."""
+    from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
+    from grpo.roles.generator import Generator
+    from grpo.roles.process_groups import setup_roles
+
+    class ForcedLengths(Generator):
+        def generate(self, prompts, *arguments):
+            self.prompts = prompts
+            return super().generate(prompts, *arguments)
+
+        def _sampling_params(self, request, temperature, seed, limit):
+            index = self.prompts[request.prompt].index * options.group_size + request.first
+            return super()._sampling_params(request, temperature, seed, length_of(index, options))
+
+    folder = str(checkpoint(options.shape))
+    config = GRPOConfig(
+        roles=RolesConfig(colocated=True, num_trainers=1),
+        model=ModelConfig(path=folder),
+        generator=GeneratorConfig(
+            max_completion_tokens=options.tokens,
+            kv_cache_gib=options.gib,
+            max_num_seqs=slots,
+            temperature=(1.0, 1.0),  # so that each completion is a request of its own, with its own length
+        ),
+        prompts_per_step=options.prompts,
+        group_size=options.group_size,
+        sampling=SamplingConfig(carry_over=options.carry_over),
+    )
+    return ForcedLengths(config, folder, [], setup_roles(config))
+
+
+def median_of(prompt: int, options: argparse.Namespace) -> float:
+    return options.tokens / 5 * random.Random(f"prompt {prompt}").lognormvariate(0, BETWEEN_PROMPTS)
+
+
+def length_of(index: int, options: argparse.Namespace) -> int:
+    """Tokens of a completion of the run."""
+    factor = random.Random(f"completion {index}").lognormvariate(0, WITHIN_GROUPS)
+    return max(1, min(options.tokens, round(median_of(index // options.group_size, options) * factor)))
+
+
+class Steps:
+    """One variant's steps, one after the other; a new prompt for each that is drawn."""
+
+    def __init__(self, generator, variant: str, options: argparse.Namespace):
+        from grpo.run.carried import CarryOver
+
+        self.generator, self.options, self.variant = generator, options, variant
+        carry_over = options.carry_over if variant == "carried over" else 0
+        self.carried = CarryOver(options.prompts, carry_over, options.group_size)
+        self.num_drawn = 0
+
+    def next(self):
+        """(Seconds, what was sampled) of the next step."""
+        from grpo.run.report.sampling_work import sampling_work
+        from grpo.types import Prompt
+
+        numbers = range(self.num_drawn, self.num_drawn + self.carried.num_missing)
+        self.num_drawn = numbers.stop
+        draws = [[random.Random(f"ids {n}").randrange(1000) for _ in range(128)] for n in numbers]
+        self.carried.begin([Prompt(n, ids) for n, ids in zip(numbers, draws, strict=True)], {})
+        prompts, carried = self.carried.to_sample()
+        if self.variant != "as drawn":
+            prompts = [replace(p, expected_tokens=median_of(p.index, self.options)) for p in prompts]
+        if self.variant != "carried over":
+            carried = None
+        began = time.perf_counter()
+        completions = self.generator.generate(prompts, self.options.group_size, carried)
+        seconds = time.perf_counter() - began
+        self.generator.forget_prefixes()
+        work = sampling_work(prompts, completions, self.generator.config, 1, carried)
+        self.carried.take(completions)
+        return seconds, work
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""TRL's GRPOTrainer on a recipe of ours: the same prompts in the same order, rewards, loss, rates and numbers of steps.
+
+    python tests/bench/trl_grpo.py [RECIPE.py] [--field value ...] [--rows 16] [--weights bfloat16]
+        [--no-gradient-checkpointing] [--no-vllm]
+
+vLLM is colocated (`vllm_mode="colocate"`), on one GPU, with as much of it as the recipe gives our engine. TRL's own
+defaults stay where a recipe says nothing, among them its importance correction, for which it computes the log-probs of
+the batch once more, and gradient checkpointing. `--rows` completions are in one forward and backward. `--weights`
+float32 trains float32 weights under bfloat16 autocast, as ours are, bfloat16 the weights themselves.
+
+Writes metrics.jsonl into the run folder under our names. A step goes from the end of the one before to its own;
+evaluations, greedy by the trainer's engine, are not in it. `--no-vllm` samples by transformers, for a look on a CPU.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # TRL reaches into the engine's model, so it must be in this process
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig as TRLConfig
+from trl import GRPOTrainer
+
+from grpo.config import GRPOConfig
+from grpo.config.recipes import load
+from grpo.data.held_out import load_eval_prompts
+from grpo.data.prepare import load_sources, usable_prompts
+from grpo.data.streams import PromptStream
+from grpo.rewards.loading import load_functions
+from grpo.run.model_folder import open_model_folder
+
+DEFAULT_RECIPE = pathlib.Path(__file__).parent / "colocated.py"
+
+
+def main() -> None:
+    started = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=16, help="completions in one forward and backward")
+    parser.add_argument("--weights", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--vllm", action=argparse.BooleanOptionalAction, default=True)
+    options, rest = parser.parse_known_args()
+    config = load(GRPOConfig, str(DEFAULT_RECIPE), rest)
+    folder, tokenizer = open_model_folder(config, 1)
+    stream = PromptStream(usable_prompts(load_sources(config.data), config, tokenizer), config, tokenizer)
+    prompts = stream.draw(config.num_steps * config.prompts_per_step)
+    functions = load_functions(config.reward, config.data.reward_columns, config.generator.max_completion_tokens)
+    rows = [as_row(prompt, tokenizer) for prompt in prompts]
+    log = Log(config, tokenizer, functions, [row["prompt"] for row in rows], started)
+    trainer = GRPOTrainer(
+        model=folder,
+        reward_funcs=log.reward,
+        args=trl_config(config, options),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[log],
+    )
+    log.trainer = trainer
+    trainer.train()
+    sys.stdout.flush()
+    os._exit(0)  # the engine's threads would keep the process for a while
+
+
+def trl_config(config: GRPOConfig, options: argparse.Namespace) -> TRLConfig:
+    """The recipe in TRL's words."""
+    trainer = config.trainer
+    return TRLConfig(
+        output_dir=f"{config.run_dir}/trl",
+        model_init_kwargs={"dtype": options.weights},
+        per_device_train_batch_size=options.rows,
+        gradient_accumulation_steps=config.completions_per_step // options.rows,
+        num_generations=config.group_size,
+        max_completion_length=config.generator.max_completion_tokens,
+        temperature=config.generator.temperature[0],
+        use_vllm=options.vllm,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=config.generator.gpu_memory_utilization,
+        vllm_max_model_length=config.max_sequence_tokens,
+        beta=0.0,
+        loss_type="grpo",
+        epsilon=config.algorithm.clip_low,
+        epsilon_high=config.algorithm.clip_high,
+        learning_rate=trainer.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=trainer.warmup_steps,
+        adam_beta1=trainer.adam_beta1,
+        adam_beta2=trainer.adam_beta2,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        gradient_checkpointing=options.gradient_checkpointing,
+        bf16=config.model.dtype == "bfloat16",
+        use_cpu=not torch.cuda.is_available(),
+        shuffle_dataset=False,
+        max_steps=config.num_steps,
+        seed=config.seed,
+        logging_steps=config.num_steps,
+        report_to=[],
+        save_strategy="no",
+    )
+
+
+def as_row(prompt, tokenizer) -> dict[str, object]:
+    """One prompt for TRL, which tokenizes texts itself; raises RuntimeError where that gives other tokens than ours."""
+    text = tokenizer.decode(prompt.ids)
+    if tokenizer(text)["input_ids"] != prompt.ids:
+        raise RuntimeError(f"TRL would read other tokens than ours in {text!r}")
+    return {**prompt.columns, "prompt": text}
+
+
+class Log(TrainerCallback):
+    """Scores completions, times steps, evaluates in between, and writes metrics.jsonl."""
+
+    def __init__(self, config: GRPOConfig, tokenizer, functions, prompts: list[str], started: float):
+        self.config, self.tokenizer, self.functions, self.started = config, tokenizer, functions, started
+        self.prompts = prompts  # of the whole run
+        self.file = pathlib.Path(config.run_dir) / "metrics.jsonl"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text("")
+        self.held_out = (
+            load_eval_prompts(config.data, config.evaluation, tokenizer) if config.evaluation.interval else []
+        )
+        self.trainer: GRPOTrainer | None = None
+        self.rewards: list[float] = []
+        self.num_tokens: list[int] = []
+        self.last_end = 0.0
+
+    def reward(self, prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
+        """TRL's reward function: the recipe's weighted sum. Raises RuntimeError unless the prompts are ours."""
+        first = trainer_state.global_step * self.config.prompts_per_step
+        ours = self.prompts[first : first + self.config.prompts_per_step]
+        if prompts != [prompt for prompt in ours for _ in range(self.config.group_size)]:
+            raise RuntimeError(f"TRL's step {trainer_state.global_step} has other prompts than ours, or another order")
+        rewards = self.score(completions, [len(ids) for ids in completion_ids], columns)
+        self.rewards += rewards
+        prompt_ids = self.tokenizer(prompts)["input_ids"]
+        self.num_tokens += [len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+        return rewards
+
+    def score(self, texts: list[str], lengths: list[int], columns: dict[str, list]) -> list[float]:
+        limit = self.config.generator.max_completion_tokens
+        extra = {"num_tokens": lengths, "truncated": [length >= limit for length in lengths]}
+        values = [[weight * v for v in f(texts, **columns, **extra)] for f, weight in self.functions.values()]
+        return [sum(parts) for parts in zip(*values, strict=True)]
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.evaluate(0)
+        self.write(step=0, **{"time/startup": time.perf_counter() - self.started})
+        self.last_end = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self.last_end
+        figures = {"time/step": seconds, "tokens_per_second": sum(self.num_tokens) / seconds}
+        self.write(step=state.global_step, **figures, **{"reward/mean": statistics.mean(self.rewards)})
+        self.rewards, self.num_tokens = [], []
+        interval = self.config.evaluation.interval
+        if interval and (state.global_step % interval == 0 or state.global_step == args.max_steps):
+            self.evaluate(state.global_step)
+        self.last_end = time.perf_counter()
+
+    def evaluate(self, step: int) -> None:
+        if not self.held_out:
+            return
+        ids = self.greedy([prompt.ids for prompt in self.held_out])
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        columns = {name: [p.columns[name] for p in self.held_out] for name in self.held_out[0].columns}
+        passed = [reward >= 1 for reward in self.score(texts, [len(one) for one in ids], columns)]
+        self.write(step=step, **{"eval/accuracy": statistics.mean(passed)})
+
+    def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Completions of the present weights."""
+        limit = self.config.generator.max_completion_tokens
+        if not self.trainer.use_vllm:
+            model, found = self.trainer.model, []
+            for ids in prompts:
+                output = model.generate(torch.tensor([ids]), max_new_tokens=limit, do_sample=False)
+                found.append(output[0, len(ids) :].tolist())
+            return found
+        from vllm import SamplingParams
+
+        self.trainer.vllm_generation.sync_weights()
+        params = SamplingParams(temperature=0.0, max_tokens=limit)
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = self.trainer.vllm_generation.llm.generate(requests, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def write(self, **figures: float) -> None:
+        with open(self.file, "a") as file:
+            file.write(json.dumps(figures) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What engines sample in any order, on any number of replicas and cut into pieces.
+
+Arguments: FOLDER TENSOR_PARALLEL. Every rank is a trainer's, of which there is none here, and a generator's.
+"""
+
+import dataclasses
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
+from grpo.roles.comm import broadcast, gather_completions
+from grpo.roles.generator import Generator
+from grpo.roles.process_groups import close_roles, setup_roles
+from grpo.run.carried import CarryOver
+from grpo.types import Carried, Completion, Prompt
+
+TRAINED, CARRIED, GROUP_SIZE, NUM_ROUNDS = 6, 3, 4, 4
+LONGEST, TEMPERATURES = 60, (1.0, 0.7)
+STOP_TOKENS = [1, 2, 3]  # of about 20, so that lengths differ
+PROMPTS = [Prompt(index, [5, 6, 7, 8 + index % 5, 9]) for index in range(TRAINED * NUM_ROUNDS + CARRIED)]
+TOLERANCE = 1e-4  # nats, in float32
+
+
+def main(folder: str, tensor_parallel: int) -> None:
+    config = GRPOConfig(
+        roles=RolesConfig(colocated=True, num_trainers=2, timeout_minutes=3),
+        model=ModelConfig(path=folder, dtype="float32"),
+        data=DataConfig(max_prompt_tokens=32),
+        generator=GeneratorConfig(
+            max_completion_tokens=LONGEST, max_num_seqs=12, tensor_parallel=tensor_parallel, temperature=TEMPERATURES
+        ),
+        sampling=SamplingConfig(carry_over=CARRIED),
+    )
+    roles = setup_roles(config)
+    generator = Generator(config, folder, STOP_TOKENS, roles)
+
+    def sample(prompts: list[Prompt], carried: Carried | None = None) -> list[Completion] | None:
+        completions = generator.generate(prompts, GROUP_SIZE, carried)
+        generator.forget_prefixes()
+        return gather_completions(completions, roles)
+
+    whole = sample(PROMPTS)
+    reordered = sample([dataclasses.replace(prompt, expected_tokens=1 + prompt.index * 7 % 27) for prompt in PROMPTS])
+
+    groups, fresh, trained = CarryOver(TRAINED, CARRIED, GROUP_SIZE), iter(PROMPTS), []
+    for version in range(NUM_ROUNDS):  # by name: the weights stay
+        groups.begin([next(fresh) for _ in range(groups.num_missing if roles.is_driver else 0)], {})
+        generator.version = version
+        sampled = sample(*broadcast(groups.to_sample() if roles.is_driver else None, roles.control))
+        trained += groups.take(sampled)[1] if roles.is_driver else []
+    if roles.is_driver:
+        check(folder, whole, reordered, trained)
+    close_roles(roles, generator.close)
+
+
+def check(folder: str, whole: list[Completion], reordered: list[Completion], trained: list[Completion]) -> None:
+    assert [c.index for c in whole] == [c.index for c in reordered] == list(range(len(PROMPTS) * GROUP_SIZE))
+    for one, other in zip(whole, reordered, strict=True):
+        assert torch.equal(one.ids_T, other.ids_T) and torch.equal(one.logprobs_T, other.logprobs_T), one.index
+
+    indices = [c.index for c in trained]
+    assert len(set(indices)) == len(indices) == TRAINED * NUM_ROUNDS * GROUP_SIZE
+    cut = [c for c in trained if c.earlier]
+    assert len(cut) > 5 and max(len(c.pieces) for c in cut) > 1
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for c in trained:
+        first = c.pieces[0][1]  # tokens up to the first cut are those without any
+        assert torch.equal(c.ids_T[:first], whole[c.index].ids_T[:first]), c.index
+        assert (
+            c.ended and (c.ids_T[-1] in STOP_TOKENS or c.truncated) and not set(c.ids_T[:-1].tolist()) & {*STOP_TOKENS}
+        )
+        assert c.truncated == (c.num_tokens == LONGEST and c.ids_T[-1] not in STOP_TOKENS)
+        assert c.temperature == TEMPERATURES[c.index % GROUP_SIZE % 2]
+        assert difference(model, c) < TOLERANCE, c.index
+    print(f"{len(trained)} completions, {len(cut)} of them cut", flush=True)
+
+
+def difference(model: torch.nn.Module, c: Completion) -> float:
+    """Largest, of log-probs by transformers of the whole completion and those of its pieces by vLLM."""
+    prompt = PROMPTS[c.index // GROUP_SIZE].ids
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([prompt + c.ids_T.tolist()])).logits[0, len(prompt) - 1 : -1] / c.temperature
+    logprobs_T = logits_TV.log_softmax(-1).gather(1, c.ids_T[:, None])[:, 0]
+    return (logprobs_T - c.logprobs_T).abs().max().item()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,93 @@
+"""`sampling.carry_over`: groups that are not complete go on in the next step; nothing is lost, and resumed exactly."""
+
+import json
+import pathlib
+import shutil
+from collections import Counter
+
+import pytest
+
+from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
+from tests.torchrun import torchrun
+
+SPLIT = ("--roles.num-trainers", 1, "--roles.num-references", 0, "--roles.num-generators", 2, "--algorithm.kl-coef", 0)
+LONG = ("--generator.max-completion-tokens", 40, "--sampling.carry-over", 2, "--num-steps", 6)
+# so small that weights of another version give the same log-probs up to 1e-4; no two steps have the same loss
+LEARNING_RATE = ("--trainer.learning-rate", 1e-7, "--algorithm.num-mini-batches", 2)
+KEPT = ("--checkpoint.interval", 3, "--checkpoint.in-background")
+
+
+@pytest.fixture(scope="module")
+def run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[object]]:
+    """Folder and arguments of a run of 6 steps of 4 groups of 4, with 6 groups in flight on two engines."""
+    run_dir = tmp_path_factory.mktemp("carried") / "run"
+    arguments = [TINY, *SPLIT, *LONG, *LEARNING_RATE, *KEPT, "--model.path", model, "--resume"]
+    torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3, deadline=240)
+    return run_dir, arguments
+
+
+def test_every_completion_is_trained_once_with_all_of_its_tokens(run: tuple[pathlib.Path, list[object]]):
+    """26 prompts were drawn (4 a step and 2 ahead): the groups of 24 were trained, 2 are in the last checkpoint."""
+    completions = read_completions(run[0])
+    times = Counter(line["row"] for line in completions)
+    assert set(times.values()) == {4} and len(times) == 24 and len(completions) == 6 * 16
+    state = json.loads((run[0] / "checkpoints/step-00000006/driver.json").read_text())
+    assert sum(len(draw["prompts"]) for draw in state["carried"]["draws"]) == 2
+    assert sum(source["num_drawn"] for source in state["data"]["sources"].values()) == 26
+    went_on = [line for line in completions if "earlier" in line]
+    assert len(went_on) > 5
+    for line in completions:
+        # it ran to its own end, however often it was interrupted
+        assert (line["finish_reason"] == "length") == (line["num_tokens"] == 40)
+        versions = [version for version, _ in line.get("earlier", [])] + [line["version"]]
+        assert versions == sorted(set(versions)) and versions[-1] < line["step"]
+        assert sum(count for _, count in line.get("earlier", [])) < line["num_tokens"]
+
+
+def test_log_probs_of_all_pieces_are_the_policys(run: tuple[pathlib.Path, list[object]]):
+    """As its weights hardly change; an offset by one token would make differences of nats.
+
+    Except behind <pad>, whose embedding is zero, so that the norms make a thousand times more of any change.
+    """
+    steps = read_metrics(run[0])
+    compared = [line for line in read_completions(run[0]) if "<pad>" not in line["completion"]]
+    assert sum("earlier" in line for line in compared) > 5
+    assert max(line["mismatch"] for line in compared) < 1e-4
+    for m in steps:
+        assert m["mismatch/nonfinite_frac"] == 0
+        assert m["sampling/carried"] == 2
+        assert (m["lag/stale_frac"] > 0) == (m["step"] > 1) == (m["lag/max"] > 0)
+        assert 0 < m["sampling/tail_frac"] < 1
+    for m in steps:  # of tokens, against what completions.jsonl says
+        of_step = [line for line in read_completions(run[0]) if line["step"] == m["step"]]
+        older = sum(
+            count
+            for line in of_step
+            for version, count in [*line.get("earlier", []), (line["version"], rest_of(line))]
+            if version < m["step"] - 1
+        )
+        assert m["lag/stale_frac"] == pytest.approx(older / sum(line["num_tokens"] for line in of_step))
+
+
+def rest_of(line: dict) -> int:
+    """Tokens of the last piece."""
+    return line["num_tokens"] - sum(count for _, count in line.get("earlier", []))
+
+
+def test_6_steps_equal_3_a_crash_and_3(run: tuple[pathlib.Path, list[object]], tmp_path: pathlib.Path):
+    """What was carried over is in the checkpoint: metrics and completions are the same to the last digit."""
+    run_dir, arguments = run
+    crashed = tmp_path / "run"
+    shutil.copytree(run_dir, crashed)
+    shutil.rmtree(crashed / "checkpoints/step-00000006")
+
+    output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3, deadline=240)
+
+    assert "starting at step 3" in output
+    whole, resumed = read_metrics(run_dir), read_metrics(crashed)
+    assert [without_clocks(m) for m in resumed] == [without_clocks(m) for m in whole]
+    assert len({m["loss"] for m in resumed}) == 6
+    assert read_completions(crashed) == read_completions(run_dir)
+    assert any("earlier" in line for line in read_completions(crashed) if line["step"] == 4)
+    weights = [(folder / "model/model.safetensors").read_bytes() for folder in (run_dir, crashed)]
+    assert weights[0] == weights[1]

@@ -1,0 +1,119 @@
+"""Attention within documents: what flash attention's kernels are given, with a stand-in where there is no GPU."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchtitan.models.common.attention import create_varlen_metadata_for_document
+
+from grpo.config import ModelConfig
+from grpo.models.attention import DocumentAttention, FlashAttention, choose_attention, for_compiler
+
+LENGTHS = [[3, 4, 1], [5, 3]]  # of the documents of two rows of 8 tokens
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The package's two functions in plain torch, one document after the other."""
+
+    def documents(lengths, *values_TNH):
+        """[N, D, H] of each document; keys and values once for each query head."""
+        for parts in zip(*(x.split(lengths) for x in values_TNH), strict=True):
+            num_heads = parts[0].shape[1]
+            yield [x.transpose(0, 1).repeat_interleave(num_heads // x.shape[1], 0) for x in parts]
+
+    def probabilities(q_NDH, k_NDH, scale):
+        scores = scale * q_NDH @ k_NDH.transpose(1, 2)
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        return scores.softmax(-1), scores.logsumexp(-1)
+
+    def forward(q, k, v, *, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, return_lse, **same):
+        assert causal and return_lse and same["cu_seqlens_k"] is cu_seqlens_q and same["max_seqlen_k"] == max_seqlen_q
+        assert max_seqlen_q == cu_seqlens_q.diff().max() and cu_seqlens_q.dtype == torch.int32
+        outputs, sums = [], []
+        for q_NDH, k_NDH, v_NDH in documents(cu_seqlens_q.diff().tolist(), q, k, v):
+            p_NDD, sums_ND = probabilities(q_NDH, k_NDH, softmax_scale)
+            outputs.append((p_NDD @ v_NDH).transpose(0, 1))
+            sums.append(sums_ND)
+        return torch.cat(outputs), torch.cat(sums, 1), None, None, None
+
+    def backward(q, k, v, out, grad, logsumexp, *, cu_seqlens_q, softmax_scale, causal, deterministic, **same):
+        """Dao et al. 2022, arXiv:2205.14135, appendix B."""
+        assert causal and deterministic and grad.is_contiguous() and logsumexp.shape == (q.shape[1], len(q))
+        found = []
+        for q_NDH, k_NDH, v_NDH, out_NDH, grad_NDH in documents(cu_seqlens_q.diff().tolist(), q, k, v, out, grad):
+            p_NDD, _ = probabilities(q_NDH, k_NDH, softmax_scale)
+            inner = grad_NDH @ v_NDH.transpose(1, 2) - (grad_NDH * out_NDH).sum(-1, keepdim=True)
+            scores_NDD = softmax_scale * p_NDD * inner
+            sums = scores_NDD @ k_NDH, scores_NDD.transpose(1, 2) @ q_NDH, p_NDD.transpose(1, 2) @ grad_NDH
+            heads = q.shape[1], k.shape[1], v.shape[1]
+            found.append([x.unflatten(0, (n, -1)).sum(1).transpose(0, 1) for x, n in zip(sums, heads, strict=True)])
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    module = types.ModuleType("flash_attn.cute.interface")
+    module._flash_attn_fwd, module._flash_attn_bwd = forward, backward
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+
+
+def masks_of(lengths):
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    return create_varlen_metadata_for_document(positions)
+
+
+def values():
+    torch.manual_seed(0)
+    shapes = (2, 8, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def results(attention, lengths, wrap=lambda masks: masks):
+    """Output and gradients."""
+    q, k, v = values()
+    out = attention(q, k, v, attention_masks=wrap(masks_of(lengths)), enable_gqa=True)
+    return [out, *torch.autograd.grad(out.sin().sum(), (q, k, v))]
+
+
+def test_the_kernels_get_documents_and_return_gradients(kernels):
+    wanted = results(DocumentAttention(DocumentAttention.Config()), LENGTHS)
+    found = results(FlashAttention(FlashAttention.Config()), LENGTHS, for_compiler)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
+
+
+def test_compiled_once_for_other_documents(kernels):
+    """Neither their number nor their longest length is compiled in."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(FlashAttention(FlashAttention.Config()), backend=counter, fullgraph=True)
+    for lengths in (LENGTHS, [[8], [8]], [[1, 1, 1, 5], [2, 2, 2, 2]]):
+        found, wanted = results(compiled, lengths, for_compiler), results(DocumentAttention(None), lengths)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
+    assert counter.frame_count == 1
+
+
+def test_documents_are_apart():
+    """A change in one document moves no output of another."""
+    attention = DocumentAttention(DocumentAttention.Config())
+    q, k, v = (x.detach() for x in values())
+    before = attention(q, k, v, attention_masks=masks_of(LENGTHS), enable_gqa=True)
+    k[0, 3:7] += 1
+    after = attention(q, k, v, attention_masks=masks_of(LENGTHS), enable_gqa=True)
+    moved = (before != after).any(-1).any(-1)
+    assert moved.nonzero().tolist() == [[0, 4], [0, 5], [0, 6]]  # a document's first token sees itself alone
+    whole = F.scaled_dot_product_attention(
+        *(x[1:, :5].transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(after[1:, :5], whole.transpose(1, 2), atol=2e-6, rtol=0)
+
+
+def test_a_cpu_takes_documents_and_refuses_flash():
+    cpu = torch.device("cpu")
+    assert choose_attention(ModelConfig(), cpu) == "documents"
+    assert choose_attention(ModelConfig(attention="flex"), cpu) == "flex"
+    with pytest.raises(ValueError, match="needs a GPU of the kind H100 or newer"):
+        choose_attention(ModelConfig(attention="flash"), cpu)
