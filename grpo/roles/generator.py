@@ -6,6 +6,7 @@ engine_speed.py import vllm.
 
 import contextlib
 import gc
+import importlib
 import os
 import pathlib
 import shutil
@@ -70,9 +71,9 @@ class Generator:
         self.asleep = False
         self.layout: Layout | None = None  # of the buckets of weights, from the first sync on
         self.live_weights: EngineWeights | None = None  # where to copy them, once that is known
-        _set_environment(on_cpu=roles.device.type == "cpu")  # before vLLM is imported, which reads some of it then
+        import_vllm(roles)
         self.sampling = _in_vllms_types(config.generator.sampling)
-        with _saved_tokenizer(config, folder) as tokenizer_folder:
+        with _saved_tokenizer(config, folder) as tokenizer_folder, _own_inductor_cache():
             self.llm = _start_engine(config, folder, tokenizer_folder, roles)
         self.token_logprobs = None
         self.learns_weights = engine_speed.is_tested_version()
@@ -279,6 +280,25 @@ def _saved_tokenizer(config: GRPOConfig, folder: str) -> Iterator[str | None]:
         load_tokenizer(folder, config.data).save_pretrained(tokenizer_folder)
         shutil.copy(pathlib.Path(folder) / "config.json", tokenizer_folder)
         yield tokenizer_folder
+
+
+def import_vllm(roles: Roles) -> None:
+    """Import vLLM, which takes seconds. Not collective: ranks that wait for another one do it meanwhile."""
+    _set_environment(on_cpu=roles.device.type == "cpu")  # before, because vLLM reads some of it then
+    importlib.import_module("vllm")
+    importlib.import_module("vllm.entrypoints.llm")  # which the package itself leaves for the first use
+
+
+@contextlib.contextmanager
+def _own_inductor_cache() -> Iterator[None]:
+    """Let torch.compile find again, after the block, the cache that it had before.
+
+    vLLM moves it to a folder that changes with the engine's options, where a trainer on this rank would start anew.
+    """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    yield
+    if folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
 
 def _set_environment(on_cpu: bool) -> None:
