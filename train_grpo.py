@@ -48,7 +48,8 @@ from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.ahead import check_probe, gather_ahead, generate_ahead
 from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, send_batch, wait_for_all
-from grpo.roles.generator import Generator
+from grpo.roles.compile_ahead import compile_ahead, compiles_ahead
+from grpo.roles.generator import Generator, import_vllm
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
@@ -270,18 +271,25 @@ def start_up(
 ) -> tuple[Start, Trainer | None, Reference | None, Generator | None]:
     """Check everything on rank 0, then load this rank's models. Every rank calls it."""
     trainer = reference = generator = None
+    if roles.generates and not roles.is_driver:  # which is busy with the checks that follow
+        with timer.startup("importing vLLM"):
+            import_vllm(roles)
     with timer.startup("checking data, tokenizer and model, starting the reward processes"):
         start = driver.start()
         folder = fetch_folder(start.model_folder, roles.control)
-    with timer.startup("starting vLLM, loading the models"):
-        if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
+        reference_folder = fetch_folder(start.reference_folder, roles.control) if config.needs_reference else None
+    if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
+        with timer.startup("starting vLLM"):
             generator = Generator(config, folder, start.stop_token_ids, roles)
+    with timer.startup("loading the models"):
         if roles.trains:
             trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles)
-        if config.needs_reference:
-            folder = fetch_folder(start.reference_folder, roles.control)
+        if roles.references:
             base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters
-            reference = Reference(config, folder, roles, base) if roles.references else None
+            reference = Reference(config, reference_folder, roles, base)
+    if compiles_ahead(config, roles):
+        with timer.startup("compiling, while vLLM starts on other ranks"):
+            compile_ahead(config, trainer, reference, roles)
     with timer.startup("waiting for the other ranks"):
         wait_for_all(roles)
     if start.checkpoint is not None:
@@ -292,6 +300,7 @@ def start_up(
     if start.eval_prompts and start.step == 0:
         with timer.startup("evaluating before the first step"):
             evaluate(driver, generator, start.eval_prompts, 0, roles)
+    timer.close_startup(roles)
     return start, trainer, reference, generator
 
 

@@ -152,6 +152,7 @@ def start_up(
             with timer.startup("evaluating before the first step"):
                 evaluate(driver, generator, start.eval_prompts, 0, roles)
         generator.sleep()
+    timer.close_startup(roles)
     return start, trainer, generator, held_out
 
 

@@ -25,6 +25,7 @@ from grpo.models import hf_folder
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
+from grpo.run.caches import keep_caches
 from grpo.run.folder.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.model_folder import open_model_folder
 from grpo.run.report.log import RunLog
@@ -45,6 +46,7 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise BadInput(f"the model's folder or hub name comes first; {USAGE}")
     with refuse_bad_input():
+        keep_caches()
         config = load_config(sys.argv[1], sys.argv[2:], int(os.environ.get("WORLD_SIZE", "1")))
     roles = setup_roles(config)
     set_place(role=roles.name)

@@ -11,29 +11,23 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from grpo.models.buckets import whole_tensors
 from grpo.models.build import ShardedModel
+from grpo.models.gather import WeightBuckets
 from grpo.models.hf_folder import ChatForm, copied_files, open_tokenizer, stop_token_ids
-from grpo.models.lora import adapted_layers, merged_weight
+from grpo.models.lora import adapted_layers
 
 EXPORT_SHARD_BYTES = 4 * 2**30
 
 
 def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, full tensor in `dtype`), one transformer block at a time, so that only one block is ever gathered.
+    """(HF name, full tensor in `dtype`), a bucket gathered at a time, so that the whole model never lies here.
 
-    Shards are cast before they are gathered, which halves the traffic of bfloat16. Tied embeddings yield no
-    lm_head.weight. With LoRA, a weight comes merged with its adapter. Collective over the role's ranks: all iterate in
-    lock step, and to the end.
+    Tied embeddings yield no lm_head.weight. With LoRA, a weight comes merged with its adapter. Collective over the
+    role's ranks: all iterate in lock step, and to the end.
     """
-    module = model.module
-    parts = [("tok_embeddings.", module.tok_embeddings)]
-    parts += [(f"layers.{name}.", block) for name, block in module.layers.items()]
-    parts += [("norm.", module.norm), ("lm_head.", module.lm_head)]
-    for prefix, part in parts:
-        merged = {f"{layer.name}.weight": merged_weight(layer, dtype) for layer in adapted_layers(part)}
-        for name, value in model.adapter.to_hf(part.state_dict(prefix=prefix) | merged).items():
-            shard = value.detach().to(dtype)
-            yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
+    weights = WeightBuckets(model, dtype)
+    return whole_tensors(weights.layout, weights.fill, model.device)
 
 
 def export_hf(

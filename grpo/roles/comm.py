@@ -70,6 +70,16 @@ def wait_for_all(roles: Roles) -> None:
     dist.barrier(group=roles.control)
 
 
+def gather_to_driver(value: Any, roles: Roles) -> list[Any] | None:
+    """Every rank's small picklable value, in the order of the ranks; None except on the driver.
+
+    Collective over `roles.control`.
+    """
+    values = [None] * roles.control.size() if roles.is_driver else None
+    dist.gather_object(value, values, group_dst=0, group=roles.control)
+    return values
+
+
 def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Completion] | None:
     """Bring every replica's completions to the driver, in the order of their `index`.
 

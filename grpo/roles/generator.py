@@ -6,6 +6,7 @@ engine_speed.py import vllm.
 
 import contextlib
 import gc
+import importlib
 import os
 import pathlib
 import shutil
@@ -20,7 +21,10 @@ from tqdm import tqdm
 
 from grpo.config import GRPOConfig
 from grpo.data.chat import load_tokenizer
+from grpo.models.buckets import Fill, Layout, whole_tensors
 from grpo.roles import engine_speed
+from grpo.roles.engine_weights import EngineWeights, load_and_learn
+from grpo.roles.pipeline import in_pipeline
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import engine_steps
 from grpo.roles.requests import Request, continuation_seed, enough_groups, one_by_one, request_seed, share_out
@@ -65,12 +69,15 @@ class Generator:
         self.stop_token_ids = list(stop_token_ids)
         self.version = 0
         self.asleep = False
-        _set_environment(on_cpu=roles.device.type == "cpu")  # before vLLM is imported, which reads some of it then
+        self.layout: Layout | None = None  # of the buckets of weights, from the first sync on
+        self.live_weights: EngineWeights | None = None  # where to copy them, once that is known
+        import_vllm(roles)
         self.sampling = _in_vllms_types(config.generator.sampling)
-        with _saved_tokenizer(config, folder) as tokenizer_folder:
+        with _saved_tokenizer(config, folder) as tokenizer_folder, _own_inductor_cache():
             self.llm = _start_engine(config, folder, tokenizer_folder, roles)
         remove_shared_memory(replica_name(roles.replicas[roles.replica][0]))  # all ranks of the replica have joined
         self.token_logprobs = None
+        self.learns_weights = engine_speed.is_tested_version()
         if engine_speed.is_tested_version():
             self.token_logprobs = engine_speed.TokenLogprobs(self.llm)
             engine_speed.skip_settled_slots(self.llm)
@@ -194,25 +201,40 @@ class Generator:
             ended=sample.finish_reason != "abort",
         )
 
-    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take new weights, given under HF names and complete; forget every cached prefix.
+    def load_weights(self, layout: Layout, fill: Fill, version: int) -> None:
+        """Take new weights, all buckets of the layout in order, as `fill` gives them; forget every cached prefix.
 
-        Each tensor must own its memory or at least never be overwritten: vLLM holds tensors until their layer is
-        complete. Collective over the replica's ranks, each of which gets the full tensors.
+        Collective over the replica's ranks, each of which takes every bucket, and as `fill` is.
         """
         self._wake("weights")
+        if self.live_weights:
+            in_pipeline([fill, self.live_weights.load], layout, self.roles.device)
+        else:
+            self._load_tensors(layout, whole_tensors(layout, fill, self.roles.device))
+        self._wake("kv_cache")
+        self.asleep = False
+        self.forget_prefixes()
+        self.version = version
+
+    def _load_tensors(self, layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """vLLM's own loading, each time on a CPU and with quantized weights, and else once, to be learned from.
+
+        Each tensor owns its memory: vLLM may hold on to it until its layer is complete.
+        """
         quantized = any(self.config.generator.engine.get(name) for name in ("quantization", "quantization_config"))
         # repacked (on a CPU) or quantized copies are what the kernels read, and only a full reload makes them again
         if self.roles.device.type == "cpu" or quantized:
             tied = self.llm.llm_engine.model_config.hf_config.tie_word_embeddings
             tensors = _with_tied_head(tensors) if tied else tensors
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        else:  # into the live parameters, in place, so that captured CUDA graphs stay valid
-            self.llm.collective_rpc(lambda worker: worker.model_runner.get_model().load_weights(tensors))
-        self._wake("kv_cache")
-        self.asleep = False
-        self.forget_prefixes()
-        self.version = version
+            return
+        # into the live parameters, in place, so that captured CUDA graphs stay valid
+        (model,) = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+        if self.learns_weights:
+            self.live_weights = load_and_learn(model, layout, tensors)
+            self.learns_weights = self.live_weights is not None
+        else:
+            model.load_weights(tensors)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, so that what comes next is computed as if nothing had been sampled before."""
@@ -263,6 +285,25 @@ def _saved_tokenizer(config: GRPOConfig, folder: str) -> Iterator[str | None]:
         load_tokenizer(folder, config.data).save_pretrained(tokenizer_folder)
         shutil.copy(pathlib.Path(folder) / "config.json", tokenizer_folder)
         yield tokenizer_folder
+
+
+def import_vllm(roles: Roles) -> None:
+    """Import vLLM, which takes seconds. Not collective: ranks that wait for another one do it meanwhile."""
+    _set_environment(on_cpu=roles.device.type == "cpu")  # before, because vLLM reads some of it then
+    importlib.import_module("vllm")
+    importlib.import_module("vllm.entrypoints.llm")  # which the package itself leaves for the first use
+
+
+@contextlib.contextmanager
+def _own_inductor_cache() -> Iterator[None]:
+    """Let torch.compile find again, after the block, the cache that it had before.
+
+    vLLM moves it to a folder that changes with the engine's options, where a trainer on this rank would start anew.
+    """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    yield
+    if folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
 
 def _set_environment(on_cpu: bool) -> None:

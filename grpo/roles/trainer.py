@@ -20,6 +20,7 @@ from torchtitan.distributed import utils as titan_dist
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.models.build import build_model
 from grpo.models.forward import micro_batches, share_of_padding, token_logprobs
+from grpo.models.gather import WeightBuckets
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
@@ -39,6 +40,7 @@ class Trainer:
         self.config, self.roles = trainer, roles
         self.dtype = getattr(torch, model.dtype)
         self.num_loss_tokens = 0  # behind the gradient at hand
+        self.weights: WeightBuckets | None = None  # as the generators get them, from the first sync on
         self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)  # 1 for what was not finite on this rank
         self.model = build_model(model, trainer, folder, device=roles.device, tensor_parallel=trainer.tensor_parallel)
         adamw = default_adamw(

@@ -1,25 +1,24 @@
 """New weights from the trainer ranks to every generator: versioned, bucketed, under HF names.
 
-Whatever the sharding on either side, full tensors of one transformer block at a time are cast to the compute dtype,
-gathered on trainer rank 0, joined into buckets and broadcast over the `weights` bridge. Colocated, every rank gathers
-and loads, and nothing is sent.
+Whatever the sharding on either side, the trainers gather packed shards in the compute dtype, a bucket at a time, and
+rank 0 broadcasts it over the `weights` bridge as it lies; the generators copy from it into their engines. On GPUs the
+next bucket is gathered, one is sent and the one before is loaded, all at once. What lies where in the buckets is sent
+once, at the first sync. Colocated, every rank gathers and loads, and nothing is sent.
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
-from grpo.models.export import hf_tensors
+from grpo.models.buckets import Layout
+from grpo.models.gather import WeightBuckets
 from grpo.roles.comm import broadcast, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
+from grpo.roles.pipeline import in_pipeline
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Trainer
-
-BUCKET_BYTES = 512 * 2**20
 
 
 def sync_weights(trainer: Trainer | None, generator: Generator | None, version: int, roles: Roles) -> None:
@@ -27,12 +26,33 @@ def sync_weights(trainer: Trainer | None, generator: Generator | None, version: 
 
     Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.
     """
+    layout = agree_on_layout(trainer, generator, roles)
+
+    def transfer(index: int, bucket: torch.Tensor) -> None:
+        """From rank 0 to every generator rank."""
+        dist.broadcast(bucket, group_src=0, group=roles.weights)
+
     if generator:
-        tensors = hf_tensors(trainer.model, trainer.dtype) if trainer else receive_weights(generator.dtype, roles)
-        generator.load_weights(tensors, version)
+        generator.load_weights(layout, trainer.weights.fill if trainer else transfer, version)
     elif trainer:
-        send_weights(hf_tensors(trainer.model, trainer.dtype), roles.weights)
+        in_pipeline([trainer.weights.fill, *([transfer] if roles.weights else [])], layout, roles.device)
     wait_for_all(roles)  # done everywhere, so that the time of a sync is its own
+
+
+def agree_on_layout(trainer: Trainer | None, generator: Generator | None, roles: Roles) -> Layout | None:
+    """What lies where in the buckets, which follows from the trainers' sharding and stays; None on other ranks.
+
+    The first call makes it on the trainers and is a collective over `roles.weights`.
+    """
+    if trainer:
+        if trainer.weights is None:
+            trainer.weights = WeightBuckets(trainer.model, trainer.dtype)
+            if roles.weights:
+                broadcast(trainer.weights.layout, roles.weights)
+        return trainer.weights.layout
+    if generator and generator.layout is None:
+        generator.layout = broadcast(None, roles.weights)
+    return generator.layout if generator else None
 
 
 def check_sync(metrics: StepMetrics, tolerance: float) -> None:
@@ -54,35 +74,3 @@ def check_distance(mean: float, largest: float, tolerance: float) -> None:
             f"{mean:.2e} on average (tolerance {tolerance:.0e}, largest {largest:.2e}). Nothing was updated. If "
             "precision explains it, raise --sync-check-tolerance"
         )
-
-
-def send_weights(tensors: Iterator[tuple[str, torch.Tensor]], bridge: ProcessGroup | None) -> None:
-    """Broadcast (HF name, tensor) pairs from rank 0 of `bridge`; trainer ranks without it only join the gathers."""
-    for bucket in _buckets(tensors):
-        if bridge is not None:
-            broadcast([(name, tuple(tensor.shape)) for name, tensor in bucket], bridge)
-            dist.broadcast(torch.cat([tensor.flatten() for _, tensor in bucket]), group_src=0, group=bridge)
-    if bridge is not None:
-        broadcast([], bridge)
-
-
-def receive_weights(dtype: torch.dtype, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs that `send_weights` broadcasts. Each bucket has its own buffer, since vLLM holds on to views."""
-    while header := broadcast(None, roles.weights):
-        sizes = [torch.Size(shape).numel() for _, shape in header]
-        buffer = torch.empty(sum(sizes), dtype=dtype, device=roles.device)
-        dist.broadcast(buffer, group_src=0, group=roles.weights)
-        for (name, shape), flat in zip(header, buffer.split(sizes), strict=True):
-            yield name, flat.view(shape)
-
-
-def _buckets(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    bucket, size = [], 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from rich.console import Console
 from torch.profiler import record_function
 
+from grpo.roles.process_groups import Roles
 from grpo.roles.timed_collectives import seconds_waited
-from grpo.run.watch.failures import set_place
+from grpo.run.report.startup import startup_lines
+from grpo.run.watch.failures import BEGAN, set_place
 
 
 class StepTimer:
@@ -27,7 +29,9 @@ class StepTimer:
         self.working: dict[str, float] = {}  # the same, of the step at hand
         self.last_waited = seconds_waited()
         self.open_phases: list[str] = []
-        self.start = self.step_start = self.last_change = time.perf_counter()
+        self.step_start = self.last_change = time.perf_counter()
+        self.startup_parts = {"importing": self.last_change - BEGAN}
+        """Seconds of what `startup` was told, and of what came before."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -52,14 +56,24 @@ class StepTimer:
 
     @contextlib.contextmanager
     def startup(self, what: str) -> Iterator[None]:
-        """Phase `startup`; the driver prints `what` the user waits for, and the seconds since the timer was made."""
+        """Phase `startup`; the driver prints `what` the user waits for, and the seconds since the process began."""
+        self._print(what)
+        began = time.perf_counter()
+        with self.phase("startup"):
+            yield
+        self.startup_parts[what] = self.startup_parts.get(what, 0.0) + time.perf_counter() - began
+
+    def close_startup(self, roles: Roles) -> None:
+        """Print on the driver what the start's seconds went to, for each role. Collective over `roles.control`."""
+        for line in startup_lines(self.startup_parts, roles):
+            self._print(line)
+
+    def _print(self, what: str) -> None:
         if self.is_driver:
-            seconds = time.perf_counter() - self.start
+            seconds = time.perf_counter() - BEGAN
             Console(highlight=False, markup=False).print(
                 f"starting {seconds:4.0f} s  {what}", style="dim", soft_wrap=True
             )
-        with self.phase("startup"):
-            yield
 
     @contextlib.contextmanager
     def compilation_in_startup(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ config = GRPOConfig(
     data=DataConfig(system_prompt="", max_prompt_tokens=128),
     reward=RewardConfig(functions={"tests/bench/rewards.py:coin": 1.0}),
     generator=GeneratorConfig(max_completion_tokens=256, gpu_memory_utilization=0.35),
-    trainer=TrainerConfig(micro_batch_tokens=16_384, activation_checkpointing="selective"),
+    trainer=TrainerConfig(micro_batch_tokens=16_384),
     algorithm=AlgorithmConfig(kl_coef=0.0),
     checkpoint=CheckpointConfig(export=False),
     run_dir="runs/bench",

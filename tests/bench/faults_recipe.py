@@ -21,7 +21,7 @@ from tests.e2e import tiny
 
 # Into the phase: the ranks tell each other where they are once a second
 SECONDS_INTO_PHASE = 2.0
-LOADING = 2  # of the blocks of `startup`: starting vLLM, loading the models
+LOADING = ("starting vLLM", "loading the models")  # as the script names them
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 
 config = change(
@@ -53,8 +53,8 @@ def with_fault(rank: int, phase: str, step: int, kind: str, note: str) -> None:
     """Let the fault strike in this process, if it is that rank."""
     if os.environ.get("RANK") != str(rank):
         return
-    begun = {"startup": 0, "step": 0}
-    plan, timed = Driver.plan, StepTimer.phase
+    begun = {"step": 0}
+    plan, timed, started = Driver.plan, StepTimer.phase, StepTimer.startup
 
     def plan_that_counts(self: Driver, number: int, *rest: Any) -> Plan:
         begun["step"] = number + 1
@@ -63,12 +63,18 @@ def with_fault(rank: int, phase: str, step: int, kind: str, note: str) -> None:
     @contextlib.contextmanager
     def phase_with_fault(self: StepTimer, name: str) -> Iterator[None]:
         with timed(self, name):
-            begun["startup"] += name == "startup"
-            if (name, begun["step"]) == (phase, step) or (phase, begun["startup"]) == ("start", LOADING):
+            if (name, begun["step"]) == (phase, step):
                 strike(kind, note)
             yield
 
-    Driver.plan, StepTimer.phase = plan_that_counts, phase_with_fault
+    @contextlib.contextmanager
+    def startup_with_fault(self: StepTimer, what: str) -> Iterator[None]:
+        with started(self, what):
+            if phase == "start" and what in LOADING:
+                strike(kind, note)
+            yield
+
+    Driver.plan, StepTimer.phase, StepTimer.startup = plan_that_counts, phase_with_fault, startup_with_fault
 
 
 if "FAULT" in os.environ:

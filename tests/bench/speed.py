@@ -60,11 +60,12 @@ def run_limited(command: Sequence[Any], log: pathlib.Path, limit: float) -> int 
 
 
 def run_child(command: Sequence[Any], log: pathlib.Path, limit: float) -> dict[str, Any]:
-    """The last line of a program's output, JSON, or what went wrong; see `run_limited`."""
+    """The last line of a program's output that is JSON, or what went wrong; see `run_limited`."""
     code = run_limited(command, log, limit)
     lines = log.read_text().splitlines()
-    if code == 0 and lines and lines[-1].startswith("{"):
-        return json.loads(lines[-1])
+    found = [line for line in lines if line.startswith("{")]  # libraries may print after it, as they end
+    if code == 0 and found:
+        return json.loads(found[-1])
     errors = [line for line in lines if "Error" in line or line.startswith("error")]
     return {"failed": f"{code}: {errors[-1][:300] if errors else f'see {log}'}"}
 

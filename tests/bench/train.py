@@ -5,9 +5,10 @@
 
 A variant is an activation checkpointing mode, `lora` and a rank (checkpointing none), or `trl` (SFTTrainer on the same
 rows, not packed, so each must be one document; sdpa; `trl-nogc` without its gradient checkpointing, `trl-compile`, and
-`/4` behind it for rows at once). Behind `/` stands trainer.micro_batch_tokens, else the default's. Each runs in a
-process of its own, in the order given, and twice if named twice, so that two can take turns. The loss is that of
-train_sft.py, every token a label; a step is one update on `--rows` rows. The first three steps compile.
+`/4` behind it for rows at once). Behind `/` stands trainer.micro_batch_tokens, else the default's, and behind `@`
+model.attention. Each runs in a process of its own, in the order given, and twice if named twice, so that two can take
+turns. The loss is that of train_sft.py, every token a label; a step is one update on `--rows` rows. The first three
+steps compile.
 """
 
 import argparse
@@ -67,17 +68,17 @@ def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
     from functools import partial
 
     import torch
-    import torch.distributed as dist
 
     from grpo.config import ModelConfig, TrainerConfig
     from grpo.data.batches import make_batch
     from grpo.models.hf_folder import read_hf_config
     from grpo.roles.metrics import StepMetrics
-    from grpo.roles.process_groups import setup_trainers
+    from grpo.roles.process_groups import close_roles, setup_trainers
     from grpo.roles.trainer import Trainer
     from grpo.types import Sample
     from train_sft import label_objective
 
+    variant, _, attention = variant.partition("@")
     mode, _, micro_batch_tokens = variant.partition("/")
     lora_rank = int(mode.removeprefix("lora")) if mode.startswith("lora") else 0
     trainer_config = TrainerConfig(
@@ -87,7 +88,9 @@ def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
     )
     roles = setup_trainers()
     folder, started = str(checkpoint(shape)), time.perf_counter()
-    trainer = Trainer(ModelConfig(path=folder), trainer_config, folder, options.steps, roles)
+    trainer = Trainer(
+        ModelConfig(path=folder, attention=attention or "auto"), trainer_config, folder, options.steps, roles
+    )
     samples = []
     for ids in documents(options.rows * options.row_tokens, options.document_tokens):
         mask = torch.ones(len(ids), dtype=torch.bool)
@@ -115,10 +118,11 @@ def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
             step()
         if roles.is_driver:
             print(found.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=90))
+    close_roles(roles)  # whose warnings would come behind the result
     if roles.is_driver:
         hf = read_hf_config(folder)
         parameters = sum(p.numel() for p in trainer.model.module.parameters())
-        tokens = [batch.num_tokens / s / dist.get_world_size() for s in seconds[WARM_STEPS:]]
+        tokens = [batch.num_tokens / s / options.ranks for s in seconds[WARM_STEPS:]]
         flops = train_flops_per_token(hf, parameters, options.document_tokens)
         print(json.dumps(summary(tokens, flops, first)), flush=True)
 

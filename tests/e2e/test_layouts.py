@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.e2e.runs import TINY, read_metrics, read_samples
+from tests.e2e.runs import TINY, read_metrics, read_samples, without_clocks
 from tests.torchrun import finish, run_python, start_torchrun, torchrun
 
 COLOCATED = ("--roles.colocated", "--roles.num-references", "0")
@@ -94,6 +94,38 @@ def test_two_nodes(model: pathlib.Path, tmp_path: pathlib.Path):
     for result in results:
         assert result.returncode == 0, result.stdout[-20_000:]
     check_two_steps(tmp_path / "run", has_reference=False)
+
+
+@pytest.mark.slow
+def test_the_layout_is_measured_before_the_run(model: pathlib.Path, tmp_path: pathlib.Path):
+    """Whichever of the two layouts it is, the run has it, and a resumed one keeps it without measuring."""
+    flags = ("--roles.layout", "auto", "--model.path", model, "--run-dir", tmp_path / "run")
+    output = torchrun("train_grpo.py", TINY, *flags, nproc=2, deadline=280)
+    chosen = re.search(r"^-> (2 colocated|1 trainer \+ 1 generator) +\S+ \+ ", output, re.MULTILINE)[1]
+    assert f"{chosen} ranks; {tmp_path / 'run'}, starting at step 0" in output
+    check_two_steps(tmp_path / "run", has_reference=True)
+    output = torchrun("train_grpo.py", TINY, *flags, "--resume", "--num-steps", "3", nproc=2, deadline=200)
+    assert f"{chosen} ranks; {tmp_path / 'run'}, starting at step 0" in output and "->" not in output
+
+
+AHEAD = """
+from grpo.roles import compile_ahead
+from tests.e2e.tiny import config
+
+compile_ahead.compiles_ahead = lambda config, roles: roles.learns and not roles.generates  # not on GPUs alone
+"""
+
+
+@pytest.mark.slow
+def test_compiling_ahead_changes_no_number(model: pathlib.Path, tmp_path: pathlib.Path):
+    (tmp_path / "ahead.py").write_text(AHEAD)
+    runs = []
+    for name, recipe in (("plain", TINY), ("ahead", tmp_path / "ahead.py")):
+        flags = ("--algorithm.num-mini-batches", "2", "--model.path", model, "--run-dir", tmp_path / name)
+        output = torchrun("train_grpo.py", recipe, *flags, nproc=4, deadline=240)
+        assert ("compiling, while vLLM starts" in output) == (name == "ahead")
+        runs.append([without_clocks(metrics) for metrics in read_metrics(tmp_path / name)])
+    assert runs[0] == runs[1]
 
 
 def check_two_steps(run_dir: pathlib.Path, has_reference: bool) -> None:

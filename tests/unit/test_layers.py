@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FLOORS = (("types", "config", "text"), ("algorithm", "data", "rewards"), ("models",), ("roles",), ("run",))
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SCRIPTS = ("train_grpo", "train_sft", "grpo.summary", "grpo.evaluate", "grpo.export", "grpo.memory")
-SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.look", "grpo.preflight")
+SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.layout", "grpo.look", "grpo.preflight")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "grpo").rglob("*.py")

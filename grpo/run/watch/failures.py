@@ -19,6 +19,8 @@ from typing import Any, NoReturn, TypeVar
 from grpo.roles.shared_memory import remove_shared_memory
 from grpo.text import printable
 
+# When the process began, nearly: the command line is read, and this imported, before torch is
+BEGAN = time.perf_counter()
 # torchrun looks every 0.1 s for a dead rank and then gives the others 30 s to end
 FOLLOWER_PATIENCE_SECONDS = 15
 LOST_PEER = (

@@ -1,0 +1,70 @@
+"""Where compiled code is kept."""
+
+import os
+import pathlib
+
+import pytest
+
+from grpo.run.caches import PARTS, VARIABLE, keep_caches
+
+OWN_VARIABLES = (*PARTS, VARIABLE, "XDG_CACHE_HOME")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pytest.MonkeyPatch:
+    """None of the variables set, and a home of its own."""
+    for name in OWN_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that what is set later is undone, too
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return monkeypatch
+
+
+def folders() -> dict[str, str]:
+    return {name: os.environ.get(name, "") for name in PARTS}
+
+
+def test_default_is_in_the_users_cache(environment, tmp_path):
+    keep_caches()
+    assert folders()["VLLM_CACHE_ROOT"] == str(tmp_path / "home" / ".cache" / "grpo" / "vllm")
+    assert all(pathlib.Path(folder).is_dir() for folder in folders().values())
+
+
+def test_one_folder_for_all_three(environment, tmp_path):
+    environment.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    environment.setenv(VARIABLE, str(tmp_path / "mine"))
+    keep_caches()
+    assert folders() == {
+        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/mine/inductor",
+        "TRITON_CACHE_DIR": f"{tmp_path}/mine/triton",
+        "VLLM_CACHE_ROOT": f"{tmp_path}/mine/vllm",
+    }
+    assert not (tmp_path / "xdg").exists()
+
+
+def test_a_librarys_own_variable_wins(environment, tmp_path):
+    environment.setenv("VLLM_CACHE_ROOT", "/elsewhere")
+    environment.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_caches()
+    assert folders()["VLLM_CACHE_ROOT"] == "/elsewhere"
+    assert not (tmp_path / "grpo" / "vllm").exists()
+    assert (tmp_path / "grpo" / "inductor").is_dir()
+
+
+def test_torchs_own_default_is_nobodys_choice(environment, tmp_path):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    cache_dir()  # as torch does while it is imported
+    assert folders()["TORCHINDUCTOR_CACHE_DIR"]
+    keep_caches()
+    assert folders()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "home" / ".cache" / "grpo" / "inductor")
+
+
+def test_a_folder_that_cannot_be_made(environment, tmp_path):
+    (tmp_path / "file").write_text("")
+    environment.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_caches()  # the libraries' own defaults do
+    assert set(folders().values()) == {""}
+    environment.setenv(VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="GRPO_CACHE_DIR=.*/file cannot hold .* name another"):
+        keep_caches()
