@@ -71,8 +71,8 @@ def fits(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(fits(n, str) and fits(entry, parts[1]) for n, entry in value.items())
     if kind in (int, float):  # True is an int to Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if kind is str:  # a lone surrogate, which a command line in another encoding leaves, fits into no file
-        return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    if kind is str:  # a lone surrogate, which a command line in another encoding leaves, fits into no file; NUL no path
+        return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" or c == "\0" for c in value)
     return kind is Any or isinstance(value, kind)
 
 

@@ -145,7 +145,7 @@ class TrainerConfig:
     """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
     logprob_chunk_tokens: Annotated[int, AtLeast(1)] = 4096
     """Tokens whose logits are in memory at one time, in the chunked LM head."""
-    learning_rate: Annotated[float, AtLeast(0)] = 1e-6
+    learning_rate: Annotated[float, AtLeast(0), Below(math.inf)] = 1e-6
     """Peak learning rate of AdamW."""
     adam_beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
     """AdamW's first-moment decay."""

@@ -7,7 +7,6 @@ import math
 import os
 import pathlib
 import sys
-import traceback
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +15,7 @@ from grpo.config.checks import cautions, validate
 from grpo.config.fields import Config, GRPOConfig, SFTConfig, complete
 from grpo.config.kinds import Json, Options, Scalar
 from grpo.config.names import check_flags, explain_type_error, field_paths, no_such_field
-from grpo.config.user_files import run_file
+from grpo.config.user_files import in_words, line_of, run_file
 
 
 def load(
@@ -93,8 +92,8 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
         if isinstance(config, config_types):
             config = _paths_as_text(config)
             check_fields(config)
-    except Exception as error:  # whatever a user's file may raise
-        raise ValueError(f"{path}{_place_and_cause(error, path)}") from error
+    except (Exception, SystemExit) as error:  # whatever a user's file may raise
+        raise ValueError(f"{path}{line_of(error, path)}: {' '.join(_cause(error, path).split())}") from error
     if not isinstance(config, config_types):
         names = " or ".join(config_type.__name__ for config_type in config_types)
         raise ValueError(f"{path} must bind `config` to a {names}, it binds {type(config).__name__}")
@@ -109,17 +108,11 @@ def _paths_as_text(config: Any) -> Any:
     return dataclasses.replace(config, **texts, **sections)
 
 
-def _place_and_cause(error: Exception, path: str) -> str:
-    """`, line 12: there is no field algorithm.los; did you mean algorithm.loss?`; without a line if none raised."""
-    file = os.path.abspath(path)
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return f", line {error.lineno}: {type(error).__name__}: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+def _cause(error: BaseException, path: str) -> str:
+    """`there is no field algorithm.los; did you mean algorithm.loss?`"""
     if isinstance(error, TypeError):
-        cause = explain_type_error(error, pathlib.Path(path).read_text())
-    else:
-        cause = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-    return f", line {lines[-1]}: {cause}" if lines else f": {cause}"
+        return explain_type_error(error, pathlib.Path(path).read_text())
+    return str(error) if type(error) is ValueError else in_words(error)
 
 
 def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:

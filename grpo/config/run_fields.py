@@ -39,7 +39,7 @@ class DeadlinesConfig:
     generate_minutes: Annotated[float, Above(0)] = 60.0
     """What waits for vLLM or for reward functions: sampling, rewards, evaluation."""
     phase_minutes: Annotated[float, Above(0)] = 20.0
-    """Every other phase: reference, train, sync, save, validate, and what is between them."""
+    """Every other phase: reference, train, sync, save, validate, what is between them, and until all ranks started."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import inspect
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -16,8 +17,8 @@ from grpo.config.bounds import fits
 def load_function(spec: str, what: str) -> Callable:
     """The function that `spec` (`path/file.py:function`) names; its file runs once, however many functions are taken.
 
-    Error messages begin with `what` the function is for, e.g. "loss". Raises ValueError if there is none such, and
-    whatever the file raises when it runs.
+    Error messages begin with `what` the function is for, e.g. "loss". Raises ValueError if there is none such, or the
+    file raises when it runs, with the line and the cause.
     """
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name:
@@ -27,7 +28,13 @@ def load_function(spec: str, what: str) -> Callable:
             f"{what} file {os.path.abspath(file)} does not exist; give a path that holds from the folder the run "
             "starts in"
         )
-    module = sys.modules.get(_module_name(file)) or run_file(file)
+    try:
+        module = sys.modules.get(_module_name(file)) or run_file(file)
+    except (Exception, SystemExit) as error:  # whatever a user's file may raise
+        cause = str(error) if type(error) is ValueError else in_words(error)
+        raise ValueError(
+            f"{what} file {os.path.abspath(file)}{line_of(error, file)}: {' '.join(cause.split())}"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
@@ -86,6 +93,21 @@ def run_file(file: str) -> ModuleType:
         del sys.modules[name]  # half a module must not be found by the next call
         raise
     return module
+
+
+def line_of(error: BaseException, file: str) -> str:
+    """`, line 12`: where in a file an exception was raised while it ran; empty if nowhere in it."""
+    file = os.path.abspath(file)
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f", line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def in_words(error: BaseException) -> str:
+    """`KeyError: 'x'`."""
+    words = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def _module_name(file: str) -> str:

@@ -93,20 +93,32 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
 
 
 def open_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer as tokenizer.json has it, if there is one; no code that a folder brings is run."""
+    """The tokenizer as tokenizer.json has it, if there is one; no code that a folder brings is run.
+
+    Raises ValueError if its files cannot be used.
+    """
     import transformers
 
-    if (pathlib.Path(folder) / "tokenizer.json").is_file():
-        # AutoTokenizer rebuilds it after the name of a class, which is the wrong one where a Llama has another
-        # tokenizer (R1-Distill): silently other tokens.
-        return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        if (pathlib.Path(folder) / "tokenizer.json").is_file():
+            # AutoTokenizer rebuilds it after the name of a class, which is the wrong one where a Llama has another
+            # tokenizer (R1-Distill): silently other tokens.
+            return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the library that reads tokenizer.json raises nothing more precise
+        reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
+        raise ValueError(
+            f"the tokenizer of {folder} cannot be read ({reason}); bring tokenizer.json and tokenizer_config.json again"
+        ) from error
 
 
 def _read_template(path: str) -> str:
     if not pathlib.Path(path).is_file():
         raise ValueError(f"data.prompt_template file {pathlib.Path(path).absolute()} does not exist")
-    return pathlib.Path(path).read_text()
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.prompt_template file {path} is no text in UTF-8 ({error})") from error
 
 
 def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, seconds: float = TEMPLATE_SECONDS) -> None:

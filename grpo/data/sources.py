@@ -21,8 +21,19 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 # Rows that are read together: one by one takes five times as long.
 READ_ROWS = 1000
+# What the library says of a split without rows.
+NO_ROWS = "corresponds to no data"
 # Of a library's message.
 SHOWN_CHARACTERS = 400
+# How files begin that are no text and no Parquet; the library would unpack some of them, and fail in as many ways.
+OTHER_BEGINNINGS = {
+    b"\x1f\x8b": "is compressed (gzip); unpack it",
+    b"BZh": "is compressed (bzip2); unpack it",
+    b"\xfd7zXZ": "is compressed (xz); unpack it",
+    b"\x28\xb5\x2f\xfd": "is compressed (zstd); unpack it",
+    b"PK\x03\x04": "is an archive (zip); unpack it",
+    b"\0": "begins with NUL bytes, as a file whose writing was broken off; write it again",
+}
 # A cell may be a whole book; the module csv takes 131,072 by default.
 MOST_CELL_CHARACTERS = 2**31 - 1
 
@@ -102,12 +113,14 @@ def files_of(source: Source) -> tuple[str, dict[str, list[str]]] | None:
     """What the files of a source hold (json, csv, parquet) and their paths by split, of a file or a folder.
 
     None for a data set of the hub, and a folder with the card of one, which says what its files are. Raises
-    FileNotFoundError for a file that does not exist, ValueError for a folder of several kinds of files or of none.
+    FileNotFoundError for a file that does not exist, ValueError for a folder of several kinds of files or of none, and
+    for a file that begins as none of them does.
     """
     if source.is_file:
         path = pathlib.Path(source.path)
         if not path.is_file():
             raise FileNotFoundError(f"data file {path.absolute()} does not exist; correct the path or create it")
+        _check_beginning(str(path))
         # A file has one split, which goes by the name that is asked for, so that `train[:90%]` takes a part of it.
         return source.kind, {source.split.partition("[")[0]: [str(path)]}
     if source.kind == "folder" and not (pathlib.Path(source.path) / "README.md").is_file():
@@ -130,7 +143,18 @@ def _files_of_folder(source: Source) -> tuple[str, dict[str, list[str]]]:
     if len(kinds) != 1:
         there = f"files of several kinds ({', '.join(sorted(kinds))})" if kinds else f"no {', '.join(KINDS)} file"
         raise ValueError(f"data folder {folder} has {there}; give one with files of one kind, or a single file")
+    for names in files.values():
+        for file in names:
+            _check_beginning(file)
     return kinds.pop(), files
+
+
+def _check_beginning(path: str) -> None:
+    with open(path, "rb") as file:
+        beginning = file.read(max(map(len, OTHER_BEGINNINGS)))
+    for other, what in OTHER_BEGINNINGS.items():
+        if beginning.startswith(other):
+            raise ValueError(f"data file {path} {what}")
 
 
 def _read_files(source: Source, kind: str, files: dict[str, list[str]]) -> Rows:
@@ -232,6 +256,8 @@ def _csv_options(path: str) -> dict[str, Any]:
         try:
             names = next(reader, [])
             for cells in reader:
+                if any("\0" in cell for cell in cells):
+                    raise ValueError(f"{path}, line {reader.line_num}: not CSV (NUL bytes); write UTF-8 and commas")
                 if cells and len(cells) != len(names):
                     raise ValueError(
                         f"{path}, line {reader.line_num}: {len(cells)} cells, the header has {len(names)}; put cells "
@@ -276,6 +302,8 @@ def load(source: Source, *arguments: Any, **options: Any) -> "datasets.Dataset":
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError):
             raise cause from error
+        if NO_ROWS in str(cause):
+            raise no_rows(source) from error
         reason = reason_of(cause)
         way_out = (
             "check the spelling; for a local file, give a path ending in .jsonl, .json, .csv or .parquet; without "

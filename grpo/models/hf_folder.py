@@ -3,7 +3,6 @@
 The driver uses it at the start of a run, so it does without torchtitan, whose import takes seconds.
 """
 
-import json
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
@@ -11,8 +10,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from grpo.data.chat import open_tokenizer
+from grpo.models.folder_files import check_tables, check_weights, read_raw_config
+from grpo.text import one_line, shorten
 
 # What an exported model takes from the one that training started from, besides config.json: what a tokenizer reads.
 # By name, so that neither code nor pickles, nor anything else that lies there, travels on.
@@ -32,6 +34,7 @@ COPIED_FILES = (
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # of a tokenizer with several, by name
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
 
+SHOWN_CHARACTERS = 300  # of a library's message
 # Of a hub model. The unwanted ones are the same weights once more, in layouts that vLLM would prefer to Hugging Face's.
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 UNWANTED_FILES = ["consolidated*", "params.json", "original/*"]
@@ -121,13 +124,13 @@ def fetch_folder(path: str, control: dist.ProcessGroup) -> str:
 def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int) -> None:
     """Refuse a model that cannot be loaded or is too short for the configured lengths, before it is loaded.
 
-    Raises FileNotFoundError if there are no weights, ValueError with the numbers for what does not fit, and for files
-    that an export could not copy (`copied_files`).
+    Raises FileNotFoundError if there are no weights, ValueError with the numbers for what does not fit, for broken
+    files, and for those that an export could not copy (`copied_files`).
     """
     config = read_hf_config(folder)
     copied_files(folder)
-    if not list(pathlib.Path(folder).glob("*.safetensors")):
-        raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
+    check_tables(folder, [name for name in COPIED_FILES if name.endswith(".json")])
+    check_weights(folder, config)
     if max_sequence_tokens > config.max_position_embeddings:
         raise ValueError(
             f"sequences of up to {max_sequence_tokens} tokens do not fit into {folder}, which has "
@@ -161,6 +164,16 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
+def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer with more tokens, not counting added ones, than the model has rows in its embedding."""
+    rows = read_hf_config(folder).vocab_size
+    if tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens and the model vocab_size={rows}; bring the "
+            "tokenizer of this model"
+        )
+
+
 def check_reference(folder: str, policy_folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Refuse a reference, or teacher, that would read other tokens than the policy's `tokenizer` writes.
 
@@ -187,28 +200,37 @@ def check_reference(folder: str, policy_folder: str, tokenizer: transformers.Pre
 def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, more: Iterable[int] = ()) -> list[int]:
     """Tokens that end a completion: the tokenizer's EOS, those of generation_config.json, and `more`.
 
-    Raises ValueError if one of `more` is not in the vocabulary.
+    Raises ValueError if one of `more` is not in the vocabulary, or generation_config.json names something else.
     """
     if unknown := [token for token in more if token >= len(tokenizer)]:
         raise ValueError(f"generator.stop_token_ids: {unknown} are not among the {len(tokenizer)} tokens of {folder}")
     ids = {tokenizer.eos_token_id, *more}
     if (pathlib.Path(folder) / "generation_config.json").is_file():
         eos = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        named = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int for token in named):
+            raise ValueError(
+                f"{folder}/generation_config.json: eos_token_id is {eos!r}, not a token id or a list of them"
+            )
+        ids |= set(named)
     return sorted(ids)
 
 
 def read_hf_config(folder: str) -> transformers.PretrainedConfig:
     """Read config.json and refuse what this project cannot train. Raises ValueError naming the field and the reason."""
-    raw = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    raw = read_raw_config(folder)
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:  # before transformers, which knows fewer reasons
+    if not isinstance(model_type, str) or model_type not in FAMILIES:  # before transformers, which knows fewer reasons
         experts = any("expert" in name and value for name, value in raw.items())
         raise ValueError(
             f"{folder} is a {model_type} model{', a mixture of experts' if experts else ''}; only dense "
             f"{', '.join(FAMILIES)} models are supported"
         )
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
+        reason = shorten(one_line(str(error)), SHOWN_CHARACTERS)
+        raise ValueError(f"{folder}/config.json cannot be read: {reason}") from error
     for reason in _unsupported(raw, config):
         raise ValueError(f"{folder}: {reason}")
     return config

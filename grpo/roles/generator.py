@@ -28,7 +28,7 @@ from grpo.roles.pipeline import in_pipeline
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import engine_steps
 from grpo.roles.requests import Request, continuation_seed, enough_groups, one_by_one, request_seed, share_out
-from grpo.roles.shared_memory import replica_name
+from grpo.roles.shared_memory import remove_shared_memory, replica_name
 from grpo.types import Carried, Completion, Prompt
 
 CPU_KV_CACHE_GIB = 1 / 16
@@ -75,6 +75,7 @@ class Generator:
         self.sampling = _in_vllms_types(config.generator.sampling)
         with _saved_tokenizer(config, folder) as tokenizer_folder, _own_inductor_cache():
             self.llm = _start_engine(config, folder, tokenizer_folder, roles)
+        remove_shared_memory(replica_name(roles.replicas[roles.replica][0]))  # all ranks of the replica have joined
         self.token_logprobs = None
         self.learns_weights = engine_speed.is_tested_version()
         if engine_speed.is_tested_version():
@@ -252,12 +253,16 @@ class Generator:
             self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:
-        """Shut the engine down. It takes the default process group with it, so nothing may communicate afterwards."""
+        """Shut the engine down. It takes the default process group with it, so nothing may communicate afterwards.
+
+        On a CPU only what Python would report as left behind goes: the rest takes seconds, and ends with the process.
+        """
         from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
-        self.llm.llm_engine.model_executor.shutdown()
-        del self.llm
-        gc.collect()
+        if self.roles.device.type != "cpu":
+            self.llm.llm_engine.model_executor.shutdown()
+            del self.llm
+            gc.collect()
         destroy_model_parallel()
         destroy_distributed_environment()
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from grpo.config import GRPOConfig, RolesConfig, SFTConfig
+from grpo.config import DeadlinesConfig, GRPOConfig, RolesConfig, SFTConfig
 from grpo.config.generation import generating
 
 # Between two looks of rank 0 for ranks that have started
@@ -91,7 +91,8 @@ class Roles:
 def setup_roles(config: GRPOConfig) -> Roles:
     """Create this rank's groups from torchrun's environment. Collective: every rank of the torchrun calls it once.
 
-    Without torchrun this process is a world of one.
+    Without torchrun this process is a world of one. Raises TimeoutError on rank 0 if ranks do not start within
+    `deadlines.phase_minutes`.
 
     The caller has compared the world size with the layout (`config.check_world_size`). RANK and WORLD_SIZE are
     rewritten to the role's own world, because torchtitan and vLLM read them; LOCAL_RANK stays, it selects the GPU.
@@ -106,7 +107,9 @@ def setup_roles(config: GRPOConfig) -> Roles:
     backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # torchrun's own, no further port
     store.set_timeout(timeout)
-    store = meet(store, rank, world_size, timeout)
+    # nobody is watched yet, see grpo/run/watch
+    soon = datetime.timedelta(minutes=min(config.deadlines.phase_minutes, layout.timeout_minutes))
+    store = meet(store, rank, world_size, soon)
 
     trainer_ranks = tuple(range(layout.num_trainers))
     num_references = 0 if layout.colocated else layout.num_references
@@ -211,7 +214,7 @@ def setup_trainers(config: SFTConfig | None = None) -> Roles:
     if config and config.evaluation.interval:
         return setup_roles(generating(config, config.num_trainers))
     layout = RolesConfig(num_trainers=int(os.environ["WORLD_SIZE"]), num_references=0, num_generators=0)
-    return setup_roles(GRPOConfig(roles=layout))
+    return setup_roles(GRPOConfig(roles=layout, deadlines=config.deadlines if config else DeadlinesConfig()))
 
 
 def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:

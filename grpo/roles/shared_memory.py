@@ -1,7 +1,9 @@
 """The names under which the engines of a start share memory, so that it can be removed when they cannot do it.
 
-vLLM's CPU backend keeps what the ranks of a replica share in /dev/shm until they close their engine together; a replica
-of which one rank was killed never does. Left out: memory that Python shares, which removes itself.
+vLLM's CPU backend keeps what the ranks of a replica share in /dev/shm until they close their engine together, which
+takes seconds, and which a replica of which one rank was killed never does. So a replica removes the names as soon as
+all its ranks have opened them; the memory is then gone with the processes, however these end. Left out: memory that
+Python shares, which removes itself.
 """
 
 import glob
@@ -22,7 +24,10 @@ def replica_name(first_rank: int) -> str:
     return f"{start_name()}-{first_rank}"
 
 
-def remove_shared_memory() -> None:
-    """Remove what the engines of this start share on this machine. Who uses it may go on, but nobody else can join."""
-    for path in FOLDER.glob(f"{glob.escape(start_name())}-*"):
+def remove_shared_memory(name: str = "") -> None:
+    """Remove what a replica (by `replica_name`), by default all engines of this start, share on this machine.
+
+    Who uses it goes on, but nobody else can join.
+    """
+    for path in FOLDER.glob(f"{glob.escape(name or start_name())}-*"):
         path.unlink(missing_ok=True)

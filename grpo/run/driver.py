@@ -161,7 +161,8 @@ class Driver:
         """
         config, last = self.config, step + 1 == self.config.num_steps
         if step % config.sync_interval == 0 and (reason := stop_reason(config.run_dir)):
-            return self._stop(step, reason)
+            self.last_line = obey_stop(reason, step, config.run_dir)
+            return plan_to_stop(step, self.saved_step)
 
         def due(interval: int) -> bool:
             return interval > 0 and (step + 1) % interval == 0
@@ -198,12 +199,6 @@ class Driver:
             probe=(pending.prompts if pending else prompts)[:PROBE_PROMPTS] if check and older_weights else [],
             carried=carried,
         )
-
-    def _stop(self, step: int, reason: str) -> Plan:
-        """Save the steps before `step`, unless they are, and begin no other."""
-        self.last_line = obey_stop(reason, step, self.config.run_dir)
-        nothing = {"prompts": [], "generator_version": step, "sync_check": False, "sync": False, "evaluate": False}
-        return Plan(step=step, save=step > self.saved_step, stop=True, **nothing)
 
     @on_driver_for_learners
     def take_pending(self, plan: Plan, pending: Pending | None) -> Sampled | None:
@@ -391,6 +386,12 @@ class Driver:
         self.run_log.close()
         unlock_run_folder(self.config.run_dir)
         print(self.last_line, flush=True)
+
+
+def plan_to_stop(step: int, saved_step: int) -> Plan:
+    """Save the steps before `step`, unless they are, and begin no other."""
+    nothing = {"prompts": [], "generator_version": step, "sync_check": False, "sync": False, "evaluate": False}
+    return Plan(step=step, save=step > saved_step, stop=True, **nothing)
 
 
 def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens: int) -> dict[str, float]:

@@ -38,5 +38,6 @@ def open_model_folder(
     folder = hf_folder.resolve_folder(folder)
     hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)
     tokenizer = load_tokenizer(folder, config.data)
+    hf_folder.check_vocabulary(folder, tokenizer)
     check_template(tokenizer, config.data)
     return folder, tokenizer

@@ -18,7 +18,7 @@ from grpo.models import hf_folder
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run.driver import SCRIPT, Start, measured_metrics
+from grpo.run.driver import SCRIPT, Start, measured_metrics, plan_to_stop
 from grpo.run.folder.checkpoint import saves
 from grpo.run.folder.resume import begin, open_run_folder
 from grpo.run.folder.run_lock import unlock_run_folder
@@ -30,7 +30,7 @@ from grpo.run.report.log import RunLog
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.run.watch.failures import refuse_bad_input
-from grpo.run.watch.stopping import stop_reason
+from grpo.run.watch.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Plan, Prompt, TrainBatch
 
 
@@ -60,6 +60,8 @@ class ReplayDriver:
             self.vocab_size = hf_folder.read_hf_config(folder).vocab_size
         begin(config, SCRIPT, opened)
         trainer = fit_to_machine(config, folder)
+        forget_old_stop(config.run_dir)
+        self.saved_step, self.last_line = opened.step, f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(
             config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
         )
@@ -82,22 +84,27 @@ class ReplayDriver:
     @from_driver
     def plan(self, step: int, pending: None) -> Plan:
         """Read the step's batch. Raises ValueError if its tokens are not in the model's vocabulary."""
-        self.recorded = read_step(self.config.replay, step + 1)
+        config = self.config
+        if reason := stop_reason(config.run_dir):
+            self.last_line = obey_stop(reason, step, config.run_dir)
+            return plan_to_stop(step, self.saved_step)
+        self.recorded = read_step(config.replay, step + 1)
         largest = int(self.recorded.batch.ids_N.max())
         if largest >= self.vocab_size:
             raise ValueError(
-                f"{batch_path(self.config.replay, step + 1)} has token {largest}, and the model has {self.vocab_size} "
+                f"{batch_path(config.replay, step + 1)} has token {largest}, and the model has {self.vocab_size} "
                 "tokens; use a model with the tokenizer of the recorded run"
             )
+        if save := saves(config.checkpoint, step + 1, is_last=step + 1 == config.num_steps):
+            self.saved_step = step + 1
         return Plan(
             step=step,
             prompts=[],
             generator_version=step,
             sync_check=False,
             sync=False,
-            save=saves(self.config.checkpoint, step + 1, is_last=step + 1 == self.config.num_steps),
+            save=save,
             evaluate=False,
-            stop=bool(stop_reason(self.config.run_dir)),
         )
 
     def take_pending(self, plan: Plan, pending: None) -> None:
@@ -149,4 +156,4 @@ class ReplayDriver:
         self.run_log.ledger(self.ledger.collect())
         self.run_log.close()
         unlock_run_folder(self.config.run_dir)
-        print(f"done; everything is in {self.config.run_dir}", flush=True)
+        print(self.last_line, flush=True)

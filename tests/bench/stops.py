@@ -2,15 +2,24 @@
 
     nice -n 5 python tests/bench/stops.py terms [--times 20] [--seed 0]
     nice -n 5 python tests/bench/stops.py kills [--times 3] [--seed 0]
+    nice -n 5 python tests/bench/stops.py saves [--times (all)] [--seed 0]
 
 terms: SIGTERM at a random moment, to torchrun or to a random rank, then the same command with --resume, and so on.
 After each stop the newest checkpoint has all steps that metrics.jsonl had when the signal came; nothing else saves.
 kills: SIGKILL after a random step, to rank 0 and rank 1 in turns; torchrun starts all ranks again (--max_restarts).
+saves: SFT on two ranks, which saves after every step and keeps one checkpoint. SIGKILL within a save, before each thing
+that one of the ranks does to files, in an order by chance: shards, metadata, driver.json, every fsync, the rename, the
+removal of the checkpoint before. Every second kill comes some milliseconds later, in the midst of writing, and half of
+the starts save in the background. After each kill the newest checkpoint must be whole and at most one step older than
+the one that was being written, and the next start must leave nothing unfinished there.
 
 At the end the metrics of all steps, without times, are compared with those of an undisturbed run.
 """
 
 import argparse
+import contextlib
+import json
+import os
 import pathlib
 import random
 import shutil
@@ -25,23 +34,32 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from faults import FOLDER, layout, make_inputs, start_run
 
+from grpo.run.folder.checkpoint import newest_usable
+from grpo.run.folder.run_folder import step_of
 from tests.e2e.runs import read_metrics, without_clocks
+from tests.torchrun import ROOT, SETTINGS
 
 NUM_STEPS = 300
 # Of the signal: steps since the start, and a part of a step; one in four comes earlier, seconds after torchrun's start
 STEPS_AT_MOST, STEP_SECONDS = 12, 0.3
 FIRST_SECONDS, LAST_SECONDS = 2.0, 20.0
 SAVE_INTERVAL = 4  # steps, between checkpoints of the run that is killed
+# Of the run that is killed while it saves: the save of a start that is struck, and its length
+SAVE, SAVED_STEPS = 3, 100  # SAVE is that of saves_recipe.py
+LAST_DELAY = 0.004  # seconds from the beginning of an operation to a kill in its midst
 RUN_LIMIT = 900.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("terms", "kills"))
+    parser.add_argument("what", choices=("terms", "kills", "saves"))
     parser.add_argument("--times", type=int)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance = random.Random(options.seed)
+    if options.what == "saves":
+        saves(options.times or 1000, chance)
+        return
     undisturbed = FOLDER / "undisturbed"
     if not finished(undisturbed):
         wait(start("undisturbed", 0))
@@ -49,8 +67,13 @@ def main() -> None:
         terms(options.times or 20, chance)
     else:
         kills(options.times or 3, chance)
-    same = numbers(FOLDER / options.what) == numbers(undisturbed)
-    print(f"metrics of {NUM_STEPS} steps {'equal' if same else 'DIFFER FROM'} those of an undisturbed run")
+    compare(options.what, undisturbed)
+
+
+def compare(name: str, undisturbed: pathlib.Path) -> None:
+    """Print whether a run has the metrics of the undisturbed one."""
+    before, after = numbers(undisturbed), numbers(FOLDER / name)
+    print(f"metrics of {len(before)} steps {'equal' if after == before else 'DIFFER FROM'} those of an undisturbed run")
 
 
 def terms(times: int, chance: random.Random) -> None:
@@ -98,6 +121,67 @@ def kills(times: int, chance: random.Random) -> None:
         target.send_signal(signal.SIGKILL)
     code, _ = wait(process)
     print(f"ended with {code}")
+
+
+def saves(times: int, chance: random.Random) -> None:
+    """Kill within a save and continue, `times` times; then let it finish."""
+    undisturbed, kills = FOLDER / "saves-undisturbed", []
+    _, notes = save_run(undisturbed.name, overwrite=True)
+    for rank, lines in enumerate(notes):  # what each rank does in a save
+        third = [line.partition(", ")[2] for line in lines if line.startswith(f"step {SAVE},")]
+        kills += [(rank, number) for number in range(1, len(third) + 1)]
+        print("\n  ".join([f"rank {rank}, in each save:", *third]), flush=True)
+    shutil.rmtree(FOLDER / "saves", ignore_errors=True)
+    wrong = 0
+    for number, (rank, operation) in enumerate(chance.sample(kills, min(times, len(kills)))):
+        delay = chance.uniform(0, LAST_DELAY) if number % 2 else 0.0
+        kill = {"operation": operation, "delay": delay, "in_background": number % 4 > 1}
+        code, notes = save_run("saves", rank=rank, **kill)
+        lines = notes[rank]
+        struck = int(lines[-1].removeprefix("step ").partition(",")[0])
+        with contextlib.redirect_stdout(sys.stderr):
+            newest = newest_usable(str(FOLDER / "saves"))[0]
+        least = struck - 2 if kill["in_background"] else struck - 1  # a save begins by waiting for the one before
+        faults = [] if newest and step_of(newest) >= least else [f"the newest whole checkpoint is {newest}"]
+        unfinished = [name for name in notes[0][0].split()[1:] if not name.removeprefix("step-").isdigit()]
+        faults += [f"{name} was left by the kill before" for name in unfinished]
+        faults += [] if code else ["the kill did not strike"]
+        wrong += bool(faults)
+        how = f"{1000 * delay:.1f} ms after" if delay else "at"
+        background = ", in the background" if kill["in_background"] else ""
+        print(
+            f"{number + 1}: SIGKILL to rank {rank} {how} {lines[-1]}{background}: newest whole checkpoint "
+            f"{step_of(newest) if newest else 'none'}: {'; '.join(faults) or 'ok'}",
+            flush=True,
+        )
+    save_run("saves")
+    print(f"{number + 1} kills, {wrong} not as they should be")
+    compare("saves", undisturbed)
+
+
+def save_run(
+    name: str,
+    rank: int = 0,
+    operation: int = 0,
+    delay: float = 0.0,
+    in_background: bool = False,
+    overwrite: bool = False,
+) -> tuple[int, list[list[str]]]:
+    """One start of the run that saves after every step: its exit code, and what each rank noted."""
+    model, rows = make_inputs()
+    notes = [FOLDER / f"{name}.note.{rank}" for rank in (0, 1)]
+    for note in notes:
+        note.unlink(missing_ok=True)
+    kill = {"rank": rank, "operation": operation, "delay": delay, "note": str(notes[0].with_suffix(""))}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_sft.py"]
+    command += ["tests/bench/saves_recipe.py", "--model.path", str(model), "--data.path", str(rows)]
+    command += ["--num-steps", str(SAVED_STEPS), "--run-dir", str(FOLDER / name)]
+    command += ["--overwrite" if overwrite else "--resume", *(["--checkpoint.in-background"] if in_background else [])]
+    environment = os.environ | SETTINGS | {"KILL": json.dumps(kill)}
+    with open(FOLDER / f"{name}.log", "a") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        code = process.wait(RUN_LIMIT)
+    return code, [note.read_text().splitlines() for note in notes]
 
 
 def start(name: str, save_interval: int, *launcher: str) -> subprocess.Popen:

@@ -1,5 +1,6 @@
 """A rank that fails, dies, hangs or is stopped ends the job soon, with one line that names it, and nothing is left."""
 
+import pathlib
 import re
 import time
 
@@ -62,6 +63,31 @@ def check_cell(rank: str, phase: str, kind: str, line: str, within: float) -> No
     assert kind != "kill" or "SIGKILL" in root_cause
     assert (f"rank {rank} is here, in phase {phase}:" in output) == (kind in ("hang", "spin"))
     assert output.count("Traceback") == (2 if kind == "raise" else 1), output  # torchrun's own is one
+
+
+LATE = """
+import os, sys, time
+from grpo.config import DeadlinesConfig, SFTConfig
+from grpo.roles.process_groups import setup_trainers
+from grpo.run.watch.failures import run_script
+
+if os.environ["RANK"] == "2":
+    print(f"fault at {time.time()}", flush=True)
+    time.sleep(600)
+run_script(lambda: setup_trainers(SFTConfig(deadlines=DeadlinesConfig(phase_minutes=0.1))))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_starts_is_named(tmp_path: pathlib.Path):
+    """Nobody is watched before all ranks have met; that has a deadline too."""
+    (tmp_path / "late.py").write_text(LATE)
+    result = run_torchrun(str(tmp_path / "late.py"), nproc=3)
+    ended, line = time.time(), "of 3 ranks, these did not start within 6 s: 2"
+    assert result.returncode == 1 and f"error: rank 0 (rank) failed in phase start: {line}" in result.stdout
+    assert line in result.stdout.partition("Root Cause")[2]
+    # rank 0 counts from its own arrival, which imports may delay
+    assert ended - float(re.search(r"fault at ([\d.]+)", result.stdout)[1]) < 6 + 5 * SOON
 
 
 def test_a_stop_signal_at_any_rank_reaches_the_driver():

@@ -53,7 +53,8 @@ def test_layout_runs_two_steps(layout: str, model: pathlib.Path, tmp_path: pathl
     nproc, has_reference, flags = LAYOUTS[layout]
     arguments = (TINY, *flags, "--model.path", model, "--run-dir", tmp_path / "run")
     if nproc:
-        torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
+        output = torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
+        assert output.splitlines()[-1].startswith("done; ")  # and nothing behind it, of engines of two ranks either
     else:
         output = run_python("train_grpo.py", *arguments, deadline=240)
         assert "no torchrun: one process has all roles of the 4 ranks configured" in output

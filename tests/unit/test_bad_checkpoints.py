@@ -121,6 +121,31 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(name, run_dir, capsys)
     assert "\n" not in str(refused.value)
 
 
+def test_a_kill_while_the_old_one_is_deleted_leaves_no_half_checkpoint(run_dir, monkeypatch):
+    """What was being deleted, or written, has another name by then; the next start deletes it."""
+    remove = shutil.rmtree
+
+    def killed(path, *arguments, **options):
+        if "step-00000002" in str(path):
+            (pathlib.Path(path) / "driver.json").unlink()
+            raise KeyboardInterrupt
+        remove(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(run_dir, 6, keep=2)
+    monkeypatch.undo()
+    others = ("step-00000007.partial", "step-7.partial", "step-00000008.broken", "mine.partial")
+    for name in others:
+        (run_dir / "checkpoints" / name).mkdir()
+    assert checkpoint.newest_usable(str(run_dir))[0] == folder_of(run_dir, 6)
+    there = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert there == {"step-00000002.partial", "step-00000004", "step-00000006", *others}
+    checkpoint.remove_unfinished(str(run_dir))
+    left = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert left == {"step-00000004", "step-00000006", *others[1:]}  # only what a run names so
+
+
 def test_several_damaged_checkpoints(run_dir):
     for step in (2, 4):
         shard(folder_of(run_dir, step)).unlink()

@@ -29,17 +29,20 @@ def test_a_message_cannot_act_on_a_terminal(error, monkeypatch, capsys):
 
 
 def test_a_failure_leaves_no_shared_memory_of_its_start(monkeypatch, tmp_path: pathlib.Path):
-    """Two replicas of this start go; what an earlier start, another run or a user has there stays."""
+    """The replicas of this start go; what an earlier start, another run or a user has there stays."""
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     monkeypatch.setattr(os, "_exit", lambda code: None)
     for name, value in (("RUN_ID", "a[1]"), ("RESTART_COUNT", "1")):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     monkeypatch.setenv("MASTER_PORT", "29500")
-    own = [f"{shared_memory.replica_name(rank)}-tp:0-[0-1]-cpushm_0" for rank in (3, 5)]
+    own = [f"{shared_memory.replica_name(rank)}-tp:0-[0-1]-cpushm_0" for rank in (3, 5, 50)]
     others = ["a[1]-29500-0-3-tp:0-[0-1]-cpushm_0", "b-29500-1-3-tp:0-[0-1]-cpushm_0", "model.safetensors"]
     for name in (*own, *others):
         (tmp_path / name).touch()
     failures.exit_now(0)
+    shared_memory.remove_shared_memory(shared_memory.replica_name(0))
+    assert len(list(tmp_path.iterdir())) == 6
+    shared_memory.remove_shared_memory(shared_memory.replica_name(5))  # that replica has started, and not number 50
     assert len(list(tmp_path.iterdir())) == 5
     failures.exit_now(1)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)

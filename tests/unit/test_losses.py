@@ -737,7 +737,7 @@ def test_a_file_that_raises_is_not_kept(tmp_path):
     path = tmp_path / "own.py"
     path.write_text("def loss(inputs, config): pass\nraise RuntimeError('half way')")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="half way"):
+        with pytest.raises(ValueError, match="own.py, line 2: RuntimeError: half way"):
             load_loss(f"{path}:loss")
 
 

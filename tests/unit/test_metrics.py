@@ -485,6 +485,18 @@ def test_held_out_completions_have_a_kind(tmp_path):
     assert (unrewarded["kind"], unrewarded["prompt"], unrewarded["reward"]) == ("sample", "user: 0", None)
 
 
+def test_a_damaged_log_does_not_keep_a_run_from_going_on(tmp_path, capsys):
+    """NUL bytes as after a power loss, bytes that are no UTF-8, half a line in the middle, JSON of something else."""
+    good = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 3)]
+    bad = [b"\0" * 50, b"\xff\xfe", good[0][:9], b"17", b"null", b'{"step": "1"}', b'{"loss": 1}', b"[" * 100_000, b""]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join([good[0], *bad, good[1], good[2], b"\0" * 9 + good[0], good[1][:5]]))
+    RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10, start_step=2).close()
+    assert path.read_bytes() == good[0] + b"\n" + good[1] + b"\n"
+    said = capsys.readouterr().out
+    assert f"warning: 10 lines of {path} are damaged and left out, the first is line 2" in said
+
+
 def test_resume_drops_the_completions_of_the_aborted_part(tmp_path):
     def record(log, steps):
         for step in steps:

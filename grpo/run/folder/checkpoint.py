@@ -31,7 +31,7 @@ from grpo.run.folder.checkpoint_files import (
     sync_folder,
     write_driver_state,
 )
-from grpo.run.folder.run_folder import BROKEN, CHECKPOINTS, step_folders, step_of
+from grpo.run.folder.run_folder import BROKEN, CHECKPOINTS, PARTIAL, STEP_FOLDER, step_folders, step_of
 from grpo.run.watch.failures import BadInput
 
 PROBE_BYTES = 2**24  # more than a full disk has left
@@ -72,6 +72,13 @@ def set_aside(broken: list[pathlib.Path]) -> None:
         aside = folder.with_name(f"{folder.name}{BROKEN}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
+
+
+def remove_unfinished(run_dir: str) -> None:
+    """Delete what is left of checkpoints that a run was writing, or deleting, when it was killed."""
+    for folder in (pathlib.Path(run_dir) / CHECKPOINTS).glob(f"step-*{PARTIAL}"):
+        if STEP_FOLDER.fullmatch(folder.name.removesuffix(PARTIAL)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_adapters(checkpoint: pathlib.Path, trainer: TrainerConfig) -> None:
@@ -202,7 +209,7 @@ class Saver:
 def _places(run_dir: str, step: int) -> tuple[pathlib.Path, pathlib.Path]:
     """Where a checkpoint is written, and where it is once it is complete."""
     target = pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}"
-    return target.with_suffix(".partial"), target
+    return target.with_suffix(PARTIAL), target
 
 
 def _end_failed(
@@ -263,7 +270,7 @@ def _complete(
     best = best_checkpoint(run_dir, config.keep_best) if config.keep_best else None
     for old in step_folders(run_dir)[: -config.keep]:
         if old != best:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(old.with_suffix(PARTIAL)))  # killed meanwhile, it is not half a checkpoint
 
 
 def _write_something(folder: pathlib.Path) -> None:

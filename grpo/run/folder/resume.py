@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe
 from grpo.config.saved import Change, changes_since
-from grpo.run.folder.checkpoint import check_adapters, newest_usable, set_aside
+from grpo.run.folder.checkpoint import check_adapters, newest_usable, remove_unfinished, set_aside
 from grpo.run.folder.pending import without_pending
 from grpo.run.folder.run_folder import CONFIG, begin_run, check_run_folder, mark_run_folder
 
@@ -94,8 +94,12 @@ def resumed_stream(make: Callable[[], Stream], opened: Opened, allow_changes: bo
 
 
 def begin(config: GRPOConfig | SFTConfig, script: str, opened: Opened) -> None:
-    """Now that nothing is refused any more: set bad checkpoints aside, delete an overwritten run, write the config."""
+    """Now that nothing is refused any more: clear up after a run that was killed or is overwritten, write the config.
+
+    Checkpoints that cannot be used are set aside, unfinished ones deleted.
+    """
     set_aside(list(opened.broken))
+    remove_unfinished(config.run_dir)
     flags = {"resume": config.resume, "overwrite": config.overwrite}
     begin_run(config.run_dir, script, as_recipe(config), step=opened.step, **flags)
 

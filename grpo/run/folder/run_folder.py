@@ -45,8 +45,9 @@ RUN_FILES = (
 # of which these are there already when a start fails, on bad input or while models load; the corrected run may begin
 WRITTEN_BEFORE_RUN = (CONFIG, "tensorboard", "wandb", "initial_model", LOCK, MARKER)
 _OWN = {(name,) for name in RUN_FILES}
+PARTIAL = ".partial"  # what the name of a checkpoint ends in that is being written or deleted
 # What is being written, or was when its run died
-UNFINISHED = (".partial", ".tmp")
+UNFINISHED = (PARTIAL, ".tmp")
 BROKEN = ".broken"  # what the name of a checkpoint ends in that cannot be used
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 OLD_CONFIG = re.compile(r"config-step-[0-9]{8,}\.py")  # the config up to that step, see `begin_run`
@@ -210,7 +211,7 @@ def _files_of_runs(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         if name != CHECKPOINTS:
             yield from (folder / f"{name}{ending}" for ending in ("", *UNFINISHED))
     for path in (folder / CHECKPOINTS).glob("step-*"):
-        if STEP_FOLDER.fullmatch(path.name.removesuffix(".partial").removesuffix(BROKEN)):
+        if STEP_FOLDER.fullmatch(path.name.removesuffix(PARTIAL).removesuffix(BROKEN)):
             yield path
 
 

@@ -220,12 +220,37 @@ class RunLog:
 def drop_steps_after(path: str, step: int) -> None:
     """Rewrite a JSON-lines file with only the lines up to `step`, atomically; with step 0 nothing stays.
 
-    A last line cut short by a dying process is dropped too.
+    A last line cut short by a dying process is dropped too, and with a warning what else cannot be read: after a power
+    loss a file may have NUL bytes, and a damaged log must not keep a run from going on.
     """
-    with open(path, encoding="utf-8") as old, open(path + ".tmp", "w", encoding="utf-8") as new:
-        for line in old if step else []:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
+    damaged = []
+    with (
+        open(path, encoding="utf-8", errors="surrogateescape") as old,
+        open(path + ".tmp", "w", encoding="utf-8") as new,
+    ):
+        for number, line in enumerate(old if step else [], start=1):
+            if not line.endswith("\n"):
+                continue
+            if (of_line := _step_of_line(line)) is None:
+                damaged.append(number)
+            elif of_line <= step:
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())
     os.replace(path + ".tmp", path)
+    if damaged:
+        print(
+            f"warning: {len(damaged)} lines of {path} are damaged and left out, the first is line {damaged[0]}",
+            flush=True,
+        )
+
+
+def _step_of_line(line: str) -> int | None:
+    """The step of a line of a log; None if it is no such line."""
+    try:
+        record = json.loads(line)
+        line.encode()  # bytes that are no UTF-8 stand in it as surrogates
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if type(step) is int else None

@@ -1,0 +1,156 @@
+"""10 steps equal 5 steps, SIGTERM in the middle of the fifth, and 5 more, in every mode that a run has.
+
+Slow: three runs for each mode. The default run resumes in test_resume.py, test_overlap.py, test_lora_runs.py,
+test_sft.py and test_distillation.py.
+"""
+
+import json
+import pathlib
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from grpo.data import toy
+from tests.e2e.conftest import BY_CHANCE
+from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
+from tests.e2e.test_layouts import COLOCATED, split
+from tests.torchrun import torchrun
+
+HERE = pathlib.Path(__file__).parent
+NUM_STEPS, STOPPED = 10, 5
+SFT = "configs/toy_sft.py"
+
+DYNAMIC = ("--sampling.dynamic", "--sampling.max-pass-rate", 0.9, "--reward.functions", BY_CHANCE, 1)
+UPDATES = ("--algorithm.num-mini-batches", 2, "--algorithm.num-epochs", 2)
+SCHEDULE = ("--trainer.schedule", "cosine", "--trainer.warmup-steps", 3)
+EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)
+LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
+NO_KL = ("--algorithm.kl-coef", 0)
+OVERLAP = ("--overlap-steps", 1)
+BACKGROUND = ("--checkpoint.in-background", "--checkpoint.interval", 3)
+# Of the tests' own: {a}, {b} are files of rows, {teacher} and {recorded} folders
+MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
+STREAMED = ("--data.streaming", "--data.shuffle-buffer", 3)
+PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
+VALIDATION = ("--validation.interval", 4, "--validation.split", "train", "--validation.sets", "a", "{a}")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a run has, and the rank of its torchrun that gets the signal, and where."""
+
+    nproc: int
+    flags: tuple[object, ...]
+    rank: int = 0
+    phase: str = "train"
+    recipe: str = TINY
+    saved: int = STOPPED
+    """The step after which it is saved: the next sync."""
+
+    @property
+    def script(self) -> str:
+        return "sft" if self.recipe == SFT else "grpo"
+
+
+MODES = {
+    "split, a reference of its own, accumulation, a schedule, evaluation": Mode(
+        4, (*split(2, 1, 1), *SCHEDULE, *EVALUATION, "--trainer.micro-batch-tokens", 64), 2, "reference"
+    ),
+    "TP 2, an engine of 2 ranks, no reference": Mode(
+        4,
+        (*split(2, 0, 2), "--trainer.tensor-parallel", 2, "--generator.tensor-parallel", 2, *NO_KL),
+        rank=3,
+    ),
+    "colocated on 2 ranks, dynamic sampling": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *DYNAMIC), rank=1),
+    "several updates on weights of older steps": Mode(
+        2, (*split(1, 0, 1), *UPDATES, "--sync-interval", 4), phase="reference", saved=8
+    ),
+    "mixed and streamed prompts": Mode(2, (*split(1, 0, 1), *MIXED, *STREAMED), rank=1),
+    "overlap": Mode(3, (*split(1, 1, 1), *OVERLAP, *EVALUATION), rank=2, phase="reference"),
+    "overlap, dynamic sampling, several updates, in the background": Mode(
+        2, (*split(1, 0, 1), *OVERLAP, *DYNAMIC, *UPDATES, *BACKGROUND)
+    ),
+    "overlap, LoRA, mixed and streamed prompts": Mode(2, (*split(1, 0, 1), *OVERLAP, *LORA, *MIXED, *STREAMED)),
+    "groups carried over": Mode(
+        3, (*split(1, 0, 2), "--sampling.carry-over", 2, "--generator.max-completion-tokens", 40, *NO_KL), rank=2
+    ),
+    "LoRA, FSDP 2": Mode(3, (*split(2, 0, 1), *LORA, *UPDATES), rank=1),
+    "LoRA, colocated": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *LORA, *DYNAMIC)),
+    "a teacher beside rewards": Mode(
+        3, (*split(1, 1, 1), "--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5), rank=1
+    ),
+    "a replay": Mode(1, ("--replay", "{recorded}", "--roles.num-trainers", 1)),
+    "SFT, mixed, packed, validation": Mode(2, (*MIXED, *PACKED, *VALIDATION, *SCHEDULE), rank=1, recipe=SFT),
+    "SFT, streamed, mixed, packed, in the background": Mode(
+        2, (*MIXED, *STREAMED, *PACKED, *BACKGROUND, *VALIDATION), recipe=SFT
+    ),
+    "SFT, TP 2": Mode(2, (*PACKED, "--trainer.tensor-parallel", 2), rank=1, recipe=SFT),
+    "SFT, LoRA, streamed, mixed, packed": Mode(2, (*MIXED, *STREAMED, *PACKED, *LORA), recipe=SFT),
+    "SFT, LoRA, packed": Mode(1, (*PACKED, *LORA, "--num-trainers", 1), recipe=SFT),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What the flags name in braces."""
+    folder = tmp_path_factory.mktemp("inputs")
+    rows = toy.task_rows("addition", "train")[:15]
+    for name, part in (("a", rows[:9]), ("b", rows[9:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    changes = json.loads((model / "config.json").read_text())
+    teacher = {name: changes[name] for name in ("hidden_size", "intermediate_size", "max_position_embeddings")}
+    toy.make_model(folder / "teacher", toy.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
+    return {"a": folder / "a.jsonl", "b": folder / "b.jsonl", "teacher": folder / "teacher", "model": model}
+
+
+@pytest.fixture(scope="module")
+def recorded(inputs: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    run_dir = tmp_path_factory.mktemp("recorded") / "run"
+    flags = (*split(1, 0, 1), "--record", "--num-steps", NUM_STEPS, "--model.path", inputs["model"])
+    torchrun("train_grpo.py", TINY, *flags, "--run-dir", run_dir, nproc=2, deadline=240)
+    return run_dir
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # three runs, on a machine that may have other work
+@pytest.mark.parametrize("name", MODES)
+def test_10_steps_equal_5_a_stop_and_5(
+    name: str,
+    inputs: dict[str, object],
+    request: pytest.FixtureRequest,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Metrics without clocks, completions and the last weights are equal to the last digit."""
+    mode = MODES[name]
+    if "{recorded}" in mode.flags:
+        inputs = inputs | {"recorded": request.getfixturevalue("recorded")}
+    flags = [str(flag).format(**inputs) for flag in mode.flags]
+    flags += ["--model.path", str(inputs["model"]), "--num-steps", str(NUM_STEPS), "--metrics.no-tensorboard"]
+
+    def run(recipe: str, run_dir: pathlib.Path, *more: str) -> str:
+        arguments = (recipe, *flags, "--run-dir", run_dir, *more)
+        return torchrun(f"train_{mode.script}.py", *arguments, nproc=mode.nproc, deadline=270)
+
+    run(mode.recipe, whole := tmp_path / "whole")
+    stop = {"recipe": mode.recipe, "script": mode.script, "rank": mode.rank, "phase": mode.phase, "step": STOPPED}
+    monkeypatch.setenv("STOP", json.dumps(stop))
+    output = run(str(HERE / "stop_in_a_step.py"), parts := tmp_path / "parts")
+    assert re.search(rf"^stopped by SIGTERM, saved after step {mode.saved};", output, re.MULTILINE), output[-2000:]
+    assert steps_of(parts) == [*range(1, mode.saved + 1)]
+    output = run(mode.recipe, parts, "--resume")
+    assert f"starting at step {mode.saved}" in output
+
+    assert steps_of(parts) == [*range(1, NUM_STEPS + 1)]
+    assert [without_clocks(m) for m in read_metrics(parts)] == [without_clocks(m) for m in read_metrics(whole)]
+    # the comparison means something: the steps differ
+    assert len({m["loss"] for m in read_metrics(whole) if "loss" in m}) == NUM_STEPS
+    if mode.script == "grpo" and "--replay" not in flags:
+        assert read_completions(parts) == read_completions(whole)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, parts)]
+    assert weights[0] == weights[1]
+
+
+def steps_of(run_dir: pathlib.Path) -> list[int]:
+    return [m["step"] for m in read_metrics(run_dir) if "loss" in m]

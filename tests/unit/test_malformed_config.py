@@ -1,0 +1,131 @@
+"""Whatever a recipe, a flag or a user's file says: it is taken, or refused by one line that names it."""
+
+import math
+import pathlib
+
+import pytest
+
+from grpo.config import GRPOConfig, SFTConfig, change
+from grpo.config.bounds import check_fields
+from grpo.config.checks import validate
+from grpo.config.fields import complete
+from grpo.config.names import field_paths
+from grpo.config.recipes import load, load_recipe
+from grpo.config.user_files import load_function
+
+MOST_CHARACTERS = 2000  # of a message
+HUGE = 10**30
+ODD_VALUES = (None, True, -1, 0, HUGE, -0.5, math.nan, math.inf, "", "x", "\ud800", b"x")
+ODD_VALUES += ((), ("x", 1), [], {}, {1: 2}, {"x": "y"}, {"x": None}, object(), GRPOConfig, len)
+
+
+@pytest.mark.parametrize("config", [GRPOConfig(), SFTConfig()], ids=["grpo", "sft"])
+def test_any_field_takes_an_odd_value_or_names_it(config: GRPOConfig | SFTConfig):
+    """Each field with each value; what fits its type and bounds may still be refused for what it means."""
+    num_refused = 0
+    for path in field_paths(config):
+        for value in ODD_VALUES:
+            try:
+                check_fields(changed := change(config, {path: value}))
+                validate(complete(changed))
+            except ValueError as error:
+                message, name = str(error), path.rpartition(".")[2]
+                num_refused += 1
+                is_named = name in message or (value == HUGE and str(HUGE)[:20] in message)  # a sum of two fields, say
+                assert is_named and "\n" not in message and len(message) < MOST_CHARACTERS, (path, message)
+    assert num_refused > 12 * len(list(field_paths(config)))  # of 22 values
+
+
+# Files in place of a recipe, and what is said behind their names
+RECIPES = {
+    "NUL bytes": (b"\0\0\0", "null bytes"),
+    "no UTF-8": (b"config = '\xff\xfe'", "utf-8"),
+    "nothing": (b"", "must bind `config`"),
+    "a class": (b"from grpo.config import GRPOConfig as config", "must bind `config` to a GRPOConfig, it binds type"),
+    "a dict": (b"config = {'num_steps': 3}", "it binds dict"),
+    "JSON": (b'{"num_steps": 3, "x": null}', "line 1: NameError"),
+    "YAML": (b"num_steps: 3\nmodel:\n  path: x\n", "line 2: SyntaxError"),
+    "recursion": (b"def f():\n    f()\nf()", "RecursionError"),
+    "an end of the program": (b"import sys\nsys.exit(0)", "line 2: SystemExit"),
+    "an error of several lines": (b"raise ValueError('one\\ntwo\\nthree')", "one two three"),
+    "an error without words": (b"raise RuntimeError", "line 1: RuntimeError"),
+    "an assertion": (b"assert 1 > 2", "line 1: AssertionError"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_file_that_is_no_recipe(name: str, tmp_path: pathlib.Path):
+    content, said = RECIPES[name]
+    (tmp_path / "mine.py").write_bytes(content)
+    with pytest.raises(ValueError) as refused:
+        load_recipe(str(tmp_path / "mine.py"), GRPOConfig)
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path}/mine.py") and said in message
+    assert "\n" not in message and len(message) < MOST_CHARACTERS
+
+
+# Files in place of a user's own reward, loss or row function
+FUNCTIONS = RECIPES | {
+    "another name": (b"def g(): pass", "has no function 'f'"),
+    "a value of that name": (b"f = 3", "has no function 'f'"),
+    "a module that is not there": (b"import no_such_module", "line 1: ModuleNotFoundError"),
+}
+NO_FILES = ("", ":", "f", "file.py", "file.py:", ":f", "file.txt:f", "no.py:f", "/:f")
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("nothing", "a class", "a dict")])
+def test_a_file_without_the_function(name: str, tmp_path: pathlib.Path):
+    content, said = FUNCTIONS[name]
+    path = tmp_path / "mine.py"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as refused:
+        load_function(f"{path}:f", "loss")
+    message = str(refused.value)
+    assert message.startswith("loss file ") and str(path) in message and said in message and "\n" not in message
+
+
+@pytest.mark.parametrize("spec", NO_FILES)
+def test_what_names_no_function(spec: str):
+    with pytest.raises(ValueError, match="^loss ") as refused:
+        load_function(spec, "loss")
+    assert "\n" not in str(refused.value)
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+FLAGS = {
+    ("--num-steps", "three"): "--num-steps",
+    ("--num-steps", "1.5"): "--num-steps",
+    ("--num-steps", "-1"): "num_steps",
+    ("--num-steps",): "--num-steps",
+    ("--num-step", "3"): "--num-step",
+    ("--trainer.learning-rate", "fast"): "--trainer.learning-rate",
+    ("--trainer.learning-rate", "nan"): "learning_rate",
+    ("--trainer.learning-rate", "1e999"): "learning_rate",
+    ("--algorithm.loss", "gpro"): "algorithm.loss",
+    ("--algorithm.kl-in", "both"): "--algorithm.kl-in",
+    ("--generator.temperature", "hot"): "--generator.temperature",
+    ("--generator.engine", "{"): "generator.engine",
+    ("--generator.engine", "[]"): "generator.engine",
+    ("--reward.functions", "math_reward"): "--reward.functions",
+    ("--reward.functions", "math_reward", "much"): "--reward.functions",
+    ("--reward.options", "math_reward", "{"): "reward.options",
+    ("--data.path", ""): "data.path",
+    ("--data.path", "\0"): "data.path",
+    ("--roles.num-trainers", "0"): "roles.num_trainers",
+    ("--seed", "x"): "--seed",
+    ("stray",): "stray",
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+def test_flags_that_are_none(flags: tuple[str, ...], capsys: pytest.CaptureFixture):
+    """By our checks a ValueError, by tyro's a message on the screen and exit code 2; each names the flag or field."""
+    with pytest.raises((ValueError, SystemExit)) as refused:
+        load(GRPOConfig, "tests/e2e/tiny.py", ["tests/e2e/tiny.py", *flags])
+    if isinstance(refused.value, SystemExit):
+        assert refused.value.code == 2
+        printed = capsys.readouterr()
+        assert FLAGS[flags] in printed.err + printed.out and "Traceback" not in printed.err
+    else:
+        assert FLAGS[flags] in str(refused.value) and "\n" not in str(refused.value)

@@ -1,0 +1,246 @@
+"""Data that cannot be used, in every row format and kind of file: one line that says where and why, nothing else.
+
+The rows are looked at as a run does: read, checked, put through the chat template, counted. Each case below spoils one
+row of three, or the bytes of a file.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import pathlib
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grpo.config import DataConfig, GRPOConfig, SFTConfig
+from grpo.data import toy
+from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
+from grpo.run.watch.failures import BadInput, refuse_bad_input
+
+SECONDS = 20.0
+MOST_CHARACTERS = 3000  # of a message
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return toy.trained_tokenizer(["What is 1 + 2? It is 3. user assistant system"], 300)
+
+
+CHAT = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
+# A good row of each format, as GSM8K has it among them
+GRPO_ROWS = {
+    "question and answer": {"question": "What is 1+2?", "answer": "1+2 = 3\n#### 3"},
+    "messages as a prompt": {"question": [{"role": "user", "content": "1+2?"}], "answer": "3"},
+}
+SFT_ROWS = {
+    "messages": {"messages": CHAT},
+    "prompt and completion": {"question": "1+2?", "completion": "3"},
+    "prompt and completion as messages": {"question": CHAT[:1], "completion": CHAT[1:]},
+    "Alpaca": {"instruction": "Add", "input": "1 and 2", "output": "3"},
+    "text": {"text": "One and two is three."},
+}
+
+
+def look_at(path: pathlib.Path, tokenizer, sft: bool, **fields) -> None:
+    """What the driver of either script does with its data at the start of a run."""
+    data = DataConfig(path=str(path), system_prompt="", **fields)
+    with refuse_bad_input():
+        if sft:
+            config = SFTConfig(data=data, max_sequence_tokens=100, sequences_per_step=2)
+            usable_chats(load_chat_sources(config), config, tokenizer)
+        else:
+            config = GRPOConfig(data=data, prompts_per_step=2)
+            usable_prompts(load_sources(data), config, tokenizer)
+
+
+def refusal(path: pathlib.Path, tokenizer, sft: bool, **fields) -> str:
+    """The one line that it is refused with, in time; it names the file."""
+    began = time.monotonic()
+    with pytest.raises(BadInput) as refused:
+        look_at(path, tokenizer, sft, **fields)
+    message = str(refused.value)
+    assert time.monotonic() - began < SECONDS
+    assert str(path) in message and "\n" not in message and len(message) < MOST_CHARACTERS, message
+    return message
+
+
+def write_rows(folder: pathlib.Path, *rows: dict) -> pathlib.Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# ---- one value of a row ---------------------------------------------------------------------------------------------
+
+ABSENT = "absent"
+BAD_TEXTS = {
+    "absent": ABSENT,
+    "null": None,
+    "a whole number": 7,
+    "a fraction": 0.5,
+    "true": True,
+    "a table": {"text": "1+2?"},
+    "empty": "",
+    "blanks": " \t\n\u2003",
+    "half a character": "1+\ud83d",
+    "a list of texts": ["1+2?"],
+    "a list of null": [None],
+    "an empty list": [],
+    "a list of lists": [[{"role": "user", "content": "1"}]],
+    "no role": [{"content": "1+2?"}],
+    "no content": [{"role": "user"}],
+    "a role that is a number": [{"role": 1, "content": "1+2?"}],
+    "content that is a number": [{"role": "user", "content": 3}],
+    "content that is a table": [{"role": "user", "content": {"text": "1"}}],
+    "content with an image": [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
+    "half a character inside": [{"role": "user", "content": "\udc00"}],
+    "calls that are text": [{"role": "assistant", "content": "", "tool_calls": "f()"}],
+    "a call that is text": [{"role": "assistant", "content": "", "tool_calls": ["f()"]}],
+    "a call of a number": [{"role": "assistant", "content": "", "tool_calls": [{"function": 3}]}],
+    "a call with broken JSON": [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+    ],
+}
+BAD_ANSWERS = ("absent", "null", "half a character")  # a reward may get anything else
+CASES = [
+    (row_format, column, what)
+    for row_format, row in (GRPO_ROWS | SFT_ROWS).items()
+    for column in row
+    for what in BAD_TEXTS
+    if (column != "answer" or what in BAD_ANSWERS) and column != "input"
+]
+CASES += [("Alpaca", "input", what) for what in ("a whole number", "true", "a table", "blanks", "half a character")]
+
+
+@pytest.mark.parametrize("row_format, column, what", CASES)
+def test_a_row_with_one_bad_value(row_format: str, column: str, what: str, tokenizer, tmp_path: pathlib.Path):
+    good, value = (GRPO_ROWS | SFT_ROWS)[row_format], BAD_TEXTS[what]
+    bad = {name: entry for name, entry in good.items() if name != column or value is not ABSENT}
+    if value is not ABSENT:
+        bad[column] = value
+    message = refusal(write_rows(tmp_path, good, bad, good), tokenizer, row_format in SFT_ROWS)
+    assert "1 of 3 rows" in message and "row 2: " in message and column in message and "--data.bad-rows skip" in message
+
+
+# ---- the bytes of a file --------------------------------------------------------------------------------------------
+
+LINE = json.dumps(GRPO_ROWS["question and answer"]).encode()
+# name: (ending of the file's name, its bytes, what is said besides its path)
+BAD_FILES = {
+    "nothing": (".jsonl", b"", "has no rows"),
+    "blank lines": (".jsonl", b"\n \n\t\n", "has no rows"),
+    "NUL bytes": (".jsonl", LINE + b"\n\0\0\0\0\n", "line 2: not JSON"),
+    "NUL bytes alone": (".jsonl", b"\0" * 4096, "begins with NUL bytes"),
+    "a NUL within a text": (".jsonl", LINE + b"\n" + LINE.replace(b"What", b"Wh\0t"), "line 2: not JSON"),
+    "bytes that are no UTF-8": (".jsonl", LINE + b"\n" + LINE.replace(b"What", b"Wh\xe4t"), "line 2: not JSON"),
+    "UTF-16": (".jsonl", LINE.decode().encode("utf-16"), "line 1: not JSON"),
+    "half a line": (".jsonl", LINE + b"\n" + LINE[:30], "line 2: not JSON"),
+    "two rows on a line": (".jsonl", LINE + LINE, "line 1: not JSON"),
+    "a comma after each line": (".jsonl", LINE + b",\n" + LINE + b",\n", "line 1: not JSON"),
+    "a list on a line": (".jsonl", LINE + b"\n[1, 2]\n", "line 2: a list, not a JSON object"),
+    "a number on a line": (".jsonl", b"17\n", "line 1: a int, not a JSON object"),
+    "a text on a line": (".jsonl", b'"question"\n', "line 1: a str, not a JSON object"),
+    "null on a line": (".jsonl", LINE + b"\nnull\n", "line 2: a NoneType, not a JSON object"),
+    "Python instead of JSON": (".jsonl", b"{'question': 'a', 'answer': '3'}\n", "line 1: not JSON"),
+    "nested beyond all bounds": (".jsonl", b'{"question": ' + b"[" * 100_000 + b"\n", "line 1: not JSON"),
+    "a number of 5,000 digits": (".jsonl", b'{"question": "a", "answer": ' + b"9" * 5000 + b"}\n", "line 1: not JSON"),
+    "compressed": (".jsonl", gzip.compress(LINE), "is compressed (gzip)"),
+    "compressed, half of it": (".jsonl", gzip.compress(LINE)[:-9], "is compressed (gzip)"),
+    "a compressed list": (".json", bz2.compress(b"[" + LINE + b"]"), "is compressed (bzip2)"),
+    "compressed CSV": (".csv", lzma.compress(b"question,answer\na,1\n"), "is compressed (xz)"),
+    "an archive": (".jsonl", b"PK\x03\x04" + bytes(100), "is an archive (zip)"),
+    "a list in JSON lines": (".jsonl", b"[" + LINE + b"]", "line 1: a list"),
+    "an empty list": (".json", b"[]", "has no rows"),
+    "a list that does not end": (".json", b"[" + LINE + b",", "not JSON"),
+    "a list of texts": (".json", b'["a", "b"]', "entry 1: a str, not a JSON object"),
+    "a list of no UTF-8": (".json", b"[\n" + LINE.replace(b"What", b"\xff"), "line 2: not JSON"),
+    "a list, then more": (".json", b"[" + LINE + b"]\n" + LINE, "not JSON"),
+    "JSON with NUL bytes": (".json", b"[" + LINE + b"\0]", "not JSON"),
+    "CSV of nothing": (".csv", b"", "the header is []"),
+    "CSV of a header": (".csv", b"question,answer\n", "has no rows"),
+    "a cell too many": (".csv", b"question,answer\na,1\nb,2,3\n", "line 3: 3 cells, the header has 2"),
+    "a cell too few": (".csv", b"question,answer\na\n", "line 2: 1 cells, the header has 2"),
+    "two columns of a name": (".csv", b"question,question\na,1\n", "no two alike"),
+    "CSV of no UTF-8": (".csv", b"question,answer\n\xff\xfe,1\n", "not CSV"),
+    "CSV with NUL bytes": (".csv", b"question,answer\na,1\na\0b,1\n", "line 3: not CSV (NUL"),
+    "CSV in UTF-16": (".csv", "question,answer\na,1\n".encode("utf-16"), "not CSV"),
+    "CSV with other columns": (".csv", b"frage,antwort\na,1\n", "column 'question' is missing"),
+    "an empty cell": (".csv", b"question,answer\na,1\n,2\n", "row 2: column 'question' is missing"),
+    "a quote that does not end": (".csv", b'question,answer\na,1\n"b,2\n', "line 3"),
+    "Parquet of nothing": (".parquet", b"", "could not be loaded"),
+    "Parquet of text": (".parquet", LINE, "could not be loaded"),
+    "Parquet's ends alone": (".parquet", b"PAR1" + b"\0" * 100 + b"PAR1", "could not be loaded"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_cannot_be_read(name: str, tokenizer, tmp_path: pathlib.Path):
+    ending, content, said = BAD_FILES[name]
+    path = tmp_path / f"rows{ending}"
+    path.write_bytes(content)
+    assert said in refusal(path, tokenizer, sft=False)
+    refusal(path, tokenizer, sft=True, streaming=True)  # perhaps because that kind of file cannot be streamed
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99])
+def test_parquet_that_was_cut_off(share: float, tokenizer, tmp_path: pathlib.Path):
+    import datasets
+
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([GRPO_ROWS["question and answer"]] * 50).to_parquet(str(path))
+    look_at(path, tokenizer, sft=False)
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    assert "could not be loaded" in refusal(path, tokenizer, sft=False)
+
+
+@pytest.mark.parametrize("row_format", ["question and answer", "messages", "Alpaca", "text"])
+def test_a_huge_text_is_left_out_and_told(row_format: str, tokenizer, tmp_path: pathlib.Path, capsys):
+    """4 MB in one row are neither tokenized nor a reason to end."""
+    good = (GRPO_ROWS | SFT_ROWS)[row_format]
+    column = next(iter(good))
+    huge = [{"role": "user", "content": "1+2 " * 1_000_000}, CHAT[1]] if column == "messages" else "1+2 " * 1_000_000
+    path = write_rows(tmp_path, good, good | {column: huge}, good)
+    began = time.monotonic()
+    look_at(path, tokenizer, row_format in SFT_ROWS)
+    assert time.monotonic() - began < SECONDS
+    assert "left out: 1 longer than" in capsys.readouterr().out
+
+
+# ---- any value at all -----------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "tool_calls", "function", "arguments", "name", "text", "type"])
+            | st.text(),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+EVERY_ROW = GRPO_ROWS | SFT_ROWS
+
+
+@settings(
+    max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_json_is_used_or_refused_by_its_row(data: st.DataObject, tokenizer, tmp_path: pathlib.Path):
+    row_format = data.draw(st.sampled_from(sorted(EVERY_ROW)))
+    good = EVERY_ROW[row_format]
+    column = data.draw(st.sampled_from(sorted(good)))
+    bad = good | {
+        column: data.draw(JSON | st.lists(st.fixed_dictionaries({"role": JSON, "content": JSON}), max_size=2))
+    }
+    path = write_rows(tmp_path, good, bad, good)
+    try:
+        look_at(path, tokenizer, row_format in SFT_ROWS)
+    except BadInput as error:
+        message = str(error)
+        assert str(path) in message and "row 2: " in message and "\n" not in message, message
