@@ -49,6 +49,7 @@ HARMLESS = (
     "trainer.packing",
     "trainer.activation_checkpointing",
     "trainer.compile",
+    "trainer.deterministic",
     "trainer.logprob_chunk_tokens",
     "trainer.max_skipped_steps",
 )

@@ -84,7 +84,11 @@ class HFRoPE(CosSinRoPE):
 
 
 def titan_config(
-    hf: transformers.PretrainedConfig, attention: str, chunk_tokens: int, compiled: bool = False
+    hf: transformers.PretrainedConfig,
+    attention: str,
+    chunk_tokens: int,
+    compiled: bool = False,
+    deterministic: bool = True,
 ) -> Decoder.Config:
     """The torchtitan model config of a Hugging Face one, for any dense size. `attention` as in `config_of`."""
     family = FAMILIES[hf.model_type]
@@ -114,7 +118,7 @@ def titan_config(
             head_dim=head_dim,
             wqkv_param_init=_NO_INIT,
             wo_param_init=_NO_INIT,
-            inner_attention=config_of(attention),
+            inner_attention=config_of(attention, deterministic),
             rope=rope_config,
             qk_norm=norm(head_dim) if family.qk_norm else None,
         )

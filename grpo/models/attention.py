@@ -39,9 +39,11 @@ def choose_attention(model: ModelConfig, device: torch.device) -> str:
     return "flash" if flash_runs else "flex" if on_gpu else "documents"
 
 
-def config_of(kind: str) -> Module.Config:
-    """Of flash, flex or documents."""
-    return {"flash": FlashAttention, "flex": FlexAttention, "documents": DocumentAttention}[kind].Config()
+def config_of(kind: str, deterministic: bool) -> Module.Config:
+    """Of flash, flex or documents. The others are deterministic in any case."""
+    if kind == "flash":
+        return FlashAttention.Config(deterministic=deterministic)
+    return {"flex": FlexAttention, "documents": DocumentAttention}[kind].Config()
 
 
 @functools.cache
@@ -86,12 +88,18 @@ class FlashAttention(DocumentAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DocumentAttention.Config):
-        pass
+        deterministic: bool = True
+        """Whether the backward adds in one order always."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.deterministic = config.deterministic
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, **unused):
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
         q_TNH, k_TNH, v_TNH = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
-        out_TNH, _ = flash_attention(q_TNH, k_TNH, v_TNH, attention_masks.cu_seq_q, attention_masks.max_q, scale)
+        documents = attention_masks.cu_seq_q, attention_masks.max_q
+        out_TNH, _ = flash_attention(q_TNH, k_TNH, v_TNH, *documents, scale, self.deterministic)
         return out_TNH.view(q_BLNH.shape)
 
 
@@ -110,10 +118,12 @@ def flash_attention(
     bounds_S: torch.Tensor,
     longest: torch.Tensor,
     scale: float,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within documents: (output [T, N, H], logsumexp [N, T] in float32).
 
     bounds_S: int32, the documents' first places and T. longest: of their lengths, int64 on the CPU.
+    deterministic: of the backward.
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -125,7 +135,7 @@ def flash_attention(
 
 
 @flash_attention.register_fake
-def _(q_TNH, k_TKH, v_TKH, bounds_S, longest, scale):
+def _(q_TNH, k_TKH, v_TKH, bounds_S, longest, scale, deterministic):
     return q_TNH.new_empty(q_TNH.shape), q_TNH.new_empty(q_TNH.shape[1], q_TNH.shape[0], dtype=torch.float32)
 
 
@@ -140,17 +150,18 @@ def flash_attention_backward(
     bounds_S: torch.Tensor,
     longest: torch.Tensor,
     scale: float,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v. Deterministic: a resumed run must repeat the numbers of one that was never stopped."""
+    """Gradients of q, k and v."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     documents = _documents(bounds_S, longest)
     values = q_TNH, k_TKH, v_TKH, out_TNH, grad_TNH, logsumexp_NT
-    return _flash_attn_bwd(*values, softmax_scale=scale, causal=True, deterministic=True, **documents)
+    return _flash_attn_bwd(*values, softmax_scale=scale, causal=True, deterministic=deterministic, **documents)
 
 
 @flash_attention_backward.register_fake
-def _(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, logsumexp_NT, bounds_S, longest, scale):
+def _(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, logsumexp_NT, bounds_S, longest, scale, deterministic):
     return tuple(value.new_empty(value.shape) for value in (q_TNH, k_TKH, v_TKH))
 
 
@@ -165,14 +176,15 @@ def _documents(bounds_S: torch.Tensor, longest: torch.Tensor) -> dict[str, objec
 
 
 def _keep(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, ctx.deterministic = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx, grad_TNH, _):
     q_TNH, k_TKH, v_TKH, bounds_S, longest, out_TNH, logsumexp_NT = ctx.saved_tensors
     values = grad_TNH.contiguous(), q_TNH, k_TKH, v_TKH, out_TNH, logsumexp_NT
-    return *flash_attention_backward(*values, bounds_S, longest, ctx.scale), None, None, None
+    gradients = flash_attention_backward(*values, bounds_S, longest, ctx.scale, ctx.deterministic)
+    return *gradients, None, None, None, None
 
 
 flash_attention.register_autograd(_backward, setup_context=_keep)

@@ -122,7 +122,7 @@ def build_model(
     attention = choose_attention(model, device)
     hf = read_hf_config(folder)
     compiled = trainer.compile and device.type == "cuda"
-    config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled)
+    config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, trainer.deterministic)
     # spmd_types, torchtitan's default, fails for more than one rank on this torch
     parallelism = ParallelismConfig(
         spmd_backend="partial_dtensor",

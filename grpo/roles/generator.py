@@ -289,7 +289,7 @@ def _saved_tokenizer(config: GRPOConfig, folder: str) -> Iterator[str | None]:
 
 def import_vllm(roles: Roles) -> None:
     """Import vLLM, which takes seconds. Not collective: ranks that wait for another one do it meanwhile."""
-    _set_environment(on_cpu=roles.device.type == "cpu")  # before, because vLLM reads some of it then
+    _set_environment(roles.device)  # before, because vLLM reads some of it then
     importlib.import_module("vllm")
     importlib.import_module("vllm.entrypoints.llm")  # which the package itself leaves for the first use
 
@@ -306,12 +306,15 @@ def _own_inductor_cache() -> Iterator[None]:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
 
-def _set_environment(on_cpu: bool) -> None:
+def _set_environment(device: torch.device) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if on_cpu:
+    if device.type == "cuda":  # what vLLM compiled runs on the GPU of that index alone, and its cache does not ask
+        root, part = pathlib.Path(os.environ.get("VLLM_CACHE_ROOT") or "~/.cache/vllm"), f"gpu{device.index or 0}"
+        os.environ["VLLM_CACHE_ROOT"] = str((root if root.name == part else root / part).expanduser())
+    else:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several engines would pile onto the same cores
 
 

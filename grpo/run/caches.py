@@ -1,8 +1,8 @@
 """One folder for what compilers keep: of torch.compile, Triton and vLLM. The next run starts with what it finds there.
 
 By default it is `grpo` in the user's cache folder, where torch alone would take /tmp, which machines empty. Ranks, runs
-and nodes share it: entries are found by a hash of what was compiled, for which GPU, and appear whole. It can be deleted
-at any time.
+and nodes share it: entries are found by a hash of what was compiled, for which GPU, and appear whole. vLLM's are not
+found by the GPU, so its engines have a folder for each index of a GPU. All of it can be deleted at any time.
 """
 
 import os

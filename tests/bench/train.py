@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--limit", type=int, default=200, help="seconds of one variant")
+    parser.add_argument("--no-deterministic", action="store_true", help="trainer.deterministic off")
     parser.add_argument("--profile", action="store_true", help="kernels of the last step, by time")
     parser.add_argument("--name", default="train", help="of the JSON file")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -85,6 +86,7 @@ def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
         activation_checkpointing="none" if lora_rank else mode,
         micro_batch_tokens=int(micro_batch_tokens or TrainerConfig.micro_batch_tokens),
         lora_rank=lora_rank,
+        deterministic=not options.no_deterministic,
     )
     roles = setup_trainers()
     folder, started = str(checkpoint(shape)), time.perf_counter()

@@ -4,7 +4,9 @@ import os
 import pathlib
 
 import pytest
+import torch
 
+from grpo.roles import generator
 from grpo.run.caches import PARTS, VARIABLE, keep_caches
 
 OWN_VARIABLES = (*PARTS, VARIABLE, "XDG_CACHE_HOME")
@@ -68,3 +70,11 @@ def test_a_folder_that_cannot_be_made(environment, tmp_path):
     environment.setenv(VARIABLE, str(tmp_path / "file"))
     with pytest.raises(ValueError, match="GRPO_CACHE_DIR=.*/file cannot hold .* name another"):
         keep_caches()
+
+
+def test_vllms_cache_is_one_for_each_gpu(monkeypatch, tmp_path):
+    """Code that vLLM compiled on one GPU of a host fails on another, and it does not look which one it was."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    for _ in range(2):  # an engine asks again
+        generator._set_environment(torch.device("cuda", 3))
+        assert os.environ["VLLM_CACHE_ROOT"] == str(tmp_path / "gpu3")

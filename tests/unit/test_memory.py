@@ -26,6 +26,12 @@ from tests.unit.test_readme import table
 
 ROOT = pathlib.Path(__file__).parents[2]
 QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
+QWEN3_4B = QWEN3_1_7B | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+}
 QWEN3_8B = QWEN3_1_7B | {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -63,9 +69,14 @@ def config_of(*flags: str) -> c.GRPOConfig:
 # chunks of 4,096. The last two are of earlier code: off them goes the table of positions that each layer had of its own
 # then.
 OLD_TABLE = 40960 * 256 * 4 / 2**30
+LORA_8B = {"activation_checkpointing": "none", "lora_rank": 16, "micro_batch_tokens": 8192}
 MEASURED = {
     "Qwen3-1.7B, no checkpointing": (QWEN3_1_7B, 1, {"activation_checkpointing": "none"}, 66.0),
     "Qwen3-1.7B, LoRA": (QWEN3_1_7B, 1, {"activation_checkpointing": "none", "lora_rank": 16}, 39.0),
+    "Qwen3-1.7B, selective": (QWEN3_1_7B, 1, {"activation_checkpointing": "selective"}, 46.3),
+    "Qwen3-4B, selective": (QWEN3_4B, 1, {"activation_checkpointing": "selective"}, 97.7),
+    "Qwen3-4B, LoRA": (QWEN3_4B, 1, {"activation_checkpointing": "none", "lora_rank": 16}, 73.3),
+    "Qwen3-8B, LoRA": (QWEN3_8B, 1, LORA_8B, 58.8),
     "Qwen3-1.7B, FSDP 2": (QWEN3_1_7B, 2, {}, 28.6 - 28 * OLD_TABLE),
     "Qwen3-8B, FSDP 2": (QWEN3_8B, 2, {}, 98 - 36 * OLD_TABLE),
 }
