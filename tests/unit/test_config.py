@@ -25,9 +25,11 @@ from grpo.config import (
     SFTConfig,
     TrainerConfig,
     ValidationConfig,
+    algorithm_fields,
     change,
     data_fields,
     fields,
+    role_fields,
     run_fields,
 )
 from grpo.config.checks import cautions, validate
@@ -786,7 +788,8 @@ def test_a_value_that_a_recipe_may_not_give_names_the_recipe(tmp_path):
 
 
 def config_classes() -> list[ast.ClassDef]:
-    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in (data_fields, fields, run_fields)]
+    modules = algorithm_fields, data_fields, fields, role_fields, run_fields
+    trees = [ast.parse(pathlib.Path(module.__file__).read_text()) for module in modules]
     return [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
