@@ -25,8 +25,8 @@ class ModelConfig:
     """Compute precision of trainer, reference and generator; master weights and optimizer are always float32."""
     attention: Literal["auto", "flash", "flex", "documents"] = "auto"
     """How the sequences of a packed row are kept apart.
-    flash: FlashAttention 4, on an H100 or newer and in bfloat16; flex: one flex_attention over the row, GPU only;
-    documents: scaled_dot_product_attention for each sequence; auto: the first of them that runs here."""
+    flash: FlashAttention 4, on a GPU such as H100 or B200 and in bfloat16; flex: one flex_attention over the row, on
+    any GPU; documents: scaled_dot_product_attention for each sequence; auto: the first of them that runs here."""
 
 
 @dataclass(frozen=True, kw_only=True)
