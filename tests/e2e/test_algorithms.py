@@ -86,6 +86,7 @@ def test_several_updates_on_samples_of_older_weights(model: pathlib.Path, tmp_pa
     assert len(differences) == 4 * 16 and max(differences[:16]) < 1e-4 < 0.01 < max(differences[16:32])
 
 
+@pytest.mark.slow
 def test_old_logprobs_of_the_generator_are_those_of_the_policy(model: pathlib.Path, tmp_path: pathlib.Path):
     """In float32, with a sync each step, both choices of the ratio's denominator train alike."""
     flags = ("--algorithm.num-mini-batches", 2, "--algorithm.importance_correction", "none", "--num-steps", 1)
@@ -127,6 +128,7 @@ def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathli
         assert line["completion"].index("7") == len(line["completion"]) - 1 and line["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_a_step_that_dynamic_sampling_cannot_fill(model: pathlib.Path, tmp_path: pathlib.Path):
     """At most one round: the step goes on with the groups it has, and says so."""
     chance = ("--reward.functions", f"{HERE}/tiny_rewards.py:passes_by_chance", 1, "--group-size", 2)
@@ -160,6 +162,7 @@ def test_verifiers_that_fail_cost_their_completion_alone(model: pathlib.Path, tm
     assert "tiny_rewards.py:fails_for_some failed for" in (tmp_path / "run.log").read_text()
 
 
+@pytest.mark.slow
 def test_evaluate_alone_repeats_the_runs_last_evaluation(model: pathlib.Path, tmp_path: pathlib.Path):
     evaluation = ("--evaluation.interval", 2, "--evaluation.num-prompts", 6, "--evaluation.num-samples", 2)
     run(tmp_path, model, *evaluation, "--algorithm.num-mini-batches", 2)

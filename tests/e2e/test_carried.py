@@ -74,6 +74,7 @@ def rest_of(line: dict) -> int:
     return line["num_tokens"] - sum(count for _, count in line.get("earlier", []))
 
 
+@pytest.mark.slow
 def test_6_steps_equal_3_a_crash_and_3(run: tuple[pathlib.Path, list[object]], tmp_path: pathlib.Path):
     """What was carried over is in the checkpoint: metrics and completions are the same to the last digit."""
     run_dir, arguments = run

@@ -82,6 +82,7 @@ def test_samples_do_not_depend_on_the_layout(first_samples: dict[str, str]):
         assert first_samples.get(colocated, first_samples[one_generator]) == first_samples[one_generator]
 
 
+@pytest.mark.slow
 def test_two_nodes(model: pathlib.Path, tmp_path: pathlib.Path):
     """Two torchrun agents on this machine, as two nodes would: the trainer under one, the generator under the other."""
     with socket.socket() as free:

@@ -122,6 +122,7 @@ def evaluation(run_dir: pathlib.Path, step: int) -> list[dict]:
     return [line for line in lines if line["step"] == step]
 
 
+@pytest.mark.slow
 def test_resume_and_validation_on_another_number_of_ranks(
     finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path
 ):
