@@ -1,7 +1,6 @@
 """Groups in flight: what goes on, what is trained, what a checkpoint keeps; past lengths."""
 
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -144,7 +143,7 @@ def test_a_stop_keeps_what_is_carried_over(tmp_path, monkeypatch):
         run_dir=str(tmp_path), prompts_per_step=2, group_size=2, num_steps=9, sampling=SamplingConfig(carry_over=1)
     )
     driver = fake_driver(config, Stream())
-    driver.roles, driver._stop = SimpleNamespace(is_driver=True), partial(Driver._stop, driver)
+    driver.roles = SimpleNamespace(is_driver=True)
     Driver.plan.__wrapped__(driver, 0, None)
     driver.carried.take([completion(0, 3), completion(1, 4, ended=False), *(completion(i, 2) for i in (2, 3, 4, 5))])
     (tmp_path / "stop").touch()

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +88,7 @@ def test_a_stop_leaves_what_was_pending_to_the_checkpoint(tmp_path, monkeypatch)
     """After step 0 of a run that saves at its end alone: nothing more is drawn, so the place in the data fits it."""
     stream, config = Stream(), GRPOConfig(run_dir=str(tmp_path), prompts_per_step=2, num_steps=9, overlap_steps=1)
     driver = fake_driver(config, stream)
-    driver.roles, driver._stop = SimpleNamespace(is_driver=True), partial(Driver._stop, driver)
+    driver.roles = SimpleNamespace(is_driver=True)
     plan = Driver.plan.__wrapped__(driver, 0, None)
     pending = Pending(plan.next_prompts, PENDING.completions, 0, plan.next_place)
     (tmp_path / "stop").touch()

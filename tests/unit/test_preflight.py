@@ -70,7 +70,7 @@ def test_every_problem_of_a_grpo_recipe_is_told_at_once(rows_of, tmp_path):
     assert problems == {"run folder", "data", "model, tokenizer", "loss", "reward functions"}
     assert "no_model does not exist" in rows["model, tokenizer"].found
     assert "answer" in rows["data"].found and "mine.txt" in rows["run folder"].found
-    assert rows["reward functions"].found.startswith("SyntaxError: invalid syntax")
+    assert rows["reward functions"].found.endswith("reward.py, line 2: SyntaxError: invalid syntax")
     assert rows["run folder"].to_do.startswith("nothing is written there: choose another --run-dir")
     unknown = {name for name, row in rows.items() if row.status == "not checked"}
     assert unknown == {"memory, disk", "prompts", "held-out prompts", "reward processes", "dry reward call"}

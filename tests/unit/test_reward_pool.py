@@ -610,15 +610,15 @@ def test_a_function_that_times_out_for_every_completion_is_an_error(open_pool):
         ("x = 1", ValueError, r"mine.py has no function 'act'"),
         (
             "import no_such_module",
-            RuntimeError,
-            r"ModuleNotFoundError: No module named 'no_such_module' \(/.*mine.py:1",
+            ValueError,
+            r"mine.py, line 1: ModuleNotFoundError: No module named 'no_such_module'",
         ),
-        ("\nraise ValueError('bad')", ValueError, r"cannot be loaded: ValueError: bad \(/.*mine.py:2\)"),
-        ("raise SystemExit(3)", RuntimeError, r"cannot be loaded: SystemExit: 3 \(/.*mine.py:1\)"),
-        ("def act(:", RuntimeError, r"cannot be loaded: SyntaxError: invalid syntax"),
+        ("\nraise ValueError('bad')", ValueError, r"cannot be loaded: ValueError: reward file /.*mine.py, line 2: bad"),
+        ("raise SystemExit(3)", ValueError, r"mine.py, line 1: SystemExit: 3"),
+        ("def act(:", ValueError, r"mine.py, line 1: SyntaxError: invalid syntax"),
         ("import os; os._exit(3)", RuntimeError, r"cannot be loaded: the process exited with code 3"),
         ("import os; os.abort()", RuntimeError, r"cannot be loaded: the process was killed by signal 6"),
-        ("x = bytearray(2**33)", RuntimeError, r"cannot be loaded: MemoryError"),
+        ("x = bytearray(2**33)", ValueError, r"mine.py, line 1: MemoryError"),
         ("while True: pass", RuntimeError, r"cannot be loaded: loading took longer than 2 s"),
     ],
 )
@@ -638,7 +638,9 @@ def test_functions_that_can_no_longer_be_loaded_end_the_run_only_with_the_last_p
     assert [r.reward for r in score(pool, rollouts[1:], group_size=1)] == [4.0] * 20
     with pytest.raises(RuntimeError, match=r"no reward process is left after \d+ attempts .*: KeyError: 'late' "):
         score(pool, rollouts, group_size=1)
-    assert "warning: a reward process ended without a call to blame: KeyError: 'late'" in capfd.readouterr().err
+    warned = capfd.readouterr().err
+    assert "warning: a reward process ended without a call to blame: ValueError: reward file" in warned
+    assert "KeyError: 'late'" in warned
 
 
 def test_submit_and_collect_take_turns(open_pool):
