@@ -1,5 +1,9 @@
 """Attention within documents: what flash attention's kernels are given, with a stand-in where there is no GPU."""
 
+import grpo.models.titan_on_cpu  # noqa: F401  before torchtitan, whose device it sets
+
+# isort: split
+
 import sys
 import types
 
