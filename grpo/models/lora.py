@@ -90,10 +90,10 @@ def merged_linear(
 ) -> torch.Tensor:
     """input [.., I] times (weight + scale * B A)^T, plus bias. Weight and bias have no gradients.
 
-    The sum is rounded once, to the weight's dtype, as a float32 weight is before a forward: the values are those of the
-    merged weight, which generators sample with. One product instead of three, and in the backward one that is as large
-    instead of three. The merged weight is made anew in the backward and never kept, which the compiler, that cannot
-    look inside, could not be told otherwise.
+    The sum is rounded to the weight's dtype, as a float32 weight is before a forward: up to the rounding of A and B it
+    is the merged weight that generators sample with. One large product, where a separate adapter adds two thin ones and
+    a sum, in the backward too. The merged weight is made anew there and never kept; the compiler, if it could look
+    inside, would keep it.
     """
     return F.linear(input, torch.addmm(weight_OI, b_OR, a_RI, alpha=scale), bias_O)
 

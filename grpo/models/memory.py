@@ -7,14 +7,13 @@ NCCL's buffers and CUDA graphs, together a few GiB.
 
 import math
 from dataclasses import replace
-from typing import TypeVar
 
 import transformers
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
+from grpo.config.fields import Config
 from grpo.models.hf_folder import FAMILIES, head_dim_of
 
-Config = TypeVar("Config", GRPOConfig, SFTConfig)
 # float32 weights and gradients, and AdamW's two moments
 STATE_BYTES = 16
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
