@@ -292,6 +292,8 @@ def load(source: Source, *arguments: Any, **options: Any) -> "datasets.Dataset":
 
     said = {"name": source.name, "revision": source.revision, "split": source.split}
     what = f"data set {source.path} ({', '.join(f'{part} {value!r}' for part, value in said.items() if value)})"
+    # Else each load is reported to the hub, also one of a local file, which takes seconds where there is no network
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is said once, by the error
     try:

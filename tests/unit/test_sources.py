@@ -217,6 +217,14 @@ def test_a_folder_without_rows_or_with_several_kinds(tmp_path):
         rows_of(tmp_path)
 
 
+def test_reading_a_file_asks_no_network(tmp_path, monkeypatch):
+    """Which would count the load, and takes seconds where names are not resolved."""
+    monkeypatch.setattr(datasets.load, "get_session", lambda: pytest.fail("a request to the hub"))
+    (tmp_path / "rows.csv").write_text("question,answer\na,1\n")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    assert rows_of(tmp_path / "rows.csv") == [{"question": "a", "answer": "1"}]
+
+
 def test_a_missing_file_is_named_with_its_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=rf"data file {tmp_path}/absent.csv does not exist"):
