@@ -39,12 +39,9 @@ class Policy(Qwen3Model):
     class Config(Qwen3Model.Config):
         pass
 
-    def get_attention_masks(self, positions):
-        masks = super().get_attention_masks(positions)
-        is_flash = isinstance(self.config.first_attention.inner_attention, FlashAttention.Config)
-        return for_compiler(masks) if is_flash else masks
-
     def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT):
+        if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
+            attention_masks = for_compiler(attention_masks)  # here, behind FSDP, which moves tensors to the GPU
         h_BTD = self.tok_embeddings(ids_BT)
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, attention_masks, positions_BT)
@@ -89,8 +86,12 @@ def titan_config(
     chunk_tokens: int,
     compiled: bool = False,
     deterministic: bool = True,
+    keep_logits: bool = False,
 ) -> Decoder.Config:
-    """The torchtitan model config of a Hugging Face one, for any dense size. `attention` as in `config_of`."""
+    """The torchtitan model config of a Hugging Face one, for any dense size.
+
+    `attention` and `deterministic` as in `config_of`, the rest as in `LogprobHead.Config`.
+    """
     family = FAMILIES[hf.model_type]
     head_dim = head_dim_of(hf)
     # inverse frequencies [head_dim / 2] and the factor on cos and sin, as transformers' own models compute them
@@ -148,6 +149,7 @@ def titan_config(
             out_features=hf.vocab_size,
             param_init=_NO_INIT,
             chunk_tokens=chunk_tokens,
+            keep_logits=keep_logits,
             compile=compiled,
         ),
     )

@@ -102,7 +102,10 @@ class FlashAttention(DocumentAttention):
 
 
 def for_compiler(masks: VarlenMetadata) -> VarlenMetadata:
-    """The same, so that compiled code serves any number of documents of any length."""
+    """The same, so that compiled code serves any number of documents of any length.
+
+    The longest one's length must stay on the CPU: from a GPU each use of it would wait for all that was launched.
+    """
     torch._dynamo.maybe_mark_dynamic(masks.cu_seq_q, 0)
     longest = torch.tensor(masks.max_q)  # a number would be compiled in
     return masks._replace(cu_seq_k=masks.cu_seq_q, max_q=longest, max_k=longest)

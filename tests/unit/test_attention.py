@@ -10,10 +10,12 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from grpo.config import ModelConfig
+from grpo.models.architecture import titan_config
 from grpo.models.attention import DocumentAttention, FlashAttention, choose_attention, for_compiler
 
 LENGTHS = [[3, 4, 1], [5, 3]]  # of the documents of two rows of 8 tokens
@@ -98,6 +100,22 @@ def test_compiled_once_for_other_documents(kernels):
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
     assert counter.frame_count == 1
+
+
+def test_the_longest_length_becomes_a_tensor_behind_fsdp():
+    """Which would move it to the GPU with all other tensors that a forward is given."""
+    hf = transformers.AutoConfig.for_model("qwen3", vocab_size=8, hidden_size=16, num_hidden_layers=2)
+    config = titan_config(hf, "flash", 4)
+    with torch.device("meta"):
+        model = config.build()
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
+    masks, given = model.get_attention_masks(positions), []
+    assert type(masks.max_q) is int and masks.max_q == 4
+    layers = {"0": lambda hidden, masks, positions: given.append(masks)}
+    parts = dict.fromkeys(("tok_embeddings", "norm", "lm_head"), lambda *of: None) | {"layers": layers}
+    model._modules.update(parts)
+    model(None, None, positions, masks, None)
+    assert given[0].max_q.device.type == "cpu" and given[0].max_q == 4
 
 
 def test_documents_are_apart():
