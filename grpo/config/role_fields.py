@@ -98,9 +98,10 @@ class TrainerConfig:
     """Most tokens in one forward and backward; an update takes as many micro-batches as its tokens need."""
     packing: bool = True
     """Lay several sequences end to end in one row; off gives each its own padded row."""
-    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """What the backward recomputes to save memory. none: nothing; selective: cheap operations; full: every block;
-    auto: the first of them that fits the GPU by arithmetic (`python -m grpo.memory`); on a CPU none."""
+    activation_checkpointing: Literal["auto", "none", "logits", "selective", "full"] = "auto"
+    """What the backward recomputes to save memory. none: nothing; logits: the LM head's product, chunk by chunk;
+    selective: that and cheap operations; full: that and every block; auto: the first of them that fits the GPU by
+    arithmetic (`python -m grpo.memory`); on a CPU none."""
     deterministic: bool = True
     """Add gradients in one order always, so that two runs on GPUs can have the same last digits; off, the backward of
     flash attention is a little faster (1 to 2 % of a step of Qwen3-1.7B with documents of 4,096 tokens)."""

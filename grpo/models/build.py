@@ -31,8 +31,14 @@ from grpo.models.lora import add_adapters, is_adapter
 from grpo.types import MicroBatch
 
 # A run decides "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
-ACTIVATION_CHECKPOINTING = {"none": None, "selective": SelectiveCheckpointing.Config(), "full": FullAC.Config()}
-ACTIVATION_CHECKPOINTING["auto"] = ACTIVATION_CHECKPOINTING["selective"]
+SELECTIVE = SelectiveCheckpointing.Config()
+CHECKPOINTING_OF_BLOCKS = {
+    "none": None,
+    "logits": None,
+    "selective": SELECTIVE,
+    "full": FullAC.Config(),
+    "auto": SELECTIVE,
+}
 
 
 @dataclass
@@ -122,7 +128,8 @@ def build_model(
     attention = choose_attention(model, device)
     hf = read_hf_config(folder)
     compiled = trainer.compile and device.type == "cuda"
-    config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, trainer.deterministic)
+    keep_logits = trainer.activation_checkpointing == "none" and not frozen
+    config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, trainer.deterministic, keep_logits)
     # spmd_types, torchtitan's default, fails for more than one rank on this torch
     parallelism = ParallelismConfig(
         spmd_backend="partial_dtensor",
@@ -151,7 +158,7 @@ def build_model(
         training=training,
         parallelism=parallelism,
         compile_config=CompileConfig(enable=compiled, components=["model"]),
-        ac_config=None if frozen else ACTIVATION_CHECKPOINTING[trainer.activation_checkpointing],
+        ac_config=None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing],
         dump_folder="",
         skip_dp=without_fsdp,
     )

@@ -28,12 +28,14 @@ class LogprobHead(Linear):
     class Config(Linear.Config):
         chunk_tokens: int = 4096
         """Tokens whose logits exist at one time."""
+        keep_logits: bool = False
+        """Keep all logits for the backward, in the hidden states' dtype, rather than compute them again."""
         compile: bool = False
         """Fuse what happens to a chunk's logits with torch.compile."""
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.chunk_tokens = config.chunk_tokens
+        self.chunk_tokens, self.keep_logits = config.chunk_tokens, config.keep_logits
         functions = chunk_statistics, chunk_gradients, chunk_with_unit_gradients
         compiled = map(torch.compile, functions) if config.compile else functions
         self.statistics, self.gradients, self.with_unit_gradients = compiled
@@ -53,7 +55,8 @@ class LogprobHead(Linear):
         if torch.is_grad_enabled() and not weight_VD.requires_grad and group is None:
             logprobs_N, entropy_N = FrozenHeadLogprobs.apply(*tokens, self)
         else:
-            logprobs_N, entropy_N = ChunkedLogprobs.apply(*tokens, self, group, first_row)
+            keep_logits = self.keep_logits and torch.is_grad_enabled()
+            logprobs_N, entropy_N = ChunkedLogprobs.apply(*tokens, self, group, first_row, keep_logits)
         # copies, because FSDP hooks the outputs and warns of views
         return logprobs_N.view_as(targets_BT).clone(), entropy_N.view_as(targets_BT).clone()
 
@@ -61,16 +64,20 @@ class LogprobHead(Linear):
 class ChunkedLogprobs(torch.autograd.Function):
     """log softmax(h W^T / temperature)[target] and the entropy of that distribution, over chunks of tokens.
 
-    The backward recomputes each chunk's logits: one more matrix product instead of `[tokens, vocabulary]` of memory.
+    The backward recomputes each chunk's logits: one more matrix product instead of `[tokens, vocabulary]` of memory;
+    with `keep_logits` they are kept, and the values are the same.
     With `group`, weight_VD holds the vocabulary rows from `first_row` on, and sums over the vocabulary are reduced
     over the group; every rank returns the same values. `head` gives chunk size and the two functions of a chunk.
     """
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head, group, first_row):
-        outputs = []
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head, group, first_row, keep_logits):
+        outputs, kept = [], []
         for hidden, targets, temperatures in _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N):
-            maximum, total, weighted, target = head.statistics(hidden, weight_VD, targets, temperatures, first_row)
+            product_NV = hidden @ weight_VD.T
+            maximum, total, weighted, target = head.statistics(product_NV, targets, temperatures, first_row)
+            if keep_logits:
+                kept.append(product_NV)
             if group is not None:
                 highest = maximum.clone()
                 dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -81,28 +88,36 @@ class ChunkedLogprobs(torch.autograd.Function):
             logsumexp = maximum + total.log()
             outputs.append(torch.stack([target - logsumexp, logsumexp - weighted / total, logsumexp]))
         logprobs_N, entropy_N, logsumexp_N = torch.cat(outputs, 1).unbind()
-        ctx.save_for_backward(hidden_ND, targets_N, temperatures_N, entropy_N, logsumexp_N, weight_VD)
+        ctx.save_for_backward(hidden_ND, targets_N, temperatures_N, entropy_N, logsumexp_N, weight_VD, *kept)
         ctx.rest = head, group, first_row
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logprobs_N, grad_entropy_N):
-        *per_token, weight_VD = ctx.saved_tensors
+        *per_token, weight_VD = ctx.saved_tensors[:6]
+        kept = ctx.saved_tensors[6:]
         head, group, first_row = ctx.rest
         trains_weight = ctx.needs_input_grad[1]  # not with LoRA
-        grad_hidden = []
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains_weight else None
-        for hidden, *rest in _chunks(head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N):
-            grad_NV = head.gradients(hidden, weight_VD, *rest, first_row)
-            grad_hidden.append(grad_NV @ weight_VD)
+
+        def backward_of_chunk(product_NV, hidden_ND, *rest):  # a function, at whose end its [N, V] are free
+            grad_NV = head.gradients(product_NV, *rest, first_row)
             if trains_weight:
-                _add_product(grad_weight_VD, grad_NV.T, hidden)
-        grad_hidden_ND = torch.cat(grad_hidden)
+                _add_product(grad_weight_VD, grad_NV.T, hidden_ND)
+            return grad_NV @ weight_VD
+
+        chunks = _chunks(head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N)
+        grad_hidden_ND = torch.cat(
+            [
+                backward_of_chunk(kept[i] if kept else hidden @ weight_VD.T, hidden, *rest)
+                for i, (hidden, *rest) in enumerate(chunks)
+            ]
+        )
         if group is not None:  # each rank saw only its rows of the vocabulary
             dist.all_reduce(grad_hidden_ND, group=group)
         if trains_weight:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, *[None] * 6
 
 
 class FrozenHeadLogprobs(torch.autograd.Function):
@@ -130,23 +145,26 @@ class FrozenHeadLogprobs(torch.autograd.Function):
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(grad_entropy_N)
         chunks = _chunks(ctx.head.chunk_tokens, *per_token, grad_logprobs_N, grad_entropy_N)
-        grads = [ctx.head.gradients(hidden, weight_VD, *rest, 0) @ weight_VD for hidden, *rest in chunks]
+        grads = [ctx.head.gradients(hidden @ weight_VD.T, *rest, 0) @ weight_VD for hidden, *rest in chunks]
         return torch.cat(grads), None, None, None, None
 
 
-def chunk_statistics(hidden_ND, weight_VD, targets_N, temperatures_N, first_row: int):
-    """Of one chunk's logits l over `weight_VD`'s rows: max, sum exp(l - max), sum l exp(l - max), target's logit."""
-    logits_NV = (hidden_ND @ weight_VD.T).float() / temperatures_N[:, None]
+def chunk_statistics(product_NV, targets_N, temperatures_N, first_row: int):
+    """Of one chunk's logits l = h W^T / temperature: max, sum exp(l - max), sum l exp(l - max), target's logit.
+
+    product_NV: h W^T over a rank's rows of the vocabulary, from `first_row` on.
+    """
+    logits_NV = product_NV.float() / temperatures_N[:, None]
     maximum_N = logits_NV.amax(-1)
     exp_NV = (logits_NV - maximum_N[:, None]).exp()
-    local_N, mine_N = _local_targets(targets_N, first_row, weight_VD.shape[0])
-    target_N = logits_NV.gather(1, local_N[:, None])[:, 0].where(mine_N, 0.0)
+    local_N = targets_N - first_row
+    mine_N = (local_N >= 0) & (local_N < product_NV.shape[1])
+    target_N = logits_NV.gather(1, local_N.where(mine_N, 0)[:, None])[:, 0].where(mine_N, 0.0)
     return maximum_N, exp_NV.sum(-1), (exp_NV * logits_NV).sum(-1), target_N
 
 
 def chunk_gradients(
-    hidden_ND,
-    weight_VD,
+    product_NV,
     targets_N,
     temperatures_N,
     entropy_N,
@@ -155,26 +173,26 @@ def chunk_gradients(
     grad_entropy_N,
     first_row: int,
 ):
-    """Gradient of one chunk's log-probs and entropy with respect to h W^T, in the hidden states' dtype.
+    """Gradient of one chunk's log-probs and entropy with respect to `product_NV`, h W^T, in its dtype.
 
     d logprob / d logit_v = [v = target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
     """
-    log_p_NV = (hidden_ND @ weight_VD.T).float() / temperatures_N[:, None] - logsumexp_N[:, None]
+    log_p_NV = product_NV.float() / temperatures_N[:, None] - logsumexp_N[:, None]
     grad_NV = -log_p_NV.exp() * (grad_logprobs_N[:, None] + grad_entropy_N[:, None] * (log_p_NV + entropy_N[:, None]))
-    local_N, mine_N = _local_targets(targets_N, first_row, weight_VD.shape[0])
-    grad_NV = grad_NV.scatter_add(1, local_N[:, None], grad_logprobs_N.where(mine_N, 0.0)[:, None])
-    return (grad_NV / temperatures_N[:, None]).to(hidden_ND.dtype)
+    # a comparison, because scattering would write [N, V] in float32 where compiled code needs only registers
+    is_target_NV = torch.arange(product_NV.shape[1], device=product_NV.device) == (targets_N - first_row)[:, None]
+    grad_NV = grad_NV + grad_logprobs_N[:, None].where(is_target_NV, 0.0)
+    return (grad_NV / temperatures_N[:, None]).to(product_NV.dtype)
 
 
 def chunk_with_unit_gradients(hidden_ND, weight_VD, targets_N, temperatures_N):
     """(log-probs, entropy, logsumexp, d logprob / d hidden [N, D]) of one chunk, from one look at its logits."""
-    maximum_N, total_N, weighted_N, target_N = chunk_statistics(hidden_ND, weight_VD, targets_N, temperatures_N, 0)
+    product_NV = hidden_ND @ weight_VD.T
+    maximum_N, total_N, weighted_N, target_N = chunk_statistics(product_NV, targets_N, temperatures_N, 0)
     logsumexp_N = maximum_N + total_N.log()
     ones_N, zeros_N = torch.ones_like(logsumexp_N), torch.zeros_like(logsumexp_N)
     entropy_N = logsumexp_N - weighted_N / total_N
-    grad_NV = chunk_gradients(
-        hidden_ND, weight_VD, targets_N, temperatures_N, entropy_N, logsumexp_N, ones_N, zeros_N, 0
-    )
+    grad_NV = chunk_gradients(product_NV, targets_N, temperatures_N, entropy_N, logsumexp_N, ones_N, zeros_N, 0)
     return target_N - logsumexp_N, entropy_N, logsumexp_N, grad_NV @ weight_VD
 
 
@@ -189,9 +207,3 @@ def _add_product(sum_VD: torch.Tensor, left_VN: torch.Tensor, right_ND: torch.Te
 def _chunks(num_tokens: int, *per_token: torch.Tensor):
     """Tensors of all tokens, cut alike."""
     return zip(*(values.split(num_tokens) for values in per_token), strict=True)
-
-
-def _local_targets(targets_N, first_row: int, num_rows: int):
-    """Targets as rows of this rank's part of the vocabulary, and which of them lie in it."""
-    mine_N = (targets_N >= first_row) & (targets_N < first_row + num_rows)
-    return (targets_N - first_row).where(mine_N, 0), mine_N

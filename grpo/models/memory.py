@@ -35,11 +35,11 @@ def memory_of_roles(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTC
 def with_checkpointing(hf: transformers.PretrainedConfig, config: Config, gpu_gib: float | None) -> Config:
     """The config with `trainer.activation_checkpointing` decided, if it is "auto"; `gpu_gib` is None on a CPU.
 
-    The first of none, selective and full whose peak fits, with a margin; full if none does.
+    The first of none, logits, selective and full whose peak fits, with a margin; full if none does.
     """
     if config.trainer.activation_checkpointing != "auto":
         return config
-    modes = ("none", "selective", "full") if gpu_gib is not None else ("none",)
+    modes = ("none", "logits", "selective", "full") if gpu_gib is not None else ("none",)
     for mode in modes:
         decided = replace(config, trainer=replace(config.trainer, activation_checkpointing=mode))
         if mode == modes[-1] or peak_gib(hf, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
@@ -155,7 +155,11 @@ def _of_a_forward(
         "gathered weights": dtype_bytes * gathered,
         "logits of a chunk": chunk * _bytes_of_a_logit(trainer, dtype_bytes, trains),
     }
-    if trains and not trainer.lora_rank:  # summed over the chunks in float32
+    trains_head = trains and not trainer.lora_rank
+    if (trains_head or (trains and tensor_parallel > 1)) and trainer.activation_checkpointing == "none":
+        others = max(trainer.micro_batch_tokens - trainer.logprob_chunk_tokens, 0)
+        parts["logits of other chunks"] = dtype_bytes * others * hf.vocab_size
+    if trains_head:  # summed over the chunks in float32
         parts["gradient of the LM head"] = 4 * head
     return {part: size / tensor_parallel for part, size in parts.items()}
 
@@ -163,11 +167,11 @@ def _of_a_forward(
 def _bytes_of_a_logit(trainer: TrainerConfig, dtype_bytes: int, trains: bool) -> int:
     """What is held at one time for each token and vocabulary entry of a chunk.
 
-    Compiled, float32 values exist only in registers: the product h W^T is there and, in the backward, its gradient and
-    that of the chunk before; a frozen head (LoRA) has the product and the gradient already in the forward. Without
-    compilation three float32 tensors come on top of the product.
+    Compiled, float32 values exist only in registers: the product h W^T is there and, in the backward, its gradient; a
+    frozen head (LoRA) has both already in the forward. Without compilation three float32 tensors come on top of the
+    product.
     """
-    compiled = dtype_bytes * (1 if not trains else 2 if trainer.lora_rank else 3)
+    compiled = dtype_bytes * (2 if trains else 1)
     return compiled if trainer.compile else 3 * 4 + dtype_bytes
 
 
@@ -200,7 +204,7 @@ def _saved_values(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> 
         whole += 2 * block_input
     if trainer.activation_checkpointing == "full":  # the block at hand is there in whole
         return hf.num_hidden_layers * block_input + whole
-    if trainer.activation_checkpointing == "none":
+    if trainer.activation_checkpointing in ("none", "logits"):
         return hf.num_hidden_layers * whole
     # torchtitan recomputes every second product, of those without a bias, and all that go through adapters
     biased = {"q", "k", "v"} if FAMILIES[hf.model_type].qkv_bias else set()

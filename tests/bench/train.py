@@ -119,7 +119,7 @@ def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             step()
         if roles.is_driver:
-            print(found.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=90))
+            print(found.key_averages().table(sort_by="cuda_time_total", row_limit=50, max_name_column_width=90))
     close_roles(roles)  # whose warnings would come behind the result
     if roles.is_driver:
         hf = read_hf_config(folder)

@@ -8,16 +8,19 @@ from grpo.models.logprob_head import LogprobHead
 TOKENS, WIDTH, VOCABULARY = 13, 8, 37
 
 
+def new_head(**options) -> LogprobHead:
+    torch.manual_seed(0)
+    head = LogprobHead(LogprobHead.Config(in_features=WIDTH, out_features=VOCABULARY, param_init={}, **options))
+    torch.nn.init.normal_(head.weight)
+    return head
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 13, 100])
 @pytest.mark.parametrize("trains_head", [True, False])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
 @pytest.mark.parametrize("logprob_coef", [0.0, 1.0])
 def test_equals_log_softmax(chunk_tokens, trains_head, entropy_coef, logprob_coef):
-    torch.manual_seed(0)
-    head = LogprobHead(
-        LogprobHead.Config(in_features=WIDTH, out_features=VOCABULARY, param_init={}, chunk_tokens=chunk_tokens)
-    )
-    torch.nn.init.normal_(head.weight)
+    head = new_head(chunk_tokens=chunk_tokens)
     head.weight.requires_grad_(trains_head)
     hidden = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
     targets = torch.randint(VOCABULARY, (1, TOKENS))
@@ -42,9 +45,26 @@ def test_equals_log_softmax(chunk_tokens, trains_head, entropy_coef, logprob_coe
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
 
 
+def test_kept_logits_change_no_digit():
+    outcomes, sizes = [], []
+    for keep_logits in (False, True):
+        head = new_head(chunk_tokens=5, keep_logits=keep_logits)
+        hidden = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+        of_tokens = torch.randint(VOCABULARY, (1, TOKENS)), torch.rand(1, TOKENS) + 0.5
+        logprobs, entropy = head(hidden, *of_tokens)
+        node = logprobs.grad_fn
+        while "ChunkedLogprobs" not in node.name():
+            node = node.next_functions[0][0]
+        sizes.append([saved.numel() for saved in node.saved_tensors])
+        (logprobs + 0.3 * entropy).sum().backward()
+        outcomes.append([logprobs, entropy, hidden.grad, head.weight.grad])
+    for without, kept in zip(*outcomes, strict=True):
+        assert torch.equal(without, kept)
+    assert sizes[1] == sizes[0] + [tokens * VOCABULARY for tokens in (5, 5, 3)]
+
+
 def test_a_frozen_head_looks_once_at_the_logits(monkeypatch):
-    head = LogprobHead(LogprobHead.Config(in_features=WIDTH, out_features=VOCABULARY, param_init={}))
-    torch.nn.init.normal_(head.weight)
+    head = new_head()
     head.weight.requires_grad_(False)
     monkeypatch.setattr(head, "gradients", None)  # what recomputes them
     hidden = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
