@@ -120,6 +120,8 @@ def setup_roles(config: GRPOConfig) -> Roles:
     replicas = tuple(tuple(range(r, r + tensor_parallel)) for r in range(first_generator, world_size, tensor_parallel))
     generator_ranks = tuple(r for ranks in replicas for r in ranks)
     my_world = next(world for world in (trainer_ranks, own_reference_ranks, *replicas) if rank in world)
+    if on_gpu and rank not in generator_ranks:  # vLLM decides for its own
+        _let_segments_grow()
 
     control = _bridge("control", tuple(range(world_size)), rank, store, "gloo", timeout)
     learners, learner_ranks = None, (*trainer_ranks, *own_reference_ranks)
@@ -227,6 +229,15 @@ def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) ->
         close_engine()
     if dist.is_initialized():  # an engine takes the default group with it
         dist.destroy_process_group()
+
+
+def _let_segments_grow() -> None:
+    """Have torch's allocator extend what it took from the GPU, rather than free it all when a piece is too small.
+
+    Before anything is allocated there. A user's own setting of the allocator stays.
+    """
+    if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _bridge(
