@@ -10,7 +10,7 @@ CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpoin
     2: [
         ("qwen3-tied", 1, 1, "selective", 1),  # FSDP
         ("qwen3-untied", 2, 1, "full", 0),  # TP, the vocabulary sharded
-        ("llama3", 1, 2, "none", 0),  # replicas
+        ("llama3", 1, 2, "logits", 0),  # replicas
         ("qwen2-untied", 2, 1, "none", 1),  # the biases sharded
         ("mistral", 1, 1, "none", 1),
     ],

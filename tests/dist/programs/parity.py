@@ -104,10 +104,10 @@ def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: Train
     head, seen = model.module.lm_head, set()
     statistics = head.statistics
 
-    def spy(hidden, weight, targets, temperatures, first_row):
-        assert (hidden.dtype, temperatures.dtype) == (torch.bfloat16, torch.float32), case
+    def spy(product, targets, temperatures, first_row):
+        assert (product.dtype, temperatures.dtype) == (torch.bfloat16, torch.float32), case
         seen.update(temperatures.tolist())
-        return statistics(hidden, weight, targets, temperatures, first_row)
+        return statistics(product, targets, temperatures, first_row)
 
     head.statistics = spy
     for micro in micro_batches(batch, model, trainer):
