@@ -21,6 +21,8 @@ def collectives_entered(roles: Roles) -> dict[str, int]:
     entered = {group.group_name: _begun(group) - direct_messages[group.group_name] for group in bridges}
     worlds = (roles.trainer_ranks, roles.reference_ranks, *roles.replicas)
     my_world = next(world for world in worlds if roles.rank in world)
+    # making a group waits for all ranks of the world too
+    entered[f"{my_world[0]}/groups made"] = distributed_c10d._world.group_count
     for group in list(distributed_c10d._world.pg_map):  # a copy, because another thread may add groups
         ranks = distributed_c10d._world.pg_group_ranks.get(group)
         if group not in bridges and ranks and len(ranks) > 1:
