@@ -49,7 +49,8 @@ from grpo.models.hf_folder import fetch_folder
 from grpo.roles.ahead import check_probe, gather_ahead, generate_ahead
 from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, send_batch, wait_for_all
 from grpo.roles.compile_ahead import compile_ahead, compiles_ahead
-from grpo.roles.generator import Generator, import_vllm
+from grpo.roles.engine import import_vllm
+from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference

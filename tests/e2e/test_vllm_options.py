@@ -11,10 +11,10 @@ COLOCATED = ("--roles.colocated", "--roles.num-trainers", 1, "--roles.num-refere
 TELLING = """
 import json
 
-from grpo.roles import generator
+from grpo.roles import engine
 from tests.e2e.tiny import config
 
-start_engine = generator._start_engine
+start_engine = engine.start_engine
 
 
 def tell(*arguments):
@@ -30,7 +30,7 @@ def tell(*arguments):
     return llm
 
 
-generator._start_engine = tell
+engine.start_engine = tell
 """
 
 

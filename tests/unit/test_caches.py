@@ -6,7 +6,7 @@ import pathlib
 import pytest
 import torch
 
-from grpo.roles import generator
+from grpo.roles import engine
 from grpo.run.caches import PARTS, VARIABLE, keep_caches
 
 OWN_VARIABLES = (*PARTS, VARIABLE, "XDG_CACHE_HOME")
@@ -76,5 +76,5 @@ def test_vllms_cache_is_one_for_each_gpu(monkeypatch, tmp_path):
     """Code that vLLM compiled on one GPU of a host fails on another, and it does not look which one it was."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for _ in range(2):  # an engine asks again
-        generator._set_environment(torch.device("cuda", 3))
+        engine._set_environment(torch.device("cuda", 3))
         assert os.environ["VLLM_CACHE_ROOT"] == str(tmp_path / "gpu3")

@@ -17,7 +17,7 @@ from grpo.config.engine_options import (
     argument_names,
 )
 from grpo.config.recipes import as_recipe, load, load_recipe
-from grpo.roles.generator import _in_vllms_types
+from grpo.roles.engine import in_vllms_types
 
 DEFAULT = str(pathlib.Path(__file__).parents[2] / "configs" / "qwen3_1_7b_gsm8k.py")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -188,11 +188,11 @@ def test_a_recipe_has_them_as_dicts_and_a_saved_config_too(tmp_path):
 def test_sampling_values_from_json_get_vllms_types():
     """JSON has no numbers as names and no classes; a value that does not fit is one line."""
     options = {"logit_bias": {"5": 1}, "structured_outputs": {"choice": ["a", "b"]}, "min_tokens": 3}
-    converted = _in_vllms_types(options)
+    converted = in_vllms_types(options)
     assert converted["logit_bias"] == {5: 1.0} and converted["min_tokens"] == 3
     assert converted["structured_outputs"].choice == ["a", "b"]
-    assert _in_vllms_types({}) == {}
+    assert in_vllms_types({}) == {}
     with pytest.raises(
         ValueError, match=r"^generator.sampling \{'min_tokens': 'many'\}: vLLM says: Expected `int`, got"
     ):
-        _in_vllms_types({"min_tokens": "many"})
+        in_vllms_types({"min_tokens": "many"})

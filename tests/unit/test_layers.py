@@ -91,9 +91,9 @@ def test_trainer_reference_and_generator_do_not_know_each_other():
         assert not imports_of(module) & (roles - {module})
 
 
-def test_only_the_generator_and_what_it_changes_import_vllm():
+def test_three_files_import_vllm():
     users = [m for m in (*MODULES_OF_ROOMS, *SCRIPTS) if uses(m, "vllm")]
-    assert users == ["grpo.roles.engine_speed", "grpo.roles.generator"]
+    assert users == ["grpo.roles.engine", "grpo.roles.engine_speed", "grpo.roles.generator"]
 
 
 def test_nothing_imports_a_script():
