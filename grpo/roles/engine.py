@@ -1,0 +1,163 @@
+"""Starting vLLM's engines, one per replica, inside the torchrun ranks that sample."""
+
+import contextlib
+import importlib
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from grpo.config import GRPOConfig
+from grpo.data.chat import load_tokenizer
+from grpo.roles import engine_speed
+from grpo.roles.process_groups import Roles
+from grpo.roles.progress import engine_steps
+from grpo.roles.shared_memory import remove_shared_memory, replica_name
+
+CPU_KV_CACHE_GIB = 1 / 16
+# Engine options that vLLM's CPU backend gets wrong. Seeded requests whose prompt is prefilled in pieces crash its
+# runner (it rewinds a generator that cannot), and its sampler of drafted tokens divides by uninitialised memory where
+# the temperature should be (its `expand` kernel writes into a copy).
+WHOLE_PROMPTS = "vLLM's CPU backend must prefill prompts whole"
+NO_DRAFTS = "vLLM's CPU backend samples drafted tokens at a wrong temperature"
+WRONG_ON_CPU = {
+    "enable_chunked_prefill": WHOLE_PROMPTS,
+    "max_num_batched_tokens": WHOLE_PROMPTS,
+    "speculative_config": NO_DRAFTS,
+    "spec_method": NO_DRAFTS,
+    "spec_model": NO_DRAFTS,
+}
+
+
+def import_vllm(roles: Roles) -> None:
+    """Import vLLM, which takes seconds. Not collective: ranks that wait for another one do it meanwhile."""
+    _set_environment(roles.device)  # before, because vLLM reads some of it then
+    importlib.import_module("vllm")
+    importlib.import_module("vllm.entrypoints.llm")  # which the package itself leaves for the first use
+
+
+def start_engine(config: GRPOConfig, folder: str, roles: Roles):
+    """This rank's part of its replica's `vllm.LLM`; seconds on a CPU, 20 to 95 on a GPU.
+
+    Collective over the replica, colocated over all ranks. Raises ValueError for options that this machine's vLLM gets
+    wrong.
+    """
+    with _saved_tokenizer(config, folder) as tokenizer_folder, _own_inductor_cache():
+        llm = _new_engine(config, folder, tokenizer_folder, roles)
+    remove_shared_memory(replica_name(roles.replicas[roles.replica][0]))  # all ranks of the replica have joined
+    return llm
+
+
+def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, roles: Roles):
+    from vllm import LLM
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    ranks = roles.replicas[roles.replica]
+    # All ranks of the default group start together; colocated, that group is larger than one replica.
+    world_rank = torch.distributed.get_rank()
+    identity = f"env:{replica_name(ranks[0])}"
+
+    class ReplicaExecutor(ExecutorWithExternalLauncher):
+        """Starts one rank of one replica, where vLLM's own executors would put every engine on the first GPU."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            # The part behind the colon names shared memory, so it must be unique to the replica.
+            return identity, world_rank, roles.device.index or 0
+
+        def execute_model(self, *arguments: Any, **options: Any) -> Any:
+            engine_steps[ranks[0]] += 1  # so that a rank that hangs is told from those that wait for it
+            return super().execute_model(*arguments, **options)
+
+    options, on_cpu = config.generator, roles.device.type == "cpu"
+    cache_gib = options.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else 0)
+    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, config.max_sequence_tokens)}
+    for name in options.engine if on_cpu else ():
+        if name in WRONG_ON_CPU:
+            raise ValueError(f"generator.engine {name} needs a GPU: {WRONG_ON_CPU[name]}")
+    if config.sampling.carry_over and not engine_speed.is_tested_version():
+        raise ValueError(
+            f"sampling.carry_over={config.sampling.carry_over} ends vLLM's calls early, which is made for vLLM "
+            f"{engine_speed.TESTED_VERSION} alone; install it, or set --sampling.carry-over 0"
+        )
+    defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
+    return LLM(
+        model=folder,
+        tensor_parallel_size=options.tensor_parallel,
+        distributed_executor_backend=ReplicaExecutor,
+        dtype=config.model.dtype,
+        max_model_len=config.max_sequence_tokens,
+        max_num_seqs=options.max_num_seqs,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_memory_bytes=int(cache_gib * 2**30) or None,
+        enforce_eager=options.enforce_eager or on_cpu,
+        enable_sleep_mode=options.sleep and not on_cpu,
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature
+        generation_config="vllm",  # sampling options come from our config alone
+        config_format="hf",  # a Mistral folder may hold a second config and its weights once more, which vLLM prefers
+        load_format="safetensors",
+        tokenizer=tokenizer_folder,
+        skip_tokenizer_init=not _needs_texts(config),
+        seed=config.seed,
+        **(whole_prompts if on_cpu else {}),
+        **(defaults | options.engine),
+    )
+
+
+@contextlib.contextmanager
+def _saved_tokenizer(config: GRPOConfig, folder: str) -> Iterator[str | None]:
+    """A folder with the driver's tokenizer while vLLM loads it, if it works with texts at all; else None.
+
+    From the model's folder, vLLM would load what AutoTokenizer makes of it, see `load_tokenizer`.
+    """
+    if not _needs_texts(config):
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as tokenizer_folder:
+        load_tokenizer(folder, config.data).save_pretrained(tokenizer_folder)
+        shutil.copy(pathlib.Path(folder) / "config.json", tokenizer_folder)
+        yield tokenizer_folder
+
+
+def _needs_texts(config: GRPOConfig) -> bool:
+    """Whether vLLM needs a tokenizer: for stop texts, and for sampling options such as bad_words."""
+    return bool(config.generator.stop or config.generator.sampling)
+
+
+@contextlib.contextmanager
+def _own_inductor_cache() -> Iterator[None]:
+    """Let torch.compile find again, after the block, the cache that it had before.
+
+    vLLM moves it to a folder that changes with the engine's options, where a trainer on this rank would start anew.
+    """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    yield
+    if folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+
+
+def _set_environment(device: torch.device) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if device.type == "cuda":  # what vLLM compiled runs on the GPU of that index alone, and its cache does not ask
+        root, part = pathlib.Path(os.environ.get("VLLM_CACHE_ROOT") or "~/.cache/vllm"), f"gpu{device.index or 0}"
+        os.environ["VLLM_CACHE_ROOT"] = str((root if root.name == part else root / part).expanduser())
+    else:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several engines would pile onto the same cores
+
+
+def in_vllms_types(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """`generator.sampling`, whose values are JSON's, in the types of SamplingParams; ValueError if they do not fit."""
+    import msgspec
+    from vllm import SamplingParams
+
+    try:
+        params = msgspec.convert(sampling, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"generator.sampling {dict(sampling)}: vLLM says: {error}") from error
+    return {name: getattr(params, name) for name in sampling}
