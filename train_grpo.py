@@ -56,10 +56,11 @@ from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
-from grpo.run.driver import Driver, Sampled, Start
+from grpo.run.driver import Driver, Start
 from grpo.run.folder import checkpoint
 from grpo.run.profiler import profile_step
 from grpo.run.replay import ReplayDriver
+from grpo.run.sampled import Sampled
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
 from grpo.run.watch.failures import run_script, set_place

@@ -5,15 +5,12 @@ for its decisions (`comm.on_driver`, `comm.from_driver`). Within a step nothing 
 was sampled is a value that the loop passes on. Left out: everything that several ranks do together.
 """
 
-import math
 import pathlib
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from grpo.algorithm.advantages import zero_variance
-from grpo.algorithm.importance import with_effective_sample_size
 from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig, TrainerConfig
 from grpo.config.layout import describe_layout
@@ -38,8 +35,10 @@ from grpo.run.past_lengths import PastLengths
 from grpo.run.profiler import check_profile
 from grpo.run.report.ledger import Ledger
 from grpo.run.report.log import RunLog
+from grpo.run.report.measured import measured_metrics, sequence_advantages
 from grpo.run.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
-from grpo.run.report.sampling_work import Work, sampling_work, stale_frac
+from grpo.run.report.sampling_work import sampling_work, stale_frac
+from grpo.run.sampled import Sampled, informative_groups
 from grpo.run.scorer import Scorer, check_functions, check_version, held_out_prompts
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
@@ -48,8 +47,6 @@ from grpo.run.watch.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Pending, Plan, Prompt, Rollout, TrainBatch
 
 SCRIPT = "train_grpo.py"  # as run.json names it
-# Dynamic sampling draws as many prompts as the share of informative groups so far calls for, but expects no less.
-LEAST_INFORMATIVE_FRAC = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -64,25 +61,6 @@ class Start:
     stop_token_ids: list[int]
     eval_prompts: list[Prompt]
     checkpoint: pathlib.Path | None
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What a step has sampled so far; on the driver. Rollouts lie group after group."""
-
-    everything: list[Rollout]
-    informative: list[Rollout]
-    """With dynamic sampling only the groups whose rewards differ, else all."""
-    num_wanted: int
-    """Completions that the step trains on."""
-    num_rounds: int = 0
-    num_prompts: int = 0
-    work: Work = Work()
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """Those that the step trains on; without any informative group, some of the others."""
-        return (self.informative or self.everything)[: self.num_wanted]
 
 
 class Driver:
@@ -230,18 +208,9 @@ class Driver:
         if config.sampling.dynamic:
             with self.timer.phase("reward"):
                 rollouts = self._collect()
-            same_P = zero_variance(*reward_tensors(rollouts), config.group_size)
-            same_S = same_P.repeat_interleave(config.group_size).tolist()
-            informative = [rollout for rollout, same in zip(rollouts, same_S, strict=True) if not same]
+            informative = informative_groups(rollouts, config.group_size)
         before = sampled or Sampled([], [], config.completions_per_step)
-        return Sampled(
-            everything=before.everything + rollouts,
-            informative=before.informative + informative,
-            num_wanted=before.num_wanted,
-            num_rounds=before.num_rounds + 1,
-            num_prompts=before.num_prompts + len(prompts),
-            work=before.work + work,
-        )
+        return before.with_round(rollouts, informative, len(prompts), work)
 
     def more_prompts(self, sampled: Sampled | None) -> list[Prompt]:
         """Prompts of another round: as many as dynamic sampling expects to need; none once the step is full.
@@ -253,13 +222,11 @@ class Driver:
     @from_driver
     def _more_prompts(self, sampled: Sampled) -> list[Prompt]:
         config = self.config
-        num_informative = len(sampled.informative) // config.group_size
-        missing = config.prompts_per_step - num_informative
-        if missing <= 0:
+        num_informative = sampled.num_informative(config.group_size)
+        if num_informative >= config.prompts_per_step:
             return []
         if sampled.num_rounds < config.sampling.max_rounds:
-            informative_frac = max(num_informative / sampled.num_prompts, LEAST_INFORMATIVE_FRAC)
-            return self._draw(min(math.ceil(missing / informative_frac), config.prompts_per_step))
+            return self._draw(sampled.prompts_to_draw(config.prompts_per_step, config.group_size))
         print(
             f"dynamic sampling: {num_informative} of {config.prompts_per_step} groups have different rewards after "
             f"{sampled.num_rounds} rounds with {sampled.num_prompts} prompts; the step goes on with "
@@ -356,10 +323,7 @@ class Driver:
         finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
         metrics["mismatch/nonfinite_frac"] = 1 - finite_N.float().mean().item()
         if config.sampling.dynamic:
-            metrics["sampling/rounds"] = sampled.num_rounds
-            num_informative = len(sampled.informative) // config.group_size
-            metrics["sampling/informative_frac"] = num_informative / sampled.num_prompts
-            metrics["sampling/full_frac"] = min(1.0, num_informative / config.prompts_per_step)
+            metrics |= sampled.dynamic_metrics(config.prompts_per_step, config.group_size)
         if config.has_lag:
             lag_S = (step - 1 - batch.versions_S).double()
             metrics |= {"lag/mean": lag_S.mean().item(), "lag/max": lag_S.max().item()}
@@ -392,20 +356,3 @@ def plan_to_stop(step: int, saved_step: int) -> Plan:
     """Save the steps before `step`, unless they are, and begin no other."""
     nothing = {"prompts": [], "generator_version": step, "sync_check": False, "sync": False, "evaluate": False}
     return Plan(step=step, save=step > saved_step, stop=True, **nothing)
-
-
-def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens: int) -> dict[str, float]:
-    """What the updates measured, the step's times, tokens per second and memory."""
-    metrics = with_effective_sample_size(measured.means()) | times
-    metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
-    if torch.cuda.is_available():
-        metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return metrics
-
-
-def sequence_advantages(batch: TrainBatch) -> list[float | None]:
-    """The mean advantage of each sequence's loss tokens; None for a sequence that is excluded."""
-    values_N = batch.advantages_N.double().where(batch.loss_mask_N, 0)
-    sums_S = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.owner_N, values_N)
-    means = (sums_S / batch.num_loss_tokens_S).tolist()
-    return [None if math.isnan(mean) else mean for mean in means]

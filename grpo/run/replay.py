@@ -18,7 +18,7 @@ from grpo.models import hf_folder
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run.driver import SCRIPT, Start, measured_metrics, plan_to_stop
+from grpo.run.driver import SCRIPT, Start, plan_to_stop
 from grpo.run.folder.checkpoint import saves
 from grpo.run.folder.resume import begin, open_run_folder
 from grpo.run.folder.run_lock import unlock_run_folder
@@ -27,6 +27,7 @@ from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
 from grpo.run.report.ledger import Ledger
 from grpo.run.report.log import RunLog
+from grpo.run.report.measured import measured_metrics
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
 from grpo.run.watch.failures import refuse_bad_input
