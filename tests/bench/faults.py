@@ -1,6 +1,7 @@
 """What real roles do when one of them fails: every role in every phase, with a tiny model, on a CPU.
 
     nice -n 5 python tests/bench/faults.py [--roles driver ...] [--phases train ...] [--kinds hang ...] [--jobs 2]
+    python tests/bench/faults.py --shape small --jobs 1 [...]                          (over NCCL, 2 to 3 GPUs a cell)
 
 A cell is one run of train_grpo.py in which a fault strikes one rank in its second step (`start`: while models load):
 an exception, SIGKILL, a sleep of an hour, SIGSTOP. It prints a markdown table: seconds from the fault to the end of
@@ -9,7 +10,8 @@ its role and its phase; torchrun's report repeats it (of a killed rank it has th
 of the run lives, and no file of /dev/shm that one of them had mapped is there. (A port is open as long as its process.)
 
 Each cell leaves `runs/faults/CELL.log` and a line in `runs/faults/cells.jsonl`; cells that are there are not run again.
-`--table` prints the table of what is there.
+`--table` prints the table of what is there. With `--shape` it is a random checkpoint of that shape, in bfloat16, the
+start may take longer, and runs are those of `runs/faults-SHAPE`.
 """
 
 import argparse
@@ -36,15 +38,36 @@ from grpo.data import toy
 from tests.tiny_models import SMALL
 from tests.torchrun import ROOT, SETTINGS
 
-FOLDER = ROOT / "runs" / "faults"
 STEP = 2
-PHASE_MINUTES, STARTUP_MINUTES = 0.25, 0.75
+PHASE_MINUTES = 0.25
 # Of a busy machine, after the deadline: rank 0 looks each second, torchrun each 0.1 s; the stacks take up to 5 s
 SOON, DEPUTY = 15.0, 25.0
 LOADING = 30.0  # while one rank is silent at the start, the others still load
 LEFT_SECONDS = 2.0
 LOOK_SECONDS = 0.5  # from one look at a run's processes to the next
 RUN_LIMIT = 300.0  # seconds of a cell
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the runs are run with, and where they are."""
+
+    folder: pathlib.Path
+    startup_minutes: float
+    flags: tuple[str, ...] = ()
+    shape: str = ""
+    """Of a checkpoint that random_checkpoint.py makes; a tiny model if empty."""
+
+
+FOLDER = ROOT / "runs" / "faults"
+ON_CPU = Setting(FOLDER, startup_minutes=0.75)
+
+
+def on_gpus(shape: str) -> Setting:
+    """With time for what CUDA, NCCL and vLLM need to start."""
+    flags = ("--model.dtype", "bfloat16", "--data.max-prompt-tokens", "128", "--generator.enforce-eager")
+    flags += ("--generator.gpu-memory-utilization", "0.3", "--trainer.micro-batch-tokens", "4096")
+    return Setting(ROOT / "runs" / f"faults-{shape}", startup_minutes=1.5, flags=flags, shape=shape)
 
 
 @dataclass(frozen=True)
@@ -101,9 +124,11 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--jobs", type=int, default=2, help="cells at the same time")
+    parser.add_argument("--shape", default="", help="of random_checkpoint.py; for GPUs")
     parser.add_argument("--again", action="store_true", help="cells that are there, too")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
+    setting = on_gpus(options.shape) if options.shape else ON_CPU
     cells = [
         (role, phase, kind)
         for role in options.roles
@@ -112,21 +137,21 @@ def main() -> None:
         if phase != "save" or role in SAVING
     ]
     if not options.table:
-        there = {} if options.again else read_outcomes()
-        run_all([cell for cell in cells if cell not in there], options.jobs)
-    outcomes = read_outcomes()
+        there = {} if options.again else read_outcomes(setting)
+        run_all([cell for cell in cells if cell not in there], options.jobs, setting)
+    outcomes = read_outcomes(setting)
     print(table([outcomes[cell] for cell in cells if cell in outcomes]))
 
 
-def run_all(cells: list[tuple[str, str, str]], jobs: int) -> None:
+def run_all(cells: list[tuple[str, str, str]], jobs: int, setting: Setting) -> None:
     """So that a bench which is interrupted has something of everything: each role in each phase once, then again."""
-    model, rows = make_inputs()
+    model, rows = make_inputs(setting)
     cells = in_turns(cells)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run_cell, *cell, model, rows) for cell in cells]
+        futures = [pool.submit(run_cell, *cell, model, rows, setting) for cell in cells]
         for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
             outcome = future.result()
-            with open(FOLDER / "cells.jsonl", "a") as file:
+            with open(setting.folder / "cells.jsonl", "a") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")
             verdict = "; ".join(outcome.wrong) or "ok"
             name = f"{outcome.role}, {outcome.phase}, {outcome.kind}"
@@ -143,10 +168,15 @@ def in_turns(cells: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     return [cell for turn in itertools.zip_longest(*order) for cell in turn if cell]
 
 
-def make_inputs() -> tuple[pathlib.Path, pathlib.Path]:
+def make_inputs(setting: Setting = ON_CPU) -> tuple[pathlib.Path, pathlib.Path]:
     """The folder of a random model and a file of a few rows."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    model, rows = FOLDER / "model", FOLDER / "rows.jsonl"
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    if setting.shape:
+        from speed import checkpoint
+
+        model = checkpoint(setting.shape)
+        return model, model / "prompts.jsonl"
+    model, rows = setting.folder / "model", setting.folder / "rows.jsonl"
     if not rows.exists():
         changes = SMALL | {"max_position_embeddings": 128}
         toy.make_model(model, toy.addition_tokenizer(), seed=0, changes=changes)
@@ -154,9 +184,9 @@ def make_inputs() -> tuple[pathlib.Path, pathlib.Path]:
     return model, rows
 
 
-def read_outcomes() -> dict[tuple[str, str, str], Outcome]:
+def read_outcomes(setting: Setting) -> dict[tuple[str, str, str], Outcome]:
     """The last of each cell."""
-    path = FOLDER / "cells.jsonl"
+    path = setting.folder / "cells.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     outcomes = [Outcome(**json.loads(line)) for line in lines]
     return {(outcome.role, outcome.phase, outcome.kind): outcome for outcome in outcomes}
@@ -165,15 +195,16 @@ def read_outcomes() -> dict[tuple[str, str, str], Outcome]:
 # ---- one cell -------------------------------------------------------------------------------------------------------
 
 
-def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathlib.Path) -> Outcome:
+def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathlib.Path, setting: Setting) -> Outcome:
     """Run it and look at what it printed and left."""
     at, outcome = ROLES[role], Outcome(role, phase, kind)
     name = f"{role}-{phase}-{kind}".replace(" ", "-")
-    log, note = FOLDER / f"{name}.log", FOLDER / f"{name}.fault"
+    log, note = setting.folder / f"{name}.log", setting.folder / f"{name}.fault"
     note.unlink(missing_ok=True)
     fault = {"rank": at.rank, "phase": phase, "step": STEP, "kind": kind, "note": str(note)}
-    flags = [*at.flags, "--run-dir", str(FOLDER / name), "--overwrite"]
-    for deadline, minutes in (("startup", STARTUP_MINUTES), ("generate", PHASE_MINUTES), ("phase", PHASE_MINUTES)):
+    flags = [*at.flags, *setting.flags, "--run-dir", str(setting.folder / name), "--overwrite"]
+    minutes_of = {"startup": setting.startup_minutes, "generate": PHASE_MINUTES, "phase": PHASE_MINUTES}
+    for deadline, minutes in minutes_of.items():
         flags += [f"--deadlines.{deadline}-minutes", str(minutes)]
     process = start_run(at.nproc, flags, model, rows, log, FAULT=json.dumps(fault))
     family, shared, ended = follow(process)
@@ -188,13 +219,13 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
     outcome.seconds = ended - json.loads(note.read_text())["time"]
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     outcome.line = errors[0] if errors else ""
-    outcome.wrong += complaints(outcome, at, process.returncode, output, errors)
+    outcome.wrong += complaints(outcome, at, process.returncode, output, errors, setting)
     if left:
         outcome.wrong.append(f"left: {len(left)} processes")
     if files := sorted(path for path in shared if os.path.exists(path)):
         outcome.wrong.append(f"left: {', '.join(files)}")
     if not outcome.wrong:
-        shutil.rmtree(FOLDER / name)
+        shutil.rmtree(setting.folder / name)
     return outcome
 
 
@@ -249,7 +280,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def complaints(outcome: Outcome, at: Role, code: int, output: str, errors: list[str]) -> list[str]:
+def complaints(outcome: Outcome, at: Role, code: int, output: str, errors: list[str], setting: Setting) -> list[str]:
     """What was not as it should be, of what the run said and when."""
     found = []
     if code != 1:
@@ -266,16 +297,16 @@ def complaints(outcome: Outcome, at: Role, code: int, output: str, errors: list[
     shows_stack = f"rank {at.rank} ({at.name}) is here, in phase {phase}:" in output
     if shows_stack != (outcome.kind == "hang"):
         found.append("a stack" if shows_stack else "no stack")
-    if outcome.seconds > limit_of(outcome):
-        found.append(f"above {limit_of(outcome):.0f} s")
+    if outcome.seconds > limit_of(outcome, setting):
+        found.append(f"above {limit_of(outcome, setting):.0f} s")
     return found
 
 
-def limit_of(outcome: Outcome) -> float:
+def limit_of(outcome: Outcome, setting: Setting) -> float:
     """Seconds in which all must be over."""
     if outcome.kind in ("raise", "SIGKILL"):
         return SOON
-    deadline = 60 * STARTUP_MINUTES + LOADING if outcome.phase == "start" else 60 * PHASE_MINUTES
+    deadline = 60 * setting.startup_minutes + LOADING if outcome.phase == "start" else 60 * PHASE_MINUTES
     return deadline + (DEPUTY if (outcome.role, outcome.kind) == ("driver", "SIGSTOP") else SOON)
 
 

@@ -22,8 +22,11 @@ from grpo.data.chat import encode_prompt
 from grpo.data.toy import trained_tokenizer
 
 COMMON = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28, "tie_word_embeddings": True}
+# Of what no GPU's speed is measured with
+FEW = {"vocab_size": 2048, "max_position_embeddings": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPES = {
-    "tiny": COMMON | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32},
+    "tiny": COMMON | FEW | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32},
+    "small": COMMON | FEW | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4},
     "qwen3-0.6b": COMMON | {"hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": COMMON | {"hidden_size": 2048, "intermediate_size": 6144},
     "qwen2.5-1.5b": COMMON
@@ -63,13 +66,6 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     """Write model, tokenizer and prompts."""
     shape = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960} | SHAPES[arguments.shape]
-    if arguments.shape == "tiny":
-        shape |= {
-            "vocab_size": 2048,
-            "max_position_embeddings": 1024,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        }
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(400)]
     tokenizer = trained_tokenizer([" ".join(rng.choices(words, k=50)) for _ in range(50)], vocab_size=1024)
