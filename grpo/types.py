@@ -190,8 +190,8 @@ class TrainBatch:
 class MicroBatch:
     """One forward and backward on one rank: B rows of T positions, each row whole sequences and then padding.
 
-    All fields are [B, T] and side by side: what belongs to a token is at the position that *predicts* it, the one
-    before it. At positions that predict nothing (the last token of a sequence, padding) the mask is False.
+    All fields but `scored_M` are [B, T] and side by side: what belongs to a token is at the position that *predicts*
+    it, the one before it. At positions that predict nothing (the last token of a sequence, padding) the mask is False.
     """
 
     ids_BT: torch.Tensor
@@ -215,6 +215,9 @@ class MicroBatch:
     old_logprobs_BT: torch.Tensor | None
     ref_logprobs_BT: torch.Tensor | None
     advantages_BT: torch.Tensor | None
+    scored_M: torch.Tensor
+    """int64: places b * T + t, in order, at which log-probs and entropy are computed: those that count in the loss, and
+    others up to a number that suits kernels."""
     num_sequences: int
     """Every index in `sequence_BT` is below it."""
 

@@ -89,11 +89,14 @@ def padding_frac(plan: MicroBatchPlan, lengths: Sequence[int], multiple: int, pa
     return 1 - sum(lengths) / num_positions
 
 
-def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int, pad_id: int = 0) -> MicroBatch:
+def build_micro_batch(
+    batch: TrainBatch, rows: list[list[int]], row_length: int, pad_id: int = 0, multiple: int = 1
+) -> MicroBatch:
     """Lay sequences out as planned: `rows` is plan[rank][micro_batch], `row_length` the number of positions T.
 
     An empty `rows` gives one row of padding, so that the rank still runs its forward and backward. Positions of padding
-    restart every `PAD_DOCUMENT`, so they never exceed what the model has, however long the row is.
+    restart every `PAD_DOCUMENT`, so they never exceed what the model has, however long the row is. The number of
+    positions with log-probs is rounded up to `multiple`, of which `row_length` is one.
 
     Raises ValueError if a row is longer than `row_length`, or the first token of a sequence counts in the loss.
     """
@@ -127,6 +130,7 @@ def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int,
         return None if values_N is None else values_N[index_BT.clamp(min=0)].masked_fill(index_BT < 0, elsewhere)
 
     row_BT = lay_out(batch.owner_N, own_BT, -1)
+    loss_mask_BT = lay_out(batch.loss_mask_N, token_BT, False)
     return MicroBatch(
         ids_BT=lay_out(batch.ids_N, own_BT, pad_id),
         positions_BT=positions_BT,
@@ -134,21 +138,28 @@ def build_micro_batch(batch: TrainBatch, rows: list[list[int]], row_length: int,
         token_BT=token_BT,
         sequence_BT=lay_out(batch.sequence_S, row_BT, -1),
         temperatures_BT=lay_out(batch.temperatures_S, row_BT, 1),
-        loss_mask_BT=lay_out(batch.loss_mask_N, token_BT, False),
+        loss_mask_BT=loss_mask_BT,
         num_loss_tokens_BT=lay_out(batch.num_loss_tokens_S, row_BT).clamp(min=1),
         generator_logprobs_BT=lay_out(batch.generator_logprobs_N, token_BT),
         old_logprobs_BT=lay_out(batch.old_logprobs_N, token_BT),
         ref_logprobs_BT=lay_out(batch.ref_logprobs_N, token_BT),
         advantages_BT=lay_out(batch.advantages_N, token_BT),
+        scored_M=_scored(loss_mask_BT.flatten(), multiple),
         num_sequences=int(batch.sequence_S.max()) + 1,
     )
+
+
+def _scored(wanted: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Where `wanted` is True, and the first other places up to a multiple of `multiple`, at least one; in order."""
+    number = max(multiple, _round_up(int(wanted.sum()), multiple))
+    return (~wanted).int().argsort(stable=True)[:number].sort().values
 
 
 def take_out(values_BT: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """The values of the M tokens that a micro-batch predicts: (index_M int64 among the N of the batch, values_M).
 
     `values_N[index_M] = values_M`, once per micro-batch, fills a flat tensor in the order of `TrainBatch`, except the
-    first token of each sequence, which nothing predicts.
+    first token of each sequence, which nothing predicts. (M is larger here than in `scored_M`.)
     """
     predicts_BT = micro.token_BT >= 0
     return micro.token_BT[predicts_BT], values_BT[predicts_BT]

@@ -39,13 +39,13 @@ class Policy(Qwen3Model):
     class Config(Qwen3Model.Config):
         pass
 
-    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT):
+    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             attention_masks = for_compiler(attention_masks)  # here, behind FSDP, which moves tensors to the GPU
         h_BTD = self.tok_embeddings(ids_BT)
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, attention_masks, positions_BT)
-        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT)
+        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M)
 
 
 class Adapter(Qwen3StateDictAdapter):

@@ -102,11 +102,14 @@ class ShardedModel:
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
 
+        0 without a gradient at places that are not among the micro-batch's `scored_M`.
+
         The micro-batch lies on this rank's device. Collective over the role's ranks.
         """
         with self.spmd_context():
             masks = self.module.get_attention_masks(micro.positions_BT)
-            return self.module(micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT)
+            inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
+            return self.module(*inputs)
 
 
 def build_model(

@@ -30,7 +30,7 @@ def micro_batches(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig
     plan, lengths, multiple = _plan(batch, model, trainer)
     for index, rows in enumerate(plan[model.data_rank]):
         length = row_length(plan, lengths, multiple, micro_batch=None if trainer.packing else index)
-        values = vars(build_micro_batch(batch, rows, length))
+        values = vars(build_micro_batch(batch, rows, length, multiple=multiple))
         yield MicroBatch(**{n: x.to(model.device) if isinstance(x, torch.Tensor) else x for n, x in values.items()})
 
 
@@ -50,8 +50,8 @@ def _plan(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> tup
 def token_logprobs(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> torch.Tensor:
     """Log-probs of this rank's part of the tokens: float32 [N] on the CPU, 0 where other ranks fill in.
 
-    Summed over the role's ranks (tensor-parallel ranks fill in once) it is the whole batch's, with 0 for the first
-    token of each sequence. Collective over the role.
+    Summed over the role's ranks (tensor-parallel ranks fill in once) it is the whole batch's, of the tokens that count
+    in the loss; of others it may be 0. Collective over the role.
     """
     logprobs_N = torch.zeros(batch.num_tokens)
     for micro in micro_batches(batch, model, trainer):

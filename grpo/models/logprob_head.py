@@ -19,8 +19,9 @@ from torchtitan.models.common import Linear
 class LogprobHead(Linear):
     """LM head that returns per-token log-probs and entropy (nats) instead of logits.
 
-    Takes hidden_BTD, targets_BT (int64) and each one's sampling temperature (float32, which must arrive unrounded:
-    torchtitan's FSDP leaves a module's inputs alone); returns (logprobs_BT, entropy_BT), float32.
+    Takes hidden_BTD, targets_BT (int64), each one's sampling temperature (float32, which must arrive unrounded:
+    torchtitan's FSDP leaves a module's inputs alone), and the places b * T + t that are wanted (int64 [M]), since
+    prompts need no log-probs. Returns (logprobs_BT, entropy_BT), float32, 0 elsewhere.
     With tensor parallelism the weight holds this rank's rows of the vocabulary and the hidden states are replicated.
     """
 
@@ -42,7 +43,11 @@ class LogprobHead(Linear):
         self.vocab_size = config.out_features
 
     def forward(
-        self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor, temperatures_BT: torch.Tensor
+        self,
+        hidden_BTD: torch.Tensor,
+        targets_BT: torch.Tensor,
+        temperatures_BT: torch.Tensor,
+        places_M: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_BTD = hidden_BTD.to_local() if isinstance(hidden_BTD, DTensor) else hidden_BTD
         weight_VD, group, first_row = self.weight, None, 0
@@ -51,14 +56,17 @@ class LogprobHead(Linear):
             weight_VD = weight_VD.to_local()
             # DTensor's chunks: ceil(V / ranks) rows each, the last ranks may hold fewer
             first_row = group.rank() * -(-self.vocab_size // group.size())
-        tokens = hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), temperatures_BT.flatten()
+        hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, places_M)
+        tokens = hidden_MD, weight_VD, targets_BT.flatten()[places_M], temperatures_BT.flatten()[places_M]
         if torch.is_grad_enabled() and not weight_VD.requires_grad and group is None:
-            logprobs_N, entropy_N = FrozenHeadLogprobs.apply(*tokens, self)
+            found = FrozenHeadLogprobs.apply(*tokens, self)
         else:
             keep_logits = self.keep_logits and torch.is_grad_enabled()
-            logprobs_N, entropy_N = ChunkedLogprobs.apply(*tokens, self, group, first_row, keep_logits)
-        # copies, because FSDP hooks the outputs and warns of views
-        return logprobs_N.view_as(targets_BT).clone(), entropy_N.view_as(targets_BT).clone()
+            found = ChunkedLogprobs.apply(*tokens, self, group, first_row, keep_logits)
+        rows_M, columns_M = places_M // targets_BT.shape[1], places_M % targets_BT.shape[1]
+        zeros_BT = torch.zeros_like(temperatures_BT)
+        logprobs_BT, entropy_BT = (zeros_BT.index_put((rows_M, columns_M), values_M) for values_M in found)
+        return logprobs_BT, entropy_BT
 
 
 class ChunkedLogprobs(torch.autograd.Function):

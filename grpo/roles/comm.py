@@ -122,7 +122,7 @@ def add_ref_logprobs(batch: TrainBatch | None, reference: Reference | None, role
     """Compute the reference's log-probs and join them into every learner's batch, if there is a reference.
 
     Collective over `roles.learners`: reference ranks pass theirs, the others None. Each computes its part of the tokens
-    and has 0 elsewhere, so that the sum over ranks is the whole and exact.
+    that count in the loss and has 0 where others do, so that the sum over ranks is the whole and exact.
     """
     if not roles.reference_ranks or not roles.learns:
         return batch

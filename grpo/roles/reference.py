@@ -29,7 +29,7 @@ class Reference:
         )
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-probs of this rank's part of the tokens, float32 [N], 0 elsewhere; see `comm.add_ref_logprobs`.
+        """Log-probs of this rank's part of the tokens that count in the loss, float32 [N]; see `add_ref_logprobs`.
 
         At the sampling temperatures. Collective over the reference ranks.
         """

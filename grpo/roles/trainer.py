@@ -65,7 +65,7 @@ class Trainer:
             print(f"policy: {sum(p.numel() for p in parameters):,} parameters, {trained:,} trained", flush=True)
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """The policy's log-probs of all tokens, float32 [N], CPU; 0 for the first token of each sequence.
+        """The policy's log-probs of the tokens that count in the loss, float32 [N], CPU; of others it may be 0.
 
         Collective over the trainer ranks.
         """

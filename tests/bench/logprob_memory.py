@@ -65,7 +65,8 @@ def chunked(
     head = LogprobHead(LogprobHead.Config(**sizes, chunk_tokens=chunk, compile=CUDA))
     head.weight = new_weight(hidden, vocabulary).requires_grad_(not frozen)
     temperatures_BT = torch.ones(1, tokens, device=head.weight.device)
-    return head.weight, lambda hidden_BTD, targets_BT: head(hidden_BTD, targets_BT, temperatures_BT)[0]
+    all_M = torch.arange(tokens, device=head.weight.device)
+    return head.weight, lambda hidden_BTD, targets_BT: head(hidden_BTD, targets_BT, temperatures_BT, all_M)[0]
 
 
 def plain(tokens: int, hidden: int, vocabulary: int) -> tuple[torch.nn.Parameter, Callable[..., torch.Tensor]]:

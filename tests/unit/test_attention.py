@@ -114,7 +114,7 @@ def test_the_longest_length_becomes_a_tensor_behind_fsdp():
     layers = {"0": lambda hidden, masks, positions: given.append(masks)}
     parts = dict.fromkeys(("tok_embeddings", "norm", "lm_head"), lambda *of: None) | {"layers": layers}
     model._modules.update(parts)
-    model(None, None, positions, masks, None)
+    model(None, None, positions, masks, None, None)
     assert given[0].max_q.device.type == "cpu" and given[0].max_q == 4
 
 

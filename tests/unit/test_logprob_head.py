@@ -6,6 +6,7 @@ import torch
 from grpo.models.logprob_head import LogprobHead
 
 TOKENS, WIDTH, VOCABULARY = 13, 8, 37
+ALL = torch.arange(TOKENS)
 
 
 def new_head(**options) -> LogprobHead:
@@ -39,10 +40,33 @@ def test_equals_log_softmax(chunk_tokens, trains_head, entropy_coef, logprob_coe
     expected = outcome(
         expected_logp.gather(-1, targets[..., None])[..., 0], -(expected_logp.exp() * expected_logp).sum(-1)
     )
-    for found, right in zip(outcome(*head(hidden, targets, temperatures)), expected, strict=True):
+    for found, right in zip(outcome(*head(hidden, targets, temperatures, ALL)), expected, strict=True):
         assert (found is None) == (right is None)
         if right is not None:
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+def test_only_what_is_wanted_is_computed():
+    head, places = new_head(chunk_tokens=3), torch.tensor([1, 4, 5, 9])
+    hidden = torch.randn(2, 5, WIDTH, requires_grad=True)
+    of_tokens = torch.randint(VOCABULARY, (2, 5)), torch.rand(2, 5) + 0.5
+    weights = torch.randn(2, 5)
+
+    def outcome(wanted):
+        hidden.grad = head.weight.grad = None
+        logprobs, entropy = head(hidden, *of_tokens, wanted)
+        mask = torch.zeros(10, dtype=torch.bool).index_fill(0, places, True).view(2, 5)
+        (weights * mask * (logprobs + entropy)).sum().backward()
+        return logprobs, entropy, mask, hidden.grad, head.weight.grad
+
+    *values, mask, hidden_grad, weight_grad = outcome(places)
+    *all_values, _, all_hidden_grad, all_weight_grad = outcome(torch.arange(10))
+    for found, wanted in zip(values, all_values, strict=True):
+        torch.testing.assert_close(found[mask], wanted[mask])
+        assert not found[~mask].any()
+    torch.testing.assert_close(hidden_grad, all_hidden_grad)
+    torch.testing.assert_close(weight_grad, all_weight_grad)
+    assert not hidden_grad[~mask].any()
 
 
 def test_kept_logits_change_no_digit():
@@ -51,10 +75,10 @@ def test_kept_logits_change_no_digit():
         head = new_head(chunk_tokens=5, keep_logits=keep_logits)
         hidden = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
         of_tokens = torch.randint(VOCABULARY, (1, TOKENS)), torch.rand(1, TOKENS) + 0.5
-        logprobs, entropy = head(hidden, *of_tokens)
+        logprobs, entropy = head(hidden, *of_tokens, ALL)
         node = logprobs.grad_fn
         while "ChunkedLogprobs" not in node.name():
-            node = node.next_functions[0][0]
+            node = node.next_functions[-1][0]
         sizes.append([saved.numel() for saved in node.saved_tensors])
         (logprobs + 0.3 * entropy).sum().backward()
         outcomes.append([logprobs, entropy, hidden.grad, head.weight.grad])
@@ -68,6 +92,6 @@ def test_a_frozen_head_looks_once_at_the_logits(monkeypatch):
     head.weight.requires_grad_(False)
     monkeypatch.setattr(head, "gradients", None)  # what recomputes them
     hidden = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
-    logprobs, _ = head(hidden, torch.zeros(1, TOKENS, dtype=torch.int64), torch.ones(1, TOKENS))
+    logprobs, _ = head(hidden, torch.zeros(1, TOKENS, dtype=torch.int64), torch.ones(1, TOKENS), ALL)
     logprobs.sum().backward()
     assert hidden.grad.abs().sum() > 0

@@ -198,6 +198,9 @@ def test_micro_batch_by_hand():
     assert micro.advantages_BT.tolist() == [[80, 90, 100, 0, 20, 30, 0, 0, 0], [50, 60, 0, 0, 0, 0, 0, 0, 0]]
     assert micro.old_logprobs_BT is None and micro.ref_logprobs_BT is None
     assert micro.num_sequences == 3
+    assert micro.scored_M.tolist() == [1, 2, 5, 9, 10]  # the mask's places, row after row
+    rounded = build_micro_batch(batch, [[2, 0], [1]], row_length=9, multiple=3)
+    assert rounded.scored_M.tolist() == [0, 1, 2, 5, 9, 10]
     for ids_BT in (micro.ids_BT, micro.targets_BT, micro.positions_BT, micro.sequence_BT, micro.token_BT):
         assert ids_BT.dtype == torch.int64
 
@@ -229,6 +232,7 @@ def test_empty_micro_batch_is_one_row_of_padding():
     assert micro.ids_BT.tolist() == [[9, 9, 9, 9]] and micro.positions_BT.tolist() == [[0, 1, 2, 3]]
     assert (micro.sequence_BT == -1).all() and not micro.loss_mask_BT.any()
     assert micro.generator_logprobs_BT.tolist() == [[0.0] * 4] and micro.temperatures_BT.tolist() == [[1.0] * 4]
+    assert micro.scored_M.tolist() == [0]  # so that the LM head has a forward and a backward too
     index_M, values_M = take_out(torch.ones(1, 4), micro)
     assert len(index_M) == 0 and len(values_M) == 0
 

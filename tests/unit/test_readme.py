@@ -45,9 +45,10 @@ METRICS = {
     "grpo/roles/trainer.py": "entropy grad_norm learning_rate skipped_frac packing/padding_frac",
     "grpo/data/streaming.py": "data/bad_rows data/too_long data/unlabelled",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
-    "grpo/run/driver.py": "mismatch/nonfinite_frac tokens_per_second memory/peak_gib lag/mean lag/max time/ahead "
-    "time/overlap sampling/rounds "
-    "sampling/informative_frac sampling/full_frac sampling/filtered sampling/tail_frac sampling/carried lag/stale_frac",
+    "grpo/run/driver.py": "mismatch/nonfinite_frac lag/mean lag/max time/ahead time/overlap sampling/filtered "
+    "sampling/tail_frac sampling/carried lag/stale_frac",
+    "grpo/run/report/measured.py": "tokens_per_second memory/peak_gib",
+    "grpo/run/sampled.py": "sampling/rounds sampling/informative_frac sampling/full_frac",
 }
 # One per reward function, number of samples, source
 MANY = {
@@ -69,7 +70,18 @@ OTHER_FILES = {"path/file.py", "config-step-N.py", "configs/my_run.py", "apps/gr
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
 OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step"}
-OTHER_TOOLS_FLAGS |= {"--array", "--env", "--file", "--tag", "--num", "--worst", "--prompt", "--evaluation"}
+OTHER_TOOLS_FLAGS |= {
+    "--shape",
+    "--jobs",
+    "--array",
+    "--env",
+    "--file",
+    "--tag",
+    "--num",
+    "--worst",
+    "--prompt",
+    "--evaluation",
+}
 MOST_LINES = 230  # of the page that a newcomer reads first
 
 
