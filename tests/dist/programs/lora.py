@@ -91,7 +91,8 @@ def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
     with torch.no_grad():
         values_N = original_values(exported, batch)[0]
     logprobs_N = trainer.logprobs(batch)
-    errors.append(((logprobs_N - values_N).abs().max() / values_N.abs().max()).item())
+    values_M = values_N[batch.loss_mask_N]
+    errors.append(((logprobs_N[batch.loss_mask_N] - values_M).abs().max() / values_M.abs().max()).item())
     config = GRPOConfig(
         model=model,
         trainer=options,
