@@ -47,6 +47,25 @@ SHAPES = {
         "num_hidden_layers": 36,
         "tie_word_embeddings": False,
     },
+    "qwen3-32b": COMMON
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+        "tie_word_embeddings": False,
+    },
+    "llama3.1-8b": COMMON
+    | {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+    },
 }
 NUM_PROMPTS = 512
 
