@@ -108,7 +108,8 @@ class TrainerConfig:
     compile: bool = True
     """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
     logprob_chunk_tokens: Annotated[int, AtLeast(1)] = 4096
-    """Tokens whose logits are in memory at one time, in the chunked LM head."""
+    """Tokens whose logits the LM head computes at one time; whether it keeps them for the backward,
+    `activation_checkpointing` says. Only tokens that count in the loss have any."""
     learning_rate: Annotated[float, AtLeast(0), Below(math.inf)] = 1e-6
     """Peak learning rate of AdamW."""
     adam_beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
