@@ -1,7 +1,9 @@
 """A rank that fails, dies, hangs or is stopped ends the job soon, with one line that names it, and nothing is left."""
 
+import concurrent.futures
 import pathlib
 import re
+import subprocess
 import time
 
 import pytest
@@ -13,18 +15,31 @@ DEADLINE = 6.0  # seconds that nothing may happen
 # torchrun looks every 0.1 s, rank 0 every second, the deputy waits 10 s more; the rest is for a busy machine
 SOON, DEPUTY = 12.0, 22.0
 
-KILLED = "was ended from outside in phase {phase}"
-HANGS = "hangs in phase {phase}: nothing has happened for"
-MUTE = "does not answer, last seen in phase {phase}: nothing has happened for"
-# rank and its role, phase, what happens to it, what its line says, seconds until all is over
+# What the line says of a rank to which this happened, and seconds until all is over
+KINDS = {
+    "raise": ("failed in phase {phase}: forced", SOON),
+    "kill": ("was ended from outside in phase {phase}", SOON),
+    "hang": ("hangs in phase {phase}: nothing has happened for", DEADLINE + SOON),
+    "spin": ("hangs in phase {phase}: nothing has happened for", DEADLINE + SOON),
+    "stop": ("does not answer, last seen in phase {phase}: nothing has happened for", DEADLINE + DEPUTY),
+}
+# rank and its role, phase, what happens to it
 CELLS = [
-    ("1 (trainer)", "train", "raise", "failed in phase {phase}: forced", SOON),
-    ("2 (reference)", "reference", "kill", KILLED, SOON),
-    ("1 (trainer)", "train", "hang", HANGS, DEADLINE + SOON),
-    ("0 (trainer)", "generate", "stop", MUTE, DEADLINE + DEPUTY),
+    ("1 (trainer)", "train", "raise"),
+    ("2 (reference)", "reference", "raise"),
+    ("3 (generator)", "generate", "raise"),
+    ("0 (trainer)", "train", "kill"),
+    ("1 (trainer)", "sync", "kill"),
+    ("2 (reference)", "reference", "kill"),
+    ("3 (generator)", "generate", "kill"),
+    ("0 (trainer)", "sync", "hang"),
+    ("1 (trainer)", "train", "hang"),
+    ("3 (generator)", "generate", "hang"),
+    ("0 (trainer)", "generate", "stop"),
+    ("3 (generator)", "sync", "stop"),
 ]
 MORE_CELLS = [
-    (rank, phase, kind, line, DEADLINE + (DEPUTY if kind == "stop" else SOON))
+    (rank, phase, kind)
     for rank, phase in (
         ("0 (trainer)", "train"),
         ("0 (trainer)", "sync"),
@@ -33,26 +48,40 @@ MORE_CELLS = [
         ("3 (generator)", "generate"),
         ("3 (generator)", "sync"),
     )
-    for kind, line in (("hang", HANGS), ("spin", HANGS), ("stop", MUTE), ("kill", KILLED))
+    for kind in ("hang", "spin", "stop", "kill")
+    if (rank, phase, kind) not in CELLS
 ]
+AT_ONCE = 2  # most of a cell's seconds are waiting
 
 
-@pytest.mark.parametrize("rank, phase, kind, line, within", CELLS)
-def test_one_line_names_the_rank(rank, phase, kind, line, within):
-    check_cell(rank, phase, kind, line, within)
+@pytest.fixture(scope="module")
+def outcomes(request):
+    """Cell -> its run, for all that are asked for; they run side by side from the first test on."""
+    asked = [item.callspec.params["cell"] for item in request.session.items if "outcomes" in item.fixturenames]
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {cell: pool.submit(run_cell, *cell) for cell in asked}
+        pool.shutdown(cancel_futures=True)
+
+
+def run_cell(rank: str, phase: str, kind: str) -> tuple[subprocess.CompletedProcess, float]:
+    """And when it ended."""
+    return run_torchrun(PROGRAM, rank[0], phase, kind, DEADLINE, nproc=4), time.time()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=" ".join)
+def test_one_line_names_the_rank(outcomes, cell):
+    check_cell(*cell, *outcomes[cell].result())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank, phase, kind, line, within", MORE_CELLS)
-def test_one_line_names_any_rank(rank, phase, kind, line, within):
-    check_cell(rank, phase, kind, line, within)
+@pytest.mark.parametrize("cell", MORE_CELLS, ids=" ".join)
+def test_one_line_names_any_rank(outcomes, cell):
+    check_cell(*cell, *outcomes[cell].result())
 
 
-def check_cell(rank: str, phase: str, kind: str, line: str, within: float) -> None:
-    """One run: its error line, its end, torchrun's root cause."""
-    result = run_torchrun(PROGRAM, rank[0], phase, kind, DEADLINE, nproc=4)
-    ended = time.time()
-    output = result.stdout
+def check_cell(rank: str, phase: str, kind: str, result: subprocess.CompletedProcess, ended: float) -> None:
+    """A run's error line, its end, torchrun's root cause."""
+    (line, within), output = KINDS[kind], result.stdout
     assert result.returncode == 1, output
     (error,) = [text for text in output.splitlines() if text.startswith("error: ")]
     assert error.startswith(f"error: rank {rank} {line.format(phase=phase)}"), output
