@@ -139,7 +139,11 @@ class FrozenHeadLogprobs(torch.autograd.Function):
     def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, head):
         ctx.set_materialize_grads(False)
         chunks = _chunks(head.chunk_tokens, hidden_ND, targets_N, temperatures_N)
-        parts = [head.with_unit_gradients(hidden, weight_VD, *rest) for hidden, *rest in chunks]
+        parts = []
+        for hidden, *rest in chunks:
+            *values, grad_NV = head.with_unit_gradients(hidden @ weight_VD.T, *rest)
+            parts.append((*values, grad_NV @ weight_VD))
+            del grad_NV  # before the next chunk's is there
         logprobs_N, entropy_N, logsumexp_N, unit_ND = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_ND, targets_N, temperatures_N, entropy_N, logsumexp_N, weight_VD, unit_ND)
         ctx.head = head
@@ -193,15 +197,14 @@ def chunk_gradients(
     return (grad_NV / temperatures_N[:, None]).to(product_NV.dtype)
 
 
-def chunk_with_unit_gradients(hidden_ND, weight_VD, targets_N, temperatures_N):
-    """(log-probs, entropy, logsumexp, d logprob / d hidden [N, D]) of one chunk, from one look at its logits."""
-    product_NV = hidden_ND @ weight_VD.T
+def chunk_with_unit_gradients(product_NV, targets_N, temperatures_N):
+    """(log-probs, entropy, logsumexp, d logprob / d `product_NV`) of one chunk, from one look at its logits."""
     maximum_N, total_N, weighted_N, target_N = chunk_statistics(product_NV, targets_N, temperatures_N, 0)
     logsumexp_N = maximum_N + total_N.log()
     ones_N, zeros_N = torch.ones_like(logsumexp_N), torch.zeros_like(logsumexp_N)
     entropy_N = logsumexp_N - weighted_N / total_N
     grad_NV = chunk_gradients(product_NV, targets_N, temperatures_N, entropy_N, logsumexp_N, ones_N, zeros_N, 0)
-    return target_N - logsumexp_N, entropy_N, logsumexp_N, grad_NV @ weight_VD
+    return target_N - logsumexp_N, entropy_N, logsumexp_N, grad_NV
 
 
 def _add_product(sum_VD: torch.Tensor, left_VN: torch.Tensor, right_ND: torch.Tensor) -> None:
@@ -212,6 +215,10 @@ def _add_product(sum_VD: torch.Tensor, left_VN: torch.Tensor, right_ND: torch.Te
         sum_VD += left_VN @ right_ND
 
 
-def _chunks(num_tokens: int, *per_token: torch.Tensor):
-    """Tensors of all tokens, cut alike."""
-    return zip(*(values.split(num_tokens) for values in per_token), strict=True)
+def _chunks(num_tokens: int, hidden_ND: torch.Tensor, *per_token: torch.Tensor):
+    """Tensors of all tokens, cut alike.
+
+    Copies of those with a value per token: code that is compiled for a part of a tensor is not for a whole one.
+    """
+    parts = ([part.clone() for part in values.split(num_tokens)] for values in per_token)
+    return zip(hidden_ND.split(num_tokens), *parts, strict=True)
