@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from grpo.config import GRPOConfig
 from grpo.models.buckets import Fill, Layout, whole_tensors
-from grpo.roles import engine, engine_speed
+from grpo.roles import engine, engine_speed, gpu_memory
 from grpo.roles.engine_weights import EngineWeights, load_and_learn
 from grpo.roles.pipeline import in_pipeline
 from grpo.roles.process_groups import Roles
@@ -221,12 +221,15 @@ class Generator:
     def sleep(self) -> None:
         """Give weights and KV cache back to the GPU until the next `load_weights`, if `generator.sleep` says so."""
         if self.config.generator.sleep and self.roles.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=2)  # the weights come back with the next sync, so they need no copy on the host
+            gpu_memory.set_given_back(torch.cuda.mem_get_info()[0] - free)
             self.asleep = True
 
     def _wake(self, tag: str) -> None:
         if self.asleep:
             torch.cuda.empty_cache()  # the trainer's cached blocks would take the room
+            gpu_memory.set_given_back(0)
             self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:

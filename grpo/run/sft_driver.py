@@ -21,6 +21,7 @@ from grpo.data.show import show_chat
 from grpo.data.streams import ChatStream, Labelled
 from grpo.models import hf_folder
 from grpo.models.hf_folder import ChatForm
+from grpo.roles import gpu_memory
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
@@ -143,7 +144,7 @@ class Driver:
             metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
         metrics["tokens_per_second"] = batch.num_tokens / metrics["time/step"]
         if torch.cuda.is_available():
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            metrics["memory/peak_gib"] = gpu_memory.peak_bytes() / 2**30
         self.run_log.log(step, metrics)
         self.skipped.look(step, metrics, batch)
 
