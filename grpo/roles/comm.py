@@ -8,7 +8,7 @@ lengths, without padding; only small decisions are pickled.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -16,8 +16,10 @@ from torch.distributed import ProcessGroup
 import grpo.roles.timed_collectives as dist  # torch's own, and how long they take
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import direct_messages
-from grpo.roles.reference import Reference
 from grpo.types import Completion, TrainBatch
+
+if TYPE_CHECKING:
+    from grpo.roles.reference import Reference  # which loads torchtitan
 
 Method = TypeVar("Method", bound=Callable)
 
@@ -118,7 +120,7 @@ def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
     return TrainBatch(*tensors) if roles.learns else None
 
 
-def add_ref_logprobs(batch: TrainBatch | None, reference: Reference | None, roles: Roles) -> TrainBatch | None:
+def add_ref_logprobs(batch: TrainBatch | None, reference: "Reference | None", roles: Roles) -> TrainBatch | None:
     """Compute the reference's log-probs and join them into every learner's batch, if there is a reference.
 
     Collective over `roles.learners`: reference ranks pass theirs, the others None. Each computes its part of the tokens

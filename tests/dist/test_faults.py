@@ -57,7 +57,8 @@ AT_ONCE = 2  # most of a cell's seconds are waiting
 @pytest.fixture(scope="module")
 def outcomes(request):
     """Cell -> its run, for all that are asked for; they run side by side from the first test on."""
-    asked = [item.callspec.params["cell"] for item in request.session.items if "outcomes" in item.fixturenames]
+    items = [item for item in request.session.items if item.module is request.module]
+    asked = [item.callspec.params["cell"] for item in items if "outcomes" in item.fixturenames]
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         yield {cell: pool.submit(run_cell, *cell) for cell in asked}
         pool.shutdown(cancel_futures=True)

@@ -88,6 +88,7 @@ def test_4_steps_equal_2_resume_and_2(finished: pathlib.Path, arguments: list[st
 
 
 @pytest.mark.timeout(600)  # two starts of vLLM, on a machine that may have other work
+@pytest.mark.slow
 def test_evaluation_between_steps_is_that_of_evaluate_alone(
     finished: pathlib.Path, arguments: list[str], tmp_path: pathlib.Path
 ):
