@@ -28,7 +28,7 @@ class LogprobHead(Linear):
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         chunk_tokens: int = 4096
-        """Tokens whose logits exist at one time."""
+        """Tokens whose logits are computed at one time."""
         keep_logits: bool = False
         """Keep all logits for the backward, in the hidden states' dtype, rather than compute them again."""
         compile: bool = False
@@ -47,7 +47,7 @@ class LogprobHead(Linear):
         hidden_BTD: torch.Tensor,
         targets_BT: torch.Tensor,
         temperatures_BT: torch.Tensor,
-        places_M: torch.Tensor,
+        scored_M: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_BTD = hidden_BTD.to_local() if isinstance(hidden_BTD, DTensor) else hidden_BTD
         weight_VD, group, first_row = self.weight, None, 0
@@ -56,14 +56,14 @@ class LogprobHead(Linear):
             weight_VD = weight_VD.to_local()
             # DTensor's chunks: ceil(V / ranks) rows each, the last ranks may hold fewer
             first_row = group.rank() * -(-self.vocab_size // group.size())
-        hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, places_M)
-        tokens = hidden_MD, weight_VD, targets_BT.flatten()[places_M], temperatures_BT.flatten()[places_M]
+        hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, scored_M)
+        tokens = hidden_MD, weight_VD, targets_BT.flatten()[scored_M], temperatures_BT.flatten()[scored_M]
         if torch.is_grad_enabled() and not weight_VD.requires_grad and group is None:
             found = FrozenHeadLogprobs.apply(*tokens, self)
         else:
             keep_logits = self.keep_logits and torch.is_grad_enabled()
             found = ChunkedLogprobs.apply(*tokens, self, group, first_row, keep_logits)
-        rows_M, columns_M = places_M // targets_BT.shape[1], places_M % targets_BT.shape[1]
+        rows_M, columns_M = scored_M // targets_BT.shape[1], scored_M % targets_BT.shape[1]
         zeros_BT = torch.zeros_like(temperatures_BT)
         logprobs_BT, entropy_BT = (zeros_BT.index_put((rows_M, columns_M), values_M) for values_M in found)
         return logprobs_BT, entropy_BT

@@ -67,7 +67,7 @@ def config_of(*flags: str) -> c.GRPOConfig:
 
 # Peaks in torch (configs/RESULTS.md; the 8B one on two of four H200), GiB, with micro-batches of 16,384 tokens and
 # chunks of 4,096. The last two are of earlier code: off them goes the table of positions that each layer had of its own
-# then. All but two of them are of a time when the LM head held its last chunk's gradient for too long (1.2 GiB).
+# then. All are of a time when a trained LM head held its last chunk's gradient for too long (1.2 GiB).
 OLD_TABLE = 40960 * 256 * 4 / 2**30
 LORA_8B = {"activation_checkpointing": "none", "lora_rank": 16, "micro_batch_tokens": 8192}
 MEASURED = {
