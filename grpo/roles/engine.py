@@ -100,7 +100,7 @@ def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, r
         config_format="hf",  # a Mistral folder may hold a second config and its weights once more, which vLLM prefers
         load_format="safetensors",
         tokenizer=tokenizer_folder,
-        skip_tokenizer_init=not _needs_texts(config),
+        skip_tokenizer_init=not needs_texts(config),
         seed=config.seed,
         **(whole_prompts if on_cpu else {}),
         **(defaults | options.engine),
@@ -113,7 +113,7 @@ def _saved_tokenizer(config: GRPOConfig, folder: str) -> Iterator[str | None]:
 
     From the model's folder, vLLM would load what AutoTokenizer makes of it, see `load_tokenizer`.
     """
-    if not _needs_texts(config):
+    if not needs_texts(config):
         yield None
         return
     with tempfile.TemporaryDirectory() as tokenizer_folder:
@@ -122,7 +122,7 @@ def _saved_tokenizer(config: GRPOConfig, folder: str) -> Iterator[str | None]:
         yield tokenizer_folder
 
 
-def _needs_texts(config: GRPOConfig) -> bool:
+def needs_texts(config: GRPOConfig) -> bool:
     """Whether vLLM needs a tokenizer: for stop texts, and for sampling options such as bad_words."""
     return bool(config.generator.stop or config.generator.sampling)
 

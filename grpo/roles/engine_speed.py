@@ -2,8 +2,10 @@
 
 Two thirds of a small model's sampling is its Python:
 
-- Log-probs: the engine makes a list, a dict and an object per token of them. Here each step's column of numbers is kept
-  as it comes from the sampler, and handed out once per call.
+- Tokens: for each token of each request vLLM makes lists, a dict and an object of its log-prob and another object for
+  the engine's front, and looks in several functions for what the token may end. Here the numbers of a step are kept as
+  they come from the sampler, and handed out once per call; a token that ends nothing is appended and that is all; and
+  a completion goes to the front once, when it has ended.
 - Slots of the KV cache: for each token of each request the scheduler asks whether a block must be allocated or has
   become full. Mostly neither is so, which two comparisons tell.
 
@@ -15,7 +17,7 @@ sampled does not depend on them. The third change is no matter of speed, and wit
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,37 +31,55 @@ def is_tested_version() -> bool:
     return vllm.__version__.split("+")[0] == TESTED_VERSION
 
 
-class TokenLogprobs:
-    """The log-probs of the tokens that an engine samples, taken before it makes objects of them."""
+class SampledTokens:
+    """The tokens that an engine samples and their log-probs, taken before it makes objects of them."""
 
-    def __init__(self, llm: Any):
-        """From now on the outputs of `llm` (vllm.LLM, in this process) have no log-probs of their own."""
-        self._by_request: dict[str, list[float]] = defaultdict(list)
-        self._ids_by_request: dict[str, list[int]] = defaultdict(list)
+    def __init__(self, llm: Any, whole: bool):
+        """From now on the outputs of `llm` (vllm.LLM, in this process) have no log-probs of their own.
+
+        whole: and there is one output for each completion, when it has ended. Not for stop texts, for which vLLM must
+        see each token, nor for calls that end early, which return what is not ended.
+        """
+        self._by_request: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         update_from_output = scheduler.update_from_output
+        keep_inner = _keeps_inner_tokens(scheduler) if whole else None
 
-        def take_logprobs(scheduler_output: Any, model_output: Any) -> Any:
+        def take_tokens(scheduler_output: Any, model_output: Any) -> Any:
             logprobs, model_output.logprobs = model_output.logprobs, None
+            if logprobs is None:
+                return update_from_output(scheduler_output, model_output)
+            column, starts = logprobs.logprobs[:, 0].tolist(), logprobs.cu_num_generated_tokens
+            scheduled = scheduler_output.num_scheduled_tokens
+            if keep_inner and starts is None:
+                scheduler_output.num_scheduled_tokens = keep_inner(scheduled, model_output, column, self._by_request)
             outputs = update_from_output(scheduler_output, model_output)
-            if logprobs is not None:
-                self._take(outputs, model_output.req_id_to_index, logprobs)
+            scheduler_output.num_scheduled_tokens = scheduled
+            self._take(outputs, model_output.req_id_to_index, column, starts)
+            if whole:
+                self._hold_back(outputs)
             return outputs
 
-        scheduler.update_from_output = take_logprobs
+        scheduler.update_from_output = take_tokens
 
-    def _take(self, outputs: Any, row_of: dict[str, int], logprobs: Any) -> None:
-        """Keep the numbers of the tokens that the scheduler accepted from this step, which may be fewer than it has."""
-        column, starts = logprobs.logprobs[:, 0].tolist(), logprobs.cu_num_generated_tokens
+    def _take(self, outputs: Any, row_of: dict[str, int], column: list[float], starts: list[int] | None) -> None:
+        """Keep those that the scheduler accepted from this step, which may be fewer than it has."""
         for of_client in outputs.values():
             for output in of_client.outputs:
-                request, ids = output.request_id, output.new_token_ids
-                row = row_of.get(request)
+                row = row_of.get(output.request_id)
                 if row is None:  # ended without a token
                     continue
                 row = row if starts is None else starts[row]  # drafted tokens: several rows per request
-                self._by_request[request] += column[row : row + len(ids)]
-                self._ids_by_request[request] += ids
+                ids, logprobs = self._by_request[output.request_id]
+                ids += output.new_token_ids
+                logprobs += column[row : row + len(output.new_token_ids)]
+
+    def _hold_back(self, outputs: Any) -> None:
+        """Leave only outputs of completions that have ended, with all of their tokens."""
+        for of_client in outputs.values():
+            of_client.outputs = [output for output in of_client.outputs if output.finish_reason is not None]
+            for output in of_client.outputs:
+                output.new_token_ids = list(self._by_request[output.request_id][0])
 
     def pop(self) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
         """(request id as the caller knows it, index of the sample) -> token ids and log-probs of the last call.
@@ -67,15 +87,80 @@ class TokenLogprobs:
         A sample may have more than its completion's tokens: those behind a stop text.
         """
         found = {}
-        for request, logprobs in self._by_request.items():
+        for request, taken in self._by_request.items():
             # vLLM adds -RANDOM to the caller's id, and puts INDEX_ before it where a request has several samples
             known, _, _ = request.rpartition("-")
             index, several, rest = known.partition("_")
-            key = (rest, int(index)) if several else (known, 0)
-            found[key] = self._ids_by_request[request], logprobs
+            found[(rest, int(index)) if several else (known, 0)] = taken
         self._by_request.clear()
-        self._ids_by_request.clear()
         return found
+
+
+def _keeps_inner_tokens(scheduler: Any) -> Callable[..., dict[str, int]] | None:
+    """A function that does the scheduler's work on a step's tokens that end nothing, and returns the other requests.
+
+    (tokens scheduled by request, the model's output, log-probs by row, where to append ids and log-probs by request)
+    -> tokens scheduled of the requests left to vLLM: those whose token ends them, or a block of the KV cache, and
+    whatever else is out of the ordinary. None if the cache has more than one block table of full attention, where
+    blocks are entered in other ways.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.request import RequestStatus
+
+    if not (manager := _only_manager(scheduler.kv_cache_manager)):
+        return None
+    block_size, max_model_len, running = manager.block_size, scheduler.max_model_len, RequestStatus.RUNNING
+    num_ahead = 1 if isinstance(scheduler, AsyncScheduler) else 0  # it counts tokens that are not there yet
+
+    def keep_inner(
+        scheduled: dict[str, int],
+        model_output: Any,
+        column: list[float],
+        by_request: dict[str, tuple[list[int], list[float]]],
+    ) -> dict[str, int]:
+        left, requests = {}, scheduler.requests
+        sampled, row_of = model_output.sampled_token_ids, model_output.req_id_to_index
+        for request_id, num_scheduled in scheduled.items():
+            request, row = requests.get(request_id), row_of.get(request_id)
+            if request is None or row is None or num_scheduled != 1 or len(sampled[row]) != 1:
+                left[request_id] = num_scheduled
+                continue
+            (token,), params = sampled[row], request.sampling_params
+            ids, all_ids = request._output_token_ids, request._all_token_ids
+            num_tokens = len(all_ids) + 1
+            if (
+                num_tokens % block_size == 0
+                or num_tokens >= max_model_len
+                or len(ids) + 1 >= request.max_tokens
+                or token == params.eos_token_id
+                or token in params.stop_token_ids
+                or request.status != running
+                or request.num_stale_output_tokens
+                or request.structured_output_request is not None
+                or params.repetition_detection is not None
+            ):
+                left[request_id] = num_scheduled
+                continue
+            request.num_in_flight_tokens -= 1
+            request.num_output_placeholders -= num_ahead
+            ids.append(token)
+            all_ids.append(token)
+            taken = by_request[request_id]
+            taken[0].append(token)
+            taken[1].append(column[row])
+        return left
+
+    return keep_inner
+
+
+def _only_manager(cache: Any) -> Any:
+    """The manager of a KV cache that has one block table, of full attention; else None."""
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    manager, *others = cache.coordinator.single_type_managers
+    if others or type(manager) is not FullAttentionManager or manager.block_size != manager.block_pool.hash_block_size:
+        return None
+    return manager
 
 
 def skip_settled_slots(llm: Any) -> bool:
@@ -84,13 +169,10 @@ def skip_settled_slots(llm: Any) -> bool:
     Only for models whose layers are all of full attention, with one block table; returns whether that is so. Full
     blocks are then entered into the prefix cache up to one block later.
     """
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-
     cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    manager, *others = cache.coordinator.single_type_managers
-    block_size = manager.block_size
-    if others or type(manager) is not FullAttentionManager or block_size != manager.block_pool.hash_block_size:
+    if not (manager := _only_manager(cache)):
         return False
+    block_size = manager.block_size
     blocks_of, cached_of, nothing = manager.req_to_blocks, manager.num_cached_block, cache.empty_kv_cache_blocks
     allocate_slots, cache_blocks = cache.allocate_slots, cache.cache_blocks
 

@@ -53,10 +53,11 @@ class Generator:
         engine.import_vllm(roles)
         self.sampling = engine.in_vllms_types(config.generator.sampling)
         self.llm = engine.start_engine(config, folder, roles)
-        self.token_logprobs = None
+        self.sampled_tokens = None
         self.learns_weights = engine_speed.is_tested_version()
         if engine_speed.is_tested_version():
-            self.token_logprobs = engine_speed.TokenLogprobs(self.llm)
+            whole = not (engine.needs_texts(config) or config.sampling.carry_over)
+            self.sampled_tokens = engine_speed.SampledTokens(self.llm, whole)
             engine_speed.skip_settled_slots(self.llm)
 
     def generate(
@@ -109,7 +110,7 @@ class Generator:
                 outputs = self.llm.generate(inputs, params, use_tqdm=progress) if inputs else []
         finally:
             gc.enable()
-        taken = self.token_logprobs.pop() if self.token_logprobs else None
+        taken = self.sampled_tokens.pop() if self.sampled_tokens else None
         if self.roles.rank not in self.roles.heads:
             return None
         return [

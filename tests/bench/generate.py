@@ -6,7 +6,7 @@
 `ours` is grpo/roles/generator.py; `unchanged` the same without what engine_speed.py changes; `plain` is vllm.LLM with
 log-probs as a user would call it, no seeds, prefix caching on; `plain-nologprobs` asks for none. All sample every token
 up to the limit, so that the work is equal. A step of 0 rounds only starts the engine. With `--profile`, the Python
-functions of one more round by their own time (cProfile, which slows everything).
+functions of one more round by their own time (cProfile, which slows everything), and on a GPU the kernels of another.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 
 from speed import ROOT, checkpoint, report, run_child, spread
 
@@ -65,8 +66,26 @@ def measure(variant: str, options: argparse.Namespace) -> None:
         with cProfile.Profile() as profile:
             generate(prompts, options.rounds + 1)
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+        show_kernels(lambda: generate(prompts, options.rounds + 2))
     print(json.dumps({"tokens/s": spread(rates[1:] or rates), "engine start s": start_seconds}), flush=True)
     os._exit(0)
+
+
+def show_kernels(generate: Callable[[], int]) -> None:
+    """What the GPU does in a call, by time, and for how much of it anything at all."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        return
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        begin = time.perf_counter()
+        generate()
+        seconds = time.perf_counter() - begin
+    kernels = found.key_averages()
+    busy = sum(kernel.self_device_time_total for kernel in kernels) / 1e6
+    print(f"kernels: {busy:.3f} s of {seconds:.3f} s")
+    print(kernels.table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90))
 
 
 def own_engine(variant: str, options: argparse.Namespace):

@@ -1,0 +1,59 @@
+"""What one engine samples, as JSON lines of index, token ids, log-probs, truncated.
+
+Arguments: FOLDER as|unchanged OUTPUT. With `unchanged` vLLM is left as it is. The KV cache holds a part of the
+sequences, so that some are preempted; their number is printed.
+"""
+
+import json
+import pathlib
+import sys
+
+from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig
+from grpo.roles import engine_speed
+from grpo.roles.generator import Generator
+from grpo.roles.process_groups import close_roles, setup_roles
+from grpo.types import Prompt
+
+STOP_TOKENS = [1]  # of about 20, so that lengths differ
+BLOCK_TOKENS, CACHED_SEQUENCES, BYTES_PER_TOKEN = 32, 3, 1024  # of a tiny model in float32
+
+
+def main(folder: str, how: str, output: str) -> None:
+    if how == "unchanged":
+        engine_speed.is_tested_version = lambda: False
+    config = GRPOConfig(
+        roles=RolesConfig(colocated=True, num_trainers=1),
+        model=ModelConfig(path=folder, dtype="float32"),
+        data=DataConfig(max_prompt_tokens=32),
+        generator=GeneratorConfig(
+            max_completion_tokens=96,
+            max_num_seqs=16,
+            temperature=(1.0, 0.8),
+            kv_cache_gib=CACHED_SEQUENCES * 128 * BYTES_PER_TOKEN / 2**30,
+            engine={"block_size": BLOCK_TOKENS},
+        ),
+    )
+    roles = setup_roles(config)
+    generator = Generator(config, folder, STOP_TOKENS, roles)
+    num_preempted, scheduler = 0, generator.llm.llm_engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+
+    def counted(*arguments, **options):
+        nonlocal num_preempted
+        num_preempted += 1
+        return preempt(*arguments, **options)
+
+    scheduler._preempt_request = counted
+    prompts = [Prompt(index, [5, 6, 7, 8 + index % 5] * (1 + index % 6)) for index in range(12)]
+    lines = []
+    for max_tokens in (None, BLOCK_TOKENS, 1):
+        completions = generator.generate(prompts, 4, max_tokens=max_tokens)
+        lines += [[c.index, c.ids_T.tolist(), c.logprobs_T.tolist(), c.truncated] for c in completions]
+        generator.forget_prefixes()  # raises if blocks were not given back
+    pathlib.Path(output).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(f"{num_preempted} preempted", flush=True)
+    close_roles(roles, generator.close)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
