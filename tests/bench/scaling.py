@@ -7,8 +7,9 @@
 
 tests/bench/colocated.py with `--prompts` x 8 completions of `--tokens` tokens for each GPU. colocated: every role on
 every GPU, trainers sharded (FSDP); split: half of the GPUs train and half sample, a step ahead. Cases for which there
-are free GPUs run beside each other. In the table are medians (lowest to highest) of the steps after the first two and
-before the last, the driver's seconds of each phase, and `over one`: tokens per second over those of one GPU.
+are free GPUs (of the machine, or of CUDA_VISIBLE_DEVICES) run beside each other. In the table are medians (lowest to
+highest) of the steps after the first two and before the last, the driver's seconds of each phase, and `over one`:
+tokens per second over those of one GPU.
 """
 
 import argparse
@@ -74,7 +75,9 @@ def main() -> None:
 
 def run_all(cases: list[Case], options: argparse.Namespace) -> None:
     """Each as soon as there are GPUs for it."""
-    free = list(range(max(options.gpus)))
+    free = gpus = list(range(max(options.gpus))) if options.cpu else visible_gpus()
+    if max(options.gpus) > len(gpus):
+        raise SystemExit(f"{max(options.gpus)} GPUs asked for, {len(gpus)} there")
     while any(case.outcome in ("not begun", "runs") for case in cases):
         for case in cases:
             if case.outcome == "not begun" and len(free) >= case.num_gpus:
@@ -83,9 +86,17 @@ def run_all(cases: list[Case], options: argparse.Namespace) -> None:
             elif case.outcome == "runs" and (case.process.poll() is not None or time.monotonic() > case.deadline):
                 case.outcome = f"exit code {case.process.poll()}" if case.process.poll() is not None else "too long"
                 end(case.process)
-                free = sorted(range(max(options.gpus)) if options.cpu else {*free, *case.gpus})
+                free = gpus if options.cpu else sorted({*free, *case.gpus})
                 print(f"{case.name}: {case.outcome}", flush=True)
         time.sleep(POLL_SECONDS)
+
+
+def visible_gpus() -> list[int]:
+    """Their numbers on this machine."""
+    import torch
+
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [int(number) for number in listed.split(",")] if listed else list(range(torch.cuda.device_count()))
 
 
 def begin(case: Case, options: argparse.Namespace) -> None:
