@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from speed import ROOT, checkpoint, end, launch, report, spread
+from speed import ROOT, checkpoint, end, launch, report, spread, visible_gpus
 
 FIRST_STEP = 3
 PHASES = ("generate", "train", "sync", "other")
@@ -89,14 +89,6 @@ def run_all(cases: list[Case], options: argparse.Namespace) -> None:
                 free = gpus if options.cpu else sorted({*free, *case.gpus})
                 print(f"{case.name}: {case.outcome}", flush=True)
         time.sleep(POLL_SECONDS)
-
-
-def visible_gpus() -> list[int]:
-    """Their numbers on this machine."""
-    import torch
-
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [int(number) for number in listed.split(",")] if listed else list(range(torch.cuda.device_count()))
 
 
 def begin(case: Case, options: argparse.Namespace) -> None:

@@ -26,6 +26,14 @@ def checkpoint(shape: str) -> pathlib.Path:
     return folder
 
 
+def visible_gpus() -> list[int]:
+    """Their numbers on this machine: all, or those of CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [int(number) for number in listed.split(",")] if listed else list(range(torch.cuda.device_count()))
+
+
 def launch(command: Sequence[Any], log: pathlib.Path, **environment: str) -> subprocess.Popen:
     """Start a program in a session of its own, with its output in `log`; whoever calls this calls `end` on it."""
     log.parent.mkdir(parents=True, exist_ok=True)
