@@ -248,6 +248,17 @@ def tokenize(
     return ids + (tokenizer(waiting, add_special_tokens=add_special_tokens)["input_ids"] if waiting else [])
 
 
+def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]]) -> list[str]:
+    """The texts of token ids, special tokens included; on all cores, if the tokenizer alone makes them."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = [getattr(type(tokenizer), name, None) for name in ("decode", "_decode")]
+    is_plain = own == [PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode]
+    if is_plain and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=False)
+    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in sequences]
+
+
 def template_arguments(config: DataConfig, text: str) -> dict[str, Any]:
     """What a chat template gets besides messages and tools; `text` is the question, for templates of prompts."""
     return ({"question": text} if config.prompt_template else {}) | dict(config.chat_template_kwargs)

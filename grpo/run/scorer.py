@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config import GRPOConfig
 from grpo.config.user_files import near_miss
+from grpo.data.chat import detokenize
 from grpo.data.held_out import load_eval_prompts
 from grpo.models import hf_folder
 from grpo.rewards.loading import answer_format_of, load_functions
@@ -88,7 +89,9 @@ class Scorer:
         step: what reward functions are told, the step as the log counts it.
         """
         group_size = len(completions) // len(prompts)
-        rollouts = [Rollout(prompts[i // group_size], c, self._text(c)) for i, c in enumerate(completions)]
+        texts = detokenize(self.tokenizer, [self._ids_to_show(c) for c in completions])
+        both = zip(completions, texts, strict=True)
+        rollouts = [Rollout(prompts[i // group_size], c, text) for i, (c, text) in enumerate(both)]
         self.pool.submit(rollouts, group_size, step)
         return rollouts
 
@@ -101,7 +104,7 @@ class Scorer:
 
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:
         """The prompts as the model saw them, special tokens included."""
-        return [self.tokenizer.decode(r.prompt.ids, skip_special_tokens=False) for r in rollouts]
+        return detokenize(self.tokenizer, [r.prompt.ids for r in rollouts])
 
     def log_evaluation(
         self, run_log: RunLog, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion], step: int
@@ -125,7 +128,7 @@ class Scorer:
             )
         run_log.log_evaluation(step, metrics)
 
-    def _text(self, completion: Completion) -> str:
+    def _ids_to_show(self, completion: Completion) -> list[int]:
+        """Without the stop token at the end."""
         ids = completion.ids_T.tolist()
-        ends = ids and ids[-1] in self.stop_token_ids
-        return self.tokenizer.decode(ids[:-1] if ends else ids, skip_special_tokens=False)
+        return ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids

@@ -4,9 +4,11 @@
         [--prompts 32] [--group-size 8] [--tokens 256] [--rounds 5] [--gib 20] [--profile]
 
 `ours` is grpo/roles/generator.py; `unchanged` the same without what engine_speed.py changes; `plain` is vllm.LLM with
-log-probs as a user would call it, no seeds, prefix caching on; `plain-nologprobs` asks for none. All sample every token
-up to the limit, so that the work is equal. A step of 0 rounds only starts the engine. With `--profile`, the Python
-functions of one more round by their own time (cProfile, which slows everything), and on a GPU the kernels of another.
+log-probs as a user would call it, no seeds, prefix caching on; `plain-nologprobs` asks for none. Behind `/` may stand
+an argument of the engine in JSON: `ours/block_size=64`, `'ours/attention_config={"flash_attn_version": 2}'`. All sample
+every token up to the limit, so that the work is equal. A step of 0 rounds only starts the engine. With `--profile`, the
+Python functions of one more round by their own time (cProfile, which slows everything), and on a GPU the kernels of
+another.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from speed import ROOT, checkpoint, report, run_child, spread
 
@@ -40,7 +43,8 @@ def main() -> None:
     checkpoint(options.shape)
     rows = []
     for variant in options.variants:
-        log = ROOT / "runs" / "bench" / f"{options.name}-{options.shape}-{variant}.log"
+        name = "".join(letter if letter.isalnum() else "-" for letter in f"{options.name}-{options.shape}-{variant}")
+        log = ROOT / "runs" / "bench" / f"{name}.log"
         found = run_child([sys.executable, __file__, *sys.argv[1:], "--child", variant], log, options.limit)
         rows.append({"variant": variant, **found})
         print(rows[-1], flush=True)
@@ -52,7 +56,11 @@ def measure(variant: str, options: argparse.Namespace) -> None:
     draw = random.Random(0)
     prompts = [[draw.randrange(1000) for _ in range(128)] for _ in range(options.prompts)]
     started = time.perf_counter()
-    generate = plain_engine(variant, options) if variant.startswith("plain") else own_engine(variant, options)
+    variant, _, argument = variant.partition("/")
+    name, _, value = argument.partition("=")
+    engine = {name: json.loads(value)} if name else {}
+    start = plain_engine if variant.startswith("plain") else own_engine
+    generate = start(variant, engine, options)
     start_seconds = time.perf_counter() - started
     rates = []
     for number in range(options.rounds + 1):
@@ -88,7 +96,7 @@ def show_kernels(generate: Callable[[], int]) -> None:
     print(kernels.table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90))
 
 
-def own_engine(variant: str, options: argparse.Namespace):
+def own_engine(variant: str, engine: dict[str, Any], options: argparse.Namespace):
     """Prompts, round -> tokens sampled, by a Generator as the loop has it."""
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig
     from grpo.roles import engine_speed
@@ -102,7 +110,7 @@ def own_engine(variant: str, options: argparse.Namespace):
     config = GRPOConfig(
         roles=RolesConfig(colocated=True, num_trainers=1),
         model=ModelConfig(path=folder),
-        generator=GeneratorConfig(max_completion_tokens=options.tokens, kv_cache_gib=options.gib),
+        generator=GeneratorConfig(max_completion_tokens=options.tokens, kv_cache_gib=options.gib, engine=engine),
         group_size=options.group_size,
     )
     generator = Generator(config, folder, [], setup_roles(config))
@@ -116,7 +124,7 @@ def own_engine(variant: str, options: argparse.Namespace):
     return generate
 
 
-def plain_engine(variant: str, options: argparse.Namespace):
+def plain_engine(variant: str, engine: dict[str, Any], options: argparse.Namespace):
     """The same by vllm.LLM."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -129,6 +137,7 @@ def plain_engine(variant: str, options: argparse.Namespace):
         kv_cache_memory_bytes=int(options.gib * 2**30),
         skip_tokenizer_init=True,
         max_num_seqs=512,
+        **engine,
     )
     params = SamplingParams(
         n=options.group_size,

@@ -1,6 +1,7 @@
 """Chat templates and prompts that would take all time or memory are stopped with a message."""
 
 import json
+import random
 import resource
 import signal
 import time
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig
 from grpo.data import chat, toy
-from grpo.data.chat import TooLong, check_template, encode_prompt
+from grpo.data.chat import TooLong, check_template, detokenize, encode_prompt
 
 PLAIN = "{{ messages[0]['content'] }}"
 CONFIG = DataConfig(system_prompt="")
@@ -117,6 +118,23 @@ def test_no_text_is_refused_by_its_characters_that_would_fit():
     for text in ("the same words again", "数学" * 20, " " * 300, "👍🏽" * 9, "é" * 40, "e\u0301" * 40, "\n" * 50):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         chat.check_characters(tokenizer, text, len(ids))  # does not raise
+
+
+@pytest.mark.parametrize("cleans_up", [False, True])
+def test_texts_are_those_of_decode(cleans_up):
+    class Own(PreTrainedTokenizerFast):
+        def _decode(self, token_ids, **options):
+            return "own" + super()._decode(token_ids, **options)
+
+    plain = toy.trained_tokenizer(["It 's a text , with spaces .", "And another one !"] * 9, 300)
+    plain.clean_up_tokenization_spaces = cleans_up
+    own = Own(tokenizer_object=plain.backend_tokenizer)
+    draw = random.Random(0)
+    sequences = [[draw.randrange(len(plain)) for _ in range(length)] for length in (0, 1, 2, 30, 200)]
+    for tokenizer in (plain, own):
+        expected = [tokenizer.decode(ids, skip_special_tokens=False) for ids in sequences]
+        assert detokenize(tokenizer, sequences) == expected
+    assert expected[3].startswith("own") and detokenize(plain, []) == []
 
 
 def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
