@@ -19,6 +19,8 @@ from grpo.roles.progress import engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
 CPU_KV_CACHE_GIB = 1 / 16
+# Attention on a CPU goes through whole blocks: short sequences are sampled 1.3 times as fast as with its default, 128
+CPU_BLOCK_TOKENS = 32
 # Engine options that vLLM's CPU backend gets wrong. Seeded requests whose prompt is prefilled in pieces crash its
 # runner (it rewinds a generator that cannot), and its sampler of drafted tokens divides by uninitialised memory where
 # the temperature should be (its `expand` kernel writes into a copy).
@@ -74,7 +76,6 @@ def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, r
 
     options, on_cpu = config.generator, roles.device.type == "cpu"
     cache_gib = options.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else 0)
-    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, config.max_sequence_tokens)}
     for name in options.engine if on_cpu else ():
         if name in WRONG_ON_CPU:
             raise ValueError(f"generator.engine {name} needs a GPU: {WRONG_ON_CPU[name]}")
@@ -84,6 +85,9 @@ def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, r
             f"{engine_speed.TESTED_VERSION} alone; install it, or set --sampling.carry-over 0"
         )
     defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
+    if on_cpu:
+        defaults |= {"enable_chunked_prefill": False, "block_size": CPU_BLOCK_TOKENS}
+        defaults["max_num_batched_tokens"] = max(8192, config.max_sequence_tokens)  # prompts are prefilled whole
     return LLM(
         model=folder,
         tensor_parallel_size=options.tensor_parallel,
@@ -102,7 +106,6 @@ def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, r
         tokenizer=tokenizer_folder,
         skip_tokenizer_init=not needs_texts(config),
         seed=config.seed,
-        **(whole_prompts if on_cpu else {}),
         **(defaults | options.engine),
     )
 

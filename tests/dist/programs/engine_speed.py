@@ -10,12 +10,13 @@ import sys
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig
 from grpo.roles import engine_speed
+from grpo.roles.engine import CPU_BLOCK_TOKENS
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.types import Prompt
 
 STOP_TOKENS = [1]  # of about 20, so that lengths differ
-BLOCK_TOKENS, CACHED_SEQUENCES, BYTES_PER_TOKEN = 32, 3, 1024  # of a tiny model in float32
+CACHED_SEQUENCES, BYTES_PER_TOKEN = 3, 1024  # of a tiny model in float32
 
 
 def main(folder: str, how: str, output: str) -> None:
@@ -30,7 +31,6 @@ def main(folder: str, how: str, output: str) -> None:
             max_num_seqs=16,
             temperature=(1.0, 0.8),
             kv_cache_gib=CACHED_SEQUENCES * 128 * BYTES_PER_TOKEN / 2**30,
-            engine={"block_size": BLOCK_TOKENS},
         ),
     )
     roles = setup_roles(config)
@@ -46,7 +46,7 @@ def main(folder: str, how: str, output: str) -> None:
     scheduler._preempt_request = counted
     prompts = [Prompt(index, [5, 6, 7, 8 + index % 5] * (1 + index % 6)) for index in range(12)]
     lines = []
-    for max_tokens in (None, BLOCK_TOKENS, 1):
+    for max_tokens in (None, CPU_BLOCK_TOKENS, 1):
         completions = generator.generate(prompts, 4, max_tokens=max_tokens)
         lines += [[c.index, c.ids_T.tolist(), c.logprobs_T.tolist(), c.truncated] for c in completions]
         generator.forget_prefixes()  # raises if blocks were not given back
