@@ -2,9 +2,9 @@
 
     python -m grpo.memory [RECIPE.py] [--field value ...]
 
-What trainer.activation_checkpointing auto chooses is that on a GPU of 80 GB. How it is computed, and how far it is from
-what was measured, is in grpo/models/memory.py. Give a local folder, or a hub name whose config.json is then fetched.
-What else a run needs says `python -m grpo.preflight`.
+What is "auto" is decided for a GPU of 80 GB. How it is computed, and how far it is from what was measured, is in
+grpo/models/memory.py. Give a local folder, or a hub name whose config.json is then fetched. What else a run needs says
+`python -m grpo.preflight`.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ import sys
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load
 from grpo.models.hf_folder import config_folder, read_hf_config
-from grpo.models.memory import memory_of_roles, num_parameters, with_checkpointing
+from grpo.models.memory import CHOICES, fit_trainer, memory_of_roles, num_parameters
 from grpo.run.watch.failures import refuse_bad_input, run_rank
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
@@ -26,10 +26,11 @@ def main() -> None:
         config = load((GRPOConfig, SFTConfig), DEFAULT_RECIPE)
         hf = read_hf_config(config_folder(config.model.path))
     print(f"{config.model.path}: {num_parameters(hf) / 1e9:.2f} billion parameters")
-    if config.trainer.activation_checkpointing == "auto":
-        config = with_checkpointing(hf, config, GPU_GIB)
-        mode = config.trainer.activation_checkpointing
-        print(f"activation checkpointing: {mode}, as auto chooses on a GPU of {GPU_GIB} GiB")
+    decided = fit_trainer(hf, config, GPU_GIB)
+    for name in CHOICES:
+        if getattr(config.trainer, name) == "auto":
+            print(f"trainer.{name}: {getattr(decided.trainer, name)}, as auto chooses on a GPU of {GPU_GIB} GiB")
+    config = decided
     for role, parts in memory_of_roles(hf, config).items():
         listed = " + ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
         print(f"each {role} rank: {sum(parts.values()):.1f} GiB = {listed}")

@@ -48,6 +48,7 @@ HARMLESS = (
     "trainer.micro_batch_tokens",
     "trainer.packing",
     "trainer.activation_checkpointing",
+    "trainer.fsdp_gather",
     "trainer.compile",
     "trainer.deterministic",
     "trainer.logprob_chunk_tokens",

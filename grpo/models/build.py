@@ -30,7 +30,7 @@ from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import add_adapters, is_adapter
 from grpo.types import MicroBatch
 
-# A run decides "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
+# A run decides what is "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
 SELECTIVE = SelectiveCheckpointing.Config()
 CHECKPOINTING_OF_BLOCKS = {
     "none": None,
@@ -87,7 +87,8 @@ class ShardedModel:
     def accumulate(self, is_last: bool) -> None:
         """Before a micro-batch; `is_last` of those whose gradients are added. Only for a copy that is held.
 
-        Its gradients stay where the backward puts them, in float32, and become the parameters' with the last.
+        Its gradients stay where the backward puts them, in float32; with the last they are added up over data-parallel
+        ranks and become the parameters'.
         """
         if self.holds_copy:
             self.module.set_requires_gradient_sync(is_last)
@@ -168,7 +169,7 @@ def build_model(
     for part in module.modules():
         if device.type == "cpu" and isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
-    holds_copy = alone and not without_fsdp
+    holds_copy = not (frozen or without_fsdp) and (alone or trainer.fsdp_gather == "update")
     if holds_copy:
         module.set_reshard_after_forward(False)
         module.set_reshard_after_backward(False)

@@ -32,18 +32,29 @@ def memory_of_roles(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTC
     return roles
 
 
-def with_checkpointing(hf: transformers.PretrainedConfig, config: Config, gpu_gib: float | None) -> Config:
-    """The config with `trainer.activation_checkpointing` decided, if it is "auto"; `gpu_gib` is None on a CPU.
+# What a trainer's fields may have instead of "auto", the fastest first
+CHOICES = {
+    "activation_checkpointing": ("none", "logits", "selective", "full"),
+    "fsdp_gather": ("update", "micro_batch"),
+}
 
-    The first of none, logits, selective and full whose peak fits, with a margin; full if none does.
+
+def fit_trainer(hf: transformers.PretrainedConfig, config: Config, gpu_gib: float | None) -> Config:
+    """The config with those of CHOICES decided that are "auto", one after the other.
+
+    Each becomes the first with which the peak fits a GPU of `gpu_gib`, with a margin, while those not decided yet are
+    what takes least; the last if none does; the first on a CPU, for which `gpu_gib` is None.
     """
-    if config.trainer.activation_checkpointing != "auto":
-        return config
-    modes = ("none", "logits", "selective", "full") if gpu_gib is not None else ("none",)
-    for mode in modes:
-        decided = replace(config, trainer=replace(config.trainer, activation_checkpointing=mode))
-        if mode == modes[-1] or peak_gib(hf, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
-            return decided
+    open_fields = [name for name in CHOICES if getattr(config.trainer, name) == "auto"]
+    smallest = {name: CHOICES[name][-1] for name in open_fields}
+    config = replace(config, trainer=replace(config.trainer, **smallest))
+    for name in open_fields:
+        for choice in CHOICES[name]:
+            decided = replace(config, trainer=replace(config.trainer, **{name: choice}))
+            if gpu_gib is None or peak_gib(hf, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
+                config = decided
+                break
+    return config
 
 
 def peak_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, gpu_gib: float) -> float:
@@ -83,6 +94,11 @@ def num_adapter_parameters(hf: transformers.PretrainedConfig, trainer: TrainerCo
     return hf.num_hidden_layers * trainer.lora_rank * sizes
 
 
+def num_trainers_of(config: GRPOConfig | SFTConfig) -> int:
+    """Trainer ranks."""
+    return (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
+
+
 def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, float]:
     """Parts of a trainer rank's peak, GiB.
 
@@ -90,7 +106,7 @@ def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfi
     micro-batch on, all gradients.
     """
     trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
-    num_trainers = (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
+    num_trainers = num_trainers_of(config)
     parameters, shards = num_parameters(hf), num_trainers // trainer.data_replicas
     kept = trainer.micro_batch_tokens * _saved_values(hf, trainer)
     states = {"weights, gradients and moments": STATE_BYTES * parameters / shards}
@@ -145,16 +161,21 @@ def _of_a_forward(
     trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
     products, _, _ = _block(hf)
     block, head = sum(inputs * outputs for inputs, outputs in products.values()), hf.vocab_size * hf.hidden_size
-    # FSDP gathers two blocks at a time, and the embeddings and the LM head. Without other data-parallel ranks it holds
-    # a copy of all weights in the compute dtype, and is not used at all where they are held in that already.
-    gathered = 2 * block + head * (1 if hf.tie_word_embeddings else 2)
+    # FSDP gathers two blocks at a time, and the embeddings and the LM head, or a trainer's for a whole update. Without
+    # other data-parallel ranks it holds a copy of all weights in the compute dtype, and is not used at all where they
+    # are held in that already.
+    gathered, gathers_once = 2 * block + head * (1 if hf.tie_word_embeddings else 2), False
     if num_ranks == tensor_parallel:
         gathered = num_parameters(hf) if trains and not trainer.lora_rank else 0
+    elif gathers_once := trains and trainer.fsdp_gather == "update":
+        gathered = num_parameters(hf)
     chunk = min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens) * hf.vocab_size
     parts = {
         "gathered weights": dtype_bytes * gathered,
         "logits of a chunk": chunk * _bytes_of_a_logit(trainer, dtype_bytes, trains),
     }
+    if gathers_once and not trainer.lora_rank:
+        parts["gradients before they are added up"] = 4 * num_parameters(hf)
     trains_head = trains and not trainer.lora_rank
     if (trains_head or (trains and tensor_parallel > 1)) and trainer.activation_checkpointing == "none":
         others = max(trainer.micro_batch_tokens - trainer.logprob_chunk_tokens, 0)

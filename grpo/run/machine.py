@@ -23,11 +23,12 @@ from grpo.models.hf_folder import read_hf_config
 from grpo.models.memory import (
     DTYPE_BYTES,
     engine_gib,
+    fit_trainer,
     memory_of_roles,
     num_adapter_parameters,
     num_parameters,
+    num_trainers_of,
     peak_gib,
-    with_checkpointing,
 )
 from grpo.run.folder.run_folder import CHECKPOINTS
 
@@ -88,16 +89,16 @@ def fit_to_machine(config: GRPOConfig | SFTConfig, folder: str) -> TrainerConfig
     """Decide what the trainer's config leaves to the machine, and print a warning for each problem with it.
 
     Versions, memory and disk are looked at; what can be tried is not refused. `folder` is the model's, with its
-    config.json. Returns config.trainer with its activation checkpointing decided.
+    config.json. Returns config.trainer with nothing "auto" any more.
     """
     hf, device = read_hf_config(folder), look_at_device(torch.cuda.current_device() if torch.cuda.is_available() else 0)
     for row in (check_versions(), *check_memory(config, hf, device), check_disk(config, hf)):
         if row.status == "problem":
             print(f"warning: {row.check}: {row.found}; {row.to_do}", flush=True)
-    decided = with_checkpointing(hf, config, device.total_gib if device.num_gpus else None).trainer
-    if device.num_gpus and decided != config.trainer:
-        print(f"activation checkpointing: {decided.activation_checkpointing}, by arithmetic", flush=True)
-    return decided
+    decided = fit_trainer(hf, config, device.total_gib if device.num_gpus else None)
+    if device.num_gpus and decided != config:
+        print(f"{_choices(decided)}, by arithmetic", flush=True)
+    return decided.trainer
 
 
 def check_versions() -> Row:
@@ -147,7 +148,7 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device, local_ranks: int 
 
 def check_memory(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig, device: Device) -> list[Row]:
     """The arithmetic of each role against a GPU; on a CPU, of all ranks against the host's free memory."""
-    config = with_checkpointing(hf, config, device.total_gib if device.num_gpus else None)
+    config = fit_trainer(hf, config, device.total_gib if device.num_gpus else None)
     parts = memory_of_roles(hf, config)
     if not device.num_gpus:
         num_ranks = _ranks_of_roles(config)
@@ -175,12 +176,20 @@ def _trainer_memory(
     hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, parts: dict[str, float], device: Device
 ) -> Row:
     """Of a trainer, and the engine that may share its GPU."""
-    found = f"{_sum(parts, device)}; activation checkpointing: {config.trainer.activation_checkpointing}"
+    found = f"{_sum(parts, device)}; {_choices(config)}"
     to_do = "lower --trainer.micro-batch-tokens, take --trainer.activation-checkpointing full or more trainers"
     if engine := engine_gib(hf, config, device.total_gib):
         found += f"; and {engine:.1f} of an engine" + (" that sleeps meanwhile" if config.generator.sleep else "")
         to_do = f"lower --generator.gpu-memory-utilization or set --generator.sleep, {to_do}"
     return Row.of("memory of a trainer", peak_gib(hf, config, device.total_gib) < device.total_gib, found, to_do)
+
+
+def _choices(config: GRPOConfig | SFTConfig) -> str:
+    """What was decided, or given, for the trainer's memory."""
+    trainer, chosen = config.trainer, f"activation checkpointing: {config.trainer.activation_checkpointing}"
+    if num_trainers_of(config) == trainer.tensor_parallel:
+        return chosen
+    return f"{chosen}; weights gathered for each {trainer.fsdp_gather.replace('_', '-')}"
 
 
 def _sum(parts: dict[str, float], device: Device) -> str:

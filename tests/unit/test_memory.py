@@ -14,12 +14,12 @@ from grpo.config.layout import describe_layout
 from grpo.config.recipes import load, load_recipe
 from grpo.memory import DEFAULT_RECIPE, GPU_GIB, main
 from grpo.models.memory import (
+    fit_trainer,
     generator_gib,
     num_parameters,
     peak_gib,
     reference_gib,
     trainer_gib,
-    with_checkpointing,
 )
 from tests.unit.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B
 from tests.unit.test_readme import table
@@ -107,7 +107,14 @@ def test_parts_of_a_trainer_by_hand():
     # two blocks of 50.3e6 weights and the embeddings of 311e6, in bfloat16
     block = 2048 * (2048 + 1024 + 1024 + 2048 + 3 * 6144)
     assert parts["gathered weights"] == pytest.approx(2 * (2 * block + 151936 * 2048) / 2**30)
-    assert "reference" not in parts
+    assert "reference" not in parts and "gradients before they are added up" not in parts
+    once = trainer_gib(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2, "--trainer.fsdp-gather", "update"))
+    assert once["gathered weights"] == pytest.approx(1_720_574_976 * 2 / 2**30)
+    assert once["gradients before they are added up"] == pytest.approx(1_720_574_976 * 4 / 2**30)
+    assert {*once} - {*parts} == {"gradients before they are added up"}
+    flags = ("--roles.num-trainers", 2, "--trainer.fsdp-gather", "update", "--trainer.lora-rank", 16)
+    of_lora = trainer_gib(hf(QWEN3_1_7B), config_of(*flags))
+    assert of_lora["gathered weights"] == once["gathered weights"] and "gradients before they" not in str(of_lora)
     with_kl = trainer_gib(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2, "--algorithm.kl-coef", 0.1))
     assert with_kl["reference"] == pytest.approx(1_720_574_976 * 2 / 2 / 2**30)
     apart = config_of("--roles.num-trainers", 2, "--roles.num-references", 1, "--algorithm.kl-coef", 0.1)
@@ -167,7 +174,7 @@ def test_the_table_of_layouts_has_the_memory_and_fits():
         assert config.num_ranks == int(gpus) and config.model.path == "Qwen/Qwen3-1.7B"
         for part in describe_layout(config).split(" + ") if gpus != "1" else ():
             assert part in roles
-        config = with_checkpointing(hf(QWEN3_1_7B), config, GPU_GIB)
+        config = fit_trainer(hf(QWEN3_1_7B), config, GPU_GIB)
         assert config.trainer.activation_checkpointing == "none"
         total = sum(trainer_gib(hf(QWEN3_1_7B), config).values())
         assert float(trainer) == round(total, 1), gpus
@@ -195,7 +202,7 @@ ON_80_GB = OF_LLAMA | OF_QWEN3 | {"sft_qwen3_1_7b.py": QWEN3_1_7B}
 def test_recipes_of_sft_and_lora_say_what_a_trainer_holds(name):
     said = re.search(r"and the rest about (\d+) GiB", (ROOT / "configs" / name).read_text())
     config = load_recipe(str(ROOT / "configs" / name), c.GRPOConfig, c.SFTConfig)
-    config = with_checkpointing(hf(ON_80_GB[name]), config, GPU_GIB)
+    config = fit_trainer(hf(ON_80_GB[name]), config, GPU_GIB)
     total = sum(trainer_gib(hf(ON_80_GB[name]), config).values())
     assert float(said[1]) == round(total) and total < 74.5
 
@@ -203,7 +210,7 @@ def test_recipes_of_sft_and_lora_say_what_a_trainer_holds(name):
 def test_lora_of_8b_colocated_fits_one_gpu_because_the_engine_sleeps():
     """79.2 GiB as CUDA has them: while the engine samples, the trainer holds 15.3 + 0.7 GiB."""
     config = load_recipe(str(ROOT / "configs" / "grpo_qwen3_8b_lora.py"), c.GRPOConfig)
-    config = with_checkpointing(hf(QWEN3_8B), config, GPU_GIB)
+    config = fit_trainer(hf(QWEN3_8B), config, GPU_GIB)
     engine, trainer = 79.2 * config.generator.gpu_memory_utilization, trainer_gib(hf(QWEN3_8B), config)
     at_rest = trainer["frozen weights"] + trainer["adapters, gradients and moments"]
     assert config.generator.sleep and "reference" not in trainer
@@ -216,8 +223,11 @@ def test_the_command_takes_recipes_of_sft(tmp_path, monkeypatch, capsys):
     recipe = str(ROOT / "configs" / "sft_llama3_1_8b.py")
     monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--num-trainers", "4"])
     main()
-    about, mode, trainer = capsys.readouterr().out.splitlines()[-3:]  # no engine, no reference
-    assert mode == "activation checkpointing: selective, as auto chooses on a GPU of 79.2 GiB"
+    about, *chosen, trainer = capsys.readouterr().out.splitlines()[-4:]  # no engine, no reference
+    assert [line.removesuffix(", as auto chooses on a GPU of 79.2 GiB") for line in chosen] == [
+        "trainer.activation_checkpointing: selective",
+        "trainer.fsdp_gather: micro_batch",
+    ]
     assert about == f"{tmp_path}: 8.03 billion parameters"
     # 8.03e9 x 16 / 4
     assert trainer.startswith("each trainer rank: 66.6 GiB = 29.9 weights, gradients and moments + ")
@@ -228,7 +238,7 @@ def test_the_command_prints_what_each_role_holds(tmp_path, monkeypatch, capsys):
     recipe = str(ROOT / "configs" / "qwen2_5_7b_gsm8k.py")
     monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--algorithm.kl-coef", "0.1"])
     main()
-    about, _, trainer, generator = capsys.readouterr().out.splitlines()[-4:]  # after what differs from the recipe
+    about, _, _, trainer, generator = capsys.readouterr().out.splitlines()[-5:]  # after what differs from the recipe
     assert about == f"{tmp_path}: 7.62 billion parameters"
     assert trainer.startswith("each trainer rank: 52.7 GiB = 28.4 weights, gradients and moments + ")
     assert trainer.endswith(" + 3.5 reference")

@@ -1,16 +1,20 @@
 """The gradient of one step, over ways of splitting it: micro-batches, packing, order of completions, ranks.
 
-Arguments: FOLDER BASELINE_FOLDER. Started on one rank, it first writes the gradients of the undivided step (one
-micro-batch, unpacked, completions in order) for each loss, and a later launch on two ranks reads them. All steps go
-through `Trainer.forward_backward` with the objective of train_grpo.py; prints the largest difference of each loss.
+Arguments: FOLDER BASELINE_FOLDER FSDP_GATHER. Started on one rank, it first writes the gradients of the undivided step
+(one micro-batch, unpacked, completions in order) for each loss, and a later launch on two ranks reads them. All steps
+go through `Trainer.forward_backward` with the objective of train_grpo.py; prints the largest difference of each loss.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import pathlib
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,12 +70,16 @@ TOLERANCE = 1e-5  # of each tensor's largest gradient
 
 
 def main() -> None:
-    folder, baselines = sys.argv[1], pathlib.Path(sys.argv[2])
+    folder, baselines, gather = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
     roles = setup_trainers()
     num_ranks = dist.get_world_size()
     # neither the update nor the clipping may touch what is compared
-    options = TrainerConfig(compile=False, activation_checkpointing="none", learning_rate=0.0, max_grad_norm=1e9)
+    options = TrainerConfig(
+        compile=False, activation_checkpointing="none", fsdp_gather=gather, learning_rate=0.0, max_grad_norm=1e9
+    )
     trainer = Trainer(ModelConfig(dtype="float32"), options, folder, 1000, roles)
+
+    num_messages: dict[str, float] = {}  # of a backward, by the loss
 
     def gradients(config: GRPOConfig, packing: bool, count: int, order: list[int], wrong: bool = False):
         """Gradients of a step in exactly `count` micro-batches on each rank."""
@@ -84,7 +92,14 @@ def main() -> None:
         if wrong:
             objective = mean_of_means(objective, config, batch, num_ranks * count)
         trainer.zero_gradient()
-        trainer.forward_backward(batch, objective, StepMetrics(batch.num_sequences))
+        with fsdp_messages() as messages:
+            trainer.forward_backward(batch, objective, StepMetrics(batch.num_sequences))
+        per_micro_batch = 1 if gather == "update" else count
+        if num_ranks > 1:
+            once = num_messages.setdefault(config.algorithm.loss, messages["reduced"] / per_micro_batch)
+            assert once > 0 and messages["reduced"] == once * per_micro_batch, messages
+            # of a block in each forward and, unless it is kept, in each backward
+            assert once <= messages["gathered"] / per_micro_batch <= (1 if gather == "update" else 2) * once, messages
         return full_gradients(trainer)
 
     for name, algorithm in ALGORITHMS.items():
@@ -122,6 +137,28 @@ def main() -> None:
     assert measured and all(math.isnan(value) for value in measured.values()), measured
     assert num_steps == [state["step"].item() for state in trainer.optimizer.optimizers[0].state.values()]
     close_roles(roles)
+
+
+@contextlib.contextmanager
+def fsdp_messages() -> Iterator[Counter]:
+    """How often FSDP has gathered weights and reduced gradients within the block."""
+    counts: Counter = Counter()
+    functions = {"gathered": dist.all_gather_single, "reduced": dist.reduce_scatter_single}
+
+    def counted(what: str, function: Callable) -> Callable:
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts[what] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    for what, function in functions.items():
+        setattr(dist, function.__name__, counted(what, function))
+    try:
+        yield counts
+    finally:
+        for function in functions.values():
+            setattr(dist, function.__name__, function)
 
 
 def objective_of(config: GRPOConfig, batch: TrainBatch) -> Objective:

@@ -2,8 +2,8 @@
 
 In bfloat16, whether the sampling temperatures reach the LM head unrounded.
 
-Arguments: one case or more, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,PACKING(0 or 1); all run
-one after the other in the world that torchrun started. Prints the largest differences of each case.
+Arguments: one case or more, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,PACKING,FSDP_GATHER, with
+packing 0 or 1; all run one after the other in the world that torchrun started. Prints the largest differences of each.
 """
 
 import pathlib
@@ -39,13 +39,14 @@ def main() -> None:
 
 def check_case(case: str, roles: Roles) -> None:
     """Build one sharded model and compare it. Collective over all ranks."""
-    folder, tensor_parallel, replicas, checkpointing, packing = case.split(",")
+    folder, tensor_parallel, replicas, checkpointing, packing, gather = case.split(",")
     case = f"{pathlib.Path(case).name} on {dist.get_world_size()} ranks"
     trainer = TrainerConfig(
         tensor_parallel=int(tensor_parallel),
         data_replicas=int(replicas),
         activation_checkpointing=checkpointing,
         packing=packing == "1",
+        fsdp_gather=gather,
         micro_batch_tokens=64,  # several micro-batches
         logprob_chunk_tokens=24,  # several chunks, the last one smaller
         compile=False,
@@ -152,7 +153,9 @@ def sharded_values(
 ) -> torch.Tensor:
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
     got_2N = torch.zeros_like(weights_2N)
-    for micro in micro_batches(batch, model, trainer):
+    micros = list(micro_batches(batch, model, trainer))
+    for micro in micros:
+        model.accumulate(is_last=micro is micros[-1])
         values = model.logprobs(micro)
         index_M = micro.token_BT[micro.token_BT >= 0]
         values_2M = torch.stack([take_out(values_BT, micro)[1] for values_BT in values])
