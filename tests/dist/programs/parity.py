@@ -2,8 +2,8 @@
 
 In bfloat16, whether the sampling temperatures reach the LM head unrounded.
 
-Arguments: one case or more, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,PACKING,FSDP_GATHER, with
-packing 0 or 1; all run one after the other in the world that torchrun started. Prints the largest differences of each.
+Arguments: cases, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,PACKING(0 or 1),FSDP_GATHER; all
+run one after the other in the world that torchrun started. Prints the largest differences of each case.
 """
 
 import pathlib
