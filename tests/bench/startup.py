@@ -107,9 +107,11 @@ def launch(name: str, layout: str, options: argparse.Namespace) -> dict[str, obj
 
     watcher = threading.Thread(target=wait_for_step)
     watcher.start()
-    code = run_limited(command, log, options.limit)
-    ended.set()
-    watcher.join()
+    try:
+        code = run_limited(command, log, options.limit)
+    finally:  # also if the bench itself is to end, which would wait for the thread
+        ended.set()
+        watcher.join()
     if code != 0 or not first:
         errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
         return {"failed": f"{code}: {errors[0] if errors else f'see {log}'}"}
