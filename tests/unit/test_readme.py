@@ -73,6 +73,9 @@ OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone"
 OTHER_TOOLS_FLAGS |= {
     "--shape",
     "--jobs",
+    "--roles",
+    "--phases",
+    "--kinds",
     "--array",
     "--env",
     "--file",
