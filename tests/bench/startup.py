@@ -26,8 +26,11 @@ import time
 
 from speed import ROOT, checkpoint, report, run_child, run_limited
 
+sys.path.insert(0, str(ROOT))
+
+from grpo.run.caches import PARTS
+
 LAYOUTS = ("colocated", "split", "rows")
-LIBRARIES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")  # the run sets them itself
 ROLE_LINE = re.compile(r"^starting +\d+ s  (\w+): (.*)", re.MULTILINE)
 PART = re.compile(r"(?:, )?(.+?) (\d+\.\d) s")
 # What vLLM 0.32 logs; the last of each counts
@@ -57,7 +60,7 @@ def main() -> None:
         rows_of_many_lengths(options.shape)
         return
     checkpoint(options.shape)
-    for variable in LIBRARIES:
+    for variable in PARTS:  # the run sets them itself
         os.environ.pop(variable, None)
     rows = []
     for layout in options.layouts:
