@@ -163,15 +163,15 @@ def _only_manager(cache: Any) -> Any:
     return manager
 
 
-def skip_settled_slots(llm: Any) -> bool:
+def skip_settled_slots(llm: Any) -> None:
     """Answer without the KV cache's managers where a decoding request needs no block and fills none.
 
-    Only for models whose layers are all of full attention, with one block table; returns whether that is so. Full
-    blocks are then entered into the prefix cache up to one block later.
+    Only for models whose layers are all of full attention, with one block table. Full blocks are then entered into the
+    prefix cache up to one block later.
     """
     cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     if not (manager := _only_manager(cache)):
-        return False
+        return
     block_size = manager.block_size
     blocks_of, cached_of, nothing = manager.req_to_blocks, manager.num_cached_block, cache.empty_kv_cache_blocks
     allocate_slots, cache_blocks = cache.allocate_slots, cache.cache_blocks
@@ -191,7 +191,6 @@ def skip_settled_slots(llm: Any) -> bool:
             cache_blocks(request, num_computed_tokens)
 
     cache.allocate_slots, cache.cache_blocks = allocate, cache_full_blocks
-    return True
 
 
 @contextlib.contextmanager
