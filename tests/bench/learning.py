@@ -142,7 +142,7 @@ def tiny_data() -> list[Any]:
 
 def work(runs: list[Run], options: argparse.Namespace, deadline: float) -> None:
     """Run them all, each as soon as what it starts from is there and a GPU is free, until the deadline."""
-    free = visible_gpus()[: options.gpus] if options.gpus else [0]
+    free = visible_gpus(options.gpus)[: options.gpus] if options.gpus else [0]
     while time.monotonic() < deadline and any(run.process or run.is_ready for run in runs if run.exit_code is None):
         for run in runs:
             if run.process and run.exit_code is None and run.process.poll() is not None:

@@ -75,9 +75,7 @@ def main() -> None:
 
 def run_all(cases: list[Case], options: argparse.Namespace) -> None:
     """Each as soon as there are GPUs for it."""
-    free = gpus = list(range(max(options.gpus))) if options.cpu else visible_gpus()
-    if max(options.gpus) > len(gpus):
-        raise SystemExit(f"{max(options.gpus)} GPUs asked for, {len(gpus)} there")
+    free = gpus = list(range(max(options.gpus))) if options.cpu else visible_gpus(max(options.gpus))
     while any(case.outcome in ("not begun", "runs") for case in cases):
         for case in cases:
             if case.outcome == "not begun" and len(free) >= case.num_gpus:

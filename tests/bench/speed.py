@@ -26,12 +26,13 @@ def checkpoint(shape: str) -> pathlib.Path:
     return folder
 
 
-def visible_gpus() -> list[int]:
-    """Their numbers on this machine: all, or those of CUDA_VISIBLE_DEVICES."""
-    import torch
-
+def visible_gpus(least: int) -> list[int]:
+    """Their numbers on this machine: all, or those of CUDA_VISIBLE_DEVICES. Ends the bench if there are fewer."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [int(number) for number in listed.split(",")] if listed else list(range(torch.cuda.device_count()))
+    gpus = [int(number) for number in listed.split(",")] if listed else list(range(torch.cuda.device_count()))
+    if len(gpus) < least:
+        raise SystemExit(f"{least} GPUs are asked for, {len(gpus)} are there")
+    return gpus
 
 
 def launch(command: Sequence[Any], log: pathlib.Path, **environment: str) -> subprocess.Popen:

@@ -49,6 +49,7 @@ def runs_of(tmp_path, monkeypatch):
     """Runs of programs that only wait, in a folder of the test."""
     monkeypatch.setattr(learning, "RUNS", tmp_path)
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
 
     def make(*programs: tuple[str, str, learning.Run | None]) -> list[learning.Run]:
         return [learning.Run(stage, 0, [sys.executable, "-c", code], after) for stage, code, after in programs]
@@ -76,7 +77,12 @@ def test_runs_share_gpus_and_wait_for_their_start(runs_of):
     finish([start, *rest], gpus=2, limit=60)
     assert [run.exit_code for run in (start, *rest)] == [0, 0, 0]
     # the first of the two takes the GPU that was free all the time, the other the one that the start gave back
-    assert [run.log.read_text() for run in (start, *rest)] == ["0\n", "1\n", "0\n"]
+    assert [run.log.read_text() for run in (start, *rest)] == ["2\n", "5\n", "2\n"]
+
+
+def test_more_gpus_than_there_are_end_the_bench(runs_of):
+    with pytest.raises(SystemExit, match="3 GPUs are asked for, 2 are there"):
+        finish(runs_of(("sft", "", None)), gpus=3, limit=60)
 
 
 def test_what_starts_from_a_failed_run_is_not_run(runs_of):
