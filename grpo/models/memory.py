@@ -99,6 +99,11 @@ def num_trainers_of(config: GRPOConfig | SFTConfig) -> int:
     return (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
 
 
+def gathers_weights(config: GRPOConfig | SFTConfig) -> bool:
+    """Whether there are several data-parallel trainers, for which `trainer.fsdp_gather` says something."""
+    return num_trainers_of(config) > config.trainer.tensor_parallel
+
+
 def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, float]:
     """Parts of a trainer rank's peak, GiB.
 

@@ -24,10 +24,10 @@ from grpo.models.memory import (
     DTYPE_BYTES,
     engine_gib,
     fit_trainer,
+    gathers_weights,
     memory_of_roles,
     num_adapter_parameters,
     num_parameters,
-    num_trainers_of,
     peak_gib,
 )
 from grpo.run.folder.run_folder import CHECKPOINTS
@@ -187,7 +187,7 @@ def _trainer_memory(
 def _choices(config: GRPOConfig | SFTConfig) -> str:
     """What was decided, or given, for the trainer's memory."""
     trainer, chosen = config.trainer, f"activation checkpointing: {config.trainer.activation_checkpointing}"
-    if num_trainers_of(config) == trainer.tensor_parallel:
+    if not gathers_weights(config):
         return chosen
     return f"{chosen}; weights gathered for each {trainer.fsdp_gather.replace('_', '-')}"
 
