@@ -102,7 +102,7 @@ class TrainerConfig:
     """What the backward recomputes to save memory. none: nothing; logits: the LM head's product, chunk by chunk;
     selective: that and cheap operations; full: that and every block; auto: the first of them that fits the GPU by
     arithmetic (`python -m grpo.memory`); on a CPU none."""
-    fsdp_gather: Literal["auto", "micro_batch", "update"] = "auto"
+    fsdp_gather: Literal["auto", "micro_batch", "update"] = "micro_batch"
     """How often data-parallel trainers gather weights and add up their gradients (FSDP). micro_batch: in each, block by
     block; update: once for all micro-batches of an update, for which a rank holds 6 bytes per parameter more (2 with
     LoRA); auto: that if it fits the GPU by arithmetic, and on a CPU."""

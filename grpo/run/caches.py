@@ -1,4 +1,4 @@
-"""One folder for what compilers keep: of torch.compile, Triton, vLLM and flash attention, for the runs that follow.
+"""One folder for what compilers keep: of torch.compile, Triton and vLLM. The next run starts with what it finds there.
 
 By default it is `grpo` in the user's cache folder, where torch alone would take /tmp, which machines empty. Ranks, runs
 and nodes share it: entries are found by a hash of what was compiled, for which GPU, and appear whole. vLLM's are not
@@ -11,14 +11,7 @@ import sys
 
 VARIABLE = "GRPO_CACHE_DIR"
 # Variables of the libraries, and each one's part of the folder
-PARTS = {
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "VLLM_CACHE_ROOT": "vllm",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention",
-}
-# Else flash-attn-4 compiles its kernels in each process
-KEEPS_KERNELS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+PARTS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 
 
 def keep_caches() -> None:
@@ -43,4 +36,3 @@ def keep_caches() -> None:
             raise ValueError(f"{VARIABLE}={chosen} cannot hold the compilers' caches: {error}; name another") from error
         return
     os.environ.update({variable: str(part) for variable, part in parts.items()})
-    os.environ.setdefault(KEEPS_KERNELS, "1")

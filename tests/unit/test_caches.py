@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from grpo.roles import engine
-from grpo.run.caches import KEEPS_KERNELS, PARTS, VARIABLE, keep_caches
+from grpo.run.caches import PARTS, VARIABLE, keep_caches
 
-OWN_VARIABLES = (*PARTS, VARIABLE, KEEPS_KERNELS, "XDG_CACHE_HOME")
+OWN_VARIABLES = (*PARTS, VARIABLE, "XDG_CACHE_HOME")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_default_is_in_the_users_cache(environment, tmp_path):
     assert all(pathlib.Path(folder).is_dir() for folder in folders().values())
 
 
-def test_one_folder_for_all(environment, tmp_path):
+def test_one_folder_for_all_three(environment, tmp_path):
     environment.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     environment.setenv(VARIABLE, str(tmp_path / "mine"))
     keep_caches()
@@ -40,18 +40,15 @@ def test_one_folder_for_all(environment, tmp_path):
         "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/mine/inductor",
         "TRITON_CACHE_DIR": f"{tmp_path}/mine/triton",
         "VLLM_CACHE_ROOT": f"{tmp_path}/mine/vllm",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{tmp_path}/mine/flash_attention",
     }
-    assert os.environ[KEEPS_KERNELS] == "1"
     assert not (tmp_path / "xdg").exists()
 
 
 def test_a_librarys_own_variable_wins(environment, tmp_path):
     environment.setenv("VLLM_CACHE_ROOT", "/elsewhere")
-    environment.setenv(KEEPS_KERNELS, "0")
     environment.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_caches()
-    assert folders()["VLLM_CACHE_ROOT"] == "/elsewhere" and os.environ[KEEPS_KERNELS] == "0"
+    assert folders()["VLLM_CACHE_ROOT"] == "/elsewhere"
     assert not (tmp_path / "grpo" / "vllm").exists()
     assert (tmp_path / "grpo" / "inductor").is_dir()
 

@@ -124,6 +124,18 @@ def test_parts_of_a_trainer_by_hand():
     assert reference_gib(hf(QWEN3_1_7B), apart) == {"weights": weights} | forward
 
 
+def test_weights_are_gathered_once_where_that_fits():
+    """1.7e9 x 6 bytes are 10 GiB more; 8.2e9 x 6 bytes, 46 GiB, leave no room. Checkpointing is decided before."""
+    flags = ("--trainer.fsdp-gather", "auto")
+    small = fit_trainer(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2, *flags), GPU_GIB).trainer
+    assert (small.activation_checkpointing, small.fsdp_gather) == ("none", "update")
+    large = fit_trainer(hf(QWEN3_8B), config_of("--roles.num-trainers", 4, *flags), GPU_GIB).trainer
+    assert (large.activation_checkpointing, large.fsdp_gather) == ("selective", "micro_batch")
+    assert fit_trainer(hf(QWEN3_8B), config_of(*flags), None).trainer.fsdp_gather == "update"
+    given = fit_trainer(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2), GPU_GIB).trainer
+    assert given.fsdp_gather == "micro_batch"
+
+
 def test_parts_of_a_trainer_with_lora_by_hand():
     """Qwen3-8B, rank 16: of each block q and o 4096 + 4096, k and v 4096 + 1024, three of 4096 + 12288; 36 blocks."""
     flags = ("--roles.colocated", "--roles.num-trainers", 1, "--algorithm.kl-coef", 0.1, "--trainer.lora-rank", 16)
@@ -221,7 +233,8 @@ def test_lora_of_8b_colocated_fits_one_gpu_because_the_engine_sleeps():
 def test_the_command_takes_recipes_of_sft(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA3_1_8B))
     recipe = str(ROOT / "configs" / "sft_llama3_1_8b.py")
-    monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--num-trainers", "4"])
+    flags = ["--num-trainers", "4", "--trainer.fsdp-gather", "auto"]
+    monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), *flags])
     main()
     about, *chosen, trainer = capsys.readouterr().out.splitlines()[-4:]  # no engine, no reference
     assert [line.removesuffix(", as auto chooses on a GPU of 79.2 GiB") for line in chosen] == [
@@ -238,7 +251,7 @@ def test_the_command_prints_what_each_role_holds(tmp_path, monkeypatch, capsys):
     recipe = str(ROOT / "configs" / "qwen2_5_7b_gsm8k.py")
     monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--algorithm.kl-coef", "0.1"])
     main()
-    about, _, _, trainer, generator = capsys.readouterr().out.splitlines()[-5:]  # after what differs from the recipe
+    about, _, trainer, generator = capsys.readouterr().out.splitlines()[-4:]  # after what differs from the recipe
     assert about == f"{tmp_path}: 7.62 billion parameters"
     assert trainer.startswith("each trainer rank: 52.7 GiB = 28.4 weights, gradients and moments + ")
     assert trainer.endswith(" + 3.5 reference")
