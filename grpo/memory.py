@@ -13,7 +13,7 @@ import sys
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load
 from grpo.models.hf_folder import config_folder, read_hf_config
-from grpo.models.memory import CHOICES, fit_trainer, gathers_weights, memory_of_roles, num_parameters
+from grpo.models.memory import choices_told, fit_trainer, memory_of_roles, num_parameters
 from grpo.run.watch.failures import refuse_bad_input, run_rank
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
@@ -27,11 +27,9 @@ def main() -> None:
         hf = read_hf_config(config_folder(config.model.path))
     print(f"{config.model.path}: {num_parameters(hf) / 1e9:.2f} billion parameters")
     decided = fit_trainer(hf, config, GPU_GIB)
-    for name in CHOICES:
-        if getattr(config.trainer, name) == "auto" and (name != "fsdp_gather" or gathers_weights(config)):
-            print(f"trainer.{name}: {getattr(decided.trainer, name)}, as auto chooses on a GPU of {GPU_GIB} GiB")
-    config = decided
-    for role, parts in memory_of_roles(hf, config).items():
+    for choice in choices_told(config, decided):
+        print(f"{choice}, as auto chooses on a GPU of {GPU_GIB} GiB")
+    for role, parts in memory_of_roles(hf, decided).items():
         listed = " + ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
         print(f"each {role} rank: {sum(parts.values()):.1f} GiB = {listed}")
 

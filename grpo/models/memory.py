@@ -19,6 +19,11 @@ STATE_BYTES = 16
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Of the arithmetic and of a GPU, for what the arithmetic leaves out
 MARGIN_FRAC, MARGIN_GIB = 0.05, 3.0
+# What a trainer's fields may have instead of "auto", the fastest first
+CHOICES = {
+    "activation_checkpointing": ("none", "logits", "selective", "full"),
+    "fsdp_gather": ("update", "micro_batch"),
+}
 
 
 def memory_of_roles(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, dict[str, float]]:
@@ -32,23 +37,15 @@ def memory_of_roles(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTC
     return roles
 
 
-# What a trainer's fields may have instead of "auto", the fastest first
-CHOICES = {
-    "activation_checkpointing": ("none", "logits", "selective", "full"),
-    "fsdp_gather": ("update", "micro_batch"),
-}
-
-
 def fit_trainer(hf: transformers.PretrainedConfig, config: Config, gpu_gib: float | None) -> Config:
     """The config with those of CHOICES decided that are "auto", one after the other.
 
     Each becomes the first with which the peak fits a GPU of `gpu_gib`, with a margin, while those not decided yet are
     what takes least; the last if none does; the first on a CPU, for which `gpu_gib` is None.
     """
-    open_fields = [name for name in CHOICES if getattr(config.trainer, name) == "auto"]
-    smallest = {name: CHOICES[name][-1] for name in open_fields}
-    config = replace(config, trainer=replace(config.trainer, **smallest))
-    for name in open_fields:
+    names = [name for name in CHOICES if getattr(config.trainer, name) == "auto"]
+    config = replace(config, trainer=replace(config.trainer, **{name: CHOICES[name][-1] for name in names}))
+    for name in names:
         for choice in CHOICES[name]:
             decided = replace(config, trainer=replace(config.trainer, **{name: choice}))
             if gpu_gib is None or peak_gib(hf, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
@@ -99,9 +96,13 @@ def num_trainers_of(config: GRPOConfig | SFTConfig) -> int:
     return (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
 
 
-def gathers_weights(config: GRPOConfig | SFTConfig) -> bool:
-    """Whether there are several data-parallel trainers, for which `trainer.fsdp_gather` says something."""
-    return num_trainers_of(config) > config.trainer.tensor_parallel
+def choices_told(config: GRPOConfig | SFTConfig, decided: GRPOConfig | SFTConfig) -> list[str]:
+    """What `fit_trainer` decided, a text each; left out is what means nothing for a single data-parallel trainer."""
+    alone = num_trainers_of(config) == config.trainer.tensor_parallel
+    names = [name for name in CHOICES if getattr(config.trainer, name) == "auto"]
+    return [
+        f"trainer.{name}: {getattr(decided.trainer, name)}" for name in names if not (alone and name == "fsdp_gather")
+    ]
 
 
 def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, float]:
@@ -169,11 +170,12 @@ def _of_a_forward(
     # FSDP gathers two blocks at a time, and the embeddings and the LM head, or a trainer's for a whole update. Without
     # other data-parallel ranks it holds a copy of all weights in the compute dtype, and is not used at all where they
     # are held in that already.
-    gathered, gathers_once = 2 * block + head * (1 if hf.tie_word_embeddings else 2), False
-    if num_ranks == tensor_parallel:
-        gathered = num_parameters(hf) if trains and not trainer.lora_rank else 0
-    elif gathers_once := trains and trainer.fsdp_gather == "update":
+    alone = num_ranks == tensor_parallel
+    gathers_once = trains and not alone and trainer.fsdp_gather == "update"
+    if gathers_once or (trains and alone and not trainer.lora_rank):
         gathered = num_parameters(hf)
+    else:
+        gathered = 0 if alone else 2 * block + head * (1 if hf.tie_word_embeddings else 2)
     chunk = min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens) * hf.vocab_size
     parts = {
         "gathered weights": dtype_bytes * gathered,

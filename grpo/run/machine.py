@@ -22,9 +22,9 @@ from grpo.config.layout import suggest_layout
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.memory import (
     DTYPE_BYTES,
+    choices_told,
     engine_gib,
     fit_trainer,
-    gathers_weights,
     memory_of_roles,
     num_adapter_parameters,
     num_parameters,
@@ -96,8 +96,8 @@ def fit_to_machine(config: GRPOConfig | SFTConfig, folder: str) -> TrainerConfig
         if row.status == "problem":
             print(f"warning: {row.check}: {row.found}; {row.to_do}", flush=True)
     decided = fit_trainer(hf, config, device.total_gib if device.num_gpus else None)
-    if device.num_gpus and decided != config:
-        print(f"{_choices(decided)}, by arithmetic", flush=True)
+    for choice in choices_told(config, decided) if device.num_gpus else ():
+        print(f"{choice}, by arithmetic", flush=True)
     return decided.trainer
 
 
@@ -176,20 +176,12 @@ def _trainer_memory(
     hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, parts: dict[str, float], device: Device
 ) -> Row:
     """Of a trainer, and the engine that may share its GPU."""
-    found = f"{_sum(parts, device)}; {_choices(config)}"
+    found = f"{_sum(parts, device)}; activation checkpointing: {config.trainer.activation_checkpointing}"
     to_do = "lower --trainer.micro-batch-tokens, take --trainer.activation-checkpointing full or more trainers"
     if engine := engine_gib(hf, config, device.total_gib):
         found += f"; and {engine:.1f} of an engine" + (" that sleeps meanwhile" if config.generator.sleep else "")
         to_do = f"lower --generator.gpu-memory-utilization or set --generator.sleep, {to_do}"
     return Row.of("memory of a trainer", peak_gib(hf, config, device.total_gib) < device.total_gib, found, to_do)
-
-
-def _choices(config: GRPOConfig | SFTConfig) -> str:
-    """What was decided, or given, for the trainer's memory."""
-    trainer, chosen = config.trainer, f"activation checkpointing: {config.trainer.activation_checkpointing}"
-    if not gathers_weights(config):
-        return chosen
-    return f"{chosen}; weights gathered for each {trainer.fsdp_gather.replace('_', '-')}"
 
 
 def _sum(parts: dict[str, float], device: Device) -> str:

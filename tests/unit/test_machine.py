@@ -163,13 +163,11 @@ def test_a_start_warns_of_each_problem_in_one_line(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(machine, "look_at_device", lambda index: H100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**50))
     assert fit_to_machine(config, str(tmp_path)).activation_checkpointing == "selective"
-    assert capsys.readouterr().out == (
-        "activation checkpointing: selective; weights gathered for each micro-batch, by arithmetic\n"
-    )
+    assert capsys.readouterr().out == "trainer.activation_checkpointing: selective, by arithmetic\n"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**30))
     monkeypatch.setattr(machine, "look_at_device", lambda index: Device(8, "L4", 22.0, 21.8))
     fit_to_machine(config, str(tmp_path))
     told = capsys.readouterr().out.splitlines()
-    assert told.pop() == "activation checkpointing: full; weights gathered for each micro-batch, by arithmetic"
+    assert told.pop() == "trainer.activation_checkpointing: full, by arithmetic"
     assert [line.partition(": ")[2].partition(":")[0] for line in told] == ["memory of a trainer", "disk"]
     assert all(line.startswith("warning: ") for line in told) and "free in" in told[1]

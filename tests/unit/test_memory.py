@@ -14,6 +14,7 @@ from grpo.config.layout import describe_layout
 from grpo.config.recipes import load, load_recipe
 from grpo.memory import DEFAULT_RECIPE, GPU_GIB, main
 from grpo.models.memory import (
+    choices_told,
     fit_trainer,
     generator_gib,
     num_parameters,
@@ -67,7 +68,7 @@ def config_of(*flags: str) -> c.GRPOConfig:
 
 # Peaks in torch (configs/RESULTS.md; the 8B one on two of four H200), GiB, with micro-batches of 16,384 tokens and
 # chunks of 4,096. The last two are of earlier code: off them goes the table of positions that each layer had of its own
-# then. All are of a time when a trained LM head held its last chunk's gradient for too long (1.2 GiB).
+# then. All but Qwen3-4B's are of a time when a trained LM head held its last chunk's gradient for too long (1.2 GiB).
 OLD_TABLE = 40960 * 256 * 4 / 2**30
 LORA_8B = {"activation_checkpointing": "none", "lora_rank": 16, "micro_batch_tokens": 8192}
 MEASURED = {
@@ -134,6 +135,10 @@ def test_weights_are_gathered_once_where_that_fits():
     assert fit_trainer(hf(QWEN3_8B), config_of(*flags), None).trainer.fsdp_gather == "update"
     given = fit_trainer(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2), GPU_GIB).trainer
     assert given.fsdp_gather == "micro_batch"
+    for num_trainers, told in ((1, []), (2, ["trainer.fsdp_gather: update"])):
+        config = config_of("--roles.num-trainers", num_trainers, *flags)
+        decided = fit_trainer(hf(QWEN3_1_7B), config, GPU_GIB)
+        assert choices_told(config, decided) == ["trainer.activation_checkpointing: none", *told]
 
 
 def test_parts_of_a_trainer_with_lora_by_hand():
