@@ -184,8 +184,7 @@ class Mixture:
     def num_drawn(self) -> int:
         return sum(order.num_drawn for order in self.orders.values())
 
-    @property
-    def left_out(self) -> dict[str, int]:
+    def metrics(self) -> dict[str, int]:
         """Rows that were passed over because they cannot be used, by why; empty if all were looked at before."""
         counts = [order.left_out for order in self.orders.values() if isinstance(order, StreamedOrder)]
         return {name: sum(count[name] for count in counts) for name in (LEFT_OUT if counts else ())}
@@ -232,6 +231,10 @@ class PromptStream(Mixture):
     def num_filtered(self) -> int:
         """Rows left out of this epoch of their source because of their pass rates."""
         return sum(order.num_filtered for order in self.orders.values())
+
+    def metrics(self) -> dict[str, int]:
+        """See Mixture.metrics; with a filter also how many rows it leaves out."""
+        return super().metrics() | ({"sampling/filtered": self.num_filtered} if self.sampling.filters else {})
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts, across epochs where needed; Prompt.index counts on through the whole run."""

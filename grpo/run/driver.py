@@ -15,6 +15,7 @@ from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig, TrainerConfig
 from grpo.config.layout import describe_layout
 from grpo.data.batches import make_batch, sample_of
+from grpo.data.draw_ahead import DrawAhead
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.data.streams import PromptStream
@@ -93,14 +94,15 @@ class Driver:
                 hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
                 hf_folder.check_reference(reference, folder, tokenizer)
             rows = usable_prompts(sources, config, tokenizer)
-            self.stream = resumed_stream(lambda: PromptStream(rows, config, tokenizer), opened, config.allow_changes)
+            stream = resumed_stream(lambda: PromptStream(rows, config, tokenizer), opened, config.allow_changes)
             self.lengths = PastLengths(keeps_rows=not data.streaming)
             self.lengths.load_state_dict(opened.state.get("lengths", self.lengths.state_dict()))
             self.carried = CarryOver(config.prompts_per_step, config.sampling.carry_over, config.group_size)
             if "carried" in opened.state:
-                self.carried.load(opened.checkpoint, opened.state["carried"], self.stream)
+                self.carried.load(opened.checkpoint, opened.state["carried"], stream)
             if "pending" in opened.state:
-                self.first_pending = read_pending(opened.checkpoint, opened.state["pending"], self.stream)
+                self.first_pending = read_pending(opened.checkpoint, opened.state["pending"], stream)
+            self.stream = DrawAhead(stream)
             eval_prompts = held_out_prompts(config, tokenizer) if evaluates else []
             self.first_step = opened.step
             check_profile(config.profile, self.first_step)
@@ -244,11 +246,16 @@ class Driver:
 
     @on_driver_for_learners
     def collect_rewards(self, sampled: Sampled) -> Sampled:
-        """Wait for the rewards of the step's rollouts, which workers computed meanwhile."""
-        if not self.config.sampling.dynamic:
+        """Wait for the rewards of the step's rollouts, which workers computed meanwhile.
+
+        Now that no more prompts are needed, those of the next plan are read while this step trains.
+        """
+        config = self.config
+        if not config.sampling.dynamic:
             rollouts = self._collect()
             sampled = replace(sampled, everything=rollouts, informative=rollouts)
         check_all_failed(sampled.everything)
+        self.stream.begin(self.carried.num_missing if config.sampling.carry_over else config.prompts_per_step)
         return sampled
 
     @on_driver_for_learners
@@ -331,9 +338,7 @@ class Driver:
         if config.sampling.carry_over:
             metrics["sampling/carried"] = len(self.carried.groups)
             metrics["lag/stale_frac"] = stale_frac([r.completion for r in sampled.rollouts], step - 1)
-        if config.sampling.filters:
-            metrics["sampling/filtered"] = self.stream.num_filtered
-        return metrics | self.stream.left_out
+        return metrics | self.stream.metrics()
 
     @on_driver
     def log_evaluation(

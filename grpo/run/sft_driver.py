@@ -15,6 +15,7 @@ from grpo.config import SFTConfig, TrainerConfig
 from grpo.config.generation import generating
 from grpo.config.recipes import change
 from grpo.data.batches import make_batch
+from grpo.data.draw_ahead import DrawAhead
 from grpo.data.held_out import load_validation
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
 from grpo.data.show import show_chat
@@ -86,7 +87,8 @@ class Driver:
             folder, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources))
             form = learned_form(config, tokenizer)
             rows = usable_chats(sources, config, tokenizer)
-            self.stream = resumed_stream(lambda: ChatStream(rows, config, tokenizer), opened, config.allow_changes)
+            stream = resumed_stream(lambda: ChatStream(rows, config, tokenizer), opened, config.allow_changes)
+            self.stream = DrawAhead(stream)
             self.validation = load_validation(config, tokenizer) if validates else {}
             check_profile(config.profile, opened.step)
             self.scorer, eval_prompts = open_evaluation(config, folder, tokenizer, form) if evaluates else (None, [])
@@ -126,9 +128,11 @@ class Driver:
 
     @on_driver
     def next_batch(self) -> TrainBatch:
-        """The step's examples laid end to end; their labels count in the loss."""
+        """The step's examples laid end to end; their labels count in the loss. Those of the next are read meanwhile."""
         with refuse_bad_input():  # rows that are streamed are checked as they come
-            return batch_of(self.stream.draw(self.config.sequences_per_step))
+            examples = self.stream.draw(self.config.sequences_per_step)
+        self.stream.begin(self.config.sequences_per_step)
+        return batch_of(examples)
 
     def state(self, step: int, recent_losses: list[float]) -> dict[str, Any] | None:
         """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
@@ -139,7 +143,7 @@ class Driver:
     @on_driver
     def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps."""
-        metrics = measured.means() | self.stream.left_out | self.timer.close_step()
+        metrics = measured.means() | self.stream.metrics() | self.timer.close_step()
         if self.config.too_long == "truncate":
             metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
         metrics["tokens_per_second"] = batch.num_tokens / metrics["time/step"]

@@ -43,9 +43,10 @@ METRICS = {
     "grpo/roles/metrics.py": "loss",
     "grpo/run/sft_driver.py": "validation/loss data/truncated_frac",
     "grpo/roles/trainer.py": "entropy grad_norm learning_rate skipped_frac packing/padding_frac",
+    "grpo/data/streams.py": "sampling/filtered",
     "grpo/data/streaming.py": "data/bad_rows data/too_long data/unlabelled",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
-    "grpo/run/driver.py": "mismatch/nonfinite_frac lag/mean lag/max time/ahead time/overlap sampling/filtered "
+    "grpo/run/driver.py": "mismatch/nonfinite_frac lag/mean lag/max time/ahead time/overlap "
     "sampling/tail_frac sampling/carried lag/stale_frac",
     "grpo/run/report/measured.py": "tokens_per_second memory/peak_gib",
     "grpo/run/sampled.py": "sampling/rounds sampling/informative_frac sampling/full_frac",

@@ -178,15 +178,15 @@ def test_skipped_rows_are_counted_and_the_first_is_told(tokenizer, odd_rows, cap
     assert f"data: {odd_rows}:train is streamed; of its first 2 rows 2 can be used; tokens 4 to 4, median 4" in out
     assert answers(stream.draw(4)) == ["a0", "a1", "a6", "a7"]
     counted = {"data/bad_rows": 3, "data/too_long": 1, "data/unlabelled": 0}
-    assert stream.left_out == counted
+    assert stream.metrics() == counted
     assert [line for line in capsys.readouterr().out.splitlines() if "warning" in line] == [
         f"warning: row 3 of {odd_rows}:train cannot be used: not JSON (Expecting value: line 1 column 14 (char 13)); "
         "it is left out, and so are others, which data/bad_rows counts"
     ]
     resumed = prompts_of(data, tokenizer)
     resumed.load_state_dict(stream.state_dict())
-    assert resumed.left_out == counted
-    assert answers(resumed.draw(3)) == ["a0", "a1", "a6"] and resumed.left_out["data/bad_rows"] == 6
+    assert resumed.metrics() == counted
+    assert answers(resumed.draw(3)) == ["a0", "a1", "a6"] and resumed.metrics()["data/bad_rows"] == 6
 
 
 def test_refused_rows_end_the_run_with_their_number(tokenizer, odd_rows):
@@ -215,7 +215,7 @@ def test_sft_passes_over_what_has_no_label_and_cuts_off_what_is_too_long(tokeniz
     data = data_of(path, shuffle=False, checked_rows=1)
     stream = chats_of(data, tokenizer, max_sequence_tokens=9)
     assert [len(example.ids) for example in stream.draw(3)] == [5, 5, 5]
-    assert stream.left_out == {"data/bad_rows": 0, "data/too_long": 1, "data/unlabelled": 1}
+    assert stream.metrics() == {"data/bad_rows": 0, "data/too_long": 1, "data/unlabelled": 1}
     cut = chats_of(data, tokenizer, max_sequence_tokens=9, too_long="truncate").draw(3)
     assert [(len(example.ids), example.truncated) for example in cut] == [(5, False), (9, True), (5, False)]
 
