@@ -3,6 +3,8 @@
 #
 #   bash launch/test.sh
 #   bash launch/test.sh tests/unit -k losses
+#
+# Without any, the tests of one process run beside those of several ranks, which often wait for each other.
 set -euo pipefail
 # shellcheck source=launch/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -12,4 +14,15 @@ export OMP_NUM_THREADS=1
 
 python -m ruff format --check .
 python -m ruff check .
-python -m pytest "$@"
+if [[ $# -gt 0 ]]; then
+    exec python -m pytest "$@"
+fi
+unit_log=$(mktemp)
+python -m pytest tests/unit >"$unit_log" 2>&1 &
+unit=$!
+trap 'kill "$unit" 2>/dev/null || true; rm -f "$unit_log"' EXIT
+status=0
+python -m pytest tests --ignore=tests/unit || status=$?
+wait "$unit" || status=$?
+cat "$unit_log"
+exit "$status"
