@@ -4,7 +4,7 @@
 #   bash launch/test.sh
 #   bash launch/test.sh tests/unit -k losses
 #
-# Without any, the tests of one process run beside those of several ranks, which often wait for each other.
+# Without any, whole runs are tested beside everything else, because ranks often wait for each other.
 set -euo pipefail
 # shellcheck source=launch/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -17,12 +17,12 @@ python -m ruff check .
 if [[ $# -gt 0 ]]; then
     exec python -m pytest "$@"
 fi
-unit_log=$(mktemp)
-python -m pytest tests/unit >"$unit_log" 2>&1 &
-unit=$!
-trap 'kill "$unit" 2>/dev/null || true; rm -f "$unit_log"' EXIT
+runs_log=$(mktemp)
+python -m pytest tests/e2e >"$runs_log" 2>&1 &
+runs=$!
+trap 'kill "$runs" 2>/dev/null || true; rm -f "$runs_log"' EXIT
 status=0
-python -m pytest tests --ignore=tests/unit || status=$?
-wait "$unit" || status=$?
-cat "$unit_log"
+python -m pytest tests --ignore=tests/e2e || status=$?
+wait "$runs" || status=$?
+cat "$runs_log"
 exit "$status"
