@@ -190,8 +190,9 @@ class TrainBatch:
 class MicroBatch:
     """One forward and backward on one rank: B rows of T positions, each row whole sequences and then padding.
 
-    All fields but `scored_M` are [B, T] and side by side: what belongs to a token is at the position that *predicts*
-    it, the one before it. At positions that predict nothing (the last token of a sequence, padding) the mask is False.
+    All fields down to `advantages_BT` are [B, T] and side by side: what belongs to a token is at the position that
+    *predicts* it, the one before it. At positions that predict nothing (the last token of a sequence, padding) the mask
+    is False.
     """
 
     ids_BT: torch.Tensor
@@ -218,6 +219,10 @@ class MicroBatch:
     scored_M: torch.Tensor
     """int64: places b * T + t, in order, at which log-probs and entropy are computed: those that count in the loss, and
     others up to a number that suits kernels."""
+    document_starts: torch.Tensor
+    """int32 [documents + 1]: places b * T + t at which positions restart, in order, and B * T."""
+    longest_document: int
+    """Positions."""
     num_sequences: int
     """Every index in `sequence_BT` is below it."""
 

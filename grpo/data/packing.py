@@ -130,6 +130,8 @@ def build_micro_batch(
         return None if values_N is None else values_N[index_BT.clamp(min=0)].masked_fill(index_BT < 0, elsewhere)
 
     row_BT = lay_out(batch.owner_N, own_BT, -1)
+    starts_and_end = [*(positions_BT.flatten() == 0).nonzero().flatten().tolist(), positions_BT.numel()]
+    document_starts = torch.tensor(starts_and_end, dtype=torch.int32)
     loss_mask_BT = lay_out(batch.loss_mask_N, token_BT, False)
     return MicroBatch(
         ids_BT=lay_out(batch.ids_N, own_BT, pad_id),
@@ -145,6 +147,8 @@ def build_micro_batch(
         ref_logprobs_BT=lay_out(batch.ref_logprobs_N, token_BT),
         advantages_BT=lay_out(batch.advantages_N, token_BT),
         scored_M=_scored(loss_mask_BT.flatten(), multiple),
+        document_starts=document_starts,
+        longest_document=int(document_starts.diff().max()),
         num_sequences=int(batch.sequence_S.max()) + 1,
     )
 

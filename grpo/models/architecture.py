@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
@@ -23,9 +24,10 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from grpo.models.attention import FlashAttention, config_of, for_compiler
+from grpo.models.attention import FlashAttention, config_of, document_masks, for_compiler
 from grpo.models.hf_folder import FAMILIES, head_dim_of
 from grpo.models.logprob_head import LogprobHead
+from grpo.types import MicroBatch
 
 # Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
 # the first GPU: DTensor's random states take the GPU's index from the rank within the role.
@@ -38,6 +40,12 @@ class Policy(Qwen3Model):
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
         pass
+
+    def masks(self, micro: MicroBatch):
+        """`attention_masks` of a micro-batch, for any kind of attention."""
+        if isinstance(self.config.first_attention.inner_attention, FlexAttention.Config):
+            return self.get_attention_masks(micro.positions_BT)
+        return document_masks(micro)
 
     def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):

@@ -1,6 +1,6 @@
 """Attention within the documents of packed rows: what torchtitan's FlexAttention leaves to be wished for.
 
-Both take what `create_varlen_metadata_for_document` says of a micro-batch: where documents begin, and the longest one.
+Both take what `document_masks` says of a micro-batch: where documents begin, and the longest one.
 """
 
 import grpo.models.titan_on_cpu  # noqa: F401
@@ -18,6 +18,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention, V
 from torchtitan.protocols.module import Module
 
 from grpo.config import ModelConfig
+from grpo.types import MicroBatch
 
 HOPPER, BLACKWELL = 9, 10  # major compute capabilities; on others its backward is not deterministic, or it does not run
 
@@ -99,6 +100,12 @@ class FlashAttention(DocumentAttention):
         documents = attention_masks.cu_seq_q, attention_masks.max_q
         out_TNH, _ = flash_attention(q_TNH, k_TNH, v_TNH, *documents, scale, self.deterministic)
         return out_TNH.view(q_BLNH.shape)
+
+
+def document_masks(micro: MicroBatch) -> VarlenMetadata:
+    """As `create_varlen_metadata_for_document` makes it of the positions, which would wait for the device."""
+    bounds, longest = micro.document_starts, micro.longest_document
+    return VarlenMetadata(cu_seq_q=bounds, cu_seq_k=bounds, max_q=longest, max_k=longest)
 
 
 def for_compiler(masks: VarlenMetadata) -> VarlenMetadata:

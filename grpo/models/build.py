@@ -108,7 +108,7 @@ class ShardedModel:
         The micro-batch lies on this rank's device. Collective over the role's ranks.
         """
         with self.spmd_context():
-            masks = self.module.get_attention_masks(micro.positions_BT)
+            masks = self.module.masks(micro)
             inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
             return self.module(*inputs)
 

@@ -1,6 +1,7 @@
 """A step's batch through a sharded model, micro-batch by micro-batch: what trainer and reference have in common."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +24,7 @@ ROW_MULTIPLE = {"cuda": 512, "cpu": 16}
 
 
 def micro_batches(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> Iterator[MicroBatch]:
-    """This data-parallel rank's micro-batches of the step, on its device.
+    """This data-parallel rank's micro-batches of the step, on its device, which is not waited for.
 
     Every rank plans from the same lengths, so nothing is communicated; all ranks get the same number of micro-batches.
     """
@@ -31,7 +32,27 @@ def micro_batches(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig
     for index, rows in enumerate(plan[model.data_rank]):
         length = row_length(plan, lengths, multiple, micro_batch=None if trainer.packing else index)
         values = vars(build_micro_batch(batch, rows, length, multiple=multiple))
-        yield MicroBatch(**{n: x.to(model.device) if isinstance(x, torch.Tensor) else x for n, x in values.items()})
+        yield MicroBatch(**{name: _on_device(value, model.device) for name, value in values.items()})
+
+
+def with_last(micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+    """Each with whether it is the last.
+
+    The next one is laid out before one is handed out: for all but the first two, while the device is busy.
+    """
+    micro = next(micros)
+    for following in micros:
+        yield micro, False
+        micro = following
+    yield micro, True
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if device.type == "cuda":  # from memory that may be swapped out, a copy waits for all that was launched before
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def share_of_padding(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> float:
@@ -54,10 +75,10 @@ def token_logprobs(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfi
     in the loss; of others it may be 0. Collective over the role.
     """
     logprobs_N = torch.zeros(batch.num_tokens)
-    for micro in micro_batches(batch, model, trainer):
-        index_M, logprobs_M = take_out(model.logprobs(micro)[0], micro)
-        if model.tensor_parallel_rank == 0:
-            logprobs_N[index_M.cpu()] = logprobs_M.cpu()
+    found = [(micro, model.logprobs(micro)[0]) for micro in micro_batches(batch, model, trainer)]
+    for micro, logprobs_BT in found if model.tensor_parallel_rank == 0 else ():
+        index_M, logprobs_M = take_out(logprobs_BT, micro)
+        logprobs_N[index_M.cpu()] = logprobs_M.cpu()
     forget_forwards(model.module)
     return logprobs_N
 

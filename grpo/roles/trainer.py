@@ -19,7 +19,7 @@ from torchtitan.distributed import utils as titan_dist
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.models.build import build_model
-from grpo.models.forward import micro_batches, share_of_padding, token_logprobs
+from grpo.models.forward import micro_batches, share_of_padding, token_logprobs, with_last
 from grpo.models.gather import WeightBuckets
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
@@ -84,9 +84,8 @@ class Trainer:
         for name, values_N in fields.items():
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
-        micros = list(micro_batches(batch, self.model, self.config))
-        for micro in micros:
-            self.model.accumulate(is_last=micro is micros[-1])
+        for micro, is_last in with_last(micro_batches(batch, self.model, self.config)):
+            self.model.accumulate(is_last)
             logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, measured = objective(micro, logprobs_BT, entropy_BT)
             self._note("policy", ~logprobs_BT.detach().isfinite() & micro.loss_mask_BT)
@@ -94,10 +93,10 @@ class Trainer:
             loss.backward()
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         self.model.drop_copy()
-        mesh = self.model.parallel_dims.get_optional_mesh("batch")
-        metrics.reduce(mesh.get_group() if mesh is not None and mesh.size() > 1 else None)
         metrics.record(**{"packing/padding_frac": share_of_padding(batch, self.model, self.config)})
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
+        mesh = self.model.parallel_dims.get_optional_mesh("batch")
+        metrics.reduce(mesh.get_group() if mesh is not None and mesh.size() > 1 else None)  # the first to wait
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip the gradient and update the weights. Collective over the trainer ranks.

@@ -199,6 +199,8 @@ def test_micro_batch_by_hand():
     assert micro.old_logprobs_BT is None and micro.ref_logprobs_BT is None
     assert micro.num_sequences == 3
     assert micro.scored_M.tolist() == [1, 2, 5, 9, 10]  # the mask's places, row after row
+    assert micro.document_starts.tolist() == [0, 4, 7, 9, 12, 18] and micro.longest_document == 6  # of padding
+    assert micro.document_starts.dtype == torch.int32
     rounded = build_micro_batch(batch, [[2, 0], [1]], row_length=9, multiple=3)
     assert rounded.scored_M.tolist() == [0, 1, 2, 5, 9, 10]
     for ids_BT in (micro.ids_BT, micro.targets_BT, micro.positions_BT, micro.sequence_BT, micro.token_BT):

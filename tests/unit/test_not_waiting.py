@@ -1,0 +1,89 @@
+"""What runs between a micro-batch's kernels reads nothing back: on fake tensors, which have no values to read."""
+
+import dataclasses
+
+import grpo.models.titan_on_cpu  # noqa: F401  before torchtitan, whose device it sets
+
+# isort: split
+
+import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torchtitan.models.common.attention import create_varlen_metadata_for_document
+
+from grpo.algorithm.losses import configured_loss
+from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
+from grpo.config.fields import complete
+from grpo.data.batches import make_batch
+from grpo.data.packing import build_micro_batch
+from grpo.models.architecture import titan_config
+from grpo.models.attention import document_masks
+from grpo.roles.metrics import StepMetrics
+from grpo.types import MicroBatch, Sample, TrainBatch
+from train_grpo import grpo_objective
+
+LENGTHS = [5, 9, 3]
+CORRECTIONS = ("truncate", "mask_tokens", "mask_sequences")
+ALGORITHMS = {name: {"loss": name} for name in PAPER_DEFAULTS}
+ALGORITHMS |= {kind: {"importance_correction": kind} for kind in CORRECTIONS}
+ALGORITHMS |= {"dual clip": {"loss_options": {"dual_clip": 3.0}}, "k3_k2": {"kl_estimator": "k3_k2_gradient"}}
+
+
+def step() -> TrainBatch:
+    samples = [Sample(torch.arange(n), torch.arange(n) > 1, -torch.rand(n)) for n in LENGTHS]
+    batch = make_batch(samples)
+    values_N = torch.rand(batch.num_tokens)
+    return dataclasses.replace(batch, advantages_N=values_N, old_logprobs_N=-values_N, ref_logprobs_N=-values_N)
+
+
+def micro_batch(rows=((0, 1), (2,)), row_length=16) -> MicroBatch:
+    return build_micro_batch(step(), [list(row) for row in rows], row_length)
+
+
+def on_fake_device(micro: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
+    fields = vars(micro).items()
+    return MicroBatch(**{name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in fields})
+
+
+@pytest.mark.parametrize("changes", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_the_objective_and_its_metrics_do_not_wait_for_the_device(changes):
+    algorithm = complete(GRPOConfig(algorithm=AlgorithmConfig(kl_coef=0.1, entropy_coef=0.1, **changes))).algorithm
+    loss_function, micro = configured_loss(algorithm), micro_batch()
+    with FakeTensorMode() as mode:
+        micro = on_fake_device(micro, mode)
+        logprobs_BT, entropy_BT = torch.zeros(2, 16, requires_grad=True), torch.zeros(2, 16)
+        metrics = StepMetrics(len(LENGTHS))
+        for first in (True, False):
+            settings = algorithm, loss_function, 0.1, 3.0, first
+            loss, measured = grpo_objective(*settings, micro, logprobs_BT * 1.0, entropy_BT)
+            loss.backward()
+            metrics.add(micro, loss.detach(), measured)
+        assert logprobs_BT.grad.shape == (2, 16) and "mismatch/mean" in measured
+        with pytest.raises(DataDependentOutputException):
+            metrics.reduce(None)  # so this test can fail
+
+
+@pytest.mark.parametrize("rows, row_length", [([[0, 1], [2]], 16), ([[0, 1, 2]], 17), ([], 300), ([[1]], 600)])
+def test_documents_are_those_that_torchtitan_finds_in_positions(rows, row_length):
+    micro = micro_batch(rows, row_length)
+    found, wanted = document_masks(micro), create_varlen_metadata_for_document(micro.positions_BT)
+    for bounds in (found.cu_seq_q, found.cu_seq_k):
+        assert bounds.tolist() == wanted.cu_seq_q.tolist() and bounds.dtype == wanted.cu_seq_q.dtype
+    assert (found.max_q, found.max_k) == (wanted.max_q, wanted.max_k)
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_the_model_does_not_wait_for_the_device(keep_logits):
+    """With flash attention, whose kernels have a fake form; without it, flex attention's masks are torchtitan's."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    hf = transformers.AutoConfig.for_model("qwen3", **sizes, num_attention_heads=2, num_key_value_heads=1)
+    config, micro = titan_config(hf, "flash", 4, keep_logits=keep_logits), micro_batch()
+    with FakeTensorMode() as mode:
+        model = config.build()
+        model.init_weights(buffer_device=None)
+        micro = on_fake_device(micro, mode)
+        inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, model.masks(micro), micro.temperatures_BT
+        logprobs_BT, entropy_BT = model(*inputs, micro.scored_M)
+        (logprobs_BT.sum() + entropy_BT.sum()).backward()
+        assert logprobs_BT.shape == (2, 16) and all(p.grad is not None for p in model.parameters())
