@@ -105,10 +105,10 @@ def test_more_characters_than_the_tokens_can_have_are_not_tokenized():
 def test_a_prompt_of_20_mb_costs_neither_time_nor_memory():
     """Tokenized, it took 51 s and 6.6 GB."""
     tokenizer, text = tokenizer_with(PLAIN), "1+1=" * 5_000_000
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(TooLong, match="^at least 2222223 tokens$"):  # 20,000,000 / 9
         encode_prompt(tokenizer, CONFIG, text, 512)
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
 
 
