@@ -1,7 +1,8 @@
 """The rows of the next step, read and tokenized in a thread while this step trains.
 
 A row takes a fraction of a millisecond, a step of eight GPUs hundreds of them: without this every GPU would wait for
-rank 0. Tokenizers work outside Python's lock, and a rank that trains mostly waits for its GPU.
+rank 0. Tokenizers work outside Python's lock, and a rank that trains mostly waits for its GPU. A chat template has no
+deadline of its own in a thread, which gets no signals; whoever waits for it has that of the phase.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
