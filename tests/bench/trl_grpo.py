@@ -25,6 +25,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # TRL reaches into the engin
 
 import torch
 from datasets import Dataset
+from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import TrainerCallback
 from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer
@@ -42,6 +43,7 @@ DEFAULT_RECIPE = pathlib.Path(__file__).parent / "colocated.py"
 
 def main() -> None:
     started = time.perf_counter()
+    os.environ["MASTER_PORT"] = str(get_free_port())  # two of these may run at once
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16, help="completions in one forward and backward")
     parser.add_argument("--weights", default="bfloat16", choices=["bfloat16", "float32"])

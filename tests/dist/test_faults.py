@@ -20,6 +20,7 @@ KINDS = {
     "raise": ("failed in phase {phase}: forced", SOON),
     "kill": ("was ended from outside in phase {phase}", SOON),
     "hang": ("hangs in phase {phase}: nothing has happened for", DEADLINE + SOON),
+    "mute": ("hangs in phase {phase}: nothing has happened for", DEADLINE + SOON),
     "spin": ("hangs in phase {phase}: nothing has happened for", DEADLINE + SOON),
     "stop": ("does not answer, last seen in phase {phase}: nothing has happened for", DEADLINE + DEPUTY),
 }
@@ -35,6 +36,7 @@ CELLS = [
     ("0 (trainer)", "sync", "hang"),
     ("1 (trainer)", "train", "hang"),
     ("3 (generator)", "generate", "hang"),
+    ("0 (trainer)", "train", "mute"),
     ("0 (trainer)", "generate", "stop"),
     ("3 (generator)", "sync", "stop"),
 ]
@@ -91,7 +93,7 @@ def check_cell(rank: str, phase: str, kind: str, result: subprocess.CompletedPro
     root_cause = output.partition("Root Cause")[2]
     assert (error in root_cause) != (kind == "kill"), output  # then torchrun itself says what it was
     assert kind != "kill" or "SIGKILL" in root_cause
-    assert (f"rank {rank} is here, in phase {phase}:" in output) == (kind in ("hang", "spin"))
+    assert (f"rank {rank} is here, in phase {phase}:" in output) == (kind in ("hang", "mute", "spin"))
     assert output.count("Traceback") == (2 if kind == "raise" else 1), output  # torchrun's own is one
 
 

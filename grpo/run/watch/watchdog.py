@@ -3,7 +3,8 @@
 Each second it puts the rank's place (role, phase, collectives begun) into the store that all ranks share; the loop
 itself does nothing for it. Rank 0's thread is the judge (judge.py): it says whom the others wait for, and past the
 deadline of a phase it ends the run with that rank's name. The rank prints its stack, if it still can. Rank 1 is the
-deputy, for a rank 0 that was stopped.
+deputy, for a rank 0 that was stopped. What the thread says goes to the screen also while the main thread has sys.stdout
+and sys.stderr elsewhere, as a compiler of kernels does for seconds.
 
 Signals wake the thread at once, also while the main thread waits in a collective. SIGTERM means two things: stop, or
 that torchrun ends all ranks because one has failed. In the second case a process of the same torchrun is missing, or a
@@ -44,6 +45,7 @@ LOOK_TICKS = 5
 SECOND_SIGNAL_SECONDS = 1.0
 # Interval in which C code that does not let Python run would have the stack printed by faulthandler, in ticks
 STARVED_TICKS = 30
+STDERR = 2
 
 
 @contextlib.contextmanager
@@ -79,6 +81,7 @@ class Watchdog:
         self.beat, self.asked, self.asked_at = 0, "", 0.0
         self.is_told, self.verdict = False, ""
         self.closing = threading.Event()
+        self.stdout, self.stderr = sys.stdout, sys.stderr
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -110,9 +113,18 @@ class Watchdog:
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # a defect; the others would take this rank for stopped, or a hang would last
+            line = f"error: the watchdog of rank {self.roles.rank} failed: {error}"
+            failures.leave_for_launcher(line)
+            print(f"{traceback.format_exc()}{line}", file=self.stderr, flush=True)
+            failures.exit_now(1)
+
+    def _watch(self) -> None:
         while not self.closing.is_set():
             if self.beat % STARVED_TICKS == 0:  # runs out only where Python cannot run
-                faulthandler.dump_traceback_later(self.starved_seconds + STARVED_TICKS * TICK_SECONDS)
+                faulthandler.dump_traceback_later(self.starved_seconds + STARVED_TICKS * TICK_SECONDS, file=STDERR)
             self._with_store(self._tick)
             for number in self._signals():
                 self._hear(signal.Signals(number))
@@ -174,13 +186,13 @@ class Watchdog:
         if finding and finding.is_late:
             self._end_the_run(store, finding)
         elif finding and self.roles.is_driver:
-            print(finding.line, flush=True)
+            print(finding.line, file=self.stdout, flush=True)
 
     def _end_the_run(self, store: PrefixStore, finding: Finding) -> None:
         """Say which ranks hang, let them print their stacks, and end: torchrun then ends all others."""
         ranks, line = finding.ranks, finding.line
         failures.leave_for_launcher(line)
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=self.stderr, flush=True)
         store.set("verdict", json.dumps({"ranks": ranks, "line": line}))
         for rank in {self.roles.rank, *ranks}:
             store.set(f"ended/{rank}", "")
@@ -215,7 +227,7 @@ class Watchdog:
         frame = sys._current_frames()[threading.main_thread().ident]
         stack = "".join(traceback.format_stack(frame))
         title = f"rank {self.roles.rank} ({here['role']}) is here, in phase {here['phase']}:"
-        print(f"{title}\n{stack}", file=sys.stderr, end="", flush=True)
+        print(f"{title}\n{stack}", file=self.stderr, end="", flush=True)
 
     # ---- signals ------------------------------------------------------------------------------------------------
 
@@ -233,7 +245,7 @@ class Watchdog:
 
     def _end_by(self, number: signal.Signals, line: str) -> None:
         if self.roles.is_driver:
-            print(line, flush=True)
+            print(line, file=self.stdout, flush=True)
         else:
             self._with_store(lambda store: store.set(f"ended/{self.roles.rank}", ""))
             time.sleep(TICK_SECONDS)  # torchrun ends all at the first exit; let the driver print
@@ -243,7 +255,7 @@ class Watchdog:
         self.asked, self.asked_at = name, time.monotonic()
         if self.roles.is_driver:
             stopping.ask_to_stop(name)
-            print(f"{name}: the run stops when this step is done and saved", flush=True)
+            print(f"{name}: the run stops when this step is done and saved", file=self.stdout, flush=True)
 
     def _others_failed(self) -> bool:
         """Whether torchrun ends this rank because another one has failed; the first to see that says which."""
@@ -267,7 +279,7 @@ class Watchdog:
             if is_neighbour and place.pid not in alive:
                 line = f"error: rank {rank} ({place.role}) was ended from outside in phase {place.phase}"
                 hint = "torchrun's report has the signal; 9 is often the kernel's, out of memory (dmesg)"
-                print(f"{line}; {hint}", file=sys.stderr, flush=True)
+                print(f"{line}; {hint}", file=self.stderr, flush=True)
 
 
 def living_children(pid: int) -> set[int] | None:

@@ -1,9 +1,11 @@
 """Steps of 2 trainers, 1 reference and 1 generator without models, in which one rank fails in one way.
 
-Arguments: rank, phase, what happens to it there in the second step (a key of SIGNALS, raise, hang, spin), and the
-seconds for which nothing may happen.
+Arguments: rank, phase, what happens to it there in the second step (a key of SIGNALS, raise, hang, spin, mute: a hang
+with sys.stdout and sys.stderr elsewhere), and the seconds for which nothing may happen.
 """
 
+import contextlib
+import io
 import os
 import signal
 import sys
@@ -17,9 +19,9 @@ from grpo.config import AlgorithmConfig, DeadlinesConfig, GRPOConfig, RolesConfi
 from grpo.roles.comm import broadcast, gather_completions, wait_for_all
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.run.step_timer import StepTimer
+from grpo.run.watch import watchdog
 from grpo.run.watch.failures import run_script, set_place
 from grpo.run.watch.stopping import end_with_launcher, stop_reason
-from grpo.run.watch.watchdog import TICK_SECONDS, watched
 from grpo.types import Completion
 
 LAYOUT = RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=1)
@@ -29,12 +31,16 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTER
 
 
 def fail(kind: str) -> None:
-    time.sleep(2 * TICK_SECONDS)  # so that the others know the phase
+    time.sleep(2 * watchdog.TICK_SECONDS)  # so that the others know the phase
     print(f"fault at {time.time()}", flush=True)
     if kind == "raise":
         raise RuntimeError("forced")
     if kind == "hang":
         time.sleep(600)
+    if kind == "mute":
+        nowhere = io.StringIO()  # without a file number
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            time.sleep(600)
     if kind == "spin":
         while True:
             pass
@@ -51,7 +57,7 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
         if (roles.rank, here, step) == (rank, phase, 1):
             fail(kind)
 
-    with watched(roles, deadlines):
+    with watchdog.watched(roles, deadlines):
         if roles.generates:
             os.environ["LOCAL_WORLD_SIZE"] = "1"  # as vLLM's CPU backend does
         timer = StepTimer()
@@ -85,4 +91,5 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
 
 if __name__ == "__main__":
     end_with_launcher()
+    watchdog.STARVED_TICKS = 2  # the watchdog looks for its screen within each deadline
     run_script(partial(steps, int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])))
