@@ -18,7 +18,7 @@ config = c.GRPOConfig(
         micro_batch_tokens=32_768,
         activation_checkpointing="none",
         logprob_chunk_tokens=32_768,  # the vocabulary is small
-        learning_rate=5e-5,
+        learning_rate=1e-5,
         warmup_steps=5,
     ),
     evaluation=c.EvaluationConfig(interval=10, num_prompts=512),

@@ -23,5 +23,5 @@ config = c.SFTConfig(
     num_steps=1500,
     sequences_per_step=256,
     max_sequence_tokens=192,
-    stop_at_loss=0.04,
+    stop_at_loss=0.045,
 )

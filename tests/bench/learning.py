@@ -1,7 +1,7 @@
 """A model of 64 M parameters learns word problems: from nothing by SFT, then by GRPO, ours and TRL's, over some seeds.
 
     python tests/bench/learning.py [--seeds 0 1 2] [--gpus 4] [--stages sft grpo trl] [--limit 560] [--tiny]
-        [--stop-at-loss 0.04] [-- --num-steps 100 ...]
+        [--stop-at-loss 0.045] [-- --num-steps 100 ...]
 
 configs/word_problems_sft.py makes a start for each seed, from which configs/word_problems.py is trained by
 train_grpo.py and by TRL's GRPOTrainer (trl_grpo.py: the same prompts in the same order, rewards, loss and rates;
