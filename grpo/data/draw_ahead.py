@@ -34,7 +34,12 @@ class DrawAhead:
         self._ahead: Ahead | None = None
 
     def begin(self, count: int) -> None:
-        """Begin with the next draw, of `count` rows. To be called when all is known that decides which they are."""
+        """Begin with the next draw, of `count` rows. To be called when all is known that decides which they are.
+
+        Raises RuntimeError if the rows of the call before were not drawn: they would be lost.
+        """
+        if self._ahead:
+            raise RuntimeError(f"{self._ahead.count} rows that were read ahead have not been drawn")
         place, told = self.stream.state_dict(), self.stream.metrics()
         self._ahead = Ahead(self._thread.submit(self.stream.draw, count), count, place, told)
 

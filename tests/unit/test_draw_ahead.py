@@ -77,3 +77,11 @@ def test_it_is_drawn_while_the_caller_does_something_else(tokenizer, ten_rows):
     assert stream.num_drawn == 4
     stream.draw = None  # nothing is left to draw
     assert len(ahead.draw(4)) == 4
+
+
+def test_rows_that_nobody_took_are_not_lost(tokenizer, ten_rows):
+    ahead = DrawAhead(filtered_stream(tokenizer, ten_rows))
+    ahead.begin(3)
+    with pytest.raises(RuntimeError, match="3 rows that were read ahead have not been drawn"):
+        ahead.begin(3)
+    assert len(ahead.draw(3)) == 3
