@@ -66,6 +66,8 @@ class WarningsConfig:
     """So many steps in a row in which the rewards of each group are all equal; 0 says nothing."""
     loss_spike: Annotated[float, AtLeast(0)] = 10.0
     """The loss is so many times its usual distance away from its median, and 0.1 nats at least; 0 says nothing."""
+    reward_fall: Annotated[float, AtLeast(0)] = 5.0
+    """The mean reward of a window is so many standard errors below that of the best window; 0 says nothing."""
     min_entropy: Annotated[float, AtLeast(0)] = 0.01
     """The policy's entropy is below this (nats, GRPO only)."""
     max_truncated: Annotated[float, AtLeast(0), AtMost(1)] = 0.3
@@ -75,4 +77,4 @@ class WarningsConfig:
     min_sample_size: Annotated[float, AtLeast(0), AtMost(1)] = 0.7
     """The effective sample size `mismatch/ess` is below this."""
     accuracy_drop: Annotated[float, AtLeast(0), AtMost(1)] = 0.03
-    """Held-out accuracy is so far below its best while the reward is higher than then; 0 says nothing."""
+    """Held-out accuracy is so far below its best, and two standard errors at least; 0 says nothing."""

@@ -117,6 +117,7 @@ def test_greedy_metrics():
     ]
     assert evaluation_metrics(greedy, [], 0, "f") == {
         "eval/accuracy": 0.5,  # one without a value has not passed
+        "eval/accuracy_stderr": 0.25,  # sqrt(0.5 * 0.5 / 4)
         "eval/reward_mean": 4 / 3,  # (1.5 + 0.5 + 2) / 3
         "eval/completion_length_mean": 5.0,
         "eval/truncated_frac": 0.25,
@@ -142,7 +143,7 @@ def test_sample_metrics_are_means_over_prompts():
         "eval/sample_length_mean": 2.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert list(metrics)[5:] == list(expected)
+    assert list(metrics)[6:] == list(expected)
     assert metrics["eval/accuracy"] == pytest.approx(1 / 3)
 
 

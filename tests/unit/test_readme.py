@@ -34,8 +34,9 @@ DEFAULTS = {
 METRICS = {
     "grpo/run/report/rollout_metrics.py": "reward/mean reward/std reward/none_count reward/failed_count "
     "completion/length_mean completion/length_max completion/truncated_frac prompt/length_mean "
-    "groups/zero_variance_frac eval/accuracy eval/reward_mean eval/completion_length_mean eval/truncated_frac "
-    "eval/none_count eval/has_answer_frac completion/has_answer_frac eval/sample_reward_mean eval/sample_length_mean",
+    "groups/zero_variance_frac eval/accuracy eval/accuracy_stderr eval/reward_mean "
+    "eval/completion_length_mean eval/truncated_frac eval/none_count eval/has_answer_frac completion/has_answer_frac "
+    "eval/sample_reward_mean eval/sample_length_mean",
     "grpo/run/step_timer.py": "time/startup time/other time/step",
     "grpo/algorithm/losses.py": "loss/clip_frac loss/clip_low_frac loss/clip_high_frac loss/dual_clip_frac "
     "loss/gate_mean loss/weight_cut_frac loss/active_frac loss/ratio_mean loss/ratio_max",

@@ -123,7 +123,10 @@ class RunLog:
         lines: dict[str, list[str]] = {}
         for name, value in metrics.items():
             held_out_set, _, short = name.removeprefix(f"{group}/").rpartition("/")
-            lines.setdefault(held_out_set, []).append(f"{short} {compact_number(value)}")
+            error = metrics.get(f"{name}_stderr")
+            number = compact_number(value) + (f" ± {compact_number(error)}" if error is not None else "")
+            if not name.endswith("_stderr"):
+                lines.setdefault(held_out_set, []).append(f"{short} {number}")
         for held_out_set, numbers in lines.items():
             where = [held_out_set] if held_out_set else []
             self._print(Text("  ".join([f"{group} {self._progress(step)}", *where, *numbers]), style="cyan"))

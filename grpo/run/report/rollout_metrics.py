@@ -120,8 +120,10 @@ def evaluation_metrics(
     """
     if not greedy:
         raise ValueError("0 greedy completions; pass one for each held-out prompt")
+    accuracy = _mean(passed(r, function) is True for r in greedy)
     metrics = {
-        "eval/accuracy": _mean(passed(r, function) is True for r in greedy),
+        "eval/accuracy": accuracy,
+        "eval/accuracy_stderr": math.sqrt(accuracy * (1 - accuracy) / len(greedy)),
         "eval/reward_mean": _mean(r.reward for r in greedy),
         "eval/completion_length_mean": _mean(r.completion.num_tokens for r in greedy),
         "eval/truncated_frac": _mean(r.completion.truncated for r in greedy),

@@ -5,9 +5,11 @@ out), and of the thresholds in the config. It returns what to say, or nothing. M
 `warnings.window` steps, since single steps are noisy.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from grpo.config import WarningsConfig
 from grpo.run.report.formats import compact_number
@@ -26,6 +28,10 @@ WATCHED = (
 LEAST_SPIKE = 0.1  # nats: a GRPO loss is noise around 0, in which any jump is many times the usual
 LEAST_KL = 1e-3  # nats: in float32 it is rounding, which may well be five times what it was
 SPIKE_WINDOWS = 5  # the usual loss is that of so many windows
+FALL_WINDOWS = 50  # the best reward is looked for in so many windows
+NORMAL_MAD = 1.4826  # standard deviations of normal noise in its median absolute deviation
+LEAST_FALL = 0.01  # rewards mostly go from 0 to 1; without noise each fall would count
+LEAST_ERRORS = 2  # standard errors by which accuracies must differ
 
 
 def loss_spike(history: History, config: WarningsConfig) -> str:
@@ -41,6 +47,28 @@ def loss_spike(history: History, config: WarningsConfig) -> str:
     return (
         f"the loss is {compact_number(last)}, usually {compact_number(usual)}: look at what was trained on in this "
         "step; if it does not come back, lower trainer.learning_rate"
+    )
+
+
+def falling_reward(history: History, config: WarningsConfig) -> str:
+    """The last window's mean reward is below that of the best window before, beyond the noise of single steps.
+
+    The noise is that of the differences between successive steps, by their median, which no trend and no jump changes.
+    """
+    rewards = history.get("reward/mean", [])[-FALL_WINDOWS * config.window :]
+    if len(rewards) < 2 * config.window or not config.reward_fall:
+        return ""
+    sums = [0.0, *itertools.accumulate(rewards)]
+    means = [(sums[i + config.window] - sums[i]) / config.window for i in range(len(rewards) - config.window + 1)]
+    best, recent = max(means[: -config.window]), means[-1]
+    change = statistics.median(abs(after - before) for before, after in itertools.pairwise(rewards))
+    error = NORMAL_MAD * change / math.sqrt(config.window)  # such a difference has the variance of two steps
+    if best - recent <= max(config.reward_fall * error, LEAST_FALL):
+        return ""
+    return (
+        f"the mean reward fell from {compact_number(best)} to {compact_number(recent)}: unless the prompts have become "
+        "harder, the updates are too large; lower trainer.learning_rate, or raise trainer.warmup_steps or "
+        "prompts_per_step"
     )
 
 
@@ -104,6 +132,7 @@ def sample_size(history: History, config: WarningsConfig) -> str:
 
 RULES: tuple[Callable[[History, WarningsConfig], str], ...] = (
     loss_spike,
+    falling_reward,
     no_entropy,
     equal_rewards,
     truncation,
@@ -112,18 +141,32 @@ RULES: tuple[Callable[[History, WarningsConfig], str], ...] = (
 )
 
 
-def gamed_reward(evaluations: list[tuple[float, float]], config: WarningsConfig) -> str:
-    """(Accuracy, mean reward of the steps before) of each evaluation: the one falls while the other rises."""
+class Evaluation(NamedTuple):
+    """An accuracy on held-out prompts, its standard error, and the mean reward of the window of steps before."""
+
+    accuracy: float
+    error: float
+    reward: float
+
+
+def lost_accuracy(evaluations: list[Evaluation], config: WarningsConfig) -> str:
+    """The last accuracy is below the best one, by more than chance; whether the reward rose meanwhile says why."""
     if len(evaluations) < 2 or not config.accuracy_drop:
         return ""
-    accuracy, reward = evaluations[-1]
-    best, reward_then = max(evaluations[:-1])
-    if best - accuracy < config.accuracy_drop or reward <= reward_then:
+    *before, now = evaluations
+    best = max(before)
+    if best.accuracy - now.accuracy < max(config.accuracy_drop, LEAST_ERRORS * math.hypot(best.error, now.error)):
         return ""
+    fell = f"is {compact_number(now.accuracy)} and was {compact_number(best.accuracy)}"
+    if now.reward > best.reward:
+        return (
+            f"{fell}, while the reward rose from {compact_number(best.reward)} to {compact_number(now.reward)}: the "
+            "reward is being gamed or learned by heart; read samples.txt, mend the reward, or export the best "
+            "checkpoint (checkpoint.keep_best)"
+        )
     return (
-        f"is {compact_number(accuracy)} and was {compact_number(best)}, while the reward rose from "
-        f"{compact_number(reward_then)} to {compact_number(reward)}: the reward is being gamed or learned by heart; "
-        "read samples.txt, mend the reward, or export the best checkpoint (checkpoint.keep_best)"
+        f"{fell}, and the reward did not rise either: the updates are too large; lower trainer.learning_rate, or raise "
+        "trainer.warmup_steps or prompts_per_step"
     )
 
 
@@ -133,7 +176,7 @@ class Watch:
     def __init__(self, config: WarningsConfig) -> None:
         self.config = config
         self.history: History = {}
-        self.evaluations: dict[str, list[tuple[float, float]]] = {}
+        self.evaluations: dict[str, list[Evaluation]] = {}
         self._said: set[str] = set()
 
     def look(self, metrics: dict[str, float | None]) -> list[str]:
@@ -145,12 +188,16 @@ class Watch:
 
     def look_at_evaluation(self, metrics: dict[str, float | None]) -> list[str]:
         """Take in an evaluation (`eval/accuracy`, or `eval/SET/accuracy` of several sets) likewise."""
-        rewards = self.history.get("reward/mean", [])[-self.config.window :]
+        rewards = self.history.get("reward/mean", [])
+        reward = statistics.fmean(rewards[-self.config.window :]) if rewards else math.nan
         names = [name for name in metrics if name.startswith("eval/") and name.endswith("accuracy")]
-        for name in names if rewards else ():  # there are none before the first step
+        for name in names:
+            seen = self.evaluations.setdefault(name, [])
+            if seen and rewards and math.isnan(seen[0].reward):  # that before the first step
+                seen[0] = seen[0]._replace(reward=statistics.fmean(rewards[: self.config.window]))
             if _is_finite(metrics[name]):
-                self.evaluations.setdefault(name, []).append((metrics[name], statistics.fmean(rewards)))
-        found = {name: gamed_reward(self.evaluations.get(name, []), self.config) for name in names}
+                seen.append(Evaluation(metrics[name], metrics.get(f"{name}_stderr") or 0.0, reward))
+        found = {name: lost_accuracy(self.evaluations[name], self.config) for name in names}
         return self._new((name, f"{name} {text}" if text else "") for name, text in found.items())
 
     def _new(self, found: Iterable[tuple[str, str]]) -> list[str]:
