@@ -23,6 +23,6 @@ config = c.GRPOConfig(
     ),
     evaluation=c.EvaluationConfig(interval=10, num_prompts=512),
     run_dir="runs/word_problems",
-    num_steps=100,
+    num_steps=150,
     prompts_per_step=64,
 )

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import DataConfig
 from grpo.data.columns import Message
@@ -24,6 +24,8 @@ from grpo.text import one_line, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
 
 # A template takes a millisecond.
 TEMPLATE_SECONDS = 10
@@ -238,14 +240,21 @@ def tokenize(
     tokenizer: "PreTrainedTokenizerBase", texts: list[str], add_special_tokens: bool = False
 ) -> list[list[int]]:
     """Token ids of texts, so many at a time as memory allows."""
-    ids, waiting, num_characters = [], [], 0
-    for text in texts:
-        if waiting and num_characters + len(text) > TOKENIZED_CHARACTERS:
-            ids += tokenizer(waiting, add_special_tokens=add_special_tokens)["input_ids"]
-            waiting, num_characters = [], 0
-        waiting.append(text)
-        num_characters += len(text)
-    return ids + (tokenizer(waiting, add_special_tokens=add_special_tokens)["input_ids"] if waiting else [])
+    batches = by_characters(texts, len)
+    return [ids for batch in batches for ids in tokenizer(batch, add_special_tokens=add_special_tokens)["input_ids"]]
+
+
+def by_characters(items: Iterable[Item], num_characters: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """The items in lists of at most TOKENIZED_CHARACTERS each, or of one."""
+    waiting, total = [], 0
+    for item in items:
+        if waiting and total + num_characters(item) > TOKENIZED_CHARACTERS:
+            yield waiting
+            waiting, total = [], 0
+        waiting.append(item)
+        total += num_characters(item)
+    if waiting:
+        yield waiting
 
 
 def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]]) -> list[str]:

@@ -16,7 +16,7 @@ from grpo.data.examples import Example
 from grpo.data.rows import SourceRows, check_chat_rows, check_rows, progress, tell_unusable
 from grpo.data.sources import READ_ROWS
 from grpo.data.streaming import read_rows
-from grpo.data.turns import encode_example
+from grpo.data.turns import tokenize_written, write_example
 from grpo.text import printable
 
 if TYPE_CHECKING:
@@ -94,22 +94,31 @@ def usable_chats(
     limit = Limit("max_sequence_tokens", longest, config.sequences_per_step, "sequences", truncates, streaming)
 
     def count(examples: list[Example]) -> list[int | str]:
-        return [count_chat_tokens(tokenizer, config, example) for example in examples]
+        return count_chat_tokens(tokenizer, config, examples)
 
     return measure(sources, count, limit, config.data.bad_rows)
 
 
-def count_chat_tokens(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, example: Example) -> int | str:
-    """Tokens of an example to learn, 0 if none of those that are kept is a label, or why it cannot be encoded."""
+def count_chat_tokens(
+    tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, examples: list[Example]
+) -> list[int | str]:
+    """Tokens of each example to learn, 0 if none of those that are kept is a label, or why it cannot be encoded."""
     longest, truncates = config.max_sequence_tokens, config.too_long == "truncate"
     counted = max(longest + 1, COUNTED_TOKENS)
-    try:
-        ids, mask = encode_example(tokenizer, config.data, example.chat, config.train_on, counted, truncates)
-    except TooLong as error:
-        return error.num_tokens
-    except Refused as error:
-        return str(error)
-    return len(ids) if any(mask[:longest] if truncates else mask) else 0
+    counts: list[int | str] = [0] * len(examples)
+    written = {}
+    for i, example in enumerate(examples):
+        try:
+            written[i] = write_example(tokenizer, config.data, example.chat, config.train_on, counted, truncates)
+        except TooLong as error:
+            counts[i] = error.num_tokens
+        except Refused as error:
+            counts[i] = str(error)
+    for i, (ids, mask) in zip(written, tokenize_written(tokenizer, list(written.values())), strict=True):
+        num_tokens = min(len(ids), counted) if truncates else len(ids)
+        if any(mask[:longest] if truncates else mask) or num_tokens > counted:
+            counts[i] = num_tokens
+    return counts
 
 
 def count_prompt_tokens(

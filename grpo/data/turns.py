@@ -9,10 +9,11 @@ that token. Left out: weights of single messages, images.
 """
 
 import functools
+import itertools
 import os.path
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo.config import DataConfig, TrainOn
 from grpo.data.chat import (
@@ -22,6 +23,7 @@ from grpo.data.chat import (
     TEMPLATE_SECONDS,
     Refused,
     TooLong,
+    by_characters,
     check_characters,
     deadline,
     fill_in,
@@ -43,6 +45,18 @@ Span = tuple[int, int]
 # generation markers, None in a template without; see _write.
 Writer = Callable[..., tuple[str, list[Span] | None]]
 
+
+class Written(NamedTuple):
+    """An example as the tokenizer gets it; spans: the characters that are labels."""
+
+    text: str
+    spans: list[Span]
+    bos: bool
+    """With what the tokenizer puts before a text."""
+    eos: bool
+    """EOS follows, a label if there are spans."""
+
+
 HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Of the text around the place where two writings of a chat part.
 SHOWN_CHARACTERS = 30
@@ -57,9 +71,25 @@ def encode_example(
     truncate: bool = False,
 ) -> tuple[list[int], list[bool]]:
     """Token ids of what a row gave, messages or plain text, and which are labels; see the two functions below."""
+    written = write_example(tokenizer, data, chat, train_on, max_tokens, truncate)
+    return _encode(tokenizer, written, max_tokens, truncate)
+
+
+def write_example(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    chat: Chat,
+    train_on: TrainOn,
+    max_tokens: int,
+    truncate: bool = False,
+) -> Written:
+    """The first half of `encode_example`; `tokenize_written` is the second one, for many examples at once.
+
+    Raises what that raises, TooLong only where the number of characters says so.
+    """
     if not chat.messages:
-        return encode_text(tokenizer, chat.text, max_tokens, truncate)
-    return encode_chat(tokenizer, data, chat.messages, train_on, max_tokens, chat.tools, truncate)
+        return _write_plain(tokenizer, chat.text, max_tokens, truncate)
+    return _write_turns(tokenizer, data, chat.messages, train_on, max_tokens, chat.tools, truncate)
 
 
 def encode_chat(
@@ -89,25 +119,8 @@ def encode_chat(
     template writes them otherwise when more messages follow; ValueError if it takes longer than TEMPLATE_SECONDS, or
     the tokenizer cannot say which characters a token stands for.
     """
-    messages = with_system_prompt(data, messages)
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if turns and train_on != "all":
-        messages = messages[: turns[-1] + 1]
-    if not truncate:
-        check_characters(tokenizer, "".join(message.get("content") or "" for message in messages), max_tokens)
-    name, ends = template_name(tokenizer, data), _special_texts(tokenizer)
-    with deadline(TEMPLATE_SECONDS, name):
-        if data.is_text_template:
-            text, spans = _fill_in(data, messages, name)
-        else:
-            write = functools.cache(functools.partial(_write, tokenizer, data, tools, messages))
-            text, spans = _write_chat(write, messages, train_on, ends, name)
-    if train_on == "all":
-        spans = [(0, len(text))]
-    else:
-        spans = [_cut_after_end(text, span, ends) for span in spans]
-    ended = messages[-1]["role"] != "assistant" or text.rstrip().endswith(ends)
-    return _encode(tokenizer, text, spans, max_tokens, truncate, bos=data.is_text_template, eos=not ended)
+    written = _write_turns(tokenizer, data, messages, train_on, max_tokens, tools, truncate)
+    return _encode(tokenizer, written, max_tokens, truncate)
 
 
 def encode_text(
@@ -118,7 +131,7 @@ def encode_text(
     The tokenizer's beginning of a text (BOS), if it has one, comes first and EOS last. `truncate` and what it raises as
     in `encode_chat`.
     """
-    return _encode(tokenizer, text, [(0, len(text))], max_tokens, truncate, bos=True, eos=True)
+    return _encode(tokenizer, _write_plain(tokenizer, text, max_tokens, truncate), max_tokens, truncate)
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> int | None:
@@ -138,6 +151,41 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> int |
 # ---------------------------------------------------------------------------------------------------------------------
 # Texts
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _write_plain(tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int, truncate: bool) -> Written:
+    return Written(_within(tokenizer, text, max_tokens, truncate), [(0, len(text))], bos=True, eos=True)
+
+
+def _write_turns(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    messages: list[Message],
+    train_on: TrainOn,
+    max_tokens: int,
+    tools: list[dict[str, Any]] | None,
+    truncate: bool,
+) -> Written:
+    messages = with_system_prompt(data, messages)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if turns and train_on != "all":
+        messages = messages[: turns[-1] + 1]
+    if not truncate:
+        check_characters(tokenizer, "".join(message.get("content") or "" for message in messages), max_tokens)
+    name, ends = template_name(tokenizer, data), _special_texts(tokenizer)
+    with deadline(TEMPLATE_SECONDS, name):
+        if data.is_text_template:
+            text, spans = _fill_in(data, messages, name)
+        else:
+            write = functools.cache(functools.partial(_write, tokenizer, data, tools, messages))
+            text, spans = _write_chat(write, messages, train_on, ends, name)
+    if train_on == "all":
+        spans = [(0, len(text))]
+    else:
+        spans = [_cut_after_end(text, span, ends) for span in spans]
+    ended = messages[-1]["role"] != "assistant" or text.rstrip().endswith(ends)
+    text = _within(tokenizer, text, max_tokens, truncate)
+    return Written(text, spans, bos=data.is_text_template, eos=not ended)
 
 
 def _write(
@@ -286,38 +334,58 @@ def _special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _within(tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int, truncate: bool) -> str:
+    """The text, without what lies behind the last token that is kept; Refused and TooLong as `encode_chat` says."""
+    if has_surrogates(text):
+        raise Refused("the text has a lone surrogate (half of a character)")
+    if truncate:
+        return text[: (max_tokens + 2) * longest_token(tokenizer)]
+    check_characters(tokenizer, text, max_tokens)
+    return text
+
+
 def _encode(
-    tokenizer: "PreTrainedTokenizerBase",
-    text: str,
-    spans: list[Span],
-    max_tokens: int,
-    truncate: bool,
-    bos: bool,
-    eos: bool,
+    tokenizer: "PreTrainedTokenizerBase", written: Written, max_tokens: int, truncate: bool
 ) -> tuple[list[int], list[bool]]:
-    """Ids of the text and which stand for characters in `spans`; `eos` adds EOS, a label if there are spans."""
+    ((ids, mask),) = tokenize_written(tokenizer, [written])
+    if len(ids) > max_tokens and not truncate:
+        raise TooLong(len(ids), exact=True)
+    return ids[:max_tokens], mask[:max_tokens]
+
+
+def tokenize_written(
+    tokenizer: "PreTrainedTokenizerBase", written: list[Written]
+) -> list[tuple[list[int], list[bool]]]:
+    """Of each example the token ids and which are labels, whatever its length; on all cores.
+
+    Raises ValueError if the tokenizer cannot say which characters a token stands for.
+    """
     if not tokenizer.is_fast:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path} cannot say which characters a token stands for; save it as "
             "tokenizer.json (a fast tokenizer)"
         )
-    if has_surrogates(text):
-        raise Refused("the text has a lone surrogate (half of a character)")
-    if truncate:  # what is cut here lies behind the last token that is kept
-        text = text[: (max_tokens + 2) * longest_token(tokenizer)]
-    else:
-        check_characters(tokenizer, text, max_tokens)
-    encoded = tokenizer(text, add_special_tokens=bos, return_offsets_mapping=True)
-    ids, mask = list(encoded["input_ids"]), _labels(encoded["offset_mapping"], spans, len(text))
-    if bos and ids[-1:] == [tokenizer.eos_token_id] and encoded["offset_mapping"][-1] == (0, 0):
+    found = []
+    for bos, examples in itertools.groupby(written, key=lambda example: example.bos):
+        for batch in by_characters(examples, lambda example: len(example.text)):
+            texts = [example.text for example in batch]
+            encoded = tokenizer(texts, add_special_tokens=bos, return_offsets_mapping=True)
+            columns = encoded["input_ids"], encoded["offset_mapping"]
+            found += [_label(tokenizer, *one) for one in zip(batch, *columns, strict=True)]
+    return found
+
+
+def _label(
+    tokenizer: "PreTrainedTokenizerBase", written: Written, ids: list[int], offsets: list[Span]
+) -> tuple[list[int], list[bool]]:
+    mask = _labels(offsets, written.spans, len(written.text))
+    if written.bos and ids[-1:] == [tokenizer.eos_token_id] and offsets[-1] == (0, 0):
         ids, mask = ids[:-1], mask[:-1]  # some tokenizers close every text
-    if eos:
-        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, bool(spans)]
-    if len(ids) > max_tokens and not truncate:
-        raise TooLong(len(ids), exact=True)
+    if written.eos:
+        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, bool(written.spans)]
     if mask:
         mask[0] = False
-    return ids[:max_tokens], mask[:max_tokens]
+    return ids, mask
 
 
 def _labels(offsets: list[Span], spans: list[Span], num_characters: int) -> list[bool]:
