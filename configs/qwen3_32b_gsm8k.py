@@ -8,7 +8,7 @@ train_grpo.py configs/qwen3_32b_gsm8k.py
 Layout: 8 trainer ranks on one node (FSDP over 4 x tensor parallelism of 2, so that their traffic stays on NVLink) and 8
 generator ranks on the other (two vLLM engines with tensor parallelism of 4); no reference, because kl_coef is 0.
 
-Memory per trainer, by arithmetic (this recipe has not been run):
+Memory per trainer, by arithmetic (this recipe has run in small only, without GPUs):
 - float32 weights, gradients and Adam's two moments, 16 bytes per parameter: 32.8e9 x 16 / 8 ranks = 61 GiB;
 - bfloat16 gathers over FSDP of what one tensor-parallel rank needs: embeddings 0.7, LM head 0.7, two blocks of 0.5 GiB;
 - before they are reduced: gradients of one block 1.4, of the LM head 2.2 GiB (bfloat16 and float32);
