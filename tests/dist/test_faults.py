@@ -18,6 +18,7 @@ SOON, DEPUTY = 12.0, 22.0
 # What the line says of a rank to which this happened, and seconds until all is over
 KINDS = {
     "raise": ("failed in phase {phase}: forced", SOON),
+    "blind": ("failed in phase {phase}, in its watchdog: forced", SOON),
     "kill": ("was ended from outside in phase {phase}", SOON),
     "hang": ("hangs in phase {phase}: nothing has happened for", DEADLINE + SOON),
     "mute": ("hangs in phase {phase}: nothing has happened for", DEADLINE + SOON),
@@ -29,6 +30,7 @@ CELLS = [
     ("1 (trainer)", "train", "raise"),
     ("2 (reference)", "reference", "raise"),
     ("3 (generator)", "generate", "raise"),
+    ("1 (trainer)", "train", "blind"),
     ("0 (trainer)", "train", "kill"),
     ("1 (trainer)", "sync", "kill"),
     ("2 (reference)", "reference", "kill"),
@@ -94,7 +96,7 @@ def check_cell(rank: str, phase: str, kind: str, result: subprocess.CompletedPro
     assert (error in root_cause) != (kind == "kill"), output  # then torchrun itself says what it was
     assert kind != "kill" or "SIGKILL" in root_cause
     assert (f"rank {rank} is here, in phase {phase}:" in output) == (kind in ("hang", "mute", "spin"))
-    assert output.count("Traceback") == (2 if kind == "raise" else 1), output  # torchrun's own is one
+    assert output.count("Traceback") == (2 if kind in ("raise", "blind") else 1), output  # torchrun's own is one
 
 
 LATE = """

@@ -116,9 +116,13 @@ class Watchdog:
         try:
             self._watch()
         except Exception as error:  # a defect; the others would take this rank for stopped, or a hang would last
-            line = f"error: the watchdog of rank {self.roles.rank} failed: {error}"
+            here = failures.place()
+            where = f"rank {self.roles.rank} ({here['role']}) failed in phase {here['phase']}, in its watchdog"
+            line = f"error: {where}: {error}"
             failures.leave_for_launcher(line)
             print(f"{traceback.format_exc()}{line}", file=self.stderr, flush=True)
+            with contextlib.suppress(Exception):  # the store may be what failed
+                self.tell_end()
             failures.exit_now(1)
 
     def _watch(self) -> None:
