@@ -45,6 +45,10 @@ Span = tuple[int, int]
 # generation markers, None in a template without; see _write.
 Writer = Callable[..., tuple[str, list[Span] | None]]
 
+HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Of the text around the place where two writings of a chat part.
+SHOWN_CHARACTERS = 30
+
 
 class Written(NamedTuple):
     """An example as the tokenizer gets it; spans: the characters that are labels."""
@@ -55,11 +59,6 @@ class Written(NamedTuple):
     """With what the tokenizer puts before a text."""
     eos: bool
     """EOS follows, a label if there are spans."""
-
-
-HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Of the text around the place where two writings of a chat part.
-SHOWN_CHARACTERS = 30
 
 
 def encode_example(
