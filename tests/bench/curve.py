@@ -1,8 +1,9 @@
 """Learning curves as an SVG, written by hand: nothing to install, and a diff shows what changed.
 
-    python tests/bench/curve.py LEARNING.json PICTURE.svg
+    python tests/bench/curve.py PICTURE.svg LEARNING.json ...
 
-reads what learning.py wrote. One thin line for each run, a dot for each evaluation; two panels share the vertical axis.
+reads what learning.py wrote, in one call or several. One thin line for each run, a dot for each evaluation; two panels
+share the vertical axis.
 """
 
 import json
@@ -17,8 +18,9 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 16, 34, 46
 COLORS = {"ours": "#1f5fa8", "TRL": "#c4661f"}
 
 
-def main(results: str, picture: str) -> None:
-    pathlib.Path(picture).write_text(draw(json.loads(pathlib.Path(results).read_text())["rows"]))
+def main(picture: str, *results: str) -> None:
+    rows = [row for file in results for row in json.loads(pathlib.Path(file).read_text())["rows"]]
+    pathlib.Path(picture).write_text(draw([row for row in rows if row.get("curve")]))
 
 
 def draw(runs: Sequence[dict[str, Any]]) -> str:
@@ -34,17 +36,21 @@ def draw(runs: Sequence[dict[str, Any]]) -> str:
 def panel(runs: Sequence[dict[str, Any]], column: int, name: str) -> str:
     """Held-out accuracy over one column of the curves."""
     last = max((point[column] for run in runs for point in run["curve"]), default=0) or 1
+    accuracies = [point[2] for run in runs for point in run["curve"]] or [0, 1]
+    bottom = math.floor(10 * min(accuracies))  # in tenths
+    top = max(math.ceil(10 * max(accuracies)), bottom + 1)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + x / last * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
+        height = (10 * y - bottom) / (top - bottom)
+        return LEFT + x / last * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - height * (HEIGHT - TOP - BOTTOM)
 
     parts = []
-    for tenth in range(0, 11, 2):
+    for tenth in range(bottom, top + 1):
         x, y = place(0, tenth / 10)
         parts.append(f'<line x1="{x}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{x - 8}" y="{y + 4:.1f}" text-anchor="end">{tenth / 10:.1f}</text>')
     for tick in range(0, int(last) + 1, spacing(last)):
-        x, y = place(tick, 0)
+        x, y = place(tick, bottom / 10)
         parts.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{tick}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{name}</text>')

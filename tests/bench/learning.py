@@ -1,14 +1,14 @@
 """A model of 64 M parameters learns word problems: from nothing by SFT, then by GRPO, ours and TRL's, over some seeds.
 
     python tests/bench/learning.py [--seeds 0 1 2] [--gpus 4] [--stages sft grpo trl] [--limit 560] [--tiny]
-        [--stop-at-loss 0.045] [-- --num-steps 100 ...]
+        [--rows 128] [--stop-at-loss 0.045] [-- --num-steps 100 ...]
 
 configs/word_problems_sft.py makes a start for each seed, from which configs/word_problems.py is trained by
 train_grpo.py and by TRL's GRPOTrainer (trl_grpo.py: the same prompts in the same order, rewards, loss and rates;
-float32 weights under bfloat16 autocast, 128 completions at once, no gradient checkpointing, as ours has none). Flags
-behind `--` go to both, `--stop-at-loss` to SFT. One run on one GPU each, as many at once as there are GPUs, and one
-after the other on a CPU (`--gpus 0`). What does not end within `--limit` seconds of the whole is stopped, and counts
-with what it reached.
+float32 weights under bfloat16 autocast, `--rows` completions at once, no gradient checkpointing, as ours has none).
+Flags behind `--` go to both, `--stop-at-loss` to SFT. One run on one GPU each, as many at once as there are GPUs, and
+one after the other on a CPU (`--gpus 0`). What does not end within `--limit` seconds of the whole is stopped, and
+counts with what it reached.
 
 Runs leave `runs/learning/STAGE-SEED`; a stage that is not asked for is taken from there. After each run learning.json,
 learning.svg (accuracy over steps and over seconds) and the ends of the logs are written to $OUT. Seconds are those
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", default=["sft", "grpo", "trl"], choices=["sft", "grpo", "trl"])
     parser.add_argument("--limit", type=float, default=560, help="seconds of everything")
     parser.add_argument("--stop-at-loss", type=float, help="of SFT; the recipe's if not given")
+    parser.add_argument("--rows", type=int, default=128, help="completions that TRL takes at once")
     parser.add_argument("--name", default="learning", help="of the files")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("flags", nargs="*", help="behind --: for GRPO, ours and TRL's")
@@ -115,7 +116,7 @@ def plan(options: argparse.Namespace) -> list[Run]:
             if stage == "grpo":
                 command = [python, *TORCHRUN, "train_grpo.py", *given, "--checkpoint.no-export"]
             else:
-                rows = "16" if options.tiny else "128"
+                rows = 16 if options.tiny else options.rows
                 command = [python, BENCH / "trl_grpo.py", *given, "--rows", rows, "--weights", "float32"]
                 command += ["--no-gradient-checkpointing", *(["--no-vllm"] if options.tiny else [])]
             runs.append(Run(stage, seed, command, starts.get(seed)))
