@@ -10,7 +10,7 @@ Layout: 2 trainer ranks (FSDP), 2 reference ranks that share each layer of the t
 Memory per trainer: float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 1.7e9 x 16 / 2 ranks =
 13 GiB; on top the activations of a micro-batch of 16384 tokens and the logits of 4096 (2.3 GiB per float32 copy). Per
 reference: 2 x 8.2e9 / 2 = 7.6 GiB of bfloat16 weights and the same logits. Per generator: 3.2 GiB of weights, the rest
-of the 85 % is KV cache. An estimate for GPUs of 80 GB; no run of it is recorded.
+of the 85 % is KV cache. An estimate for GPUs of 80 GB; it has run in small only.
 """
 
 from grpo import config as c

@@ -4,8 +4,8 @@
 
 Everything of the paper is on: the mean over tokens and the wider clip from above, which the loss brings along; dynamic
 sampling; and the penalty for completions that come near the longest one. With four mini-batches the policy moves within
-a step, so that there is something to clip. Layout and memory are those of qwen3_1_7b_gsm8k.py. Its parts run in the
-tests; the recipe as a whole has not been run.
+a step, so that there is something to clip. Layout and memory are those of qwen3_1_7b_gsm8k.py. It runs in
+the tests in small, and has not been run at its size.
 """
 
 from grpo.config import change

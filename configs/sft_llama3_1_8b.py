@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=8 train_sft.py configs/sft_llama3_1_8b.py
 
 208,000 chats of several turns, of which every answer is learned; 1600 steps of 128 are almost one epoch. Chats of more
-than 4096 tokens are cut off there. All rows are tokenized once before the start, on one core and for minutes; with
+than 4096 tokens are cut off there. All rows are tokenized once before the start, which takes minutes; with
 --data.streaming, only the first 1000 are, and rank 0 reads the hub while it trains.
 
 Memory per GPU (python -m grpo.memory with this recipe): float32 weights, gradients and Adam's two moments are 16 bytes

@@ -77,4 +77,4 @@ class WarningsConfig:
     min_sample_size: Annotated[float, AtLeast(0), AtMost(1)] = 0.7
     """The effective sample size `mismatch/ess` is below this."""
     accuracy_drop: Annotated[float, AtLeast(0), AtMost(1)] = 0.03
-    """Held-out accuracy is so far below its best, and two standard errors at least; 0 says nothing."""
+    """Held-out accuracy is so far below its best, and 2.5 standard errors of the difference; 0 says nothing."""

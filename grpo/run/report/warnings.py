@@ -31,7 +31,7 @@ SPIKE_WINDOWS = 5  # the usual loss is that of so many windows
 FALL_WINDOWS = 50  # the best reward is looked for in so many windows
 NORMAL_MAD = 1.4826  # standard deviations of normal noise in its median absolute deviation
 LEAST_FALL = 0.01  # rewards mostly go from 0 to 1; without noise each fall would count
-LEAST_ERRORS = 2  # standard errors by which accuracies must differ
+LEAST_ERRORS = 2.5  # standard errors by which an accuracy must be below the best of several
 
 
 def loss_spike(history: History, config: WarningsConfig) -> str:
