@@ -36,7 +36,8 @@ def summarize(records: list[dict], run_dir: pathlib.Path) -> str:
     """The summary as text. `records` are the lines of metrics.jsonl in their order."""
     steps = [record for record in records if "time/step" in record]
     # of several held-out sets (`eval/SET/accuracy`) the first
-    accuracies = [name for record in records for name in record if name.startswith("eval/") and "accuracy" in name]
+    names = [name for record in records for name in record]
+    accuracies = [name for name in names if name.startswith("eval/") and name.endswith("accuracy")]
     accuracy = accuracies[0] if accuracies else "eval/accuracy"
     evaluated = [record for record in records if record.get(accuracy) is not None]
     rewarded = [record for record in records if record.get("reward/mean") is not None]

@@ -370,11 +370,11 @@ def tokenize_written(
             texts = [example.text for example in batch]
             encoded = tokenizer(texts, add_special_tokens=bos, return_offsets_mapping=True)
             columns = encoded["input_ids"], encoded["offset_mapping"]
-            found += [_label(tokenizer, *one) for one in zip(batch, *columns, strict=True)]
+            found += [_labelled(tokenizer, *one) for one in zip(batch, *columns, strict=True)]
     return found
 
 
-def _label(
+def _labelled(
     tokenizer: "PreTrainedTokenizerBase", written: Written, ids: list[int], offsets: list[Span]
 ) -> tuple[list[int], list[bool]]:
     mask = _labels(offsets, written.spans, len(written.text))

@@ -45,6 +45,7 @@ LOOK_TICKS = 5
 SECOND_SIGNAL_SECONDS = 1.0
 # Interval in which C code that does not let Python run would have the stack printed by faulthandler, in ticks
 STARVED_TICKS = 30
+# The process's own; sys.stderr may be an object without a file
 STDERR = 2
 
 
