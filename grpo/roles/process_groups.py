@@ -143,8 +143,11 @@ def setup_roles(config: GRPOConfig) -> Roles:
         rank=my_world.index(rank),
         world_size=len(my_world),
         timeout=timeout,
-        device_id=device if on_gpu else None,
     )
+    # No `device_id` above: torch 2.13 would split the groups of TP and of replicas off this one, and crashes there
+    # because the bridges were made before it. So NCCL connects here, before an engine changes its environment.
+    if on_gpu:
+        dist.barrier(device_ids=[device.index])
 
     trains, generates = rank in trainer_ranks, rank in generator_ranks
     name = "colocated" if layout.colocated else "trainer" if trains else "generator" if generates else "reference"
@@ -256,5 +259,5 @@ def _bridge(
     )
     # torch.distributed's functions look ranks up here; with the identity, group ranks are what they take and give.
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(len(ranks))}
-    dist.barrier(group=group)  # connect now, before an engine changes NCCL's environment
+    dist.barrier(group=group)  # connect now, before an engine starts
     return group

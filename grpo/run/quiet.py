@@ -7,6 +7,7 @@ import warnings
 # Logger (torchtitan's is the root): parts of messages that it need not print.
 KNOWN_NOISE = {
     None: ("model.safetensors.index.json not found",),  # its own way of saving, which is not used
+    "torch.distributed.tensor._redistribute": ("_NormPartial",),  # the gradient's norm, a scalar, in two reductions
     "vllm.triton_utils.importing": ("Triton is installed",),  # there is none for a CPU
 }
 

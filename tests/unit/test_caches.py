@@ -9,7 +9,8 @@ import torch
 from grpo.roles import engine
 from grpo.run.caches import PARTS, VARIABLE, keep_caches
 
-OWN_VARIABLES = (*PARTS, VARIABLE, "XDG_CACHE_HOME")
+ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+OWN_VARIABLES = (*PARTS, VARIABLE, ENABLED, "LOCAL_RANK", "XDG_CACHE_HOME")
 
 
 @pytest.fixture
@@ -32,7 +33,8 @@ def test_default_is_in_the_users_cache(environment, tmp_path):
     assert all(pathlib.Path(folder).is_dir() for folder in folders().values())
 
 
-def test_one_folder_for_all_three(environment, tmp_path):
+def test_one_folder_for_all(environment, tmp_path):
+    environment.setenv("LOCAL_RANK", "3")
     environment.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     environment.setenv(VARIABLE, str(tmp_path / "mine"))
     keep_caches()
@@ -40,15 +42,19 @@ def test_one_folder_for_all_three(environment, tmp_path):
         "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/mine/inductor",
         "TRITON_CACHE_DIR": f"{tmp_path}/mine/triton",
         "VLLM_CACHE_ROOT": f"{tmp_path}/mine/vllm",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{tmp_path}/mine/flash_attention/gpu3",
     }
+    assert os.environ[ENABLED] == "1"
     assert not (tmp_path / "xdg").exists()
 
 
 def test_a_librarys_own_variable_wins(environment, tmp_path):
     environment.setenv("VLLM_CACHE_ROOT", "/elsewhere")
+    environment.setenv(ENABLED, "0")
     environment.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_caches()
     assert folders()["VLLM_CACHE_ROOT"] == "/elsewhere"
+    assert os.environ[ENABLED] == "0"
     assert not (tmp_path / "grpo" / "vllm").exists()
     assert (tmp_path / "grpo" / "inductor").is_dir()
 
@@ -67,6 +73,7 @@ def test_a_folder_that_cannot_be_made(environment, tmp_path):
     environment.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     keep_caches()  # the libraries' own defaults do
     assert set(folders().values()) == {""}
+    assert ENABLED not in os.environ
     environment.setenv(VARIABLE, str(tmp_path / "file"))
     with pytest.raises(ValueError, match="GRPO_CACHE_DIR=.*/file cannot hold .* name another"):
         keep_caches()
