@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 import transformers
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -50,10 +52,21 @@ class Policy(Qwen3Model):
     def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             attention_masks = for_compiler(attention_masks)  # here, behind FSDP, which moves tensors to the GPU
-        h_BTD = self.tok_embeddings(ids_BT)
+        h_BTD = settled(self.tok_embeddings(ids_BT))
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, attention_masks, positions_BT)
         return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M)
+
+
+def settled(hidden_BTD: torch.Tensor) -> torch.Tensor:
+    """The embeddings as compiled blocks can take them with tensor parallelism: of one kind for all blocks.
+
+    What torchtitan redistributes over ranks is still on its way; torch does not tell apart the code for such a tensor
+    and for one that is there, and the one fails with the other.
+    """
+    if isinstance(hidden_BTD, DTensor) and isinstance(hidden_BTD._local_tensor, AsyncCollectiveTensor):
+        hidden_BTD._local_tensor = hidden_BTD._local_tensor.wait()
+    return hidden_BTD
 
 
 class Adapter(Qwen3StateDictAdapter):

@@ -9,6 +9,7 @@ import grpo.models.titan_on_cpu  # noqa: F401
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -118,6 +119,13 @@ def for_compiler(masks: VarlenMetadata) -> VarlenMetadata:
     return masks._replace(cu_seq_k=masks.cu_seq_q, max_q=longest, max_k=longest)
 
 
+def kernels() -> tuple[Callable, Callable]:
+    """The package's forward and backward, which it imports on a GPU only."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
 @torch.library.custom_op("grpo::flash_attention", mutates_args=())
 def flash_attention(
     q_TNH: torch.Tensor,
@@ -133,12 +141,9 @@ def flash_attention(
     bounds_S: int32, the documents' first places and T. longest: of their lengths, int64 on the CPU.
     deterministic: of the backward.
     """
-    from flash_attn.cute.interface import _flash_attn_fwd
-
+    forward, _ = kernels()
     documents = _documents(bounds_S, longest)
-    out, logsumexp, *_ = _flash_attn_fwd(
-        q_TNH, k_TKH, v_TKH, softmax_scale=scale, causal=True, return_lse=True, **documents
-    )
+    out, logsumexp, *_ = forward(q_TNH, k_TKH, v_TKH, softmax_scale=scale, causal=True, return_lse=True, **documents)
     return out, logsumexp
 
 
@@ -161,11 +166,10 @@ def flash_attention_backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
+    _, backward = kernels()
     documents = _documents(bounds_S, longest)
     values = q_TNH, k_TKH, v_TKH, out_TNH, grad_TNH, logsumexp_NT
-    return _flash_attn_bwd(*values, softmax_scale=scale, causal=True, deterministic=deterministic, **documents)
+    return backward(*values, softmax_scale=scale, causal=True, deterministic=deterministic, **documents)
 
 
 @flash_attention_backward.register_fake

@@ -113,6 +113,11 @@ class ShardedModel:
             return self.module(*inputs)
 
 
+def compiles(trainer: TrainerConfig, device: torch.device) -> bool:
+    """Whether blocks and LM head are compiled: on GPUs, unless the recipe says no."""
+    return trainer.compile and device.type == "cuda"
+
+
 def build_model(
     model: ModelConfig,
     trainer: TrainerConfig,
@@ -131,7 +136,7 @@ def build_model(
     adapted = trainer.lora_rank > 0 and not frozen
     attention = choose_attention(model, device)
     hf = read_hf_config(folder)
-    compiled = trainer.compile and device.type == "cuda"
+    compiled = compiles(trainer, device)
     keep_logits = trainer.activation_checkpointing == "none" and not frozen
     config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, trainer.deterministic, keep_logits)
     # spmd_types, torchtitan's default, fails for more than one rank on this torch

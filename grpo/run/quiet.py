@@ -8,6 +8,7 @@ import warnings
 KNOWN_NOISE = {
     None: ("model.safetensors.index.json not found",),  # its own way of saving, which is not used
     "torch.distributed.tensor._redistribute": ("_NormPartial",),  # the gradient's norm, a scalar, in two reductions
+    "torch._inductor.codecache": ("unable to serialize compiled graph",),  # of tensor parallelism; it is compiled anew
     "vllm.triton_utils.importing": ("Triton is installed",),  # there is none for a CPU
 }
 

@@ -1,0 +1,64 @@
+"""Runs in the form that GPUs run, compiled and on flash attention's path, take the same steps as plain ones on a CPU.
+
+How torch compiles tensors that are spread over ranks has failed where everything else was right.
+"""
+
+import pathlib
+import shutil
+
+import pytest
+
+from grpo.data import toy
+from tests.e2e.runs import TINY, read_metrics
+from tests.tiny_models import SMALL
+from tests.torchrun import torchrun
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+
+COLOCATED = ("--roles.colocated", "--roles.num-trainers", "2", "--roles.num-references", "0")
+TP = ("--trainer.tensor-parallel", "2")
+LAYOUTS = {
+    "TP 2": (2, (*COLOCATED, *TP)),
+    "FSDP 2, gathered once": (2, (*COLOCATED, "--trainer.fsdp-gather", "update")),
+    "replicas": (2, (*COLOCATED, "--trainer.data-replicas", "2")),
+    "TP 2, checkpointing": (2, (*COLOCATED, *TP, "--trainer.activation-checkpointing", "selective")),
+    "TP 2, everything recomputed, rows of any length": (
+        2,
+        (*COLOCATED, *TP, "--trainer.activation-checkpointing", "full", "--trainer.no-packing"),
+    ),
+    "TP 2, LoRA": (2, (*COLOCATED, *TP, "--trainer.lora-rank", "4")),
+    "FSDP 2 x TP 2, an engine of TP 2": (
+        4,
+        (*COLOCATED, "--roles.num-trainers", "4", *TP, "--generator.tensor-parallel", "2"),
+    ),
+    "TP 2, reference and generator apart, a step behind": (4, (*TP, "--overlap-steps", "1")),
+}
+NUM_TRAINERS = 2
+IN_EVERY_RUN = "TP 2"
+SAME = ("reward/mean", "completion/length_mean", "entropy", "grad_norm", "kl")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Two key-value heads, one for each of two ranks."""
+    changes = SMALL | {"max_position_embeddings": 128, "num_key_value_heads": 2}
+    return toy.make_model(tmp_path_factory.mktemp("like") / "model", toy.addition_tokenizer(), seed=0, changes=changes)
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name == IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_compiled_steps_are_the_plain_ones(layout, model, tmp_path, monkeypatch):
+    nproc, flags = LAYOUTS[layout]
+    monkeypatch.setenv("GRPO_CACHE_DIR", str(tmp_path / "caches"))
+    steps = []
+    for name, wrapped in (("plain", []), ("compiled", ["tests/dist/programs/like_gpu.py"])):
+        arguments = [*wrapped, "train_grpo.py", TINY, "--model.path", model, "--run-dir", tmp_path / name, *flags]
+        arguments += ["--trainer.compile"] if wrapped else []
+        output = torchrun(*map(str, arguments), nproc=nproc, deadline=140)
+        steps.append(read_metrics(tmp_path / name))
+    assert output.count("compiled DYNAMO") >= 3 * NUM_TRAINERS  # blocks, and of the LM head two functions
+    for plain, compiled in zip(*steps, strict=True):
+        for name in SAME:
+            if name in plain:
+                assert compiled[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-6), (plain["step"], name)
