@@ -9,6 +9,7 @@ import torch
 
 from grpo.config import GRPOConfig
 from grpo.data.batches import make_batch
+from grpo.models.build import compiles
 from grpo.models.forward import ROW_MULTIPLE
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
@@ -19,8 +20,8 @@ from grpo.types import MicroBatch, Sample, TrainBatch
 
 def compiles_ahead(config: GRPOConfig, roles: Roles) -> bool:
     """Whether this rank learns with compiled code while engines start elsewhere; colocated, nothing would be gained."""
-    on_gpu = roles.device.type == "cuda"
-    return on_gpu and config.trainer.compile and roles.learns and bool(roles.replicas) and not roles.generates
+    learns_apart = roles.learns and bool(roles.replicas) and not roles.generates
+    return learns_apart and compiles(config.trainer, roles.device)
 
 
 def compile_ahead(config: GRPOConfig, trainer: Trainer | None, reference: Reference | None, roles: Roles) -> None:
