@@ -9,6 +9,7 @@ import grpo.models.titan_on_cpu  # noqa: F401
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -119,8 +120,21 @@ def for_compiler(masks: VarlenMetadata) -> VarlenMetadata:
     return masks._replace(cu_seq_k=masks.cu_seq_q, max_q=longest, max_k=longest)
 
 
+def keep_kernels_apart() -> None:
+    """Give this GPU's index and kind a folder of its own in the package's cache, which is read as it is imported.
+
+    It does not find all kernels by the kind of GPU, and those of one GPU were never loaded on another.
+    """
+    if folder := os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
+        major, minor = torch.cuda.get_device_capability()
+        part = f"sm{major}{minor}-gpu{torch.cuda.current_device()}"
+        os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = os.path.join(folder, part)
+
+
+@functools.cache
 def kernels() -> tuple[Callable, Callable]:
     """The package's forward and backward, which it imports on a GPU only."""
+    keep_kernels_apart()
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd

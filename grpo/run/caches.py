@@ -1,9 +1,9 @@
 """One folder for what compilers keep: of torch.compile, Triton, vLLM and FlashAttention 4. The next run starts with it.
 
 By default it is `grpo` in the user's cache folder, where torch alone would take /tmp, which machines empty. Ranks, runs
-and nodes share it: entries are found by a hash of what was compiled, for which GPU, and appear whole. vLLM's belong to
-a GPU's index and are not found by it, so its engines have a folder for each index. So does FlashAttention, whose
-kernels of one GPU were never loaded on another. All of it can be deleted at any time.
+and nodes share it: entries are found by a hash of what was compiled, for which GPU, and appear whole. Those of vLLM and
+of FlashAttention are not found by the GPU, so both have folders in it: one for each index of a GPU, and one for each
+kind too (engine.py, attention.py). All of it can be deleted at any time.
 """
 
 import os
@@ -16,7 +16,7 @@ PARTS = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "VLLM_CACHE_ROOT": "vllm",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention/gpu{local_rank}",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention",
 }
 
 
@@ -31,12 +31,7 @@ def keep_caches() -> None:
     chosen = os.environ.get(VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = pathlib.Path(chosen or f"{home}/grpo").absolute()
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    parts = {
-        variable: folder / part.format(local_rank=local_rank)
-        for variable, part in PARTS.items()
-        if not os.environ.get(variable)
-    }
+    parts = {variable: folder / part for variable, part in PARTS.items() if not os.environ.get(variable)}
     try:
         for part in parts.values():
             part.mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,12 @@ import pathlib
 import pytest
 import torch
 
+from grpo.models import attention
 from grpo.roles import engine
 from grpo.run.caches import PARTS, VARIABLE, keep_caches
 
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-OWN_VARIABLES = (*PARTS, VARIABLE, ENABLED, "LOCAL_RANK", "XDG_CACHE_HOME")
+OWN_VARIABLES = (*PARTS, VARIABLE, ENABLED, "XDG_CACHE_HOME")
 
 
 @pytest.fixture
@@ -34,7 +35,6 @@ def test_default_is_in_the_users_cache(environment, tmp_path):
 
 
 def test_one_folder_for_all(environment, tmp_path):
-    environment.setenv("LOCAL_RANK", "3")
     environment.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     environment.setenv(VARIABLE, str(tmp_path / "mine"))
     keep_caches()
@@ -42,7 +42,7 @@ def test_one_folder_for_all(environment, tmp_path):
         "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/mine/inductor",
         "TRITON_CACHE_DIR": f"{tmp_path}/mine/triton",
         "VLLM_CACHE_ROOT": f"{tmp_path}/mine/vllm",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{tmp_path}/mine/flash_attention/gpu3",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{tmp_path}/mine/flash_attention",
     }
     assert os.environ[ENABLED] == "1"
     assert not (tmp_path / "xdg").exists()
@@ -77,6 +77,19 @@ def test_a_folder_that_cannot_be_made(environment, tmp_path):
     environment.setenv(VARIABLE, str(tmp_path / "file"))
     with pytest.raises(ValueError, match="GRPO_CACHE_DIR=.*/file cannot hold .* name another"):
         keep_caches()
+
+
+def test_flash_attentions_cache_is_one_for_each_gpu_and_kind(monkeypatch, tmp_path):
+    """Its preparing kernels are not found by the kind that they were compiled for."""
+    variable = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.delenv(variable, raising=False)
+    attention.keep_kernels_apart()
+    assert variable not in os.environ
+    monkeypatch.setenv(variable, str(tmp_path))
+    attention.keep_kernels_apart()
+    assert os.environ[variable] == str(tmp_path / "sm90-gpu3")
 
 
 def test_vllms_cache_is_one_for_each_gpu(monkeypatch, tmp_path):
