@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 tests/dist/programs/like_gpu.py train_grpo.py RECIPE --field value ...
 
-Each compilation is a line `compiled`. Not in it: NCCL, streams, CUDA graphs.
+Each function that is compiled is a line `compiled NAME`. Not in it: NCCL, streams, CUDA graphs.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 
 os.environ["TORCHDYNAMO_DISABLE"] = "0"
 
-from torch._dynamo.callback import on_compile_end
+from torch._dynamo.convert_frame import register_bytecode_hook
 
 from grpo.models import attention, build
 from tests import plain_attention
@@ -21,7 +21,7 @@ def main() -> None:
     build.compiles = lambda trainer, device: trainer.compile
     build.choose_attention = lambda model, device: "flash"
     attention.kernels = lambda: (plain_attention.forward, plain_attention.backward)
-    on_compile_end(lambda what: print(f"compiled {what.callback_trigger.name} {what.compile_id}", flush=True))
+    register_bytecode_hook(lambda code, _: print(f"compiled {code.co_name}", flush=True))
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
