@@ -2,7 +2,7 @@
 
 A suffix on a tensor's name spells its dimensions: B rows of a micro-batch, T positions of a row or tokens of one
 sequence, S sequences of a step, N tokens of all sequences laid end to end, P prompts, G completions of a group,
-V vocabulary, D hidden size.
+V vocabulary, D hidden size, K keys that documents attend to, R of them in several documents, U uses of these.
 
 Everything that is trained on is a sequence of tokens in which each token carries what is known about it. These
 per-token fields stay aligned from where they are made (`Sample`) over the wire (`TrainBatch`) to the loss
@@ -12,7 +12,7 @@ per-token fields stay aligned from where they are made (`Sample`) over the wire 
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -130,6 +130,8 @@ class Sample:
     """bool: the token counts in the loss and its denominator."""
     generator_logprobs_T: torch.Tensor | None = None
     """float32: at sampling time, anything where nothing was sampled; None if no token was (SFT)."""
+    prompt_tokens: int = 0
+    """How many of the first tokens are the prompt, of which none counts; 0 if there is none (SFT)."""
     temperature: float = 1.0
     version: int = 0
     truncated: bool = False
@@ -157,6 +159,8 @@ class TrainBatch:
     """int64: steps in the weights that sampled it, its first token if it was carried over."""
     truncated_S: torch.Tensor
     """bool: it ran out of tokens."""
+    prompt_lengths_S: torch.Tensor | None = None
+    """int64: how many of each sequence's first tokens are its prompt."""
     generator_logprobs_N: torch.Tensor | None = None
     """float32: by the generator, at sampling time."""
     old_logprobs_N: torch.Tensor | None = None
@@ -186,9 +190,28 @@ class TrainBatch:
         return torch.zeros(self.num_sequences, dtype=torch.int64).index_add(0, self.owner_N, self.loss_mask_N.long())
 
 
+class SharedPrompts(NamedTuple):
+    """Which keys the documents of a micro-batch attend to, where sequences share a prompt."""
+
+    keys_K: torch.Tensor
+    """int64: places b * T + t, document after document: its prompt's, if that is laid out for several, and its own."""
+    key_starts: torch.Tensor
+    """int32 [documents + 1]: where those of each document begin among the K, and K."""
+    longest: int
+    """Keys of one document."""
+    own_T: torch.Tensor
+    """int64 [B * T]: where among the K each place is as a key of its own document."""
+    reused_R: torch.Tensor
+    """int64: the places that are keys of several documents."""
+    uses_RU: torch.Tensor
+    """int64: where among the K these are, all their uses, then -1."""
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """One forward and backward on one rank: B rows of T positions, each row whole sequences and then padding.
+
+    Sequences that share a prompt may have it once, in front of all of them, see grpo/data/shared_prompts.py.
 
     All fields down to `advantages_BT` are [B, T] and side by side: what belongs to a token is at the position that
     *predicts* it, the one before it. At positions that predict nothing (the last token of a sequence, padding) the mask
@@ -198,13 +221,14 @@ class MicroBatch:
     ids_BT: torch.Tensor
     """int64: the input, each token at its own position; `pad_id` on padding."""
     positions_BT: torch.Tensor
-    """int64: restart at 0 with each sequence; padding at the end of a row is documents of PAD_DOCUMENT positions."""
+    """int64: within the sequence, also behind a shared prompt; padding at the end of a row is documents of PAD_DOCUMENT
+    positions."""
     targets_BT: torch.Tensor
     """int64: the predicted token; 0 where there is none."""
     token_BT: torch.Tensor
     """int64: index of the predicted token among the N of the batch; -1 where there is none."""
     sequence_BT: torch.Tensor
-    """int64: index in the step of this position's sequence; -1 on padding."""
+    """int64: index in the step of this position's sequence, of a shared prompt the first one's; -1 on padding."""
     temperatures_BT: torch.Tensor
     """float32: what the sequence was sampled with; 1 on padding."""
     loss_mask_BT: torch.Tensor
@@ -220,9 +244,12 @@ class MicroBatch:
     """int64: places b * T + t, in order, at which log-probs and entropy are computed: those that count in the loss, and
     others up to a number that suits kernels."""
     document_starts: torch.Tensor
-    """int32 [documents + 1]: places b * T + t at which positions restart, in order, and B * T."""
+    """int32 [documents + 1]: places b * T + t at which sequences, shared prompts, what follows these, and documents of
+    padding begin, in order, and B * T."""
     longest_document: int
     """Positions."""
+    shared: SharedPrompts | None
+    """None: every document attends to its own positions alone."""
     num_sequences: int
     """Every index in `sequence_BT` is below it."""
 

@@ -98,6 +98,8 @@ class TrainerConfig:
     """Most tokens in one forward and backward; an update takes as many micro-batches as its tokens need."""
     packing: bool = True
     """Lay several sequences end to end in one row; off gives each its own padded row."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its completions in a row, instead of once for each; needs `packing`."""
     activation_checkpointing: Literal["auto", "none", "logits", "selective", "full"] = "auto"
     """What the backward recomputes to save memory. none: nothing; logits: the LM head's product, chunk by chunk;
     selective: that and cheap operations; full: that and every block; auto: the first of them that fits the GPU by

@@ -47,6 +47,7 @@ HARMLESS = (
     "trainer.data_replicas",
     "trainer.micro_batch_tokens",
     "trainer.packing",
+    "trainer.share_prompts",
     "trainer.activation_checkpointing",
     "trainer.fsdp_gather",
     "trainer.compile",

@@ -19,6 +19,7 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
         temperatures_S=torch.tensor([sample.temperature for sample in samples], dtype=torch.float32),
         versions_S=torch.tensor([sample.version for sample in samples]),
         truncated_S=torch.tensor([sample.truncated for sample in samples]),
+        prompt_lengths_S=torch.tensor([sample.prompt_tokens for sample in samples]),
         generator_logprobs_N=torch.cat([sample.generator_logprobs_T for sample in samples]) if sampled else None,
     )
 
@@ -30,6 +31,7 @@ def sample_of(prompt: Prompt, completion: Completion) -> Sample:
         ids_T=torch.cat([prompt_ids_T, completion.ids_T]),
         loss_mask_T=torch.cat([torch.zeros_like(prompt_ids_T, dtype=torch.bool), completion.logprobs_T.isfinite()]),
         generator_logprobs_T=torch.cat([torch.zeros(len(prompt_ids_T)), completion.logprobs_T]),
+        prompt_tokens=len(prompt.ids),
         temperature=completion.temperature,
         version=completion.oldest_version,
         truncated=completion.truncated,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from grpo.data.shared_prompts import Document, Prompts, pack_groups, row_tokens, runs, shared_keys
 from grpo.types import MicroBatch, TrainBatch
 
 # plan[rank][micro_batch][row] = indices of the sequences in that row, in order
@@ -22,7 +23,12 @@ PAD_DOCUMENT = 128
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], num_ranks: int, max_tokens: int, packing: bool, multiple: int = 1
+    lengths: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    packing: bool,
+    multiple: int = 1,
+    prompts: Prompts | None = None,
 ) -> MicroBatchPlan:
     """Decide which sequences run together: plan[rank][micro_batch][row] = sequence indices.
 
@@ -32,12 +38,13 @@ def plan_micro_batches(
     packing=True: a micro-batch is one row of at most `max_tokens`. Their number is the smallest at which one of two
     longest-first rules fits: each sequence into the emptiest row (Graham 1969), which makes rows nearly equally full;
     or best fit, each into the fullest row that has room (Johnson et al. 1974), which fits more often where a row holds
-    few sequences.
+    few sequences. With `prompts`, which sequences share within a row (`build_micro_batch`), it is that or the rows of
+    `pack_groups`, whichever needs fewer positions.
     packing=False: every row holds one sequence. Sequences of similar length run together, at the same time on all
     ranks; rows x the longest of them (over all ranks, rounded up to `multiple`) stays within `max_tokens`.
 
     The plan depends on the arguments alone: ties go to the lower index. `lengths` are tokens, prompt and completion;
-    `multiple` is what `row_length` will round to, which matters only without packing. Raises ValueError if a sequence
+    `multiple` is what `row_length` will round to. Raises ValueError if a sequence
     is empty or longer than `max_tokens`, or a count is below 1.
     """
     if num_ranks < 1 or multiple < 1:
@@ -51,6 +58,9 @@ def plan_micro_batches(
     longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if packing:
         rows = _pack_rows(longest_first, lengths, num_ranks, max_tokens)
+        if prompts:
+            by_group = pack_groups(lengths, prompts, num_ranks, max_tokens, multiple)
+            rows = min(by_group, [sorted(row) for row in rows], key=lambda rows: _positions(rows, lengths, prompts))
         return [[[row] if row else [] for row in of_rank] for of_rank in _zigzag(rows, num_ranks)]
 
     plan: MicroBatchPlan = [[] for _ in range(num_ranks)]
@@ -64,7 +74,18 @@ def plan_micro_batches(
     return plan if lengths else [[[]] for _ in range(num_ranks)]
 
 
-def row_length(plan: MicroBatchPlan, lengths: Sequence[int], multiple: int, micro_batch: int | None = None) -> int:
+def _positions(rows: list[list[int]], lengths: Sequence[int], prompts: Prompts) -> int:
+    """In rows that are all as long as the longest."""
+    return len(rows) * max(row_tokens(row, lengths, prompts) for row in rows)
+
+
+def row_length(
+    plan: MicroBatchPlan,
+    lengths: Sequence[int],
+    multiple: int,
+    micro_batch: int | None = None,
+    prompts: Prompts | None = None,
+) -> int:
     """Positions T that every row is padded to: the longest row over ALL ranks, rounded up to `multiple`; at least that.
 
     With packing, leave `micro_batch` out: one length for the whole step, so that compiled code sees few shapes.
@@ -73,27 +94,36 @@ def row_length(plan: MicroBatchPlan, lengths: Sequence[int], multiple: int, micr
     """
     chosen = slice(None) if micro_batch is None else slice(micro_batch, micro_batch + 1)
     rows = [row for micro_batches in plan for rows in micro_batches[chosen] for row in rows]
-    longest = max((sum(lengths[index] for index in row) for row in rows), default=0)
+    longest = max((row_tokens(row, lengths, prompts) for row in rows), default=0)
     return max(multiple, _round_up(longest, multiple))
 
 
-def padding_frac(plan: MicroBatchPlan, lengths: Sequence[int], multiple: int, packing: bool) -> float:
+def padding_frac(
+    plan: MicroBatchPlan, lengths: Sequence[int], multiple: int, packing: bool, prompts: Prompts | None = None
+) -> float:
     """Share of positions that hold no token, over the rows of all micro-batches and ranks; 0 to below 1.
 
     A rank's micro-batch without rows counts as the one row of padding that `build_micro_batch` makes of it.
     """
     num_positions = 0
     for index in range(len(plan[0])):
-        length = row_length(plan, lengths, multiple, micro_batch=None if packing else index)
+        length = row_length(plan, lengths, multiple, None if packing else index, prompts)
         num_positions += length * sum(max(1, len(micro_batches[index])) for micro_batches in plan)
-    return 1 - sum(lengths) / num_positions
+    rows = [row for micro_batches in plan for rows in micro_batches for row in rows]
+    return 1 - sum(row_tokens(row, lengths, prompts) for row in rows) / num_positions
 
 
 def build_micro_batch(
-    batch: TrainBatch, rows: list[list[int]], row_length: int, pad_id: int = 0, multiple: int = 1
+    batch: TrainBatch,
+    rows: list[list[int]],
+    row_length: int,
+    pad_id: int = 0,
+    multiple: int = 1,
+    prompts: Prompts | None = None,
 ) -> MicroBatch:
     """Lay sequences out as planned: `rows` is plan[rank][micro_batch], `row_length` the number of positions T.
 
+    With `prompts` (`prompts_of` the batch), neighbours in a row with the same prompt have it once in front of them.
     An empty `rows` gives one row of padding, so that the rank still runs its forward and backward. Positions of padding
     restart every `PAD_DOCUMENT`, so they never exceed what the model has, however long the row is. The number of
     positions with log-probs is rounded up to `multiple`, of which `row_length` is one.
@@ -113,25 +143,35 @@ def build_micro_batch(
     own_BT = torch.full(shape, -1, dtype=torch.int64)  # index among the N of each position's own token
     token_BT = own_BT.clone()  # and of the one that it predicts: the shift by one is made here and nowhere else
     positions_BT = torch.zeros(shape, dtype=torch.int64)
-    counter_T = torch.arange(row_length)
+    counter_T, documents = torch.arange(row_length), []
     for b, row in enumerate(rows or [[]]):
-        needed = sum(lengths[index] for index in row)
+        needed = row_tokens(row, lengths, prompts)
         if needed > row_length:
             raise ValueError(f"row {b} has {needed} tokens, but row_length={row_length}; pass row_length(plan, ...)")
-        at = 0
-        for index in row:
-            end, tokens_T = at + lengths[index], starts[index] + counter_T[: lengths[index]]
-            own_BT[b, at:end], token_BT[b, at : end - 1] = tokens_T, tokens_T[1:]
-            positions_BT[b, at:end] = counter_T[: lengths[index]]
-            at = end
+        at, first_place = 0, b * row_length
+        for indices, shared in runs(row, prompts):
+            # of its sequence, each from where to where; of the first one, its prompt before that
+            pieces = [(indices[0], 0, shared)] if shared else []
+            pieces += [(index, shared, lengths[index]) for index in indices]
+            prompt = None
+            for index, begin, end in pieces:
+                stop, tokens_T = at + end - begin, starts[index] + torch.arange(begin, min(end + 1, lengths[index]))
+                own_BT[b, at:stop] = tokens_T[: end - begin]
+                token_BT[b, at : at + len(tokens_T) - 1] = tokens_T[1:]
+                positions_BT[b, at:stop] = torch.arange(begin, end)
+                documents.append(Document(first_place + at, first_place + stop, prompt))
+                prompt = prompt or (documents[-1] if shared else None)
+                at = stop
         positions_BT[b, at:] = counter_T[: row_length - at] % PAD_DOCUMENT
+        padding = range(at, row_length, PAD_DOCUMENT)
+        ends = (min(start + PAD_DOCUMENT, row_length) for start in padding)
+        documents += [Document(first_place + s, first_place + e) for s, e in zip(padding, ends, strict=True)]
 
     def lay_out(values_N: torch.Tensor | None, index_BT: torch.Tensor, elsewhere: float = 0) -> torch.Tensor | None:
         return None if values_N is None else values_N[index_BT.clamp(min=0)].masked_fill(index_BT < 0, elsewhere)
 
     row_BT = lay_out(batch.owner_N, own_BT, -1)
-    starts_and_end = [*(positions_BT.flatten() == 0).nonzero().flatten().tolist(), positions_BT.numel()]
-    document_starts = torch.tensor(starts_and_end, dtype=torch.int32)
+    document_starts = torch.tensor([*(document.start for document in documents), own_BT.numel()], dtype=torch.int32)
     loss_mask_BT = lay_out(batch.loss_mask_N, token_BT, False)
     return MicroBatch(
         ids_BT=lay_out(batch.ids_N, own_BT, pad_id),
@@ -149,6 +189,7 @@ def build_micro_batch(
         scored_M=_scored(loss_mask_BT.flatten(), multiple),
         document_starts=document_starts,
         longest_document=int(document_starts.diff().max()),
+        shared=shared_keys(documents) if prompts else None,
         num_sequences=int(batch.sequence_S.max()) + 1,
     )
 
@@ -163,7 +204,8 @@ def take_out(values_BT: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, 
     """The values of the M tokens that a micro-batch predicts: (index_M int64 among the N of the batch, values_M).
 
     `values_N[index_M] = values_M`, once per micro-batch, fills a flat tensor in the order of `TrainBatch`, except the
-    first token of each sequence, which nothing predicts. (M is larger here than in `scored_M`.)
+    first token of each sequence, which nothing predicts, and prompts that are shared, of which one is filled in. (M is
+    larger here than in `scored_M`.)
     """
     predicts_BT = micro.token_BT >= 0
     return micro.token_BT[predicts_BT], values_BT[predicts_BT]

@@ -17,7 +17,7 @@ import transformers
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
-from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.attention import FlexAttention, get_causal_mask_mod
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
@@ -26,7 +26,7 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from grpo.models.attention import FlashAttention, config_of, document_masks, for_compiler
+from grpo.models.attention import FlashAttention, config_of, document_masks, for_compiler, shared_prompt_mask
 from grpo.models.hf_folder import FAMILIES, head_dim_of
 from grpo.models.logprob_head import LogprobHead
 from grpo.types import MicroBatch
@@ -45,9 +45,13 @@ class Policy(Qwen3Model):
 
     def masks(self, micro: MicroBatch):
         """`attention_masks` of a micro-batch, for any kind of attention."""
-        if isinstance(self.config.first_attention.inner_attention, FlexAttention.Config):
+        attention = self.config.first_attention
+        if not isinstance(attention.inner_attention, FlexAttention.Config):
+            return document_masks(micro)
+        if micro.shared is None:
             return self.get_attention_masks(micro.positions_BT)
-        return document_masks(micro)
+        mask_mods = [get_causal_mask_mod(), shared_prompt_mask(micro)]
+        return self._create_flex_attention_mask(micro.positions_BT, attention, mask_mods)
 
     def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):

@@ -1,6 +1,7 @@
-"""Attention within the documents of packed rows: what torchtitan's FlexAttention leaves to be wished for.
+"""Attention within the documents of packed rows, and to a prompt that they share.
 
-Both take what `document_masks` says of a micro-batch: where documents begin, and the longest one.
+flash and documents are what torchtitan's FlexAttention leaves to be wished for. They take what `document_masks` says of
+a micro-batch: where documents begin, the longest one, and which keys of others they attend to.
 """
 
 import grpo.models.titan_on_cpu  # noqa: F401
@@ -12,15 +13,16 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 
 from grpo.config import ModelConfig
-from grpo.types import MicroBatch
+from grpo.types import MicroBatch, SharedPrompts
 
 HOPPER, BLACKWELL = 9, 10  # major compute capabilities; on others its backward is not deterministic, or it does not run
 
@@ -70,15 +72,29 @@ class DocumentAttention(VarlenAttention):
 
     # torchtitan declares shardings for these argument names
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, enable_gqa=False, **unused):
-        bounds = attention_masks.cu_seq_q.to(q_BLNH.device)
-        starts_S, lengths_S = bounds[:-1], bounds.diff()
-        offsets_T = torch.arange(int(lengths_S.max()), device=bounds.device)
-        real_ST = offsets_T < lengths_S[:, None]
-        # padding repeats the last token of all; it comes after its document, where causal attention never looks
-        index_ST = (starts_S[:, None] + offsets_T).clamp(max=int(bounds[-1]) - 1)
-        q, k, v = (x.flatten(0, 1)[index_ST].transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-        return out.transpose(1, 2)[real_ST].view(q_BLNH.shape)
+        bounds, key_bounds, shared = attention_masks.cu_seq_q, attention_masks.cu_seq_k, attention_masks.shared
+        index_SQ, real_SQ = _as_rows(bounds)
+        index_SK, visible = index_SQ, {"is_causal": True}  # padding comes after its document, where that never looks
+        if shared is not None:
+            places_SK, real_SK = _as_rows(key_bounds)
+            index_SK = shared.keys_K[places_SK]
+            # the last queries and the last keys are those of the same tokens
+            before_S = key_bounds.diff() - bounds.diff()
+            last_SQ = torch.arange(index_SQ.shape[1], device=bounds.device) + before_S[:, None]
+            seen_SQK = torch.arange(index_SK.shape[1], device=bounds.device) <= last_SQ[:, :, None]
+            visible = {"attn_mask": seen_SQK[:, None]}
+        q = q_BLNH.flatten(0, 1)[index_SQ].transpose(1, 2)
+        k, v = (x.flatten(0, 1)[index_SK].transpose(1, 2) for x in (k_BLNH, v_BLNH))
+        out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=enable_gqa, **visible)
+        return out.transpose(1, 2)[real_SQ].view(q_BLNH.shape)
+
+
+def _as_rows(bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Documents as rows of one length: (index of each of their places, whether it is not padding)."""
+    starts_S, lengths_S = bounds[:-1], bounds.diff()
+    offsets_T = torch.arange(int(lengths_S.max()), device=bounds.device)
+    # padding repeats the last place of all
+    return (starts_S[:, None] + offsets_T).clamp(max=int(bounds[-1]) - 1), offsets_T < lengths_S[:, None]
 
 
 class FlashAttention(DocumentAttention):
@@ -99,25 +115,61 @@ class FlashAttention(DocumentAttention):
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, **unused):
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
         q_TNH, k_TNH, v_TNH = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
-        documents = attention_masks.cu_seq_q, attention_masks.max_q
-        out_TNH, _ = flash_attention(q_TNH, k_TNH, v_TNH, *documents, scale, self.deterministic)
+        masks = attention_masks
+        bounds, shared = (masks.cu_seq_q, masks.cu_seq_k), masks.shared
+        repeats = (shared.keys_K, shared.own_T, shared.reused_R, shared.uses_RU) if shared else (None,) * 4
+        longest = masks.max_q, masks.max_k
+        out_TNH, _ = flash_attention(q_TNH, k_TNH, v_TNH, *bounds, *longest, *repeats, scale, self.deterministic)
         return out_TNH.view(q_BLNH.shape)
 
 
-def document_masks(micro: MicroBatch) -> VarlenMetadata:
-    """As `create_varlen_metadata_for_document` makes it of the positions, which would wait for the device."""
-    bounds, longest = micro.document_starts, micro.longest_document
-    return VarlenMetadata(cu_seq_q=bounds, cu_seq_k=bounds, max_q=longest, max_k=longest)
+class DocumentMasks(NamedTuple):
+    """torchtitan's VarlenMetadata, and which keys documents share."""
+
+    cu_seq_q: torch.Tensor
+    """int32 [documents + 1]."""
+    cu_seq_k: torch.Tensor
+    max_q: int | torch.Tensor
+    max_k: int | torch.Tensor
+    shared: SharedPrompts | None
 
 
-def for_compiler(masks: VarlenMetadata) -> VarlenMetadata:
+def document_masks(micro: MicroBatch) -> DocumentMasks:
+    """Of a micro-batch; torchtitan would make them of the positions, and wait for the device."""
+    bounds, longest, shared = micro.document_starts, micro.longest_document, micro.shared
+    if shared is None:
+        return DocumentMasks(bounds, bounds, longest, longest, None)
+    return DocumentMasks(bounds, shared.key_starts, longest, shared.longest, shared)
+
+
+def shared_prompt_mask(micro: MicroBatch) -> Callable[..., torch.Tensor]:
+    """What flex attention's mask is made of: a query sees the keys of its document and of the prompt in front of it.
+
+    Only of one row; apart from being causal.
+    """
+    starts, shared = micro.document_starts, micro.shared
+    document_T = torch.searchsorted(starts[1:], torch.arange(micro.ids_BT.numel(), device=starts.device), right=True)
+    prompt_T = document_T[shared.keys_K[shared.key_starts[:-1]]][document_T]  # its own document's number without one
+
+    def sees(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (document_T[query] == document_T[key]) | (prompt_T[query] == document_T[key])
+
+    return sees
+
+
+def for_compiler(masks: DocumentMasks) -> DocumentMasks:
     """The same, so that compiled code serves any number of documents of any length.
 
     The longest one's length must stay on the CPU: from a GPU each use of it would wait for all that was launched.
     """
-    torch._dynamo.maybe_mark_dynamic(masks.cu_seq_q, 0)
-    longest = torch.tensor(masks.max_q)  # a number would be compiled in
-    return masks._replace(cu_seq_k=masks.cu_seq_q, max_q=longest, max_k=longest)
+    of_any_size = [masks.cu_seq_q]
+    if shared := masks.shared:
+        of_any_size += [masks.cu_seq_k, shared.keys_K, shared.reused_R, shared.uses_RU]
+        torch._dynamo.maybe_mark_dynamic(shared.uses_RU, 1)
+    for tensor in of_any_size:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    # numbers would be compiled in
+    return masks._replace(max_q=torch.tensor(masks.max_q), max_k=torch.tensor(masks.max_k))
 
 
 def keep_kernels_apart() -> None:
@@ -146,71 +198,106 @@ def flash_attention(
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
     bounds_S: torch.Tensor,
+    key_bounds_S: torch.Tensor,
     longest: torch.Tensor,
+    longest_keys: torch.Tensor,
+    keys_K: torch.Tensor | None,
+    own_T: torch.Tensor | None,
+    reused_R: torch.Tensor | None,
+    uses_RU: torch.Tensor | None,
     scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within documents: (output [T, N, H], logsumexp [N, T] in float32).
 
-    bounds_S: int32, the documents' first places and T. longest: of their lengths, int64 on the CPU.
-    deterministic: of the backward.
+    bounds_S: int32, the documents' first places and T. longest: of their lengths, int64 on the CPU. key_bounds_S and
+    longest_keys: of their keys, the last of which are their own. keys_K, own_T, reused_R, uses_RU: as in SharedPrompts;
+    None where documents have their own keys alone. deterministic: of the backward.
     """
     forward, _ = kernels()
-    documents = _documents(bounds_S, longest)
-    out, logsumexp, *_ = forward(q_TNH, k_TKH, v_TKH, softmax_scale=scale, causal=True, return_lse=True, **documents)
+    documents = _documents(bounds_S, key_bounds_S, longest, longest_keys)
+    keys, values = _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K)
+    out, logsumexp, *_ = forward(q_TNH, keys, values, softmax_scale=scale, causal=True, return_lse=True, **documents)
     return out, logsumexp
 
 
 @flash_attention.register_fake
-def _(q_TNH, k_TKH, v_TKH, bounds_S, longest, scale, deterministic):
+def _(q_TNH, *rest):
     return q_TNH.new_empty(q_TNH.shape), q_TNH.new_empty(q_TNH.shape[1], q_TNH.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("grpo::flash_attention_backward", mutates_args=())
 def flash_attention_backward(
     grad_TNH: torch.Tensor,
+    out_TNH: torch.Tensor,
+    logsumexp_NT: torch.Tensor,
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
-    out_TNH: torch.Tensor,
-    logsumexp_NT: torch.Tensor,
     bounds_S: torch.Tensor,
+    key_bounds_S: torch.Tensor,
     longest: torch.Tensor,
+    longest_keys: torch.Tensor,
+    keys_K: torch.Tensor | None,
+    own_T: torch.Tensor | None,
+    reused_R: torch.Tensor | None,
+    uses_RU: torch.Tensor | None,
     scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     _, backward = kernels()
-    documents = _documents(bounds_S, longest)
-    values = q_TNH, k_TKH, v_TKH, out_TNH, grad_TNH, logsumexp_NT
-    return backward(*values, softmax_scale=scale, causal=True, deterministic=deterministic, **documents)
+    documents = _documents(bounds_S, key_bounds_S, longest, longest_keys)
+    values = q_TNH, _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K), out_TNH, grad_TNH, logsumexp_NT
+    grad_q, *of_keys = backward(*values, softmax_scale=scale, causal=True, deterministic=deterministic, **documents)
+    return grad_q, *(_added_up(gradient, own_T, reused_R, uses_RU) for gradient in of_keys[:2])
 
 
 @flash_attention_backward.register_fake
-def _(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, logsumexp_NT, bounds_S, longest, scale, deterministic):
+def _(grad_TNH, out_TNH, logsumexp_NT, q_TNH, k_TKH, v_TKH, *rest):
     return tuple(value.new_empty(value.shape) for value in (q_TNH, k_TKH, v_TKH))
 
 
-def _documents(bounds_S: torch.Tensor, longest: torch.Tensor) -> dict[str, object]:
-    """Of queries and keys alike."""
+def _documents(
+    bounds_S: torch.Tensor, key_bounds_S: torch.Tensor, longest: torch.Tensor, longest_keys: torch.Tensor
+) -> dict[str, object]:
+    """As the kernels name it. Their causal mask is for documents whose last query and last key are of one token."""
     return {
         "cu_seqlens_q": bounds_S,
-        "cu_seqlens_k": bounds_S,
+        "cu_seqlens_k": key_bounds_S,
         "max_seqlen_q": int(longest),
-        "max_seqlen_k": int(longest),
+        "max_seqlen_k": int(longest_keys),
     }
+
+
+def _repeated(values_TKH: torch.Tensor, keys_K: torch.Tensor | None) -> torch.Tensor:
+    """Keys or values as the documents attend to them, one document's after the other's."""
+    return values_TKH if keys_K is None else values_TKH.index_select(0, keys_K)
+
+
+def _added_up(
+    gradient_KKH: torch.Tensor,
+    own_T: torch.Tensor | None,
+    reused_R: torch.Tensor | None,
+    uses_RU: torch.Tensor | None,
+) -> torch.Tensor:
+    """The gradient of what `_repeated` was given; in one order, and in float32 where there is something to add."""
+    if own_T is None:
+        return gradient_KKH
+    of_uses = gradient_KKH[uses_RU.clamp(min=0)].masked_fill((uses_RU < 0)[..., None, None], 0)
+    gradient_TKH = gradient_KKH.index_select(0, own_T)
+    return gradient_TKH.index_copy_(0, reused_R, of_uses.sum(1, dtype=torch.float32).to(gradient_TKH.dtype))
 
 
 def _keep(ctx, inputs, output):
     *tensors, ctx.scale, ctx.deterministic = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*output, *tensors)
 
 
 def _backward(ctx, grad_TNH, _):
-    q_TNH, k_TKH, v_TKH, bounds_S, longest, out_TNH, logsumexp_NT = ctx.saved_tensors
-    values = grad_TNH.contiguous(), q_TNH, k_TKH, v_TKH, out_TNH, logsumexp_NT
-    gradients = flash_attention_backward(*values, bounds_S, longest, ctx.scale, ctx.deterministic)
-    return *gradients, None, None, None, None
+    tensors = ctx.saved_tensors
+    gradients = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.scale, ctx.deterministic)
+    return *gradients, *(None,) * 10
 
 
 flash_attention.register_autograd(_backward, setup_context=_keep)

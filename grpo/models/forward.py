@@ -15,8 +15,9 @@ from grpo.data.packing import (
     row_length,
     take_out,
 )
+from grpo.data.shared_prompts import Prompts, prompts_of
 from grpo.models.build import ShardedModel
-from grpo.types import MicroBatch, TrainBatch
+from grpo.types import MicroBatch, SharedPrompts, TrainBatch
 
 # Row lengths are rounded up to this many tokens. On GPU: flex attention's blocks are 128 wide, and few distinct lengths
 # mean few recompilations. Any multiple suits the CPU; 16 divides over tensor-parallel ranks.
@@ -28,10 +29,10 @@ def micro_batches(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig
 
     Every rank plans from the same lengths, so nothing is communicated; all ranks get the same number of micro-batches.
     """
-    plan, lengths, multiple = _plan(batch, model, trainer)
+    plan, lengths, multiple, prompts = _plan(batch, model, trainer)
     for index, rows in enumerate(plan[model.data_rank]):
-        length = row_length(plan, lengths, multiple, micro_batch=None if trainer.packing else index)
-        values = vars(build_micro_batch(batch, rows, length, multiple=multiple))
+        length = row_length(plan, lengths, multiple, None if trainer.packing else index, prompts)
+        values = vars(build_micro_batch(batch, rows, length, multiple=multiple, prompts=prompts))
         yield MicroBatch(**{name: _on_device(value, model.device) for name, value in values.items()})
 
 
@@ -48,6 +49,8 @@ def with_last(micros: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, SharedPrompts):
+        return SharedPrompts(*(_on_device(part, device) for part in value))
     if not isinstance(value, torch.Tensor):
         return value
     if device.type == "cuda":  # from memory that may be swapped out, a copy waits for all that was launched before
@@ -57,14 +60,18 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 def share_of_padding(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> float:
     """Share of positions in the micro-batches of all ranks that hold no token; the same on every rank."""
-    return padding_frac(*_plan(batch, model, trainer), trainer.packing)
+    plan, lengths, multiple, prompts = _plan(batch, model, trainer)
+    return padding_frac(plan, lengths, multiple, trainer.packing, prompts)
 
 
-def _plan(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> tuple[MicroBatchPlan, list[int], int]:
-    """The micro-batches of all ranks, the lengths they were planned from, and what rows are rounded up to."""
+def _plan(
+    batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig
+) -> tuple[MicroBatchPlan, list[int], int, Prompts | None]:
+    """The micro-batches of all ranks; the lengths they follow from, what rows are rounded up to, prompts to share."""
     lengths, multiple = batch.lengths_S.tolist(), ROW_MULTIPLE[model.device.type]
-    plan = plan_micro_batches(lengths, model.num_data_ranks, trainer.micro_batch_tokens, trainer.packing, multiple)
-    return plan, lengths, multiple
+    prompts = prompts_of(batch) if trainer.share_prompts and trainer.packing else None
+    settings = model.num_data_ranks, trainer.micro_batch_tokens, trainer.packing, multiple, prompts
+    return plan_micro_batches(lengths, *settings), lengths, multiple, prompts
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ made-up rows leave nothing to compile for the steps to come. What comes of them 
 state and metrics stay as they are.
 """
 
+import math
+
 import torch
 
 from grpo.config import GRPOConfig
@@ -16,6 +18,8 @@ from grpo.roles.process_groups import Roles
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.types import MicroBatch, Sample, TrainBatch
+
+PROMPT_TOKENS = 3  # of made-up prompts: two of them are shared, and sizes of 0 and 1 are compiled for themselves
 
 
 def compiles_ahead(config: GRPOConfig, roles: Roles) -> bool:
@@ -31,9 +35,10 @@ def compile_ahead(config: GRPOConfig, trainer: Trainer | None, reference: Refere
         # a gradient comes from the entropy too only if the run's does: the LM head has another backward then
         return logprobs_BT.sum() + config.algorithm.entropy_coef * entropy_BT.sum(), {}
 
+    shares = config.trainer.share_prompts and config.trainer.packing and config.group_size > 1
     for row_tokens in row_lengths(config, ROW_MULTIPLE[roles.device.type]):
         num_rows = (trainer or reference).model.num_data_ranks
-        batch = made_up_batch(row_tokens, num_rows, config.max_sequence_tokens)
+        batch = made_up_batch(row_tokens, num_rows, config.max_sequence_tokens, PROMPT_TOKENS if shares else 1)
         if trainer and (config.recomputes_old_logprobs or config.overlap_steps):  # where a step has a forward alone
             trainer.logprobs(batch)
         if trainer:
@@ -56,8 +61,18 @@ def row_lengths(config: GRPOConfig, multiple: int) -> list[int]:
     return [first, second] if second else [first]
 
 
-def made_up_batch(row_tokens: int, num_rows: int, longest: int) -> TrainBatch:
-    """As many sequences of up to `longest` tokens as fill `num_rows` rows. Every token except the first one counts."""
-    lengths = [longest] * (row_tokens // longest) + [row_tokens % longest] * (row_tokens % longest > 0)
-    samples = [Sample(torch.zeros(n, dtype=torch.int64), torch.arange(n) > 0) for n in lengths]
-    return make_batch(samples * num_rows)
+def made_up_batch(row_tokens: int, num_rows: int, longest: int, prompt_tokens: int = 1) -> TrainBatch:
+    """Sequences of up to `longest` tokens that fill `num_rows` rows, each with one prompt; all behind it count.
+
+    A prompt of more than one token is shared in its row, by two sequences or more.
+    """
+    shared = prompt_tokens - 1
+    number = max(math.ceil((row_tokens - shared) / (longest - shared)), 2 if shared else 1)
+    shorter, rest = divmod(row_tokens - shared, number)
+    lengths = [shared + shorter + (index < rest) for index in range(number)]
+    samples = [
+        Sample(torch.full((length,), row), torch.arange(length) >= prompt_tokens, prompt_tokens=prompt_tokens)
+        for row in range(num_rows)
+        for length in lengths
+    ]
+    return make_batch(samples)

@@ -14,7 +14,7 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 from grpo.config import ModelConfig
 from grpo.models import attention
 from grpo.models.architecture import titan_config
-from grpo.models.attention import DocumentAttention, FlashAttention, choose_attention, for_compiler
+from grpo.models.attention import DocumentAttention, DocumentMasks, FlashAttention, choose_attention, for_compiler
 from tests import plain_attention
 
 LENGTHS = [[3, 4, 1], [5, 3]]  # of the documents of two rows of 8 tokens
@@ -27,7 +27,7 @@ def kernels(monkeypatch):
 
 def masks_of(lengths):
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    return create_varlen_metadata_for_document(positions)
+    return DocumentMasks(*create_varlen_metadata_for_document(positions)[:4], shared=None)
 
 
 def values():
@@ -68,7 +68,7 @@ def test_the_longest_length_becomes_a_tensor_behind_fsdp():
     with torch.device("meta"):
         model = config.build()
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
-    masks, given = model.get_attention_masks(positions), []
+    masks, given = masks_of([[3, 4, 1]]), []
     assert type(masks.max_q) is int and masks.max_q == 4
     layers = {"0": lambda hidden, masks, positions: given.append(masks)}
     parts = dict.fromkeys(("tok_embeddings", "norm", "lm_head"), lambda *of: None) | {"layers": layers}

@@ -17,10 +17,11 @@ from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
 from grpo.config.fields import complete
 from grpo.data.batches import make_batch
 from grpo.data.packing import build_micro_batch
+from grpo.data.shared_prompts import prompts_of
 from grpo.models.architecture import titan_config
 from grpo.models.attention import document_masks
 from grpo.roles.metrics import StepMetrics
-from grpo.types import MicroBatch, Sample, TrainBatch
+from grpo.types import MicroBatch, Sample, SharedPrompts, TrainBatch
 from train_grpo import grpo_objective
 
 LENGTHS = [5, 9, 3]
@@ -31,19 +32,26 @@ ALGORITHMS |= {"dual clip": {"loss_options": {"dual_clip": 3.0}}, "k3_k2": {"kl_
 
 
 def step() -> TrainBatch:
-    samples = [Sample(torch.arange(n), torch.arange(n) > 1, -torch.rand(n)) for n in LENGTHS]
+    samples = [Sample(torch.arange(n), torch.arange(n) > 1, -torch.rand(n), prompt_tokens=2) for n in LENGTHS]
     batch = make_batch(samples)
     values_N = torch.rand(batch.num_tokens)
     return dataclasses.replace(batch, advantages_N=values_N, old_logprobs_N=-values_N, ref_logprobs_N=-values_N)
 
 
-def micro_batch(rows=((0, 1), (2,)), row_length=16) -> MicroBatch:
-    return build_micro_batch(step(), [list(row) for row in rows], row_length)
+def micro_batch(rows=((0, 1), (2,)), row_length=16, shares=False) -> MicroBatch:
+    batch = step()
+    return build_micro_batch(
+        batch, [list(row) for row in rows], row_length, prompts=prompts_of(batch) if shares else None
+    )
 
 
 def on_fake_device(micro: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
-    fields = vars(micro).items()
-    return MicroBatch(**{name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in fields})
+    def faked(value):
+        if isinstance(value, SharedPrompts):
+            return SharedPrompts(*map(faked, value))
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    return MicroBatch(**{name: faked(value) for name, value in vars(micro).items()})
 
 
 @pytest.mark.parametrize("changes", ALGORITHMS.values(), ids=ALGORITHMS)
@@ -73,12 +81,14 @@ def test_documents_are_those_that_torchtitan_finds_in_positions(rows, row_length
     assert (found.max_q, found.max_k) == (wanted.max_q, wanted.max_k)
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("keep_logits", [False, True])
-def test_the_model_does_not_wait_for_the_device(keep_logits):
+def test_the_model_does_not_wait_for_the_device(keep_logits, shares):
     """With flash attention, whose kernels have a fake form; without it, flex attention's masks are torchtitan's."""
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     hf = transformers.AutoConfig.for_model("qwen3", **sizes, num_attention_heads=2, num_key_value_heads=1)
-    config, micro = titan_config(hf, "flash", 4, keep_logits=keep_logits), micro_batch()
+    config, micro = titan_config(hf, "flash", 4, keep_logits=keep_logits), micro_batch(shares=shares)
+    assert (micro.shared is not None) == shares
     with FakeTensorMode() as mode:
         model = config.build()
         model.init_weights(buffer_device=None)

@@ -24,7 +24,8 @@ from grpo.models.forward import micro_batches
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import Sample, TrainBatch
 
-PROMPT_LENGTHS, COMPLETION_LENGTHS = [3, 9, 1, 20, 5, 7, 11], [5, 12, 1, 30, 9, 2, 17]
+PROMPT_LENGTHS, COMPLETION_LENGTHS = [3, 9, 1, 20, 20, 9, 9], [5, 12, 1, 30, 9, 2, 17]
+PROMPTS = [0, 1, 2, 3, 3, 1, 1]  # whose prompt each sequence has
 FIRST_ID = 3  # the pad token is left out: transformers gives its embedding no gradient
 TEMPERATURES = [0.8, 1.0, 0.5, 1.3, 0.8, 0.6, 1.1]
 TOLERANCE = 1e-5  # in float32, of the largest log-prob or entropy, and of each tensor's largest gradient
@@ -128,10 +129,10 @@ def random_batch(vocab_size: int) -> tuple[TrainBatch, torch.Tensor]:
     # completions are drawn after all prompts
     lengths = [*PROMPT_LENGTHS, *COMPLETION_LENGTHS]
     ids = [torch.randint(FIRST_ID, vocab_size, (n,), generator=generator) for n in lengths]
-    samples = [
-        Sample(torch.cat([prompt, completion]), torch.arange(len(prompt) + len(completion)) >= len(prompt), None, t)
-        for prompt, completion, t in zip(ids[: len(ids) // 2], ids[len(ids) // 2 :], TEMPERATURES, strict=True)
-    ]
+    samples = []
+    for index, completion, temperature in zip(PROMPTS, ids[len(PROMPTS) :], TEMPERATURES, strict=True):
+        whole, prompt_tokens = torch.cat([ids[index], completion]), len(ids[index])
+        samples.append(Sample(whole, torch.arange(len(whole)) >= prompt_tokens, None, prompt_tokens, temperature))
     batch = make_batch(samples)
     return batch, torch.randn(2, batch.num_tokens, generator=generator) * batch.loss_mask_N
 
@@ -154,6 +155,7 @@ def sharded_values(
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
     got_2N = torch.zeros_like(weights_2N)
     micros = list(micro_batches(batch, model, trainer))
+    assert trainer.packing == all(micro.shared is not None for micro in micros)
     for micro in micros:
         model.accumulate(is_last=micro is micros[-1])
         values = model.logprobs(micro)
