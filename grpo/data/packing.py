@@ -113,6 +113,12 @@ def padding_frac(
     return 1 - sum(row_tokens(row, lengths, prompts) for row in rows) / num_positions
 
 
+def shared_frac(plan: MicroBatchPlan, lengths: Sequence[int], prompts: Prompts) -> float:
+    """Share of the tokens that have no position of their own, because they are those of a shared prompt."""
+    rows = [row for micro_batches in plan for rows in micro_batches for row in rows]
+    return 1 - sum(row_tokens(row, lengths, prompts) for row in rows) / sum(lengths)
+
+
 def build_micro_batch(
     batch: TrainBatch,
     rows: list[list[int]],

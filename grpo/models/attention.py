@@ -239,23 +239,20 @@ def flash_attention_backward(
     longest: torch.Tensor,
     longest_keys: torch.Tensor,
     keys_K: torch.Tensor | None,
-    own_T: torch.Tensor | None,
-    reused_R: torch.Tensor | None,
-    uses_RU: torch.Tensor | None,
     scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v."""
+    """Gradients of q, and of k and v as the documents attend to them."""
     _, backward = kernels()
     documents = _documents(bounds_S, key_bounds_S, longest, longest_keys)
     values = q_TNH, _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K), out_TNH, grad_TNH, logsumexp_NT
-    grad_q, *of_keys = backward(*values, softmax_scale=scale, causal=True, deterministic=deterministic, **documents)
-    return grad_q, *(_added_up(gradient, own_T, reused_R, uses_RU) for gradient in of_keys[:2])
+    return backward(*values, softmax_scale=scale, causal=True, deterministic=deterministic, **documents)[:3]
 
 
 @flash_attention_backward.register_fake
-def _(grad_TNH, out_TNH, logsumexp_NT, q_TNH, k_TKH, v_TKH, *rest):
-    return tuple(value.new_empty(value.shape) for value in (q_TNH, k_TKH, v_TKH))
+def _(grad_TNH, out_TNH, logsumexp_NT, q_TNH, k_TKH, v_TKH, bounds_S, key_bounds_S, longest, longest_keys, keys_K, *_):
+    num_keys = (k_TKH if keys_K is None else keys_K).shape[0]
+    return q_TNH.new_empty(q_TNH.shape), *(x.new_empty(num_keys, *x.shape[1:]) for x in (k_TKH, v_TKH))
 
 
 def _documents(
@@ -276,17 +273,12 @@ def _repeated(values_TKH: torch.Tensor, keys_K: torch.Tensor | None) -> torch.Te
 
 
 def _added_up(
-    gradient_KKH: torch.Tensor,
-    own_T: torch.Tensor | None,
-    reused_R: torch.Tensor | None,
-    uses_RU: torch.Tensor | None,
+    gradient_KKH: torch.Tensor, own_T: torch.Tensor, reused_R: torch.Tensor, uses_RU: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of what `_repeated` was given; in one order, and in float32 where there is something to add."""
-    if own_T is None:
-        return gradient_KKH
-    of_uses = gradient_KKH[uses_RU.clamp(min=0)].masked_fill((uses_RU < 0)[..., None, None], 0)
-    gradient_TKH = gradient_KKH.index_select(0, own_T)
-    return gradient_TKH.index_copy_(0, reused_R, of_uses.sum(1, dtype=torch.float32).to(gradient_TKH.dtype))
+    of_uses_RUKH = gradient_KKH[uses_RU.clamp(min=0)].masked_fill((uses_RU < 0)[..., None, None], 0)
+    sums_RKH = of_uses_RUKH.sum(1, dtype=torch.float32).to(gradient_KKH.dtype)
+    return gradient_KKH.index_select(0, own_T).index_copy(0, reused_R, sums_RKH)
 
 
 def _keep(ctx, inputs, output):
@@ -295,8 +287,10 @@ def _keep(ctx, inputs, output):
 
 
 def _backward(ctx, grad_TNH, _):
-    tensors = ctx.saved_tensors
+    *tensors, own_T, reused_R, uses_RU = ctx.saved_tensors
     gradients = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.scale, ctx.deterministic)
+    if own_T is not None:  # here and not in the kernels' operator, so that it is compiled
+        gradients = gradients[0], *(_added_up(gradient, own_T, reused_R, uses_RU) for gradient in gradients[1:])
     return *gradients, *(None,) * 10
 
 

@@ -13,6 +13,7 @@ from grpo.data.packing import (
     padding_frac,
     plan_micro_batches,
     row_length,
+    shared_frac,
     take_out,
 )
 from grpo.data.shared_prompts import Prompts, prompts_of
@@ -58,10 +59,14 @@ def _on_device(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True)
 
 
-def share_of_padding(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> float:
-    """Share of positions in the micro-batches of all ranks that hold no token; the same on every rank."""
+def packing_metrics(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig) -> dict[str, float]:
+    """Of the micro-batches of all ranks: the share of positions that hold no token and, where prompts are shared, of
+    tokens that need no position of their own. The same on every rank."""
     plan, lengths, multiple, prompts = _plan(batch, model, trainer)
-    return padding_frac(plan, lengths, multiple, trainer.packing, prompts)
+    found = {"packing/padding_frac": padding_frac(plan, lengths, multiple, trainer.packing, prompts)}
+    if prompts:
+        found["packing/shared_frac"] = shared_frac(plan, lengths, prompts)
+    return found
 
 
 def _plan(

@@ -19,7 +19,7 @@ from torchtitan.distributed import utils as titan_dist
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.models.build import build_model
-from grpo.models.forward import micro_batches, share_of_padding, token_logprobs, with_last
+from grpo.models.forward import micro_batches, packing_metrics, token_logprobs, with_last
 from grpo.models.gather import WeightBuckets
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
@@ -93,7 +93,7 @@ class Trainer:
             loss.backward()
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         self.model.drop_copy()
-        metrics.record(**{"packing/padding_frac": share_of_padding(batch, self.model, self.config)})
+        metrics.record(**packing_metrics(batch, self.model, self.config))
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
         mesh = self.model.parallel_dims.get_optional_mesh("batch")
         metrics.reduce(mesh.get_group() if mesh is not None and mesh.size() > 1 else None)  # the first to wait

@@ -41,9 +41,10 @@ METRICS = {
     "grpo/algorithm/losses.py": "loss/clip_frac loss/clip_low_frac loss/clip_high_frac loss/dual_clip_frac "
     "loss/gate_mean loss/weight_cut_frac loss/active_frac loss/ratio_mean loss/ratio_max",
     "grpo/algorithm/importance.py": "mismatch/mean mismatch/max mismatch/kl mismatch/ess mismatch/corrected_frac",
+    "grpo/models/forward.py": "packing/padding_frac packing/shared_frac",
     "grpo/roles/metrics.py": "loss",
     "grpo/run/sft_driver.py": "validation/loss data/truncated_frac",
-    "grpo/roles/trainer.py": "entropy grad_norm learning_rate skipped_frac packing/padding_frac",
+    "grpo/roles/trainer.py": "entropy grad_norm learning_rate skipped_frac",
     "grpo/data/streams.py": "sampling/filtered",
     "grpo/data/streaming.py": "data/bad_rows data/too_long data/unlabelled",
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",

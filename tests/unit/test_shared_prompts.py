@@ -10,13 +10,20 @@ import grpo.models.titan_on_cpu  # noqa: F401  before torchtitan, whose device i
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from grpo.data.batches import make_batch, split_groups
-from grpo.data.packing import build_micro_batch, padding_frac, plan_micro_batches, row_length, take_out
+from grpo.data.packing import build_micro_batch, padding_frac, plan_micro_batches, row_length, shared_frac, take_out
 from grpo.data.shared_prompts import prompts_of, row_tokens
 from grpo.models import attention
 from grpo.models.architecture import titan_config
-from grpo.models.attention import shared_prompt_mask
+from grpo.models.attention import (
+    DocumentAttention,
+    FlashAttention,
+    document_masks,
+    for_compiler,
+    shared_prompt_mask,
+)
 from grpo.types import MicroBatch, Sample, TrainBatch
 from tests import plain_attention
 
@@ -85,6 +92,7 @@ def test_plan_by_hand():
     assert plan == [[[[0, 1, 2, 3, 4, 5, 6, 7]], [[8, 9, 10, 11, 12, 13, 14, 15]]]]
     assert row_length(plan, lengths, 1, prompts=prompts) == 106
     assert padding_frac(plan, lengths, 1, True, prompts) == 0
+    assert shared_frac(plan, lengths, prompts) == 1 - 212 / 320
     assert len(plan_micro_batches(lengths, 1, 110, True)[0]) == 4  # without sharing
     # over three ranks two groups are cut, and their prompts laid out twice
     plan = plan_micro_batches(lengths, 3, 110, True, prompts=prompts)
@@ -193,6 +201,28 @@ def test_sharing_changes_no_number(model):
     torch.testing.assert_close(found_2N, wanted_2N, atol=2e-5, rtol=0)
     for name, wanted in gradients.items():
         torch.testing.assert_close(found_gradients[name], wanted, atol=1e-5 * float(wanted.abs().max()), rtol=0)
+
+
+def test_compiled_once_for_other_prompts(monkeypatch):
+    """Not their number, lengths or completions are compiled in, nor whether a row has any to share."""
+    monkeypatch.setattr(attention, "kernels", lambda: (plain_attention.forward, plain_attention.backward))
+    counter = CompileCounterWithBackend("aot_eager")
+    plain, flash = DocumentAttention(None), FlashAttention(FlashAttention.Config())
+    compiled = torch.compile(flash, backend=counter, fullgraph=True)
+    batch = batch_of(([1] * 5, [3, 9]), ([2] * 4, [7, 1, 5, 2]), ([3] * 9, [6]), ([4] * 2, [8, 4]))
+    for row in ([0, 1], [0, 1, 2, 3, 4], [2, 3, 4, 5, 6, 7, 8], [6], []):
+        micro = build_micro_batch(batch, [row] if row else [], row_length=90, prompts=prompts_of(batch))
+        values = [torch.randn(1, 90, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+        found, wanted = (
+            [out, *torch.autograd.grad(out.sin().sum(), values)]
+            for out in (
+                compiled(*values, attention_masks=for_compiler(document_masks(micro))),
+                plain(*values, attention_masks=document_masks(micro), enable_gqa=True),
+            )
+        )
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=5e-6, rtol=0)
+    assert counter.frame_count == 1
 
 
 def test_what_flex_attention_sees():
