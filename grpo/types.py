@@ -180,6 +180,11 @@ class TrainBatch:
         return len(self.ids_N)
 
     @functools.cached_property
+    def starts_S(self) -> torch.Tensor:
+        """int64: where each sequence begins among the N tokens."""
+        return self.lengths_S.cumsum(0) - self.lengths_S
+
+    @functools.cached_property
     def owner_N(self) -> torch.Tensor:
         """int64: which of the S sequences each token belongs to."""
         return torch.arange(self.num_sequences).repeat_interleave(self.lengths_S)

@@ -44,8 +44,8 @@ def plan_micro_batches(
     ranks; rows x the longest of them (over all ranks, rounded up to `multiple`) stays within `max_tokens`.
 
     The plan depends on the arguments alone: ties go to the lower index. `lengths` are tokens, prompt and completion;
-    `multiple` is what `row_length` will round to. Raises ValueError if a sequence
-    is empty or longer than `max_tokens`, or a count is below 1.
+    `multiple` is what `row_length` will round to. Raises ValueError if a sequence is empty or longer than `max_tokens`,
+    or a count is below 1.
     """
     if num_ranks < 1 or multiple < 1:
         raise ValueError(f"num_ranks={num_ranks} and multiple={multiple} must be at least 1")
@@ -137,9 +137,8 @@ def build_micro_batch(
     Raises ValueError if a row is longer than `row_length`, or the first token of a sequence counts in the loss.
     """
     lengths = batch.lengths_S.tolist()
-    starts_S = batch.lengths_S.cumsum(0) - batch.lengths_S
-    starts = starts_S.tolist()
-    bare = batch.loss_mask_N[starts_S].nonzero()
+    starts = batch.starts_S.tolist()
+    bare = batch.loss_mask_N[batch.starts_S].nonzero()
     if len(bare):
         raise ValueError(
             f"the first token of sequence {int(bare[0])} counts in the loss, but nothing before it could predict it; "

@@ -16,6 +16,8 @@ import torch
 
 from grpo.types import SharedPrompts, TrainBatch
 
+NUM_HEIGHTS = 32  # tried, at most
+
 
 class Prompts(NamedTuple):
     """What is known of the prompts of S sequences."""
@@ -39,13 +41,12 @@ def prompts_of(batch: TrainBatch) -> Prompts | None:
     """None if no two sequences have a prompt to share. Raises ValueError if a token of a prompt counts in the loss."""
     if batch.prompt_lengths_S is None:
         return None
-    place_N = torch.arange(batch.num_tokens) - (batch.lengths_S.cumsum(0) - batch.lengths_S)[batch.owner_N]
-    counted = batch.owner_N[batch.loss_mask_N & (place_N < batch.prompt_lengths_S[batch.owner_N])]
-    if len(counted):
-        raise ValueError(f"sequence {int(counted[0])} has a token that counts in the loss within its prompt")
-    ids, starts = batch.ids_N.numpy(), (batch.lengths_S.cumsum(0) - batch.lengths_S).tolist()
+    ids, counts = batch.ids_N.numpy(), batch.loss_mask_N.numpy()
     lengths, first_of = batch.prompt_lengths_S.tolist(), {}
-    keys = [ids[start : start + length].tobytes() for start, length in zip(starts, lengths, strict=True)]
+    spans = [slice(start, start + n) for start, n in zip(batch.starts_S.tolist(), lengths, strict=True)]
+    if bad := [index for index, span in enumerate(spans) if counts[span].any()]:
+        raise ValueError(f"sequence {bad[0]} has a token that counts in the loss within its prompt")
+    keys = [ids[span].tobytes() for span in spans]
     first_S = [first_of.setdefault(key, index) for index, key in enumerate(keys)]
     tokens_S = [max(length - 1, 0) for length in lengths]
     shared = any(tokens_S[index] for index, first in enumerate(first_S) if first != index)
@@ -74,36 +75,42 @@ def pack_groups(
     """Rows of at most `max_tokens`, num_ranks x k of them with k as small as it goes; fullest first, some maybe empty.
 
     Sequences with the same prompt follow each other, so that a prompt is laid out again only where a row ends in the
-    middle of them. Rows are filled one after the other, up to the smallest of some equal heights at which all fit.
+    middle of them. Rows are filled one after the other, up to the lowest of some heights at which all fit.
     """
-    order = sorted(range(len(lengths)), key=lambda index: (prompts.first_S[index], -lengths[index], index))
-    at_least = row_tokens(order, lengths, prompts)
-    step = max(multiple, max_tokens // 32)
-    num_micro_batches = max(1, math.ceil(at_least / (max_tokens * num_ranks)))
-    while True:  # ends at the latest when every sequence has a row of its own
-        num_rows = num_ranks * num_micro_batches
-        lowest = math.ceil(at_least / num_rows / multiple) * multiple
-        for height in (*range(lowest, max_tokens, step), max_tokens):
-            if rows := _fill_in_order(order, lengths, prompts, num_rows, min(height, max_tokens)):
-                return sorted(rows, key=lambda row: -row_tokens(row, lengths, prompts))
-        num_micro_batches += 1
+    groups: dict[int, list[int]] = {}
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        groups.setdefault(prompts.first_S[index], []).append(index)
+    at_least = row_tokens([index for group in groups.values() for index in group], lengths, prompts)
+    num_rows = num_ranks * max(1, math.ceil(at_least / (max_tokens * num_ranks)))
+    # ends at the latest when every sequence has a row of its own
+    while _fill_in_turn(groups, lengths, prompts, num_rows, max_tokens) is None:
+        num_rows += num_ranks
+    lowest = math.ceil(at_least / num_rows / multiple) * multiple
+    heights = range(lowest, max_tokens, max(multiple, max_tokens // NUM_HEIGHTS))
+    found = (_fill_in_turn(groups, lengths, prompts, num_rows, height) for height in (*heights, max_tokens))
+    return sorted(next(filter(None, found)), key=lambda row: -row_tokens(row, lengths, prompts))
 
 
-def _fill_in_order(
-    order: list[int], lengths: Sequence[int], prompts: Prompts, num_rows: int, height: int
+def _fill_in_turn(
+    groups: dict[int, list[int]], lengths: Sequence[int], prompts: Prompts, num_rows: int, height: int
 ) -> list[list[int]] | None:
-    """Each sequence into the row of the one before it if it fits there, else into the next; None if rows run out."""
+    """One group after the other into one row after the other: the longest sequence that fits, and a new row if none
+    does. None if rows run out."""
     rows: list[list[int]] = [[]]
-    room, last = height, -1
-    for index in order:
-        saved = prompts.tokens_S[index] if prompts.first_S[index] == last else 0
-        if lengths[index] - saved > room:
-            if len(rows) == num_rows or lengths[index] > height:
-                return None
-            rows.append([])
-            room, saved = height, 0
-        rows[-1].append(index)
-        room, last = room - lengths[index] + saved, prompts.first_S[index]
+    room = height
+    for first, group in groups.items():
+        left, shared = list(group), 0  # by a row's first sequence of the group nothing is saved
+        while left:
+            index = next((index for index in left if lengths[index] - shared <= room), None)
+            if index is None:
+                if len(rows) == num_rows or not rows[-1]:
+                    return None
+                rows.append([])
+                room, shared = height, 0
+                continue
+            left.remove(index)
+            rows[-1].append(index)
+            room, shared = room - lengths[index] + shared, prompts.tokens_S[first]
     return rows + [[] for _ in range(num_rows - len(rows))]
 
 

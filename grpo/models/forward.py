@@ -31,8 +31,9 @@ def micro_batches(batch: TrainBatch, model: ShardedModel, trainer: TrainerConfig
     Every rank plans from the same lengths, so nothing is communicated; all ranks get the same number of micro-batches.
     """
     plan, lengths, multiple, prompts = _plan(batch, model, trainer)
+    packed = row_length(plan, lengths, multiple, prompts=prompts) if trainer.packing else None
     for index, rows in enumerate(plan[model.data_rank]):
-        length = row_length(plan, lengths, multiple, None if trainer.packing else index, prompts)
+        length = packed or row_length(plan, lengths, multiple, index)
         values = vars(build_micro_batch(batch, rows, length, multiple=multiple, prompts=prompts))
         yield MicroBatch(**{name: _on_device(value, model.device) for name, value in values.items()})
 
