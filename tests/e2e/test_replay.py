@@ -52,6 +52,15 @@ def test_another_loss_on_the_same_data_on_one_rank(live: pathlib.Path, tmp_path:
     assert after[0]["mismatch/kl"] == pytest.approx(before[0]["mismatch/kl"], abs=1e-3)
 
 
+def test_prompts_that_are_not_shared_take_the_same_steps(live: pathlib.Path, tmp_path: pathlib.Path):
+    arguments = (live / "config.py", "--replay", live, "--run-dir", tmp_path / "whole", "--trainer.no-share-prompts")
+    torchrun("train_grpo.py", *arguments, nproc=2, deadline=240)
+    for shared, whole in zip(read_metrics(live), read_metrics(tmp_path / "whole"), strict=True):
+        assert shared["packing/shared_frac"] > 0.2 and "packing/shared_frac" not in whole
+        for name in ("loss", "kl", "grad_norm", "entropy", "loss/ratio_mean"):
+            assert shared[name] == pytest.approx(whole[name], rel=1e-3, abs=2e-6), (shared["step"], name)
+
+
 def test_each_rank_wrote_a_trace_with_the_phases(live: pathlib.Path):
     names = [
         f"step-00000002-rank-00{rank}-{role}.json.gz" for rank, role in enumerate(("trainer",) * 2 + ("generator",))
