@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(
 COLOCATED = ("--roles.colocated", "--roles.num-trainers", "2", "--roles.num-references", "0")
 TP = ("--trainer.tensor-parallel", "2")
 LAYOUTS = {
-    "TP 2": (2, (*COLOCATED, *TP)),
+    "TP 2": (2, (*COLOCATED, *TP, "--algorithm.kl-coef", "0")),  # a reference would be compiled for itself
+    "TP 2, a reference": (2, (*COLOCATED, *TP)),
     "FSDP 2, gathered once": (2, (*COLOCATED, "--trainer.fsdp-gather", "update")),
     "replicas": (2, (*COLOCATED, "--trainer.data-replicas", "2")),
     "TP 2, checkpointing": (2, (*COLOCATED, *TP, "--trainer.activation-checkpointing", "selective")),
@@ -50,6 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return toy.make_model(tmp_path_factory.mktemp("like") / "model", toy.addition_tokenizer(), seed=0, changes=changes)
 
 
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize(
     "layout", [name if name == IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
@@ -60,9 +62,9 @@ def test_compiled_steps_are_the_plain_ones(layout, model, tmp_path, monkeypatch)
     for name, wrapped in (("plain", []), ("compiled", ["tests/dist/programs/like_gpu.py"])):
         arguments = [*wrapped, "train_grpo.py", TINY, "--model.path", model, "--run-dir", tmp_path / name, *flags]
         arguments += ["--trainer.compile"] if wrapped else []  # as the default is, not this recipe's
-        output = torchrun(*map(str, arguments), nproc=nproc, deadline=140)
+        output = torchrun(*map(str, arguments), nproc=nproc, deadline=200)
         steps.append(read_metrics(tmp_path / name))
     assert set(re.findall(r"compiled (\w+)", output)) >= COMPILED
     for plain, compiled in zip(*steps, strict=True):
-        for name in SAME:
+        for name in {*SAME} - ({"kl"} if "--algorithm.kl-coef" in flags else set()):
             assert compiled[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-6), (plain["step"], name)
