@@ -93,8 +93,7 @@ def row_length(
     the longest of the step and `max_tokens` would no longer bound rows x T.
     """
     chosen = slice(None) if micro_batch is None else slice(micro_batch, micro_batch + 1)
-    rows = [row for micro_batches in plan for rows in micro_batches[chosen] for row in rows]
-    longest = max((row_tokens(row, lengths, prompts) for row in rows), default=0)
+    longest = max(_tokens_of_rows([of_rank[chosen] for of_rank in plan], lengths, prompts), default=0)
     return max(multiple, _round_up(longest, multiple))
 
 
@@ -109,14 +108,18 @@ def padding_frac(
     for index in range(len(plan[0])):
         length = row_length(plan, lengths, multiple, None if packing else index, prompts)
         num_positions += length * sum(max(1, len(micro_batches[index])) for micro_batches in plan)
-    rows = [row for micro_batches in plan for rows in micro_batches for row in rows]
-    return 1 - sum(row_tokens(row, lengths, prompts) for row in rows) / num_positions
+    return 1 - sum(_tokens_of_rows(plan, lengths, prompts)) / num_positions
 
 
 def shared_frac(plan: MicroBatchPlan, lengths: Sequence[int], prompts: Prompts) -> float:
     """Share of the tokens that have no position of their own, because they are those of a shared prompt."""
-    rows = [row for micro_batches in plan for rows in micro_batches for row in rows]
-    return 1 - sum(row_tokens(row, lengths, prompts) for row in rows) / sum(lengths)
+    return 1 - sum(_tokens_of_rows(plan, lengths, prompts)) / sum(lengths)
+
+
+def _tokens_of_rows(plan: MicroBatchPlan, lengths: Sequence[int], prompts: Prompts | None) -> list[int]:
+    """Positions that each row of all micro-batches and ranks needs."""
+    rows = (row for micro_batches in plan for rows in micro_batches for row in rows)
+    return [row_tokens(row, lengths, prompts) for row in rows]
 
 
 def build_micro_batch(

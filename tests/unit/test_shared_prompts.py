@@ -129,26 +129,26 @@ def test_plan_properties(batch, num_ranks, max_tokens, multiple):
     for micro_batches in plan:
         for planned in micro_batches:
             micro = build_micro_batch(batch, planned, length, prompts=prompts)
-            check_keys(micro)
+            check_keys(micro, batch)
             index_M, ids_M = take_out(micro.targets_BT, micro)
             assert torch.equal(ids_M, batch.ids_N[index_M])
             counted[micro.token_BT[micro.loss_mask_BT]] += 1
     assert torch.equal(counted, batch.loss_mask_N.long())
 
 
-def check_keys(micro: MicroBatch) -> None:
+def check_keys(micro: MicroBatch, batch: TrainBatch) -> None:
     """Each position attends to its sequence up to itself, found by ids and positions; gradients come back once each."""
     if (shared := micro.shared) is None:
         return
     ids, positions = micro.ids_BT.flatten(), micro.positions_BT.flatten()
+    sequences = batch.ids_N.split(batch.lengths_S.tolist())
     starts, key_starts = micro.document_starts.tolist(), shared.key_starts.tolist()
     for d, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         keys = shared.keys_K[key_starts[d] : key_starts[d + 1]]
         assert positions[keys].tolist() == list(range(len(keys)))
         assert keys[len(keys) - (end - start) :].tolist() == list(range(start, end))
-        owner = int(micro.sequence_BT.flatten()[start])
-        first = (micro.sequence_BT.flatten() == owner).nonzero()[0]
-        assert owner < 0 or positions[keys[0]] == 0 and keys[0] <= first and ids[keys[0]] == ids[keys[0]]
+        if (owner := int(micro.sequence_BT.flatten()[start])) >= 0:  # not padding
+            assert torch.equal(ids[keys], sequences[owner][: len(keys)])
     uses = torch.zeros(len(shared.keys_K), dtype=torch.int64)
     kept = torch.ones(len(ids), dtype=torch.bool)
     kept[shared.reused_R] = False
