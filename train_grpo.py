@@ -44,6 +44,7 @@ from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import configured_loss
 from grpo.data.batches import split_groups
+from grpo.folder import checkpoint
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.ahead import check_probe, gather_ahead, generate_ahead
@@ -57,15 +58,14 @@ from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run.driver import Driver, Start
-from grpo.run.folder import checkpoint
 from grpo.run.profiler import profile_step
 from grpo.run.replay import ReplayDriver
 from grpo.run.sampled import Sampled
 from grpo.run.scorer import evaluate
 from grpo.run.step_timer import StepTimer
-from grpo.run.watch.failures import run_script, set_place
-from grpo.run.watch.watchdog import watched
 from grpo.types import MicroBatch, Pending, Plan, TrainBatch
+from grpo.watch.failures import run_script, set_place
+from grpo.watch.watchdog import watched
 
 
 def main(config: GRPOConfig) -> None:

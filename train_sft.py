@@ -22,6 +22,7 @@ CONFIG = read_config(SFTConfig, DEFAULT_RECIPE) if __name__ == "__main__" else N
 
 import torch
 
+from grpo.folder import checkpoint
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.comm import send_batch
@@ -30,14 +31,13 @@ from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
-from grpo.run.folder import checkpoint
 from grpo.run.profiler import profile_step
 from grpo.run.scorer import evaluate
 from grpo.run.sft_driver import Driver, Start, show_examples
 from grpo.run.step_timer import StepTimer
-from grpo.run.watch.failures import run_script, set_place
-from grpo.run.watch.watchdog import watched
 from grpo.types import MicroBatch, TrainBatch
+from grpo.watch.failures import run_script, set_place
+from grpo.watch.watchdog import watched
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
 

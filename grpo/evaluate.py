@@ -21,17 +21,17 @@ from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.checks import validate
 from grpo.config.generation import generating
 from grpo.config.recipes import as_recipe, load
+from grpo.folder.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.models import hf_folder
+from grpo.report.log import RunLog
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.run.caches import keep_caches
-from grpo.run.folder.run_folder import begin_run, check_run_folder, mark_run_folder
 from grpo.run.model_folder import open_model_folder
-from grpo.run.report.log import RunLog
 from grpo.run.scorer import Scorer, check_functions, evaluate, held_out_prompts
-from grpo.run.watch.failures import BadInput, refuse_bad_input, run_script, set_place
 from grpo.types import Completion, Prompt
+from grpo.watch.failures import BadInput, refuse_bad_input, run_script, set_place
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
 USAGE = "usage: python -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]"

@@ -17,15 +17,15 @@ import torch
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load_recipe
 from grpo.data.chat import load_tokenizer
+from grpo.folder.checkpoint import best_checkpoint, load_model
+from grpo.folder.checkpoint_files import check_checkpoint
+from grpo.folder.run_folder import step_folders, step_of
 from grpo.models.build import build_model
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.process_groups import close_roles, setup_trainers
-from grpo.run.folder.checkpoint import best_checkpoint, load_model
-from grpo.run.folder.checkpoint_files import check_checkpoint
-from grpo.run.folder.run_folder import step_folders, step_of
 from grpo.run.model_folder import learned_form
-from grpo.run.watch.failures import refuse_bad_input, run_rank
+from grpo.watch.failures import refuse_bad_input, run_rank
 
 
 def main(arguments: list[str] | None = None) -> None:

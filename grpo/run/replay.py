@@ -14,25 +14,25 @@ import torch
 from grpo.algorithm.losses import try_loss
 from grpo.config import GRPOConfig
 from grpo.data.recorded import batch_path, check_recorded, read_step
+from grpo.folder.checkpoint import saves
+from grpo.folder.resume import begin, open_run_folder
+from grpo.folder.run_lock import unlock_run_folder
 from grpo.models import hf_folder
+from grpo.report.ledger import Ledger
+from grpo.report.log import RunLog
+from grpo.report.measured import measured_metrics
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.run.driver import SCRIPT, Start, plan_to_stop
-from grpo.run.folder.checkpoint import saves
-from grpo.run.folder.resume import begin, open_run_folder
-from grpo.run.folder.run_lock import unlock_run_folder
 from grpo.run.machine import fit_to_machine
 from grpo.run.model_folder import open_model_folder
 from grpo.run.profiler import check_profile
-from grpo.run.report.ledger import Ledger
-from grpo.run.report.log import RunLog
-from grpo.run.report.measured import measured_metrics
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
-from grpo.run.watch.failures import refuse_bad_input
-from grpo.run.watch.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Plan, Prompt, TrainBatch
+from grpo.watch.failures import refuse_bad_input
+from grpo.watch.stopping import forget_old_stop, obey_stop, stop_reason
 
 
 class ReplayDriver:

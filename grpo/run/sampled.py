@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from grpo.algorithm.advantages import zero_variance
-from grpo.run.report.rollout_metrics import reward_tensors
-from grpo.run.report.sampling_work import Work
+from grpo.report.rollout_metrics import reward_tensors
+from grpo.report.sampling_work import Work
 from grpo.types import Rollout
 
 # A round draws as many prompts as the share of informative groups so far calls for, but expects no less.

@@ -9,16 +9,16 @@ from grpo.config.user_files import near_miss
 from grpo.data.chat import detokenize
 from grpo.data.held_out import load_eval_prompts
 from grpo.models import hf_folder
+from grpo.report.log import RunLog
+from grpo.report.rollout_metrics import evaluation_metrics_of_sets
+from grpo.report.samples import failure_lines
 from grpo.rewards.loading import answer_format_of, load_functions
-from grpo.rewards.sandbox.programs import check_sandbox
 from grpo.rewards.workers.pool import RewardPool
 from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
-from grpo.run.report.log import RunLog
-from grpo.run.report.rollout_metrics import evaluation_metrics_of_sets
-from grpo.run.report.samples import failure_lines
 from grpo.types import Completion, Prompt, Rollout
+from grpo.workers.sandbox.programs import check_sandbox
 
 
 def evaluate(driver, generator: Generator | None, prompts: list[Prompt], step: int, roles: Roles) -> None:

@@ -20,24 +20,24 @@ from grpo.data.held_out import load_validation
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
 from grpo.data.show import show_chat
 from grpo.data.streams import ChatStream, Labelled
+from grpo.folder.resume import begin, open_run_folder, resumed_stream
+from grpo.folder.run_lock import unlock_run_folder
 from grpo.models import hf_folder
 from grpo.models.hf_folder import ChatForm
+from grpo.report.log import RunLog
 from grpo.roles import gpu_memory
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
-from grpo.run.folder.resume import begin, open_run_folder, resumed_stream
-from grpo.run.folder.run_lock import unlock_run_folder
 from grpo.run.machine import fit_to_machine
 from grpo.run.model_folder import learned_form, open_model_folder
 from grpo.run.profiler import check_profile
-from grpo.run.report.log import RunLog
 from grpo.run.scorer import Scorer, check_functions, held_out_prompts
 from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer
-from grpo.run.watch.failures import refuse_bad_input
-from grpo.run.watch.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.types import Completion, Prompt, Sample, TrainBatch
+from grpo.watch.failures import refuse_bad_input
+from grpo.watch.stopping import forget_old_stop, obey_stop, stop_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

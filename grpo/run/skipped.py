@@ -3,8 +3,8 @@
 import pathlib
 
 from grpo.data.recorded import BATCHES, save_batch
-from grpo.run.watch.failures import BadInput
 from grpo.types import TrainBatch
+from grpo.watch.failures import BadInput
 
 # By the last part of the trainer's metric `skipped/...`
 CAUSES = {

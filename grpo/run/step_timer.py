@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from rich.console import Console
 from torch.profiler import record_function
 
+from grpo.report.startup import startup_lines
 from grpo.roles.process_groups import Roles
 from grpo.roles.timed_collectives import seconds_waited
-from grpo.run.report.startup import startup_lines
-from grpo.run.watch.failures import BEGAN, set_place
+from grpo.watch.failures import BEGAN, set_place
 
 
 class StepTimer:

@@ -17,9 +17,9 @@ NUM_PROGRAMS = 25
 def measure() -> dict[str, float]:
     """Of the checkout that comes first on the path."""
     try:
-        from grpo.rewards.sandbox.run import run_python
+        from grpo.workers.sandbox.run import run_python
     except ImportError:  # where older checkouts have it
-        from grpo.rewards.sandbox import run_python
+        from grpo.workers.sandbox import run_python
 
     def run() -> None:
         outcome = run_python("print(6 * 7)", timeout_seconds=20, memory_gib=1)

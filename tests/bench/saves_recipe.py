@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo.config import SFTConfig, change
 from grpo.config.recipes import load_recipe
-from grpo.run.folder.checkpoint import Saver
+from grpo.folder.checkpoint import Saver
 
 SAVE = 3  # the first two leave an older checkpoint to be removed
 # Events of the interpreter, and which of their arguments is the descriptor of the folder that a name is relative to

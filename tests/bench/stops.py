@@ -34,8 +34,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from faults import FOLDER, layout, make_inputs, start_run
 
-from grpo.run.folder.checkpoint import newest_usable
-from grpo.run.folder.run_folder import step_of
+from grpo.folder.checkpoint import newest_usable
+from grpo.folder.run_folder import step_of
 from tests.e2e.runs import read_metrics, without_clocks
 from tests.torchrun import ROOT, SETTINGS
 

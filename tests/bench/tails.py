@@ -55,7 +55,7 @@ def main() -> None:
 
 def measure(slots: int, options: argparse.Namespace) -> None:
     """Print one row per variant as JSON."""
-    from grpo.run.report.sampling_work import Work
+    from grpo.report.sampling_work import Work
 
     generator = forced_lengths(slots, options)
     steps = {variant: Steps(generator, variant, options) for variant in VARIANTS}
@@ -136,7 +136,7 @@ class Steps:
 
     def next(self):
         """(Seconds, what was sampled) of the next step."""
-        from grpo.run.report.sampling_work import sampling_work
+        from grpo.report.sampling_work import sampling_work
         from grpo.types import Prompt
 
         numbers = range(self.num_drawn, self.num_drawn + self.carried.num_missing)

@@ -103,7 +103,7 @@ LATE = """
 import os, sys, time
 from grpo.config import DeadlinesConfig, SFTConfig
 from grpo.roles.process_groups import setup_trainers
-from grpo.run.watch.failures import run_script
+from grpo.watch.failures import run_script
 
 if os.environ["RANK"] == "2":
     print(f"fault at {time.time()}", flush=True)

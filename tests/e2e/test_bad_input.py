@@ -16,10 +16,10 @@ from grpo.config import DataConfig, GRPOConfig, ModelConfig, SFTConfig, change
 from grpo.config.layout import check_world_size
 from grpo.config.recipes import load, load_recipe
 from grpo.data import toy
+from grpo.folder.run_folder import mark_run_folder
 from grpo.run.driver import Driver
-from grpo.run.folder.run_folder import mark_run_folder
 from grpo.run.step_timer import StepTimer
-from grpo.run.watch.failures import BadInput
+from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY, read_metrics
 from tests.tiny_models import SMALL
 from tests.torchrun import run_torchrun

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 import train_grpo
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.run.folder.checkpoint import PlainReader
+from grpo.folder.checkpoint import PlainReader
 from grpo.run.step_timer import StepTimer
-from grpo.run.watch.failures import BadInput
+from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.e2e.test_layouts import COLOCATED, check_two_steps, split
 from tests.torchrun import run_python, torchrun

@@ -14,7 +14,7 @@ from grpo.config import SFTConfig
 from grpo.config.recipes import load
 from grpo.data import toy
 from grpo.run.step_timer import StepTimer
-from grpo.run.watch.failures import BadInput
+from grpo.watch.failures import BadInput
 from tests.e2e.runs import read_metrics, without_clocks
 from tests.torchrun import run_python, torchrun
 

@@ -25,9 +25,9 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from grpo.rewards import lockdown
-from grpo.rewards.sandbox import fresh_root
-from grpo.rewards.sandbox import run as sandbox
+from grpo.workers import lockdown
+from grpo.workers.sandbox import fresh_root
+from grpo.workers.sandbox import run as sandbox
 
 ROOT = pathlib.Path(__file__).parents[2]
 USER = 4242

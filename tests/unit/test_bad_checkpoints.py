@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from grpo.config import CheckpointConfig
-from grpo.run.folder import checkpoint
-from grpo.run.folder.checkpoint_files import DRIVER_TENSORS_FILE as TENSORS
-from grpo.run.folder.checkpoint_files import PlainReader, check_checkpoint
-from grpo.run.watch.failures import BadInput
+from grpo.folder import checkpoint
+from grpo.folder.checkpoint_files import DRIVER_TENSORS_FILE as TENSORS
+from grpo.folder.checkpoint_files import PlainReader, check_checkpoint
+from grpo.watch.failures import BadInput
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

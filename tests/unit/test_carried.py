@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import save_file
 
 from grpo.config import GRPOConfig, SamplingConfig
+from grpo.folder.checkpoint_files import DRIVER_TENSORS_FILE
+from grpo.folder.pending import without_pending
+from grpo.report.sampling_work import stale_frac
 from grpo.run.carried import CarryOver, join
 from grpo.run.driver import Driver
-from grpo.run.folder.checkpoint_files import DRIVER_TENSORS_FILE
-from grpo.run.folder.pending import without_pending
 from grpo.run.past_lengths import PastLengths
-from grpo.run.report.sampling_work import stale_frac
-from grpo.run.watch import stopping
 from grpo.types import Prompt
+from grpo.watch import stopping
 from tests.unit.completions import completion
 from tests.unit.test_overlap import Stream, fake_driver, indices
 

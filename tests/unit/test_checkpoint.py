@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 
 from grpo.config import CheckpointConfig
 from grpo.export import find_checkpoint
-from grpo.run.folder import checkpoint, checkpoint_files
-from grpo.run.folder.checkpoint_files import PlainReader
-from grpo.run.folder.run_folder import step_folders, step_of
-from grpo.run.watch.failures import BadInput
+from grpo.folder import checkpoint, checkpoint_files
+from grpo.folder.checkpoint_files import PlainReader
+from grpo.folder.run_folder import step_folders, step_of
+from grpo.watch.failures import BadInput
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

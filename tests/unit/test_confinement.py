@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from grpo.config import RewardConfig
-from grpo.rewards import lockdown
 from grpo.rewards.workers import confinement
 from grpo.rewards.workers.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
+from grpo.workers import lockdown
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -293,7 +293,7 @@ def test_a_kernel_without_landlock_or_filters_is_reported_and_files_stay_empty(t
     program = (
         "import os\n"
         "from grpo.config import RewardConfig\n"
-        "from grpo.rewards import lockdown\nfrom grpo.rewards.workers import confinement\n"
+        "from grpo.workers import lockdown\nfrom grpo.rewards.workers import confinement\n"
         "def lacks(*_): raise OSError('no such thing')\n"
         "lockdown.restrict_files = lockdown.deny_calls = lacks\n"
         "print(confinement.confine(RewardConfig()))\n"

@@ -14,8 +14,8 @@ from grpo.data.chat import encode_prompt, load_tokenizer
 from grpo.data.held_out import load_eval_prompts
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
+from grpo.folder.resume import Opened, resumed_stream
 from grpo.rewards.answers.equality import extract_answer, parse_number
-from grpo.run.folder.resume import Opened, resumed_stream
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 

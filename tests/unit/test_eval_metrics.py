@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from grpo.run.report.rollout_metrics import (
+from grpo.report.rollout_metrics import (
     evaluation_metrics,
     evaluation_metrics_of_sets,
     pass_at_k,

@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 from grpo.roles import shared_memory
-from grpo.run.watch import failures
-from grpo.run.watch.failures import BadInput, refuse_bad_input, run_rank
+from grpo.watch import failures
+from grpo.watch.failures import BadInput, refuse_bad_input, run_rank
 
 
 @pytest.mark.parametrize("error", [ValueError, BadInput])

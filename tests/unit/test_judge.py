@@ -3,7 +3,7 @@
 import pytest
 
 from grpo.config import DeadlinesConfig
-from grpo.run.watch.judge import Judge, Place, awaited, deadline_of
+from grpo.watch.judge import Judge, Place, awaited, deadline_of
 
 # 2 trainers, a reference, a generator; minutes that are easy to tell apart
 DEADLINES = DeadlinesConfig(startup_minutes=30, generate_minutes=20, phase_minutes=10)

@@ -10,7 +10,16 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 # From the ground up. Rooms of one floor do not know each other, except that all of them know types, config and text.
-FLOORS = (("types", "config", "text"), ("algorithm", "data", "rewards"), ("models",), ("roles",), ("run",))
+FLOORS = (
+    ("types", "config", "text"),
+    ("algorithm", "data", "workers"),
+    ("rewards",),
+    ("models",),
+    ("roles",),
+    ("watch", "report"),
+    ("folder",),
+    ("run",),
+)
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SCRIPTS = ("train_grpo", "train_sft", "grpo.summary", "grpo.evaluate", "grpo.export", "grpo.memory")
 SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.layout", "grpo.look", "grpo.preflight")

@@ -6,8 +6,8 @@ import re
 import torch
 
 from grpo.config import MetricsConfig
-from grpo.run.report.ledger import PHASES, slowest_ranks
-from grpo.run.report.log import RunLog
+from grpo.report.ledger import PHASES, slowest_ranks
+from grpo.report.log import RunLog
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from grpo.rewards import lockdown
-from grpo.rewards.lockdown import offered
+from grpo.workers import lockdown
+from grpo.workers.lockdown import offered
 
 ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = [sys.base_prefix, sys.prefix, "/usr/lib", "/lib", "/lib64", str(ROOT / "grpo")]
@@ -22,7 +22,7 @@ def attempt(lock: str, code: str) -> str:
     program = (
         f"import sys; sys.path.append({str(ROOT)!r})\n"
         "import ctypes, os, signal, socket\n"
-        "from grpo.rewards import lockdown\n"
+        "from grpo.workers import lockdown\n"
         f"{lock}\n"
         f"try:\n    {code}\n    print('done')\nexcept OSError as error: print(type(error).__name__)\n"
     )

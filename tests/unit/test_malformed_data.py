@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
 from grpo.data import toy
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
-from grpo.run.watch.failures import BadInput, refuse_bad_input
+from grpo.watch.failures import BadInput, refuse_bad_input
 
 SECONDS = 20.0
 MOST_CHARACTERS = 3000  # of a message

@@ -12,7 +12,7 @@ from grpo.config import DataConfig, GRPOConfig, ModelConfig
 from grpo.data import toy
 from grpo.models.hf_folder import stop_token_ids
 from grpo.run.model_folder import open_model_folder
-from grpo.run.watch.failures import BadInput, refuse_bad_input
+from grpo.watch.failures import BadInput, refuse_bad_input
 from tests.tiny_models import SMALL
 
 SECONDS = 150.0  # of a busy machine; a template is tried for 10 seconds of the processor

@@ -17,12 +17,12 @@ from torch._dynamo.backends.common import aot_autograd
 
 from grpo import summary
 from grpo.config import MetricsConfig
+from grpo.report import log as run_log
+from grpo.report.formats import compact_duration, compact_number
+from grpo.report.log import RunLog
+from grpo.report.rollout_metrics import function_names, rollout_metrics
+from grpo.report.samples import completion_records, describe_rollout, failure_lines, spread_by_reward
 from grpo.run import step_timer
-from grpo.run.report import log as run_log
-from grpo.run.report.formats import compact_duration, compact_number
-from grpo.run.report.log import RunLog
-from grpo.run.report.rollout_metrics import function_names, rollout_metrics
-from grpo.run.report.samples import completion_records, describe_rollout, failure_lines, spread_by_reward
 from grpo.run.step_timer import StepTimer
 from grpo.summary import terminal_curve
 from grpo.types import Completion, Prompt, Rollout

@@ -10,14 +10,14 @@ from safetensors.torch import save_file
 
 from grpo.config import GRPOConfig
 from grpo.data.streams import PromptStream
+from grpo.folder.checkpoint_files import DRIVER_TENSORS_FILE
+from grpo.folder.pending import pending_state, pending_tensors, read_pending, without_pending
 from grpo.roles.ahead import PROBE_PROMPTS, shared_seconds
 from grpo.run.carried import CarryOver
 from grpo.run.driver import Driver
-from grpo.run.folder.checkpoint_files import DRIVER_TENSORS_FILE
-from grpo.run.folder.pending import pending_state, pending_tensors, read_pending, without_pending
 from grpo.run.past_lengths import PastLengths
-from grpo.run.watch import stopping
 from grpo.types import Completion, Pending, Plan, Prompt
+from grpo.watch import stopping
 
 
 class Stream:

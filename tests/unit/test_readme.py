@@ -13,8 +13,8 @@ from grpo import config as c
 from grpo.config.layout import check_world_size, describe_layout
 from grpo.config.names import RENAMED, field_paths
 from grpo.config.recipes import load, load_recipe
+from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.builtin import BUILT_INS
-from grpo.run.folder.run_folder import RUN_FILES
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
@@ -32,7 +32,7 @@ DEFAULTS = {
 
 # Every metric that a run logs, by the file that names it; the losses name theirs without `loss/`.
 METRICS = {
-    "grpo/run/report/rollout_metrics.py": "reward/mean reward/std reward/none_count reward/failed_count "
+    "grpo/report/rollout_metrics.py": "reward/mean reward/std reward/none_count reward/failed_count "
     "completion/length_mean completion/length_max completion/truncated_frac prompt/length_mean "
     "groups/zero_variance_frac eval/accuracy eval/accuracy_stderr eval/reward_mean "
     "eval/completion_length_mean eval/truncated_frac eval/none_count eval/has_answer_frac completion/has_answer_frac "
@@ -50,7 +50,7 @@ METRICS = {
     "train_grpo.py": "kl reward/kl_penalty distill/reverse_kl",
     "grpo/run/driver.py": "mismatch/nonfinite_frac lag/mean lag/max time/ahead time/overlap "
     "sampling/tail_frac sampling/carried lag/stale_frac",
-    "grpo/run/report/measured.py": "tokens_per_second memory/peak_gib",
+    "grpo/report/measured.py": "tokens_per_second memory/peak_gib",
     "grpo/run/sampled.py": "sampling/rounds sampling/informative_frac sampling/full_frac",
 }
 # One per reward function, number of samples, source

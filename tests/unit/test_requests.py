@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from grpo.config import GeneratorConfig, GRPOConfig
+from grpo.report.sampling_work import Work, sampling_work
 from grpo.roles.requests import (
     Request,
     continuation_seed,
@@ -15,7 +16,6 @@ from grpo.roles.requests import (
     share_out,
     slot_steps,
 )
-from grpo.run.report.sampling_work import Work, sampling_work
 from grpo.types import Carried, Completion, Prompt
 from tests.unit.completions import completion
 

@@ -29,7 +29,7 @@ from grpo.rewards.builtin import (
     thinking_reward,
 )
 from grpo.rewards.loading import answer_format_of, call_arguments, is_group_level, load_functions
-from grpo.rewards.sandbox import programs
+from grpo.workers.sandbox import programs
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 

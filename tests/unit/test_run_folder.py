@@ -9,7 +9,7 @@ import pytest
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import as_recipe, load
-from grpo.run.folder.run_folder import (
+from grpo.folder.run_folder import (
     RUN_FILES,
     begin_run,
     check_run_folder,

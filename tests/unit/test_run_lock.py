@@ -13,14 +13,14 @@ import time
 
 import pytest
 
-from grpo.run.folder import run_lock
-from grpo.run.folder.run_folder import check_run_folder, mark_run_folder
-from grpo.run.folder.run_lock import lock_run_folder, unlock_run_folder
+from grpo.folder import run_lock
+from grpo.folder.run_folder import check_run_folder, mark_run_folder
+from grpo.folder.run_lock import lock_run_folder, unlock_run_folder
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOLDER = """
 import sys, time
-from grpo.run.folder.run_folder import mark_run_folder
+from grpo.folder.run_folder import mark_run_folder
 mark_run_folder(sys.argv[1], "train_grpo.py")
 print("held", flush=True)
 time.sleep(60)

@@ -16,10 +16,10 @@ import uuid
 import pytest
 
 from grpo.config import RewardConfig
-from grpo.rewards.sandbox import programs
-from grpo.rewards.sandbox import run as sandbox
-from grpo.rewards.sandbox.programs import check_sandbox
-from grpo.rewards.sandbox.run import Isolation, Measures, Outcome, SandboxError, isolation, run_python
+from grpo.workers.sandbox import programs
+from grpo.workers.sandbox import run as sandbox
+from grpo.workers.sandbox.programs import check_sandbox
+from grpo.workers.sandbox.run import Isolation, Measures, Outcome, SandboxError, isolation, run_python
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -323,7 +323,7 @@ def test_whoever_is_killed_no_program_is_left(any_measures, killed, tmp_path):
         [
             sys.executable,
             "-c",
-            "from grpo.rewards.sandbox import run as sandbox\n"
+            "from grpo.workers.sandbox import run as sandbox\n"
             f"sandbox._measures = lambda: sandbox.{measures!r}\n"
             f"print(sandbox.run_python({code!r}, timeout_seconds=120, memory_gib=1).status)",
         ],
@@ -402,7 +402,7 @@ def test_what_the_kernel_refuses_is_done_without():
     """In a process that may make no namespaces the next measures are taken, at once."""
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from grpo.rewards import lockdown\nfrom grpo.rewards.sandbox import run as sandbox\n"
+        "from grpo.workers import lockdown\nfrom grpo.workers.sandbox import run as sandbox\n"
         "lockdown.deny_calls(lockdown.NAMESPACES)\n"
         "print(sandbox.isolation().measures)\n"
         "print(sandbox.isolation())\n"
@@ -451,7 +451,7 @@ def test_an_environment_that_only_root_may_read_does_not_mean_running_as_root(an
             f"open({str(package)!r}, 'a')"
         )
         program = (
-            "from grpo.rewards.sandbox import run as sandbox\n"
+            "from grpo.workers.sandbox import run as sandbox\n"
             f"sandbox._measures = lambda: sandbox.{measures!r}\n"
             f"print(sandbox.isolation())\nprint(sandbox.run_python({code!r}, timeout_seconds=20, memory_gib=1))"
         )
@@ -530,7 +530,7 @@ def test_an_interpreter_behind_links_is_found(tmp_path):
     """The interpreter is called by a link to a link, as version managers make them."""
     (tmp_path / "current").symlink_to(os.path.dirname(sys.executable))
     (tmp_path / "python").symlink_to(tmp_path / "current" / os.path.basename(sys.executable))
-    program = "from grpo.rewards.sandbox.run import run_python as run\n"
+    program = "from grpo.workers.sandbox.run import run_python as run\n"
     program += "print(run('print(42)', timeout_seconds=20, memory_gib=1))"
     result = subprocess.run(
         [str(tmp_path / "python"), "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -11,7 +11,7 @@ from grpo.config.fields import complete
 from grpo.config.names import field_paths
 from grpo.config.recipes import as_recipe, load_recipe
 from grpo.config.saved import HARMLESS, HARMLESS_IN_SFT, changes_since, is_harmless, read_saved
-from grpo.run.folder.resume import is_same_run
+from grpo.folder.resume import is_same_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))

@@ -12,8 +12,8 @@ from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import MUST_BE_FINITE
 from grpo.roles.weight_sync import check_sync
 from grpo.run.skipped import CAUSES, SkippedSteps
-from grpo.run.watch.failures import BadInput
 from grpo.types import Sample
+from grpo.watch.failures import BadInput
 
 GOOD = {"skipped_frac": 0.0}
 BAD = {"skipped_frac": 1.0, "skipped/loss": 1.0}

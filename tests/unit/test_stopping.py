@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo.roles.process_groups import meet
-from grpo.run.watch import stopping
+from grpo.watch import stopping
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import torch
 
 from grpo.config import GRPOConfig, MetricsConfig
 from grpo.config.recipes import as_recipe
+from grpo.report.log import RunLog
+from grpo.report.samples import TABLE_HEADER
+from grpo.report.wandb_log import check_wandb
 from grpo.run import command_line
-from grpo.run.report.log import RunLog
-from grpo.run.report.samples import TABLE_HEADER
-from grpo.run.report.wandb_log import check_wandb
 from grpo.types import Completion, Prompt, Rollout
 
 CONFIG = MetricsConfig(tensorboard=False, num_samples=1, wandb_project="additions")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from grpo.config import WarningsConfig
-from grpo.run.report.warnings import RULES, Evaluation, Watch, lost_accuracy
+from grpo.report.warnings import RULES, Evaluation, Watch, lost_accuracy
 
 CONFIG = WarningsConfig(window=4)
 

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Collection, Mapping
 
 from grpo.config import RewardConfig
-from grpo.rewards import lockdown
 from grpo.rewards.builtin import BUILT_INS, code_reward
-from grpo.rewards.sandbox.run import interpreter_places
+from grpo.workers import lockdown
+from grpo.workers.sandbox.run import interpreter_places
 
 # What Python and its libraries need, and who they are run for. Proxies are left out: their addresses hold passwords.
 _PASSED = re.compile(

@@ -27,10 +27,10 @@ import sys
 import time
 from collections.abc import Iterator
 
-from grpo.rewards import lockdown
 from grpo.rewards.workers.confinement import split
 from grpo.rewards.workers.values import is_outcome, read_reply
 from grpo.rewards.workers.worker import limit, work
+from grpo.workers import lockdown
 
 # Calls handed to a worker at once, so that a cheap call does not wait for a message each time.
 CHUNK_CALLS = 8

@@ -14,11 +14,11 @@ import socket
 import traceback
 
 from grpo.config import RewardConfig
-from grpo.rewards import lockdown
 from grpo.rewards.builtin import RewardFunction
 from grpo.rewards.loading import call_arguments, is_group_level, load_functions
 from grpo.rewards.workers.confinement import confine
 from grpo.rewards.workers.values import plain_values, shown
+from grpo.workers import lockdown
 
 
 def limit(memory_gib: float, supervisor: int) -> None:

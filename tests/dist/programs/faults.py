@@ -19,10 +19,10 @@ from grpo.config import AlgorithmConfig, DeadlinesConfig, GRPOConfig, RolesConfi
 from grpo.roles.comm import broadcast, gather_completions, wait_for_all
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.run.step_timer import StepTimer
-from grpo.run.watch import watchdog
-from grpo.run.watch.failures import run_script, set_place
-from grpo.run.watch.stopping import end_with_launcher, stop_reason
 from grpo.types import Completion
+from grpo.watch import watchdog
+from grpo.watch.failures import run_script, set_place
+from grpo.watch.stopping import end_with_launcher, stop_reason
 
 LAYOUT = RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=1)
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from grpo.run.folder.run_folder import step_of
+from grpo.folder.run_folder import step_of
 
 DRIVER_FILE = "driver.json"
 DRIVER_TENSORS_FILE = "driver.safetensors"

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from grpo.config import RewardConfig
-from grpo.rewards.lockdown import offered
-from grpo.rewards.sandbox.run import SandboxError, isolation, run_python
 from grpo.text import one_line
+from grpo.workers.lockdown import offered
+from grpo.workers.sandbox.run import SandboxError, isolation, run_python
 
 
 def check_sandbox(config: RewardConfig) -> str | None:

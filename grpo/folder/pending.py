@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from grpo.data.streams import PromptStream
+from grpo.folder.checkpoint_files import DRIVER_FILE, read_driver_tensors
 from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.run.folder.checkpoint_files import DRIVER_FILE, read_driver_tensors
 from grpo.types import Completion, Pending
 
 TENSORS = ("header", "earlier", "temperatures", "ids", "logprobs")  # those of `flatten_completions`

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from grpo.run.folder.run_lock import LOCK, lock_run_folder, refuse_held_folder
+from grpo.folder.run_lock import LOCK, lock_run_folder, refuse_held_folder
 
 MARKER = "run.json"
 CONFIG = "config.py"
@@ -51,7 +51,7 @@ UNFINISHED = (PARTIAL, ".tmp")
 BROKEN = ".broken"  # what the name of a checkpoint ends in that cannot be used
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 OLD_CONFIG = re.compile(r"config-step-[0-9]{8,}\.py")  # the config up to that step, see `begin_run`
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 GIT_SECONDS = 10
 
 

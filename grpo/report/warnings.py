@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from grpo.config import WarningsConfig
-from grpo.run.report.formats import compact_number
+from grpo.report.formats import compact_number
 
 History = dict[str, list[float]]
 WATCHED = (

@@ -30,8 +30,8 @@ import time
 import traceback
 from typing import Any
 
-from grpo.rewards import lockdown
-from grpo.rewards.sandbox.fresh_root import DEVICES, MAX_FILES, enter_fresh_root
+from grpo.workers import lockdown
+from grpo.workers.sandbox.fresh_root import DEVICES, MAX_FILES, enter_fresh_root
 
 # What of the caller's environment the interpreter needs to start at all.
 LOADER_VARIABLES = ("LD_LIBRARY_PATH",)

@@ -16,9 +16,9 @@ from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import MetricsConfig, WarningsConfig
-from grpo.run.report.formats import compact_duration, compact_number
-from grpo.run.report.ledger import PHASES, slowest_ranks
-from grpo.run.report.samples import (
+from grpo.report.formats import compact_duration, compact_number
+from grpo.report.ledger import PHASES, slowest_ranks
+from grpo.report.samples import (
     TABLE_HEADER,
     completion_records,
     describe_rollout,
@@ -27,8 +27,8 @@ from grpo.run.report.samples import (
     spread_by_reward,
     table_rows,
 )
-from grpo.run.report.wandb_log import WandbLog
-from grpo.run.report.warnings import Watch
+from grpo.report.wandb_log import WandbLog
+from grpo.report.warnings import Watch
 from grpo.types import Rollout
 
 # Metric, its label on the console line, its unit there. The rest is in metrics.jsonl and TensorBoard.

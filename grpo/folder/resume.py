@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe
 from grpo.config.saved import Change, changes_since
-from grpo.run.folder.checkpoint import check_adapters, newest_usable, remove_unfinished, set_aside
-from grpo.run.folder.pending import without_pending
-from grpo.run.folder.run_folder import CONFIG, begin_run, check_run_folder, mark_run_folder
+from grpo.folder.checkpoint import check_adapters, newest_usable, remove_unfinished, set_aside
+from grpo.folder.pending import without_pending
+from grpo.folder.run_folder import CONFIG, begin_run, check_run_folder, mark_run_folder
 
 Stream = TypeVar("Stream")
 

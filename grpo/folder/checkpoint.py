@@ -21,8 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.stateful import Stateful
 
 from grpo.config import CheckpointConfig, TrainerConfig
-from grpo.models.lora import PLACES
-from grpo.run.folder.checkpoint_files import (
+from grpo.folder.checkpoint_files import (
     PlainPlanner,
     PlainReader,
     check_checkpoint,
@@ -31,8 +30,9 @@ from grpo.run.folder.checkpoint_files import (
     sync_folder,
     write_driver_state,
 )
-from grpo.run.folder.run_folder import BROKEN, CHECKPOINTS, PARTIAL, STEP_FOLDER, step_folders, step_of
-from grpo.run.watch.failures import BadInput
+from grpo.folder.run_folder import BROKEN, CHECKPOINTS, PARTIAL, STEP_FOLDER, step_folders, step_of
+from grpo.models.lora import PLACES
+from grpo.watch.failures import BadInput
 
 PROBE_BYTES = 2**24  # more than a full disk has left
 

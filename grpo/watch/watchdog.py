@@ -31,8 +31,8 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 from grpo.config import DeadlinesConfig
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import collectives_entered
-from grpo.run.watch import failures, stopping
-from grpo.run.watch.judge import Finding, Judge, Place
+from grpo.watch import failures, stopping
+from grpo.watch.judge import Finding, Judge, Place
 
 TICK_SECONDS = 1.0
 # The deputy judges this long after rank 0 should have

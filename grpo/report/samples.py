@@ -4,7 +4,7 @@ import collections
 import math
 from typing import Any
 
-from grpo.run.report.formats import number_or_none
+from grpo.report.formats import number_or_none
 from grpo.text import one_line, printable, shorten, without_surrogates
 from grpo.types import Rollout
 

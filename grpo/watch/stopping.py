@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 
-from grpo.rewards import lockdown
+from grpo.workers import lockdown
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOP_FILE = "stop"

@@ -46,8 +46,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from grpo.rewards import lockdown
-from grpo.rewards.sandbox import launcher
+from grpo.workers import lockdown
+from grpo.workers.sandbox import launcher
 
 # Seconds beyond a program's own that its launcher has for starting, cleaning up and reporting.
 GRACE_SECONDS = 20
@@ -57,7 +57,7 @@ GRACE_SECONDS = 20
 TRIAL_SECONDS = (10.0, 60.0)
 
 _ROOT = pathlib.Path(__file__).parents[3]
-_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from grpo.rewards.sandbox.launcher import main; main()"
+_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from grpo.workers.sandbox.launcher import main; main()"
 
 
 class SandboxError(RuntimeError):

@@ -14,7 +14,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from grpo.rewards.lockdown import call_number, libc, system_call
+from grpo.workers.lockdown import call_number, libc, system_call
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
