@@ -29,7 +29,6 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo.config import GRPOConfig, SFTConfig
-from grpo.config.best_layout import colocated
 from grpo.config.layout import check_world_size, describe_layout
 from grpo.config.recipes import load
 from grpo.models.hf_folder import read_hf_config
@@ -94,8 +93,6 @@ def main(arguments: list[str]) -> int:
         config = load((GRPOConfig, SFTConfig), DEFAULT_RECIPE, arguments)
         if isinstance(config, GRPOConfig) and config.replay:
             raise ValueError("a replay samples nothing and is not looked at here; leave --replay out")
-        if isinstance(config, GRPOConfig) and config.roles.layout == "auto":  # the one in which layouts are measured
-            config = colocated(config, int(os.environ.get("WORLD_SIZE", config.num_ranks)))
     seen = look_at_ranks(config, report)
     if not is_first:
         return 0

@@ -55,9 +55,6 @@ class ModelConfig:
 class RolesConfig:
     """How many ranks do what. The ranks of one torchrun are, in order: trainers, references, generators."""
 
-    layout: Literal["given", "auto"] = "given"
-    """Who decides which ranks do what. given: the fields below; auto: before the run, two sizes of a step are measured
-    with every role on every rank, and the layout whose step should be the shortest is taken."""
     num_trainers: Annotated[int, AtLeast(1)] = 4
     """Trainer ranks; with `colocated` every rank is trainer, reference and generator at once."""
     num_references: Annotated[int, AtLeast(0)] = 0

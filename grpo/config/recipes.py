@@ -2,18 +2,20 @@
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import math
 import os
 import pathlib
+import re
 import sys
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
 from grpo.config.bounds import check_fields
 from grpo.config.checks import cautions, validate
 from grpo.config.fields import Config, GRPOConfig, Json, Options, Scalar, SFTConfig, complete
-from grpo.config.names import check_flags, explain_type_error, field_paths, no_such_field
 from grpo.config.user_files import in_words, line_of, run_file
 
 
@@ -25,7 +27,7 @@ def load(
     config_type: what the recipe may bind; of several, its flags are those of the one that it binds.
 
     Raises:
-        ValueError: the recipe cannot be used (see `load_recipe`), a flag has another name now, or a check failed.
+        ValueError: the recipe cannot be used (see `load_recipe`), or a check failed.
         SystemExit: `--help`, or an unknown field (tyro prints the near misses).
     """
     import tyro  # not needed by code that gets its config as an object
@@ -33,7 +35,6 @@ def load(
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else default_recipe
     default = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
-    check_flags(arguments)
     with contextlib.ExitStack() as silence:
         if os.environ.get("RANK", "0") != "0":  # help and errors are wanted once, not once per rank
             nowhere = silence.enter_context(open(os.devnull, "w"))
@@ -92,7 +93,7 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
             config = _paths_as_text(config)
             check_fields(config)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
-        raise ValueError(f"{path}{line_of(error, path)}: {' '.join(_cause(error, path).split())}") from error
+        raise ValueError(f"{path}{line_of(error, path)}: {' '.join(_cause(error).split())}") from error
     if not isinstance(config, config_types):
         names = " or ".join(config_type.__name__ for config_type in config_types)
         raise ValueError(f"{path} must bind `config` to a {names}, it binds {type(config).__name__}")
@@ -107,10 +108,14 @@ def _paths_as_text(config: Any) -> Any:
     return dataclasses.replace(config, **texts, **sections)
 
 
-def _cause(error: BaseException, path: str) -> str:
-    """`there is no field algorithm.los; did you mean algorithm.loss?`"""
-    if isinstance(error, TypeError):
-        return explain_type_error(error, pathlib.Path(path).read_text())
+def _cause(error: BaseException) -> str:
+    """Say what a recipe raised: `there is no field algorithm.los; did you mean algorithm.loss?`."""
+    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    for config in (GRPOConfig(), SFTConfig()) if found else ():
+        sections = {type(value).__name__: f"{name}." for name, value in vars(config).items()}
+        sections[type(config).__name__] = ""
+        if found[1] in sections:
+            return no_such_field(sections[found[1]] + found[2], config)
     return str(error) if type(error) is ValueError else in_words(error)
 
 
@@ -131,6 +136,22 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
             value = dataclasses.replace(getattr(base, section), **{name: value})
         base = dataclasses.replace(base, **{section or name: value})
     return base
+
+
+def field_paths(config: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all fields (`algorithm.kl_coef`), sections after their fields."""
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            yield from field_paths(value, f"{prefix}{field.name}.")
+        yield f"{prefix}{field.name}"
+
+
+def no_such_field(path: str, config: GRPOConfig | SFTConfig) -> str:
+    """What to tell the user who set a field that `config` does not have, by its dotted path."""
+    paths = list(field_paths(config))
+    name = path.rpartition(".")[2]
+    near = [p for p in paths if p.rpartition(".")[2] == name] or difflib.get_close_matches(path, paths, n=1)
+    return f"there is no field {path}" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def differences(config: Config, recipe: Config) -> list[str]:

@@ -200,12 +200,7 @@ class Mixture:
         return {"sources": {label: order.state_dict() for label, order in self.orders.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ValueError if it is of other sources, or of an older version."""
-        if "sources" not in state:
-            raise ValueError(
-                "the checkpoint has its place in the data in the form of an older version, which is not read any more; "
-                "start a new run, from the model that the old one exported if you like (--model.path)"
-            )
+        """Continue where `state` was taken. Raises ValueError if it is of other sources."""
         if list(state["sources"]) != list(self.orders):
             saved, ours = (", ".join(labels) or "none" for labels in (state["sources"], self.orders))
             raise ValueError(

@@ -5,12 +5,11 @@ import pathlib
 from functools import partial
 
 from grpo.config.checks import validate
-from grpo.config.fields import Config, GRPOConfig, SFTConfig
+from grpo.config.fields import Config, GRPOConfig
 from grpo.config.layout import check_world_size, for_one_process, for_replay
 from grpo.config.recipes import load
 from grpo.report.wandb_log import check_wandb
 from grpo.run.caches import keep_caches
-from grpo.run.measured_layout import with_measured_layout
 from grpo.run.quiet import quiet_libraries
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.watch.stopping import end_with_launcher
@@ -35,17 +34,10 @@ def _read(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
         if isinstance(config, GRPOConfig) and config.replay:
             config = for_replay(config, world_size)
             validate(config)
-        is_alone = "RANK" not in os.environ or (world_size == 1 and _measures_layout(config))
-        if is_alone and config.num_ranks > 1:
+        if "RANK" not in os.environ and config.num_ranks > 1:
             print(f"no torchrun: one process has all roles of the {config.num_ranks} ranks configured", flush=True)
             config = for_one_process(config)
             validate(config)
-        elif _measures_layout(config) and not is_alone:
-            config = with_measured_layout(config)
         check_world_size(config, world_size)
         check_wandb(config.metrics.wandb_project)
     return config
-
-
-def _measures_layout(config: GRPOConfig | SFTConfig) -> bool:
-    return isinstance(config, GRPOConfig) and config.roles.layout == "auto" and not config.replay

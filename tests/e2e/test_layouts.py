@@ -97,18 +97,6 @@ def test_two_nodes(model: pathlib.Path, tmp_path: pathlib.Path):
     check_two_steps(tmp_path / "run", has_reference=False)
 
 
-@pytest.mark.slow
-def test_the_layout_is_measured_before_the_run(model: pathlib.Path, tmp_path: pathlib.Path):
-    """Whichever of the two layouts it is, the run has it, and a resumed one keeps it without measuring."""
-    flags = ("--roles.layout", "auto", "--model.path", model, "--run-dir", tmp_path / "run")
-    output = torchrun("train_grpo.py", TINY, *flags, nproc=2, deadline=280)
-    chosen = re.search(r"^-> (2 colocated|1 trainer \+ 1 generator) +\S+ \+ ", output, re.MULTILINE)[1]
-    assert f"{chosen} ranks; {tmp_path / 'run'}, starting at step 0" in output
-    check_two_steps(tmp_path / "run", has_reference=True)
-    output = torchrun("train_grpo.py", TINY, *flags, "--resume", "--num-steps", "3", nproc=2, deadline=200)
-    assert f"{chosen} ranks; {tmp_path / 'run'}, starting at step 0" in output and "->" not in output
-
-
 AHEAD = """
 from grpo.roles import compile_ahead
 from tests.e2e.tiny import config

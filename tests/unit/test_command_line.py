@@ -1,6 +1,5 @@
 """The scripts' command line: refused before torch is imported, and one process without torchrun."""
 
-import json
 import os
 import pathlib
 import subprocess
@@ -9,10 +8,8 @@ import sys
 import pytest
 
 from grpo.config import GeneratorConfig, GRPOConfig, RolesConfig, SFTConfig
-from grpo.config.best_layout import layout_changes, split
 from grpo.config.checks import validate
 from grpo.config.layout import SHARED_GPU, check_world_size, for_one_process
-from grpo.run.measured_layout import layout_file, with_measured_layout
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -52,11 +49,3 @@ def test_a_layout_of_one_process_stays_as_it_is():
     roles = RolesConfig(colocated=True, num_trainers=1, num_references=0)
     config = GRPOConfig(roles=roles, generator=GeneratorConfig(gpu_memory_utilization=0.5))
     assert for_one_process(config) is config
-
-
-def test_a_resumed_run_keeps_the_layout_that_was_measured(tmp_path):
-    config = GRPOConfig(roles=RolesConfig(layout="auto"), resume=True, run_dir=str(tmp_path / "run"))
-    layout_file(config.run_dir).write_text(json.dumps({"changes": layout_changes(split(config, 1, 2))}))
-    chosen = with_measured_layout(config)
-    check_world_size(chosen, 3)
-    assert (chosen.roles.num_trainers, chosen.roles.num_generators, chosen.roles.layout) == (1, 2, "given")

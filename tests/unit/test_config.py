@@ -32,7 +32,6 @@ from grpo.config.checks import cautions, validate
 from grpo.config.fields import complete
 from grpo.config.generation import generating
 from grpo.config.layout import check_world_size, describe_layout, suggest_layout
-from grpo.config.names import RENAMED, field_paths, no_such_field
 from grpo.config.recipes import as_recipe, load, load_recipe
 from grpo.config.user_files import load_function
 
@@ -560,52 +559,6 @@ def test_unknown_field_is_refused_once(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "old, flag, in_recipe",
-    [
-        ("algorithm.correction", "--algorithm.importance-correction", "algorithm.importance_correction"),
-        (
-            "algorithm.dual_clip",
-            """--algorithm.loss-options '{"dual_clip": ...}'""",
-            'algorithm.loss_options={"dual_clip": ...}',
-        ),
-        (
-            "reward.overlong_tokens",
-            """--reward.options overlong_penalty '{"tokens": ...}'""",
-            'reward.options={"overlong_penalty": {"tokens": ...}}',
-        ),
-    ],
-)
-def test_a_renamed_field_is_answered_with_its_new_name(old, flag, in_recipe):
-    given = "--" + old.replace("_", "-")
-    for arguments in ([given, "1"], [f"{given}=1"], ["--seed", "1", given, "1"]):
-        with pytest.raises(ValueError, match=f"^{re.escape(given)} is now {re.escape(flag)}$"):
-            load(GRPOConfig, DEFAULT, arguments)
-    assert no_such_field(old, GRPOConfig()) == f"{old} is now {in_recipe}"
-
-
-def test_a_renamed_field_in_a_config_that_a_run_saved(tmp_path):
-    path = tmp_path / "config.py"
-    path.write_text(
-        "from grpo.config import (\n    AlgorithmConfig,\n    GRPOConfig,\n    SamplingConfig,\n)\n\n"
-        'config = GRPOConfig(\n    algorithm=AlgorithmConfig(\n        loss="dapo",\n'
-        '        correction="none",\n    ),\n    sampling=SamplingConfig(\n        rest_epochs=1,\n    ),\n)\n'
-    )
-    with pytest.raises(ValueError) as error:
-        load(GRPOConfig, DEFAULT, [str(path)])
-    assert str(error.value) == (
-        f"{path}, line 8: algorithm.correction is now algorithm.importance_correction; "
-        "sampling.rest_epochs is now sampling.filter_epochs"
-    )
-
-
-def test_renamed_fields_lead_to_fields():
-    fields = [*field_paths(GRPOConfig())]
-    for old, new in RENAMED.items():
-        path = new.split()[0]
-        assert path in fields or path == "reward.options", f"{old} -> {new}"
-
-
 def test_options_are_json_on_the_command_line():
     config = load(GRPOConfig, DEFAULT, ["--algorithm.loss-options", '{"dual_clip": 3, "deep": {"a": [null, true]}}'])
     assert config.algorithm.loss_options == {"dual_clip": 3, "deep": {"a": [None, True]}}
@@ -757,8 +710,6 @@ BROKEN = {
     "config = c.change(c.GRPOConfig(), {'trainer.lr': 1})": "line 2: there is no field trainer.lr",
     "config = c.change(c.GRPOConfig(), {'trainer.kl_coef': 1})": "line 2: there is no field trainer.kl_coef; did you "
     "mean algorithm.kl_coef?",
-    "config = c.change(c.GRPOConfig(), {'algorithm.correction': 1})": "line 2: algorithm.correction is now "
-    "algorithm.importance_correction",
     "\nconfig = c.change('absent.py', {})": "line 3: recipe {folder}/absent.py does not exist",
 }
 

@@ -9,8 +9,7 @@ from grpo.config import GRPOConfig, SFTConfig, change
 from grpo.config.bounds import check_fields
 from grpo.config.checks import validate
 from grpo.config.fields import complete
-from grpo.config.names import field_paths
-from grpo.config.recipes import load, load_recipe
+from grpo.config.recipes import field_paths, load, load_recipe
 from grpo.config.user_files import load_function
 
 MOST_CHARACTERS = 2000  # of a message

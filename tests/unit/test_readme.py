@@ -11,8 +11,7 @@ import pytest
 
 from grpo import config as c
 from grpo.config.layout import check_world_size, describe_layout
-from grpo.config.names import RENAMED, field_paths
-from grpo.config.recipes import load, load_recipe
+from grpo.config.recipes import field_paths, load, load_recipe
 from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.builtin import BUILT_INS
 
@@ -158,14 +157,10 @@ def test_every_section_and_own_field_is_explained():
 def test_every_field_that_is_named_exists():
     paths = {*field_paths(c.GRPOConfig()), *field_paths(c.SFTConfig())}
     sections = "|".join({path.partition(".")[0] for path in paths if "." in path})
-    named = set(re.findall(rf"`((?:{sections})\.\w+)`", EVERYTHING)) - set(RENAMED) - {*RUN_FILES}
+    named = set(re.findall(rf"`((?:{sections})\.\w+)`", EVERYTHING)) - {*RUN_FILES}
     assert len(named) > 30
     methods = {name for name in named if f"{name}(" in SOURCES["train_grpo.py"]}  # of the Trainer
     assert sorted(named - paths - methods) == []
-
-
-def test_renamed_fields_are_listed():
-    assert {old.strip("`"): new.strip("`") for old, new in table("Old field")} == RENAMED
 
 
 def commands() -> list[str]:

@@ -8,8 +8,7 @@ import pytest
 
 from grpo.config import GRPOConfig, SFTConfig, change
 from grpo.config.fields import complete
-from grpo.config.names import field_paths
-from grpo.config.recipes import as_recipe, load_recipe
+from grpo.config.recipes import as_recipe, field_paths, load_recipe
 from grpo.config.saved import HARMLESS, HARMLESS_IN_SFT, changes_since, is_harmless, read_saved
 from grpo.folder.resume import is_same_run
 
