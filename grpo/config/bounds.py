@@ -29,6 +29,19 @@ Above = partial(Bound, "above", operator.gt)
 AtMost = partial(Bound, "at most", operator.le)
 Below = partial(Bound, "below", operator.lt)
 
+
+class Harmless:
+    """Marks a field or section, as in `Annotated[int, AtLeast(1), Harmless]`, with which a run may change on resume.
+
+    Neither samples nor gradients depend on it, except for the order in which floating point numbers are added (and,
+    with sampling.carry_over, for which groups are complete when a step ends); or it is measured besides.
+    """
+
+
+class HarmlessInSFT:
+    """Marks a field that in supervised fine-tuning only evaluation by generating reads."""
+
+
 WORDS = {
     bool: "True or False",
     int: "a whole number",
@@ -60,7 +73,7 @@ def check_fields(config: Any, path: str = "") -> None:
 def fits(value: Any, kind: Any) -> bool:
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return fits(value, parts[0]) and all(bound.holds(value, bound.limit) for bound in parts[1:])
+        return fits(value, parts[0]) and all(bound.holds(value, bound.limit) for bound in _bounds(parts))
     if origin is Literal:
         return value in parts
     if origin in (Union, UnionType):
@@ -76,15 +89,19 @@ def fits(value: Any, kind: Any) -> bool:
     return kind is Any or isinstance(value, kind)
 
 
+def _bounds(parts: tuple) -> list[Bound]:
+    return [part for part in parts if isinstance(part, Bound)]
+
+
 def _describe(kind: Any) -> str:
     """`a whole number, at least 1`."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind in WORDS:
         return WORDS[kind]
     if origin is Annotated:
-        bounds = " and ".join(f"{b.words} {b.limit:g}" for b in parts[1:])
-        reasons = "".join(f"; {b.why}" for b in parts[1:] if b.why)
-        return f"{_describe(parts[0])}, {bounds}{reasons}"
+        bounds = " and ".join(f"{b.words} {b.limit:g}" for b in _bounds(parts))
+        reasons = "".join(f"; {b.why}" for b in _bounds(parts) if b.why)
+        return ", ".join(filter(None, (_describe(parts[0]), bounds))) + reasons
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin in (Union, UnionType):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from grpo.config.bounds import Above, AtLeast, AtMost, Below
+from grpo.config.bounds import Above, AtLeast, AtMost, Below, Harmless, HarmlessInSFT
 from grpo.config.sources import Source, parse_source
 
 Value = TypeVar("Value")
@@ -41,11 +41,11 @@ class ModelConfig:
     """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
-    reference_tensor_parallel: Annotated[int, AtLeast(0)] = 0
+    reference_tensor_parallel: Annotated[int, AtLeast(0), Harmless] = 0
     """Ranks that share each layer of the reference; 0 takes `trainer.tensor_parallel` as far as its ranks allow."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights and optimizer are always float32."""
-    attention: Literal["auto", "flash", "flex", "documents"] = "auto"
+    attention: Annotated[Literal["auto", "flash", "flex", "documents"], Harmless] = "auto"
     """How the sequences of a packed row are kept apart.
     flash: FlashAttention 4, on a GPU such as H100 or B200 and in bfloat16; flex: one flex_attention over the row, on
     any GPU; documents: scaled_dot_product_attention for each sequence; auto: the first of them that runs here."""
@@ -73,7 +73,7 @@ class RolesConfig:
 class GeneratorConfig:
     """vLLM engines and sampling."""
 
-    tensor_parallel: Annotated[int, AtLeast(1)] = 1
+    tensor_parallel: Annotated[int, AtLeast(1), Harmless] = 1
     """Ranks per vLLM engine replica."""
     max_completion_tokens: Annotated[int, AtLeast(1)] = 1024
     """Longest completion in tokens; one that is cut off there counts as truncated."""
@@ -89,15 +89,15 @@ class GeneratorConfig:
     """Sample among the k likeliest tokens, 0 for all; with the same warning."""
     min_p: Annotated[float, AtLeast(0), Below(1)] = 0.0
     """Drop tokens below this share of the likeliest token's probability; with the same warning."""
-    max_num_seqs: Annotated[int, AtLeast(1)] = 256
+    max_num_seqs: Annotated[int, AtLeast(1), Harmless] = 256
     """Most sequences that one engine decodes at once."""
-    gpu_memory_utilization: Annotated[float, Above(0), AtMost(1)] = 0.85
+    gpu_memory_utilization: Annotated[float, Above(0), AtMost(1), Harmless] = 0.85
     """Share of the GPU's memory that vLLM may use for weights and KV cache; colocated, leave room for the trainer."""
-    kv_cache_gib: Annotated[float, AtLeast(0)] = 0.0
+    kv_cache_gib: Annotated[float, AtLeast(0), Harmless] = 0.0
     """Size of the KV cache in GiB; 0 lets vLLM fill `gpu_memory_utilization`, and takes 1/16 GiB on a CPU."""
-    enforce_eager: bool = False
+    enforce_eager: Annotated[bool, Harmless] = False
     """Skip CUDA graphs and compilation: faster start, slower decoding; on a CPU always on."""
-    sleep: bool = False
+    sleep: Annotated[bool, Harmless] = False
     """Colocated only: the engine gives its memory back while the trainer works."""
     engine: Table[Json] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor block_size 32`."""
@@ -109,30 +109,30 @@ class GeneratorConfig:
 class TrainerConfig:
     """How the policy is sharded, batched and optimized (torchtitan)."""
 
-    tensor_parallel: Annotated[int, AtLeast(1)] = 1
+    tensor_parallel: Annotated[int, AtLeast(1), Harmless] = 1
     """Ranks that share each layer (TP); the num_trainers / tensor_parallel groups of them are data parallel (FSDP2)."""
-    data_replicas: Annotated[int, AtLeast(1)] = 1
+    data_replicas: Annotated[int, AtLeast(1), Harmless] = 1
     """FSDP groups that each hold a full copy of the parameters (HSDP); 1 is plain FSDP."""
-    micro_batch_tokens: Annotated[int, AtLeast(1)] = 16384
+    micro_batch_tokens: Annotated[int, AtLeast(1), Harmless] = 16384
     """Most tokens in one forward and backward; an update takes as many micro-batches as its tokens need."""
-    packing: bool = True
+    packing: Annotated[bool, Harmless] = True
     """Lay several sequences end to end in one row; off gives each its own padded row."""
-    share_prompts: bool = True
+    share_prompts: Annotated[bool, Harmless] = True
     """Compute a prompt once for all its completions in a row, instead of once for each; needs `packing`."""
-    activation_checkpointing: Literal["auto", "none", "logits", "selective", "full"] = "auto"
+    activation_checkpointing: Annotated[Literal["auto", "none", "logits", "selective", "full"], Harmless] = "auto"
     """What the backward recomputes to save memory. none: nothing; logits: the LM head's product, chunk by chunk;
     selective: that and cheap operations; full: that and every block; auto: the first of them that fits the GPU by
     arithmetic (`python -m grpo.memory`); on a CPU none."""
-    fsdp_gather: Literal["auto", "micro_batch", "update"] = "micro_batch"
+    fsdp_gather: Annotated[Literal["auto", "micro_batch", "update"], Harmless] = "micro_batch"
     """How often data-parallel trainers gather weights and add up their gradients (FSDP). micro_batch: in each, block by
     block; update: once for all micro-batches of an update, for which a rank holds 6 bytes per parameter more (2 with
     LoRA); auto: that if it fits the GPU by arithmetic, and on a CPU."""
-    deterministic: bool = True
+    deterministic: Annotated[bool, Harmless] = True
     """Add gradients in one order always, so that two runs on GPUs can have the same last digits; off, the backward of
     flash attention is a little faster (1 to 2 % of a step of Qwen3-1.7B with documents of 4,096 tokens)."""
-    compile: bool = True
+    compile: Annotated[bool, Harmless] = True
     """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
-    logprob_chunk_tokens: Annotated[int, AtLeast(1)] = 4096
+    logprob_chunk_tokens: Annotated[int, AtLeast(1), Harmless] = 4096
     """Tokens whose logits the LM head computes at one time; whether it keeps them for the backward,
     `activation_checkpointing` says. Only tokens that count in the loss have any."""
     learning_rate: Annotated[float, AtLeast(0), Below(math.inf)] = 1e-6
@@ -153,7 +153,7 @@ class TrainerConfig:
     """Learning rate at the last step of a linear or cosine schedule, as a share of the peak."""
     max_grad_norm: Annotated[float, Above(0)] = 1.0
     """Largest global norm of the gradients, which are scaled down to it."""
-    max_skipped_steps: Annotated[int, AtLeast(1)] = 3
+    max_skipped_steps: Annotated[int, AtLeast(1), Harmless] = 3
     """End the run after so many steps in a row whose update was skipped because something in it was not finite."""
     lora_rank: Annotated[int, AtLeast(0)] = 0
     """Train adapters of this rank beside the weights, which then stay as they are, in `model.dtype`; 0 trains all."""
@@ -193,9 +193,9 @@ class DataConfig:
     prompt_column: str = "question"
     """Column that holds the user's message as text, or a list of messages. In the table of a column, `a.b` is entry b;
     in a list, `a.0` is the first entry, `a.-1` the last, and `a.:-1` all except the last."""
-    answer_column: str = "answer"
+    answer_column: Annotated[str, HarmlessInSFT] = "answer"
     """Column that the reward functions get as `answer`; empty for none."""
-    columns: Table[str] = field(default_factory=dict)
+    columns: Annotated[Table[str], HarmlessInSFT] = field(default_factory=dict)
     """Further columns for the reward functions: the names they get them by, and where they are in the data."""
     tools_column: str = ""
     """Column with the functions that the chat template may offer to the model (list of JSON schemas, or its text)."""
@@ -208,7 +208,7 @@ class DataConfig:
     column's text and, where wanted, {system_prompt}; empty takes the model's own."""
     chat_template_kwargs: Table[Scalar] = field(default_factory=dict)
     """Extra keyword arguments for the tokenizer's chat template, e.g. enable_thinking false."""
-    max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
+    max_prompt_tokens: Annotated[int, AtLeast(1), HarmlessInSFT] = 512
     """Prompts longer than this many tokens are left out and counted at the start."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do about rows without a prompt or without a value in a column that is used, or with text that is none.
@@ -322,18 +322,18 @@ class RewardConfig:
     Weight 0 measures only."""
     options: Table[Options] = field(default_factory=dict)
     """Keyword arguments of a reward function, by its name: `--reward.options overlong_penalty '{"tokens": 256}'`."""
-    num_workers: Annotated[int, AtLeast(1)] = 4
+    num_workers: Annotated[int, AtLeast(1), Harmless] = 4
     """Processes that run the reward functions; where built-in ones and your own (or code_reward) meet, of each kind."""
-    timeout_seconds: Annotated[float, Above(0)] = 10.0
+    timeout_seconds: Annotated[float, Above(0), Harmless] = 10.0
     """Per completion: a call that takes longer is ended, reward None; for a whole group, times its size."""
-    memory_gib: Annotated[float, Above(0)] = 4.0
+    memory_gib: Annotated[float, Above(0), Harmless] = 4.0
     """Address space of one such process."""
-    allow_weak_sandbox: bool = False
+    allow_weak_sandbox: Annotated[bool, Harmless] = False
     """Run code_reward also where its programs could open the files of this machine (no Landlock, no namespaces)."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
     """Where functions find the answer. answer_tag: in the last <answer>..</answer>; boxed: in the last \\boxed{};
     hashes: after the last ####."""
-    environment: tuple[str, ...] = ()
+    environment: Annotated[tuple[str, ...], Harmless] = ()
     """Environment variables that your own functions get on top of what Python needs, such as a judge's key."""
 
 
@@ -524,18 +524,18 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
-    warnings: WarningsConfig = field(default_factory=WarningsConfig)
+    evaluation: Annotated[EvaluationConfig, Harmless] = field(default_factory=EvaluationConfig)
+    checkpoint: Annotated[CheckpointConfig, Harmless] = field(default_factory=CheckpointConfig)
+    metrics: Annotated[MetricsConfig, Harmless] = field(default_factory=MetricsConfig)
+    deadlines: Annotated[DeadlinesConfig, Harmless] = field(default_factory=DeadlinesConfig)
+    warnings: Annotated[WarningsConfig, Harmless] = field(default_factory=WarningsConfig)
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
     allow_changes: bool = False
     """Resume although fields differ on which the result depends; they are shown in any case."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
-    profile: Interval = 0
+    profile: Annotated[Interval, Harmless] = 0
     """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
 
 
@@ -543,10 +543,10 @@ class RunConfig:
 class GRPOConfig(RunConfig):
     """Everything `train_grpo.py` needs."""
 
-    roles: RolesConfig = field(default_factory=RolesConfig)
+    roles: Annotated[RolesConfig, Harmless] = field(default_factory=RolesConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    run_dir: str = "runs/grpo"
+    run_dir: Annotated[str, Harmless] = "runs/grpo"
     """Folder of the run: config, checkpoints, metrics, samples, exported model."""
     num_steps: Annotated[int, AtLeast(1)] = 200
     """Steps in total; each samples one batch of completions and by default makes one optimizer update of it."""
@@ -561,11 +561,11 @@ class GRPOConfig(RunConfig):
     overlap_steps: Annotated[int, AtLeast(0), AtMost(1)] = 0
     """At 1 generators sample the next step while the others train on this one, with weights one step older; split only.
     Needs `algorithm.importance_correction`. At 0 they take turns."""
-    sync_check_interval: Interval = 20
+    sync_check_interval: Annotated[Interval, Harmless] = 20
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
-    sync_check_tolerance: Annotated[float, AtLeast(0)] = 0.0
+    sync_check_tolerance: Annotated[float, AtLeast(0), Harmless] = 0.0
     """Largest mean absolute log-prob difference that a sync check accepts; 0 takes 1e-3 in float32, 0.1 in bfloat16."""
-    record: bool = False
+    record: Annotated[bool, Harmless] = False
     """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for `replay`."""
     replay: str = ""
     """Folder of a run with recorded batches to train on; nothing is sampled, and all ranks are trainers."""
@@ -646,11 +646,14 @@ RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 class SFTConfig(RunConfig):
     """Everything `train_sft.py` needs: supervised fine-tuning. Only evaluation reads `reward` and `generator`."""
 
-    generator: GeneratorConfig = field(default_factory=partial(GeneratorConfig, gpu_memory_utilization=SHARED_GPU))
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    run_dir: str = "runs/sft"
+    reward: Annotated[RewardConfig, Harmless] = field(default_factory=RewardConfig)
+    generator: Annotated[GeneratorConfig, Harmless] = field(
+        default_factory=partial(GeneratorConfig, gpu_memory_utilization=SHARED_GPU)
+    )
+    validation: Annotated[ValidationConfig, Harmless] = field(default_factory=ValidationConfig)
+    run_dir: Annotated[str, Harmless] = "runs/sft"
     """Folder of the run."""
-    num_trainers: Annotated[int, AtLeast(1)] = 1
+    num_trainers: Annotated[int, AtLeast(1), Harmless] = 1
     """Trainer ranks (all of torchrun's)."""
     num_steps: Annotated[int, AtLeast(1)] = 100
     """Optimizer steps in total."""
@@ -666,9 +669,9 @@ class SFTConfig(RunConfig):
     too_long: Literal["leave_out", "truncate"] = "leave_out"
     """What becomes of an example of more than `max_sequence_tokens`. leave_out: it is not drawn; truncate: its first
     tokens are. Both are counted at the start."""
-    show: Annotated[int, AtLeast(0)] = 0
+    show: Annotated[int, AtLeast(0), Harmless] = 0
     """Print so many examples with their labels in colour, and stop before a model is loaded."""
-    stop_at_loss: Annotated[float, AtLeast(0)] = 0.0
+    stop_at_loss: Annotated[float, AtLeast(0), Harmless] = 0.0
     """End early, with export, once the mean loss of the last 10 steps is below this; 0 runs all steps."""
     sequences_per_step: Annotated[int, AtLeast(1)] = 128
     """Examples per step."""

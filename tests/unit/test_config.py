@@ -749,7 +749,7 @@ def test_every_field_has_a_sentence():
         for statement, after in zip(node.body, following, strict=True):
             if not isinstance(statement, ast.AnnAssign):
                 continue
-            if isinstance(statement.annotation, ast.Name) and statement.annotation.id in classes:
+            if {node.id for node in ast.walk(statement.annotation) if isinstance(node, ast.Name)} & classes.keys():
                 continue  # a section: --help shows its class's docstring
             field = f"{name}.{statement.target.id}"
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), f"{field} has no sentence"
