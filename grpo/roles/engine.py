@@ -1,4 +1,4 @@
-"""Starting vLLM's engines, one per replica, inside the torchrun ranks that sample."""
+"""vLLM's engines, one per replica, inside the torchrun ranks that sample: how they start and what they get."""
 
 import contextlib
 import importlib
@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from grpo.config import GRPOConfig
+from grpo.config import GeneratorConfig, GRPOConfig
 from grpo.data.chat import load_tokenizer
-from grpo.roles import engine_speed
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
@@ -82,11 +81,6 @@ def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, r
     for name in options.engine if on_cpu else ():
         if name in WRONG_ON_CPU:
             raise ValueError(f"generator.engine {name} needs a GPU: {WRONG_ON_CPU[name]}")
-    if config.sampling.carry_over and not engine_speed.is_tested_version():
-        raise ValueError(
-            f"sampling.carry_over={config.sampling.carry_over} ends vLLM's calls early, which is made for vLLM "
-            f"{engine_speed.TESTED_VERSION} alone; install it, or set --sampling.carry-over 0"
-        )
     defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
     if on_cpu:
         defaults |= {"enable_chunked_prefill": False, "block_size": CPU_BLOCK_TOKENS}
@@ -157,6 +151,41 @@ def _set_environment(device: torch.device) -> None:
         os.environ["VLLM_CACHE_ROOT"] = str((root if root.name == part else root / part).expanduser())
     else:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several engines would pile onto the same cores
+
+
+def sampling_params(
+    options: GeneratorConfig,
+    stop_token_ids: list[int],
+    more: Mapping[str, Any],
+    temperature: float,
+    seed: int,
+    max_tokens: int,
+):
+    """vllm.SamplingParams of one completion. `more`: the user's own, in vLLM's types."""
+    from vllm import SamplingParams
+
+    # greedy takes the likeliest token, whatever else is asked for
+    sampled = {"seed": seed, "top_p": options.top_p, "top_k": options.top_k, "min_p": options.min_p}
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        stop=list(options.stop),
+        detokenize=bool(options.stop),  # the engine reads text only to find these strings
+        skip_special_tokens=False,  # one of them may be a special token's
+        include_stop_str_in_output=True,
+        logprobs=0,  # the sampled token's own
+        **(sampled if temperature > 0 else {}),
+        **more,
+    )
+
+
+def destroy_groups() -> None:
+    """Destroy vLLM's process groups, and with them the default one."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def in_vllms_types(sampling: Mapping[str, Any]) -> dict[str, Any]:

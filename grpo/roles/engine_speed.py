@@ -10,18 +10,18 @@ Two thirds of a small model's sampling is its Python:
   become full. Mostly neither is so, which two comparisons tell.
 
 Both are fitted to TESTED_VERSION alone and left out with any other: sampling is then slower, and the same. What is
-sampled does not depend on them. The third change is no matter of speed, and with another version refused:
-
-- The end of a call (`ends_early`): vLLM samples until the last sequence has ended.
+sampled does not depend on them.
 """
 
-import contextlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 TESTED_VERSION = "0.32.0"
+# What is changed; without one of them sampling is the same, and slower (tests/bench/generate.py has variants).
+# logprobs: they are taken as the sampler has them; ends (needs logprobs): a completion goes to the front once, when it
+# has ended; inner (needs ends): a token that ends nothing is only appended; slots: of the KV cache
+CHANGES = frozenset({"logprobs", "ends", "inner", "slots"})
 
 
 def is_tested_version() -> bool:
@@ -31,19 +31,32 @@ def is_tested_version() -> bool:
     return vllm.__version__.split("+")[0] == TESTED_VERSION
 
 
+def change_engine(llm: Any, reads_texts: bool) -> "SampledTokens | None":
+    """Make the CHANGES to a running engine (vllm.LLM, in this process).
+
+    reads_texts: for stop texts, vLLM must see each token. Returns where tokens and log-probs are to be taken from; None
+    if they are in vLLM's own outputs.
+    """
+    if not is_tested_version():
+        return None
+    if "slots" in CHANGES:
+        skip_settled_slots(llm)
+    return SampledTokens(llm, whole=not reads_texts) if "logprobs" in CHANGES else None
+
+
 class SampledTokens:
     """The tokens that an engine samples and their log-probs, taken before it makes objects of them."""
 
     def __init__(self, llm: Any, whole: bool):
         """From now on the outputs of `llm` (vllm.LLM, in this process) have no log-probs of their own.
 
-        whole: and there is one output for each completion, when it has ended. Not for stop texts, for which vLLM must
-        see each token, nor for calls that end early, which return what is not ended.
+        whole: and there is one output for each completion, when it has ended.
         """
+        whole = whole and "ends" in CHANGES
         self._by_request: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         update_from_output = scheduler.update_from_output
-        keep_inner = _keeps_inner_tokens(scheduler) if whole else None
+        keep_inner = _keeps_inner_tokens(scheduler) if whole and "inner" in CHANGES else None
 
         def take_tokens(scheduler_output: Any, model_output: Any) -> Any:
             logprobs, model_output.logprobs = model_output.logprobs, None
@@ -81,19 +94,12 @@ class SampledTokens:
             for output in of_client.outputs:
                 output.new_token_ids = list(self._by_request[output.request_id][0])
 
-    def pop(self) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
-        """(request id as the caller knows it, index of the sample) -> token ids and log-probs of the last call.
+    def take(self, request: str) -> tuple[list[int], list[float]]:
+        """Token ids and log-probs so far of the request that vLLM knows by this name; they are handed out once.
 
-        A sample may have more than its completion's tokens: those behind a stop text.
+        There may be more than the completion has: those behind a stop text.
         """
-        found = {}
-        for request, taken in self._by_request.items():
-            # vLLM adds -RANDOM to the caller's id, and puts INDEX_ before it where a request has several samples
-            known, _, _ = request.rpartition("-")
-            index, several, rest = known.partition("_")
-            found[(rest, int(index)) if several else (known, 0)] = taken
-        self._by_request.clear()
-        return found
+        return self._by_request.pop(request, ([], []))
 
 
 def _keeps_inner_tokens(scheduler: Any) -> Callable[..., dict[str, int]] | None:
@@ -191,39 +197,3 @@ def skip_settled_slots(llm: Any) -> None:
             cache_blocks(request, num_computed_tokens)
 
     cache.allocate_slots, cache.cache_blocks = allocate, cache_full_blocks
-
-
-@contextlib.contextmanager
-def ends_early(llm: Any, groups: Sequence[int], num_groups: int) -> Iterator[None]:
-    """Within it a call of `llm.generate` ends with the step of the engine in which `num_groups` groups are complete.
-
-    groups: the group of each request of that call. It returns the other requests too, with the tokens that they have so
-    far, maybe none, and the finish reason `abort`. The same on all ranks of a replica, which take the same steps.
-    Where vLLM schedules ahead (on GPUs), the step that is computed meanwhile gives these requests nothing, and its
-    tokens are sampled anew.
-    """
-    engine, step, first = llm.llm_engine, llm.llm_engine.step, llm.request_counter.counter
-    num_left = Counter(groups)
-
-    def step_until_enough() -> list[Any]:
-        outputs = step()
-        num_left.subtract(groups[int(output.request_id) - first] for output in outputs)
-        if sum(not left for left in num_left.values()) >= num_groups:
-            outputs += _abort_all(engine)
-        return outputs
-
-    engine.step = step_until_enough
-    try:
-        yield
-    finally:
-        del engine.step
-
-
-def _abort_all(engine: Any) -> list[Any]:
-    """End what is running or waits; returns the requests' outputs as they are."""
-    outputs: list[Any] = []
-    states = engine.output_processor.request_states
-    for state in states.values():
-        state.queue = SimpleNamespace(put=outputs.append)  # where vLLM leaves what an aborted request has
-    engine.abort_request(list(states), internal=True)
-    return outputs

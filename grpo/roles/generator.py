@@ -1,15 +1,13 @@
 """The sampling engine: one vLLM engine per replica, inside its torchrun ranks.
 
-Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. Only this file, engine.py
-(which starts them) and engine_speed.py import vllm.
+Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. engine.py starts
+engines, engine_loop.py steps them, engine_speed.py changes them; only these three import vllm.
 """
 
-import contextlib
+import collections
 import gc
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -17,6 +15,7 @@ from tqdm import tqdm
 from grpo.config import GRPOConfig
 from grpo.models.buckets import Fill, Layout, whole_tensors
 from grpo.roles import engine, engine_speed, gpu_memory
+from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
 from grpo.roles.engine_weights import EngineWeights, load_and_learn
 from grpo.roles.pipeline import in_pipeline
 from grpo.roles.process_groups import Roles
@@ -25,14 +24,6 @@ from grpo.types import Carried, Completion, Prompt
 
 # Of sampling, before its progress is shown
 SILENT_SECONDS = 20
-
-
-class SlowProgress(tqdm):
-    """A progress bar that shows itself only after SILENT_SECONDS, also where vLLM asks for it at once."""
-
-    def display(self, *arguments: Any, **options: Any) -> None:
-        if time.time() - self.start_t >= SILENT_SECONDS:
-            super().display(*arguments, **options)
 
 
 class Generator:
@@ -45,20 +36,17 @@ class Generator:
         """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks."""
         self.config, self.roles = config, roles
         self.dtype = getattr(torch, config.model.dtype)
-        self.stop_token_ids = list(stop_token_ids)
         self.version = 0
         self.asleep = False
         self.layout: Layout | None = None  # of the buckets of weights, from the first sync on
         self.live_weights: EngineWeights | None = None  # where to copy them, once that is known
         engine.import_vllm(roles)
-        self.sampling = engine.in_vllms_types(config.generator.sampling)
+        more = engine.in_vllms_types(config.generator.sampling)
+        self._parameters = partial(engine.sampling_params, config.generator, list(stop_token_ids), more)
+        self.least_tokens = more.get("min_tokens", 0)
         self.llm = engine.start_engine(config, folder, roles)
-        self.sampled_tokens = None
         self.learns_weights = engine_speed.is_tested_version()
-        if engine_speed.is_tested_version():
-            whole = not (engine.needs_texts(config) or config.sampling.carry_over)
-            self.sampled_tokens = engine_speed.SampledTokens(self.llm, whole)
-            engine_speed.skip_settled_slots(self.llm)
+        self.loop = EngineLoop(self.llm, engine_speed.change_engine(self.llm, engine.needs_texts(config)))
 
     def generate(
         self,
@@ -77,52 +65,52 @@ class Generator:
         0 is greedy. `held_out` takes seeds that training never uses. `max_tokens` ends completions earlier than the run
         does, but not before its `min_tokens`.
 
-        Returns completions on the replica's first rank, None on its other ranks; by their `index` they are in order. An
-        exception in here is fatal for the rank: vLLM keeps unfinished requests queued and its next call would hang.
+        Returns completions on the replica's first rank, in the order of their `index`, None on its other ranks. An
+        exception in here is fatal for the rank: vLLM keeps unfinished requests queued.
         """
+        if self.asleep:
+            raise RuntimeError("the engine sleeps without weights; they come back with the next sync_weights")
         temperatures = temperatures or self.config.generator.temperature
         limit = self.config.generator.max_completion_tokens
         if max_tokens is not None:
-            limit = min(limit, max(max_tokens, self.sampling.get("min_tokens", 0)))
+            limit = min(limit, max(max_tokens, self.least_tokens))
         shares = share_out(prompts, group_size, len(self.roles.replicas), carried)
-        requests = shares[self.roles.replica]
+        requests, enough = shares[self.roles.replica], None
         if carried and not (enough := enough_groups(shares, carried.num_groups)[self.roles.replica]):
             requests = []
-        if len(temperatures) > 1:  # the samples of one request share its temperature
-            requests = one_by_one(requests)
-        inputs = [{"prompt_token_ids": prompts[request.prompt].ids + request.begun} for request in requests]
-        params = []
-        for request in requests:
-            seed = request_seed(self.config.seed, prompts[request.prompt], request.first, group_size, held_out)
-            seed = continuation_seed(seed, len(request.begun))
-            temperature = temperatures[request.first % len(temperatures)]
-            params.append(self._sampling_params(request, temperature, seed, limit))
-        if self.asleep:
-            raise RuntimeError("the engine sleeps without weights; they come back with the next sync_weights")
-        early_end = contextlib.nullcontext()
-        if carried:
-            early_end = engine_speed.ends_early(self.llm, [request.prompt for request in requests], enough)
-        gc.disable()  # vLLM makes an object per token; the collector would walk them all again and again
-        try:
-            first = self.roles.rank == self.roles.heads[0]
-            progress = partial(SlowProgress, delay=SILENT_SECONDS, mininterval=5, leave=False) if first else False
-            with early_end:
-                outputs = self.llm.generate(inputs, params, use_tqdm=progress) if inputs else []
-        finally:
-            gc.enable()
-        taken = self.sampled_tokens.pop() if self.sampled_tokens else None
+        requests = one_by_one(requests)
+        with no_collection():
+            for request in requests:
+                prompt = prompts[request.prompt]
+                seed = request_seed(self.config.seed, prompt, request.first, group_size, held_out)
+                seed = continuation_seed(seed, len(request.begun))
+                temperature = temperatures[request.first % len(temperatures)]
+                params = self._parameters(temperature, seed, max_tokens=limit - len(request.begun))
+                self.loop.add((request, temperature), prompt.ids + request.begun, params)
+            stretches = self._decode(requests, enough)
         if self.roles.rank not in self.roles.heads:
             return None
-        return [
-            self._completion(
-                sample,
-                taken and taken.get((output.request_id, sample.index), ([], [])),
-                param.temperature,
-                prompts[request.prompt].index * group_size + request.first + sample.index,
-            )
-            for output, param, request in zip(outputs, params, requests, strict=True)
-            for sample in sorted(output.outputs, key=lambda o: o.index)
-        ]
+        completions = []
+        for stretch in stretches:
+            request, temperature = stretch.request
+            index = prompts[request.prompt].index * group_size + request.first
+            completions.append(self._completion(stretch, temperature, index))
+        return sorted(completions, key=lambda completion: completion.index)
+
+    def _decode(self, requests: list[Request], enough: int | None) -> list[Stretch]:
+        """Run the engine until all requests have ended, or those of `enough` groups; then end the others."""
+        num_left, ended = collections.Counter(request.prompt for request in requests), []
+        first = self.roles.rank == self.roles.heads[0]
+        progress = tqdm(total=len(requests), delay=SILENT_SECONDS, mininterval=5, leave=False, disable=not first)
+        with progress:
+            while self.loop.num_running:
+                stretches = self.loop.step()
+                ended += stretches
+                progress.update(len(stretches))
+                num_left.subtract(stretch.request[0].prompt for stretch in stretches)
+                if enough is not None and sum(not left for left in num_left.values()) >= enough:
+                    return ended + self.loop.end()
+        return ended
 
     def evaluate(self, prompts: Sequence[Prompt]) -> tuple[list[Completion] | None, list[Completion] | None]:
         """This replica's part of the held-out completions: a greedy one and `evaluation.num_samples` per prompt.
@@ -135,48 +123,15 @@ class Generator:
         self.forget_prefixes()
         return greedy, samples
 
-    def _sampling_params(self, request: Request, temperature: float, seed: int, limit: int):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        options = self.config.generator
-        # greedy takes the likeliest token, whatever else is asked for
-        sampled = {"seed": seed, "top_p": options.top_p, "top_k": options.top_k, "min_p": options.min_p}
-        return SamplingParams(
-            n=request.count,
-            temperature=temperature,
-            max_tokens=limit - len(request.begun),
-            stop_token_ids=self.stop_token_ids,
-            stop=list(options.stop),
-            detokenize=bool(options.stop),  # the engine reads text only to find these strings
-            skip_special_tokens=False,  # one of them may be a special token's
-            include_stop_str_in_output=True,
-            logprobs=0,  # the sampled token's own
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **(sampled if temperature > 0 else {}),
-            **self.sampling,
-        )
-
-    def _completion(
-        self, sample, taken: tuple[list[int], list[float]] | None, temperature: float, index: int
-    ) -> Completion:
-        ids = list(sample.token_ids)
-        if taken is None:
-            logprobs = [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
-        else:
-            taken_ids, logprobs = taken[0], taken[1][: len(ids)]
-            if taken_ids[: len(ids)] != ids or len(logprobs) != len(ids):
-                raise RuntimeError(
-                    "log-probs and tokens of a completion do not belong together: engine_speed.py is wrong"
-                )
+    def _completion(self, stretch: Stretch, temperature: float, index: int) -> Completion:
         return Completion(
-            torch.tensor(ids, dtype=torch.int64),
-            torch.tensor(logprobs, dtype=torch.float32),
-            truncated=sample.finish_reason == "length",
+            torch.tensor(stretch.ids, dtype=torch.int64),
+            torch.tensor(stretch.logprobs, dtype=torch.float32),
+            truncated=stretch.reason == "length",
             version=self.version,
             temperature=temperature,
             index=index,
-            ended=sample.finish_reason != "abort",
+            ended=stretch.reason != "abort",
         )
 
     def load_weights(self, layout: Layout, fill: Fill, version: int) -> None:
@@ -238,14 +193,11 @@ class Generator:
 
         On a CPU only what Python would report as left behind goes: the rest takes seconds, and ends with the process.
         """
-        from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-
         if self.roles.device.type != "cpu":
             self.llm.llm_engine.model_executor.shutdown()
-            del self.llm
+            del self.llm, self.loop
             gc.collect()
-        destroy_model_parallel()
-        destroy_distributed_environment()
+        engine.destroy_groups()
 
 
 def _with_tied_head(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -89,12 +89,19 @@ def forced_lengths(slots: int, options: argparse.Namespace):
 
     class ForcedLengths(Generator):
         def generate(self, prompts, *arguments):
-            self.prompts = prompts
-            return super().generate(prompts, *arguments)
+            add = self.loop.add
 
-        def _sampling_params(self, request, temperature, seed, limit):
-            index = self.prompts[request.prompt].index * options.group_size + request.first
-            return super()._sampling_params(request, temperature, seed, length_of(index, options))
+            def add_forced(key, ids, params):
+                request, _ = key
+                index = prompts[request.prompt].index * options.group_size + request.first
+                params.max_tokens = length_of(index, options) - len(request.begun)
+                add(key, ids, params)
+
+            self.loop.add = add_forced
+            try:
+                return super().generate(prompts, *arguments)
+            finally:
+                self.loop.add = add
 
     folder = str(checkpoint(options.shape))
     config = GRPOConfig(
@@ -104,7 +111,6 @@ def forced_lengths(slots: int, options: argparse.Namespace):
             max_completion_tokens=options.tokens,
             kv_cache_gib=options.gib,
             max_num_seqs=slots,
-            temperature=(1.0, 1.0),  # so that each completion is a request of its own, with its own length
         ),
         prompts_per_step=options.prompts,
         group_size=options.group_size,

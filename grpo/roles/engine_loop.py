@@ -1,0 +1,99 @@
+"""An engine's loop: completions are begun at any time, decoded together step by step, and handed out as they end.
+
+One request for each completion: one of several samples would be handed out when the last of them has ended. Left out:
+which completions, with what parameters and until when, which is the generator's.
+"""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo.roles.engine_speed import SampledTokens
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """What an engine sampled for one request."""
+
+    request: Any
+    """What `EngineLoop.add` was given."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: str = "abort"
+    """vLLM's finish reason: `stop`, `length`, or `abort` where it was ended from outside."""
+
+
+class EngineLoop:
+    """The requests that one engine is working on.
+
+    All ranks of a replica make the same calls in the same order. An exception in here is fatal for the rank, because
+    vLLM keeps the requests that it has.
+    """
+
+    def __init__(self, llm: Any, sampled_tokens: SampledTokens | None):
+        """sampled_tokens: what takes tokens and log-probs of `llm` (vllm.LLM); None reads them from vLLM's outputs."""
+        self.engine, self.sampled_tokens = llm.llm_engine, sampled_tokens
+        self.num_added = 0
+        self._running: dict[str, tuple[str, Stretch]] = {}  # by our own name: vLLM's, and what there is so far
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._running)
+
+    def add(self, request: Any, ids: list[int], params: Any) -> None:
+        """Begin to sample behind `ids` as `params` (vllm.SamplingParams) says."""
+        from vllm.sampling_params import RequestOutputKind
+
+        # without SampledTokens, what is sampled in each step is told in each step, so that it is there after an `end`
+        params.output_kind = RequestOutputKind.FINAL_ONLY if self.sampled_tokens else RequestOutputKind.DELTA
+        name = str(self.num_added)  # never twice: outputs of equal names could not be told apart
+        self.num_added += 1
+        prompt = {"type": "token", "prompt_token_ids": ids}  # rendered already
+        self._running[name] = self.engine.add_request(name, prompt, params), Stretch(request)
+
+    def step(self) -> list[Stretch]:
+        """Decode one token of each running request, or prefill; returns those that have ended."""
+        ended = []
+        for output in self.engine.step():
+            (sample,) = output.outputs
+            vllms_name, stretch = self._running[output.request_id]
+            ids, logprobs = list(sample.token_ids), stretch.logprobs
+            if self.sampled_tokens is None:
+                logprobs += [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
+                stretch.ids.extend(ids)
+                ids = stretch.ids
+            if output.finished:
+                if self.sampled_tokens:
+                    taken, logprobs = self.sampled_tokens.take(vllms_name)
+                    logprobs = logprobs[: len(ids)]  # it has more: what stands behind a stop text
+                    if taken[: len(ids)] != ids or len(logprobs) != len(ids):
+                        raise RuntimeError("log-probs and tokens do not belong together: engine_speed.py is wrong")
+                ended.append(Stretch(stretch.request, ids, logprobs, sample.finish_reason))
+                del self._running[output.request_id]
+        return ended
+
+    def end(self) -> list[Stretch]:
+        """End all requests that run or wait; returns what they have so far, maybe nothing, in the order of `add`.
+
+        Where vLLM schedules ahead (on GPUs), the step that is computed meanwhile gives them nothing.
+        """
+        self.engine.abort_request([vllms_name for vllms_name, _ in self._running.values()], internal=True)
+        stretches = []
+        for vllms_name, stretch in self._running.values():
+            taken = self.sampled_tokens.take(vllms_name) if self.sampled_tokens else (stretch.ids, stretch.logprobs)
+            stretches.append(Stretch(stretch.request, *taken))
+        self._running.clear()
+        return stretches
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector off: vLLM makes an object per token, and it would walk them all again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
