@@ -238,7 +238,7 @@ def dry_call(group_size: int, scorer: "Scorer", prompt: Prompt) -> str:
     Returns the values in words; raises ValueError if a function failed.
     """
     ids_T = torch.tensor(scorer.tokenizer.encode(MADE_UP, add_special_tokens=False))
-    completion = Completion(ids_T, torch.zeros(len(ids_T)), truncated=False)
+    completion = Completion.of(ids_T, torch.zeros(len(ids_T)), truncated=False)
     start = time.perf_counter()
     try:
         scorer.submit([prompt], [completion] * group_size, step=1)

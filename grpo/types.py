@@ -38,39 +38,78 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False)
-class Completion:
-    """What a generator sampled for one prompt: T tokens."""
+class Piece:
+    """A stretch of T tokens from one hand: one version of the weights sampled them, or an environment wrote them."""
 
     ids_T: torch.Tensor
-    """int64: sampled token ids, with the EOS that ended them."""
-    logprobs_T: torch.Tensor
-    """float32: natural-log probability of each under the distribution sampled from, temperature included."""
+    """int64."""
+    loss_mask_T: torch.Tensor
+    """bool: the token counts in the loss."""
+    logprobs_T: torch.Tensor | None = None
+    """float32: natural-log probability of each under the distribution sampled from, temperature included; None: they
+    were written, and are not in the loss."""
+    version: int = 0
+    """Steps in the weights that sampled it."""
+
+    @classmethod
+    def sampled(cls, ids_T: torch.Tensor, logprobs_T: torch.Tensor, version: int) -> "Piece":
+        """Sampled tokens are in the loss, except those whose log-prob is not finite: they would make it NaN."""
+        return cls(ids_T, logprobs_T.isfinite(), logprobs_T, version)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids_T)
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """What follows a prompt, as T tokens in pieces. It has several if newer weights went on with it."""
+
+    pieces: tuple[Piece, ...]
+    """At least one. Two neighbours differ in their hand."""
     truncated: bool
     """It ran out of tokens (vLLM's finish reason is `length`)."""
-    version: int = 0
-    """Steps in the weights that sampled it, or, if it was carried over, the last of its tokens."""
     temperature: float = 1.0
     """What it was sampled with; 0 is greedy."""
     index: int = 0
     """Its place in the run: `Prompt.index` x group size + its place in the group."""
     ended: bool = True
     """False if it is not complete, and to be carried over."""
-    earlier: tuple[tuple[int, int], ...] = ()
-    """(version, number of tokens) of its pieces that were sampled before it was carried over, in order."""
+
+    @classmethod
+    def of(cls, ids_T: torch.Tensor, logprobs_T: torch.Tensor, truncated: bool, version: int = 0, **others: Any):
+        """A completion of one sampled piece."""
+        return cls((Piece.sampled(ids_T, logprobs_T, version),), truncated, **others)
+
+    @functools.cached_property
+    def ids_T(self) -> torch.Tensor:
+        """int64: token ids, with the EOS that ended it."""
+        return torch.cat([piece.ids_T for piece in self.pieces])
+
+    @functools.cached_property
+    def loss_mask_T(self) -> torch.Tensor:
+        """bool: the token counts in the loss."""
+        return torch.cat([piece.loss_mask_T for piece in self.pieces])
+
+    @functools.cached_property
+    def logprobs_T(self) -> torch.Tensor:
+        """float32: of the sampled tokens, 0 where nothing was sampled."""
+        parts = [torch.zeros(p.num_tokens) if p.logprobs_T is None else p.logprobs_T for p in self.pieces]
+        return torch.cat(parts)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ids_T)
+        return sum(piece.num_tokens for piece in self.pieces)
 
     @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """(version, number of tokens) of each stretch of tokens that weights of one version sampled, in order."""
-        return *self.earlier, (self.version, self.num_tokens - sum(count for _, count in self.earlier))
+    def version(self) -> int:
+        """Steps in the weights that sampled its last piece."""
+        return self.pieces[-1].version
 
     @property
     def oldest_version(self) -> int:
-        """Of its first token."""
-        return self.pieces[0][0]
+        """Steps in the weights that sampled its first piece."""
+        return self.pieces[0].version
 
 
 @dataclass(frozen=True)
@@ -147,8 +186,8 @@ class TrainBatch:
     ids_N: torch.Tensor
     """int64."""
     loss_mask_N: torch.Tensor
-    """bool: the token counts. False: prompts, and whatever is excluded (no reward, a sampling log-prob that is not
-    finite, truncated if so configured)."""
+    """bool: the token counts. False: prompts, what nobody sampled, and whatever is excluded (no reward, a sampling
+    log-prob that is not finite, truncated if so configured)."""
     lengths_S: torch.Tensor
     """int64: tokens of each sequence."""
     sequence_S: torch.Tensor

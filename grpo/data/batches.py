@@ -25,11 +25,11 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
 
 
 def sample_of(prompt: Prompt, completion: Completion) -> Sample:
-    """A prompt and its completion as one sequence; sampled tokens whose log-prob is not finite are excluded."""
+    """A prompt and its completion as one sequence, of which the completion says what counts in the loss."""
     prompt_ids_T = torch.tensor(prompt.ids, dtype=torch.int64)
     return Sample(
         ids_T=torch.cat([prompt_ids_T, completion.ids_T]),
-        loss_mask_T=torch.cat([torch.zeros_like(prompt_ids_T, dtype=torch.bool), completion.logprobs_T.isfinite()]),
+        loss_mask_T=torch.cat([torch.zeros_like(prompt_ids_T, dtype=torch.bool), completion.loss_mask_T]),
         generator_logprobs_T=torch.cat([torch.zeros(len(prompt_ids_T)), completion.logprobs_T]),
         prompt_tokens=len(prompt.ids),
         temperature=completion.temperature,

@@ -16,7 +16,7 @@ from grpo.folder.checkpoint_files import DRIVER_FILE, read_driver_tensors
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.types import Completion, Pending
 
-TENSORS = ("header", "earlier", "temperatures", "ids", "logprobs")  # those of `flatten_completions`
+TENSORS = ("header", "temperatures", "pieces", "ids", "loss_mask", "logprobs")  # those of `flatten_completions`
 
 
 def pending_state(pending: Pending) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
             "finish_reason": _finish_reason(rollout),
             "num_tokens": rollout.completion.num_tokens,
             "version": rollout.completion.version,
-            **({"earlier": rollout.completion.earlier} if rollout.completion.earlier else {}),
+            **({"earlier": earlier} if (earlier := _earlier_pieces(rollout)) else {}),
             "failures": {name: without_surrogates(reason) for name, reason in rollout.failures.items()},
         }
         for rollout, prompt in zip(rollouts, prompts, strict=True)
@@ -117,6 +117,11 @@ def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:
 
 def finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def _earlier_pieces(rollout: Rollout) -> list[tuple[int, int]]:
+    """(version, tokens) of each piece before the last one."""
+    return [(piece.version, piece.num_tokens) for piece in rollout.completion.pieces[:-1]]
 
 
 def _finish_reason(rollout: Rollout) -> str:

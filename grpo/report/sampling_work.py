@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from grpo.config import GRPOConfig
 from grpo.roles.requests import one_by_one, share_out, slot_steps
 from grpo.types import Carried, Completion, Prompt
@@ -46,5 +48,11 @@ def sampling_work(
 def stale_frac(completions: Sequence[Completion], version: int) -> float:
     """Share of the tokens that weights older than `version` sampled."""
     pieces = [piece for completion in completions for piece in completion.pieces]
-    num_tokens = sum(count for _, count in pieces)
-    return sum(count for of, count in pieces if of < version) / num_tokens if num_tokens else 0.0
+    num_tokens = sum(piece.num_tokens for piece in pieces)
+    return sum(piece.num_tokens for piece in pieces if piece.version < version) / num_tokens if num_tokens else 0.0
+
+
+def nonfinite_frac(completions: Sequence[Completion]) -> float:
+    """Share of the sampled tokens that are excluded from the loss because their log-prob is not finite."""
+    masks = [piece.loss_mask_T for c in completions for piece in c.pieces if piece.logprobs_T is not None]
+    return 1 - torch.cat(masks).float().mean().item()

@@ -6,6 +6,7 @@ lengths, without padding; only small decisions are pickled.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +17,7 @@ from torch.distributed import ProcessGroup
 import grpo.roles.timed_collectives as dist  # torch's own, and how long they take
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import direct_messages
-from grpo.types import Completion, TrainBatch
+from grpo.types import Completion, Piece, TrainBatch
 
 if TYPE_CHECKING:
     from grpo.roles.reference import Reference  # which loads torchtitan
@@ -156,37 +157,38 @@ def broadcast_tensors(
     return tensors if roles.is_driver else [spec and next(pieces).clone().view(spec[0]) for spec in specs]
 
 
-def flatten_completions(
-    completions: list[Completion],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(header, earlier, temperatures, ids, logprobs).
-
-    The header has all lengths, then all truncated (0 or 1), versions, indices and ended (0 or 1); earlier pieces are
-    (position in the list, version, number of tokens).
-    """
-    header = [(c.num_tokens, c.truncated, c.version, c.index, c.ended) for c in completions]
-    earlier = [(position, *piece) for position, c in enumerate(completions) for piece in c.earlier]
-    return (
-        torch.tensor(header, dtype=torch.int64).view(-1, 5).T.flatten(),
-        torch.tensor(earlier, dtype=torch.int64).flatten(),
+def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
+    """Completions as flat tensors [completions: pieces, truncated, index, ended], [temperatures], [pieces: tokens,
+    version, sampled], [ids], [loss mask], [log-probs], the first and third column after column."""
+    pieces = [piece for completion in completions for piece in completion.pieces]
+    of_completions = [(len(c.pieces), c.truncated, c.index, c.ended) for c in completions]
+    of_pieces = [(piece.num_tokens, piece.version, piece.logprobs_T is not None) for piece in pieces]
+    nothing = torch.empty(0)
+    return [
+        torch.tensor(of_completions, dtype=torch.int64).view(-1, 4).T.flatten(),
         torch.tensor([c.temperature for c in completions], dtype=torch.float64),
-        torch.cat([torch.empty(0, dtype=torch.int64), *(c.ids_T for c in completions)]),
-        torch.cat([torch.empty(0), *(c.logprobs_T for c in completions)]),
-    )
+        torch.tensor(of_pieces, dtype=torch.int64).view(-1, 3).T.flatten(),
+        torch.cat([nothing.long(), *(piece.ids_T for piece in pieces)]),
+        torch.cat([nothing.bool(), *(piece.loss_mask_T for piece in pieces)]),
+        torch.cat([nothing, *(c.logprobs_T for c in completions)]),
+    ]
 
 
 def unflatten_completions(
     header: torch.Tensor,
-    earlier: torch.Tensor,
     temperatures: torch.Tensor,
+    of_pieces: torch.Tensor,
     ids: torch.Tensor,
+    loss_mask: torch.Tensor,
     logprobs: torch.Tensor,
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
-    lengths, truncated, versions, indices, ended = header.view(5, -1).tolist()
-    earlier_of: list[list[tuple[int, int]]] = [[] for _ in lengths]
-    for position, version, count in earlier.view(-1, 3).tolist():
-        earlier_of[position].append((version, count))
-    tokens = ids.split(lengths), logprobs.split(lengths)
-    flags = map(bool, truncated), versions, temperatures.tolist(), indices, map(bool, ended)
-    return [Completion(*fields) for fields in zip(*tokens, *flags, map(tuple, earlier_of), strict=True)]
+    num_pieces, truncated, indices, ended = header.view(4, -1).tolist()
+    lengths, versions, sampled = of_pieces.view(3, -1).tolist()
+    tokens = zip(ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), sampled, versions, strict=True)
+    pieces = (Piece(i, mask, lp if is_sampled else None, version) for i, mask, lp, is_sampled, version in tokens)
+    taken = [tuple(itertools.islice(pieces, number)) for number in num_pieces]
+    return [
+        Completion(*values)
+        for values in zip(taken, map(bool, truncated), temperatures.tolist(), indices, map(bool, ended), strict=True)
+    ]

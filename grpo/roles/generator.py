@@ -124,7 +124,7 @@ class Generator:
         return greedy, samples
 
     def _completion(self, stretch: Stretch, temperature: float, index: int) -> Completion:
-        return Completion(
+        return Completion.of(
             torch.tensor(stretch.ids, dtype=torch.int64),
             torch.tensor(stretch.logprobs, dtype=torch.float32),
             truncated=stretch.reason == "length",

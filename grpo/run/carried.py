@@ -14,7 +14,7 @@ import torch
 
 from grpo.data.streams import PromptStream
 from grpo.folder.pending import completion_tensors, read_completions
-from grpo.types import Carried, Completion, Prompt
+from grpo.types import Carried, Completion, Piece, Prompt
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,14 @@ def join(before: Completion | None, piece: Completion | None, index: int) -> Com
         return before or piece or _nothing(index)
     if before is None or not before.num_tokens:
         return piece
-    pieces = before.pieces
-    if pieces[-1][0] == piece.version:  # no sync in between: one stretch
-        pieces = pieces[:-1]
-    return replace(
-        piece,
-        ids_T=torch.cat([before.ids_T, piece.ids_T]),
-        logprobs_T=torch.cat([before.logprobs_T, piece.logprobs_T]),
-        earlier=pieces,
+    (first, *_), last = piece.pieces, before.pieces[-1]
+    if last.version != first.version:
+        return replace(piece, pieces=(*before.pieces, first))
+    whole = Piece.sampled(
+        torch.cat([last.ids_T, first.ids_T]), torch.cat([last.logprobs_T, first.logprobs_T]), last.version
     )
+    return replace(piece, pieces=(*before.pieces[:-1], whole))  # no sync in between: one stretch
 
 
 def _nothing(index: int) -> Completion:
-    return Completion(torch.empty(0, dtype=torch.int64), torch.empty(0), False, index=index, ended=False)
+    return Completion.of(torch.empty(0, dtype=torch.int64), torch.empty(0), False, index=index, ended=False)

@@ -28,7 +28,7 @@ from grpo.report.ledger import Ledger
 from grpo.report.log import RunLog
 from grpo.report.measured import measured_metrics, sequence_advantages
 from grpo.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
-from grpo.report.sampling_work import sampling_work, stale_frac
+from grpo.report.sampling_work import nonfinite_frac, sampling_work, stale_frac
 from grpo.rewards.workers.pool import check_all_failed
 from grpo.roles.ahead import PROBE_PROMPTS
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
@@ -240,7 +240,7 @@ class Driver:
     @on_driver_for_learners
     def make_batch(self, sampled: Sampled) -> TrainBatch:
         """The step's rollouts laid end to end."""
-        if not any(r.completion.logprobs_T.isfinite().any() for r in sampled.rollouts):
+        if not any(r.completion.loss_mask_T.any() for r in sampled.rollouts):
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         return make_batch([sample_of(r.prompt, r.completion) for r in sampled.rollouts])
 
@@ -327,8 +327,7 @@ class Driver:
     def _sampling_metrics(self, step: int, sampled: Sampled, batch: TrainBatch) -> dict[str, float]:
         config = self.config
         metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
-        finite_N = torch.cat([r.completion.logprobs_T for r in sampled.rollouts]).isfinite()
-        metrics["mismatch/nonfinite_frac"] = 1 - finite_N.float().mean().item()
+        metrics["mismatch/nonfinite_frac"] = nonfinite_frac([r.completion for r in sampled.rollouts])
         if config.sampling.dynamic:
             metrics |= sampled.dynamic_metrics(config.prompts_per_step, config.group_size)
         if config.has_lag:

@@ -49,7 +49,7 @@ def measure() -> dict[str, float]:
             math_reward([text], [reference], answer_format=name)
         seconds[name] = time.process_time() - start
     texts, references = completions("<answer>", "</answer>")
-    completion = Completion(torch.tensor([1]), torch.zeros(1), False)
+    completion = Completion.of(torch.tensor([1]), torch.zeros(1), False)
     rollouts = [Rollout(Prompt(0, [1], {"answer": r}), completion, t) for t, r in zip(texts, references, strict=True)]
     pool = RewardPool(RewardConfig(functions={"math_reward": 1.0}, num_workers=2), 1024)
     for _ in range(2):  # the first time warms up

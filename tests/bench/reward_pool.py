@@ -21,7 +21,7 @@ from grpo.types import Completion, Prompt, Rollout
 FUNCTIONS = {"math_reward": 1.0, "thinking_reward": 0.2}
 TEXT = "<think>" + "so many words " * 80 + "</think><answer>41</answer>"  # 1.2 kB
 ROLLOUTS = [
-    Rollout(Prompt(0, [1], {"answer": "41"}), Completion(torch.tensor([1]), torch.zeros(1), False), TEXT)
+    Rollout(Prompt(0, [1], {"answer": "41"}), Completion.of(torch.tensor([1]), torch.zeros(1), False), TEXT)
 ] * 1024
 NUM_ROUNDS = 7
 LOOPS = "def loops(completions, **columns):\n    while completions[0] == 'loop':\n        pass\n    return [1.0]\n"

@@ -16,7 +16,7 @@ from grpo.run.driver import Driver
 from grpo.run.past_lengths import PastLengths
 from grpo.types import Prompt
 from grpo.watch import stopping
-from tests.unit.completions import completion
+from tests.unit.completions import completion, hands
 from tests.unit.test_overlap import Stream, fake_driver, indices
 
 
@@ -46,8 +46,8 @@ def test_three_groups_in_flight_two_trained():
     sampled = [completion(1, 2, version=1, first=4), *(completion(i, 5, version=1) for i in (6, 7, 8))]
     prompts, completions = carried.take(sampled)
     assert indices(prompts) == [0, 3] and [c.index for c in completions] == [0, 1, 6, 7]
-    assert completions[1].ids_T.tolist() == [0, 1, 2, 3, 4, 5] and completions[1].pieces == ((0, 4), (1, 2))
-    assert [c.pieces for c in completions[2:]] == [((1, 5),)] * 2
+    assert completions[1].ids_T.tolist() == [0, 1, 2, 3, 4, 5] and hands(completions[1]) == [(0, 4), (1, 2)]
+    assert [hands(c) for c in completions[2:]] == [[(1, 5)]] * 2
     assert carried.to_sample()[1].begun == {8: None, 9: []}
     # 3 + 6 + 5 + 5 tokens, of which 3 + 4 are of version 0
     assert stale_frac(completions, 1) == pytest.approx(7 / 19) and stale_frac(completions, 0) == 0
@@ -75,13 +75,13 @@ def test_join():
     whole = join(join(first, second, 5), third, 5)
     assert whole.ids_T.tolist() == [0, 1, 2, 3, 4, 5]
     assert torch.equal(whole.logprobs_T, -torch.arange(6) / 100)
-    assert whole.pieces == ((3, 2), (4, 4)) and (whole.version, whole.oldest_version) == (4, 3)
+    assert hands(whole) == [(3, 2), (4, 4)] and (whole.version, whole.oldest_version) == (4, 3)
     assert whole.truncated and whole.ended and whole.temperature == 0.5 and whole.index == 5
     assert join(first, None, 5) is first and join(first, completion(5, 0, version=9, ended=False), 5) is first
     assert join(None, second, 5) is second
     nothing = join(None, None, 5)
     assert not nothing.ended and nothing.num_tokens == 0 and join(nothing, second, 5) is second
-    assert third.earlier == () and first.num_tokens == 2  # nothing was written into
+    assert len(third.pieces) == 1 and first.num_tokens == 2  # nothing was written into
 
 
 def test_a_checkpoint_gives_back_what_is_carried_over(tmp_path):
@@ -117,7 +117,7 @@ def test_a_cut_group_survives_a_checkpoint_with_its_pieces(tmp_path):
     again = CarryOver(2, 1, 2)
     again.load(tmp_path, carried.state(), stream)
     [cut] = [c for group in again.groups for c in group.completions if not c.ended]
-    assert cut.pieces == ((0, 2), (1, 2)) and cut.ids_T.tolist() == [0, 1, 2, 3] and cut.index == 1
+    assert hands(cut) == [(0, 2), (1, 2)] and cut.ids_T.tolist() == [0, 1, 2, 3] and cut.index == 1
 
 
 def test_another_config_leaves_out_what_was_carried_over(capsys):

@@ -207,7 +207,7 @@ def rewards(functions: list[str], *texts: str, fields: dict | None = None, **col
     config = RewardConfig(functions=dict.fromkeys(functions, 1.0), num_workers=1, **(fields or {}))
     pool = RewardPool(config, 100)
     try:
-        completion = Completion(torch.tensor([1]), torch.tensor([0.0]), False)
+        completion = Completion.of(torch.tensor([1]), torch.tensor([0.0]), False)
         pool.submit([Rollout(Prompt(0, [1], columns), completion, text) for text in texts], 1)
         return pool.collect()
     finally:

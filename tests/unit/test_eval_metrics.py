@@ -19,7 +19,7 @@ from grpo.types import Completion, Prompt, Rollout
 
 def make_rollout(value, reward=None, row=0, num_tokens=2, truncated=False):
     """One that reward function `f` gave `value`, and all functions together `reward` (`value` if not given)."""
-    completion = Completion(torch.ones(num_tokens).long(), torch.zeros(num_tokens), truncated)
+    completion = Completion.of(torch.ones(num_tokens).long(), torch.zeros(num_tokens), truncated)
     reward = value if reward is None else reward
     return Rollout(Prompt(index=0, ids=[0], row=row), completion, "text", {"other": 1.0, "f": value}, reward)
 
@@ -111,7 +111,10 @@ def test_greedy_metrics():
         make_rollout(1.0, reward=1.5, num_tokens=4),
         make_rollout(0.0, reward=0.5, num_tokens=8, truncated=True),
         Rollout(
-            Prompt(0, [0]), Completion(torch.ones(6).long(), torch.zeros(6), False), "failed", {"f": None, "other": 1.0}
+            Prompt(0, [0]),
+            Completion.of(torch.ones(6).long(), torch.zeros(6), False),
+            "failed",
+            {"f": None, "other": 1.0},
         ),
         make_rollout(2.0, num_tokens=2),
     ]
@@ -175,7 +178,7 @@ def test_broken_groups_are_refused(num_greedy, num_all_samples, num_samples, mes
 
 def of_source(source: str, reward: float, text: str = "text") -> Rollout:
     prompt = Prompt(index=0, ids=[0], row=0, source=source)
-    return Rollout(prompt, Completion(torch.ones(2).long(), torch.zeros(2), False), text, {"f": reward}, reward)
+    return Rollout(prompt, Completion.of(torch.ones(2).long(), torch.zeros(2), False), text, {"f": reward}, reward)
 
 
 def test_several_held_out_sets_have_names_a_single_one_has_not():

@@ -51,7 +51,7 @@ def make_rollout(
     columns = columns or {}
     content = columns.get("question", "")
     prompt = Prompt(index=0, ids=[0] * prompt_tokens, columns=columns, row=row, content=content)
-    completion = Completion(torch.ones(num_tokens).long(), torch.zeros(num_tokens), truncated)
+    completion = Completion.of(torch.ones(num_tokens).long(), torch.zeros(num_tokens), truncated)
     return Rollout(prompt=prompt, completion=completion, text=text, rewards=rewards or {}, reward=reward, **trained)
 
 

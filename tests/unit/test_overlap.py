@@ -111,10 +111,10 @@ def test_shared_seconds(first, second, expected):
 PENDING = Pending(
     prompts=[Prompt(8, [5, 8], {"answer": 8}, 7, "a"), Prompt(9, [5, 9], {"answer": 9}, 7, "a", expected_tokens=2.5)],
     completions=[
-        Completion(torch.tensor([3, 1]), torch.tensor([-0.25, -torch.inf]), False, version=4, temperature=0.7),
-        Completion(torch.tensor([2]), torch.tensor([-1e-9]), True, version=4),
-        Completion(torch.tensor([], dtype=torch.int64), torch.tensor([]), False, version=4),
-        Completion(torch.tensor([9, 9, 9]), torch.tensor([-0.1, -0.2, -0.3]), True, version=4, temperature=0.7),
+        Completion.of(torch.tensor([3, 1]), torch.tensor([-0.25, -torch.inf]), False, version=4, temperature=0.7),
+        Completion.of(torch.tensor([2]), torch.tensor([-1e-9]), True, version=4),
+        Completion.of(torch.tensor([], dtype=torch.int64), torch.tensor([]), False, version=4),
+        Completion.of(torch.tensor([9, 9, 9]), torch.tensor([-0.1, -0.2, -0.3]), True, version=4, temperature=0.7),
     ],
     version=4,
     place={"num_drawn": 8},

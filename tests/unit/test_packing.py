@@ -158,7 +158,7 @@ def test_row_length_is_shared_and_rounded():
 
 def test_a_batch_is_its_samples_laid_end_to_end():
     prompt = Prompt(index=0, ids=[5, 6])
-    completion = Completion(
+    completion = Completion.of(
         torch.tensor([7, 8, 9]), torch.tensor([-1.0, -torch.inf, -3.0]), truncated=True, version=4, temperature=0.7
     )
     sample = sample_of(prompt, completion)

@@ -258,7 +258,7 @@ RAISING_LINE = next(n for n, line in enumerate(REWARD_FILE.splitlines(), start=1
 
 
 def rollout(text: str, index: int = 0, num_tokens: int = 1, truncated: bool = False, **columns) -> Rollout:
-    completion = Completion(torch.full((num_tokens,), 2), torch.full((num_tokens,), -0.5), truncated)
+    completion = Completion.of(torch.full((num_tokens,), 2), torch.full((num_tokens,), -0.5), truncated)
     prompt = Prompt(index, [1], columns, content="what?")
     return Rollout(prompt=prompt, completion=completion, text=text)
 
@@ -700,7 +700,7 @@ from grpo.types import Completion, Prompt, Rollout
 
 pool = RewardPool(RewardConfig(functions={sys.argv[1]: 1.0}, num_workers=2, timeout_seconds=1000), 100)
 texts = ["detach", "stubborn"]
-completion = Completion(torch.tensor([2]), torch.tensor([-0.5]), False)
+completion = Completion.of(torch.tensor([2]), torch.tensor([-0.5]), False)
 pool.submit([Rollout(Prompt(0, [1]), completion, text) for text in texts], group_size=1)
 if sys.argv[2] == "copied" and os.fork() == 0:
     time.sleep(1000)  # holds a copy of the driver's end of the socket

@@ -20,7 +20,7 @@ from grpo.types import Completion, Prompt, Rollout
 CONFIG = MetricsConfig(tensorboard=False, num_samples=1, wandb_project="additions")
 ROLLOUT = Rollout(
     Prompt(0, [1, 2]),
-    Completion(torch.tensor([3]), torch.tensor([-0.5]), truncated=True),
+    Completion.of(torch.tensor([3]), torch.tensor([-0.5]), truncated=True),
     text="3\x1b[2J",
     rewards={"math_reward": 1.0},
     reward=1.0,

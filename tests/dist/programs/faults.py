@@ -73,7 +73,7 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
                 break
             with timer.phase("generate"):
                 at(step, "generate")
-                completion = Completion(torch.arange(3), torch.zeros(3), False, 0, 1.0)
+                completion = Completion.of(torch.arange(3), torch.zeros(3), False)
                 gather_completions([completion] if roles.generates else None, roles)
             with timer.phase("reference"):
                 at(step, "reference")
