@@ -185,7 +185,7 @@ def add_advantages(
     learn, those without reward and teacher, and, with `mask_truncated`, the truncated ones, whose rewards still count
     in their group.
     """
-    algorithm = config.algorithm
+    algorithm = config.algorithm.resolved
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # KL(generator || reference)
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
@@ -209,7 +209,7 @@ def update(
 
     One update for each mini-batch; by default one in all.
     """
-    algorithm, loss_function = config.algorithm, configured_loss(config.algorithm)
+    algorithm, loss_function = config.algorithm.resolved, configured_loss(config.algorithm)
     if config.recomputes_old_logprobs:  # else `old` is the forward's own
         batch = replace(batch, old_logprobs_N=trainer.logprobs(batch))
     first_update = True

@@ -18,8 +18,7 @@ import torch
 
 from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.losses import check_loss_output, configured_loss
-from grpo.config import AlgorithmConfig, GRPOConfig
-from grpo.config.fields import complete
+from grpo.config import AlgorithmConfig
 from grpo.data.batches import make_batch
 from grpo.data.packing import build_micro_batch, take_out
 from grpo.types import MicroBatch, Sample, TrainBatch
@@ -37,7 +36,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 2
     name, options = arguments[0], json.loads(arguments[1]) if len(arguments) == 2 else {}
-    loss = configured_loss(complete(GRPOConfig(algorithm=AlgorithmConfig(loss=name, loss_options=options))).algorithm)
+    loss = configured_loss(AlgorithmConfig(loss=name, loss_options=options))
     failures = 0
     for check in CHECKS:
         try:

@@ -38,13 +38,12 @@ from dataclasses import replace
 
 from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.losses import configured_loss
-from grpo.config.fields import complete
 from grpo.data.packing import build_micro_batch
 
 batch = replace(batch, advantages_N=advantages_S[batch.owner_N])
 micro = build_micro_batch(batch, rows=[[0, 1]], row_length=batch.num_tokens)
 inputs = LossInputs.of(micro, micro.generator_logprobs_BT + 0.5, micro.generator_logprobs_BT)
-loss_BT, metrics = configured_loss(complete(grpo_config).algorithm)(inputs)
+loss_BT, metrics = configured_loss(grpo_config.algorithm)(inputs)
 print(loss_BT)  # -0.8484 where the ratio exp(0.5) is clipped to 1.2, 1.1657 where it is not; 0 outside the mask
 
 # %% The toy's two scripts, in this process
@@ -54,4 +53,4 @@ from grpo.roles.process_groups import setup_roles, setup_trainers
 
 train_sft.train(sft_config, setup_trainers(sft_config))
 grpo_config = change(grpo_config, {"model.path": f"{RUNS}/sft/model"})
-train_grpo.train(complete(grpo_config), setup_roles(grpo_config))
+train_grpo.train(grpo_config, setup_roles(grpo_config))

@@ -155,6 +155,7 @@ def configured_loss(config: AlgorithmConfig) -> Callable[[LossInputs], tuple[tor
 
     Raises what `load_loss` and `check_options` raise.
     """
+    config = config.resolved
     function, options = load_loss(config.loss), dict(config.loss_options)
     check_options(function, options, f"loss {config.loss}", "algorithm.loss_options")
 

@@ -13,7 +13,6 @@ from grpo.config.fields import (
     GRPOConfig,
     HeldOutConfig,
     SFTConfig,
-    complete,
 )
 from grpo.config.generation import generating
 from grpo.config.user_files import near_miss
@@ -37,11 +36,11 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
         if not config.replay:
             _check_generators(config)
         _check_data_parallel(config)
-        _check_algorithm(complete(config).algorithm, config)
+        _check_algorithm(config.algorithm.resolved, config)
         if config.overlap_steps:
-            _check_overlap(complete(config).algorithm, config)
+            _check_overlap(config.algorithm.resolved, config)
         if config.sampling.carry_over:
-            _check_carry_over(complete(config).algorithm, config)
+            _check_carry_over(config.algorithm.resolved, config)
         _check_sampling(config)
     else:
         _check_supervised(config)
@@ -320,8 +319,7 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     generator, algorithm = config.generator, config.algorithm
     if algorithm.loss == "gspo" and (algorithm.clip_high or 0) > WIDE_GSPO_CLIP:
         found.append(
-            f"algorithm.clip_high={algorithm.clip_high} hardly ever clips a sequence's ratio; gspo's paper has 4e-4 (a "
-            "recipe saved from another loss names its clips)"
+            f"algorithm.clip_high={algorithm.clip_high} hardly ever clips a sequence's ratio; gspo's paper has 4e-4"
         )
     ratio_is_1 = config.updates_per_step == 1 and algorithm.old_logprobs == "policy"
     if ratio_is_1 and algorithm.loss_options.get("max_importance_weight"):

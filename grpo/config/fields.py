@@ -367,7 +367,10 @@ Advantages = Literal["group_std", "group_mean", "batch_std", "rloo", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """How rewards become a gradient. A field that is None takes what the paper of `loss` uses (PAPER_DEFAULTS)."""
+    """How rewards become a gradient. A field that is None takes what the paper of `loss` uses (PAPER_DEFAULTS).
+
+    It stays None here, in the saved config too, so that another `loss` brings its own; a step computes with `resolved`.
+    """
 
     loss: str = "grpo"
     """grpo, dr_grpo, dapo, gspo, cispo, sapo, reinforce, or your own `path/file.py:function`."""
@@ -417,6 +420,17 @@ class AlgorithmConfig:
     """mask_tokens, mask_sequences: smallest w that is not masked."""
     importance_correction_high: Annotated[float, Above(0)] = 2.0
     """truncate: largest w a token gets; mask_tokens, mask_sequences: largest w that is not masked."""
+
+    @property
+    def resolved(self) -> "AlgorithmConfig":
+        """The algorithm with a value in place of each None. Raises ValueError if there is no such loss."""
+        check_loss_name(self.loss)
+        return replace(self, **{name: value for name, value in self._defaults.items() if getattr(self, name) is None})
+
+    @property
+    def _defaults(self) -> dict[str, Any]:
+        correction = "truncate" if self.old_logprobs == "policy" else "none"
+        return PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS) | {"importance_correction": correction}
 
 
 # What a loss needs, in addition to its formula, to be the algorithm of its paper
@@ -687,15 +701,3 @@ class SFTConfig(RunConfig):
 
 
 Config = TypeVar("Config", GRPOConfig, SFTConfig)
-
-
-def complete(config: Config) -> Config:
-    """Fill in what the loss's paper decides, wherever the user left it open (None)."""
-    if isinstance(config, SFTConfig):
-        return config
-    algorithm = config.algorithm
-    check_loss_name(algorithm.loss)
-    defaults = dict(PAPER_DEFAULTS.get(algorithm.loss, OWN_LOSS_DEFAULTS))
-    defaults["importance_correction"] = "truncate" if algorithm.old_logprobs == "policy" else "none"
-    open_fields = {name: value for name, value in defaults.items() if getattr(algorithm, name) is None}
-    return replace(config, algorithm=replace(algorithm, **open_fields))

@@ -15,14 +15,14 @@ from typing import Any
 
 from grpo.config.bounds import check_fields
 from grpo.config.checks import cautions, validate
-from grpo.config.fields import Config, GRPOConfig, Json, Options, Scalar, SFTConfig, complete
+from grpo.config.fields import Config, GRPOConfig, Json, Options, Scalar, SFTConfig
 from grpo.config.user_files import in_words, line_of, run_file
 
 
 def load(
     config_type: type[Config] | tuple[type[Config], ...], default_recipe: str, arguments: list[str] | None = None
 ) -> Config:
-    """Read `[RECIPE.py] [--field value ...]` into a checked config. Prints what differs from the recipe.
+    """Read `[RECIPE.py] [--field value ...]` into a checked config. Prints what differs and what follows.
 
     config_type: what the recipe may bind; of several, its flags are those of the one that it binds.
 
@@ -40,9 +40,9 @@ def load(
             nowhere = silence.enter_context(open(os.devnull, "w"))
             silence.enter_context(contextlib.redirect_stdout(nowhere))
             silence.enter_context(contextlib.redirect_stderr(nowhere))
-        config = complete(tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers()))
+        config = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
         validate(config)
-        print("\n  ".join([f"recipe {recipe}", *differences(config, complete(default))]), flush=True)
+        print("\n  ".join([f"recipe {recipe}", *differences(config, default), *derived(config)]), flush=True)
         for warning in cautions(config):
             print(f"warning: {warning}", flush=True)
     return config
@@ -164,9 +164,19 @@ def differences(config: Config, recipe: Config) -> list[str]:
     ]
 
 
-def as_recipe(config: GRPOConfig | SFTConfig) -> str:
-    """The resolved config as the text of a recipe file, so that a run can be repeated from its own folder.
+def derived(config: Config) -> list[str]:
+    """Say what follows from the loss in fields that are None: `advantages='group_std', ... follow from ...`."""
+    if isinstance(config, SFTConfig):
+        return []
+    resolved = config.algorithm.resolved
+    values = [f"{name}={getattr(resolved, name)!r}" for name, value in vars(config.algorithm).items() if value is None]
+    return [f"from algorithm.loss={resolved.loss} follow {', '.join(values)}"] if values else []
 
+
+def as_recipe(config: GRPOConfig | SFTConfig) -> str:
+    """The config as the text of a recipe file, so that a run can be repeated from its own folder.
+
+    What was left open (None) stays open, so that `runs/a/config.py --algorithm.loss dapo` is all of DAPO.
     `resume`, `allow_changes` and `overwrite` are off in it: they were meant for that one start, and would continue or
     delete the run which the file describes.
     """

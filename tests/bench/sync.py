@@ -104,7 +104,6 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
     import torch.distributed as dist
 
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
-    from grpo.config.fields import complete
     from grpo.models.buckets import whole_tensors
     from grpo.roles.comm import wait_for_all
     from grpo.roles.generator import Generator
@@ -115,28 +114,24 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
 
     kind, num_trainers, replicas, parallel, _ = parse(layout)
     folder, on_gpu, colocated = str(checkpoint(shape)), torch.cuda.is_available(), kind == "colocated"
-    config = complete(
-        GRPOConfig(
-            # nothing is compiled: what is timed does not run the model
-            model=ModelConfig(path=folder, dtype="bfloat16" if on_gpu else "float32", attention="documents"),
-            roles=RolesConfig(
-                colocated=colocated,
-                num_trainers=num_trainers,
-                num_references=0,
-                num_generators=0 if colocated else replicas * parallel,
-            ),
-            generator=GeneratorConfig(
-                tensor_parallel=parallel,
-                max_completion_tokens=64,
-                kv_cache_gib=2 if on_gpu else 0,
-                max_num_seqs=16,
-                enforce_eager=graphs == "eager",
-            ),
-            trainer=TrainerConfig(
-                tensor_parallel=num_trainers if kind == "tp" else 1, lora_rank=lora_rank, compile=False
-            ),
-            group_size=GROUP_SIZE,
-        )
+    config = GRPOConfig(
+        # nothing is compiled: what is timed does not run the model
+        model=ModelConfig(path=folder, dtype="bfloat16" if on_gpu else "float32", attention="documents"),
+        roles=RolesConfig(
+            colocated=colocated,
+            num_trainers=num_trainers,
+            num_references=0,
+            num_generators=0 if colocated else replicas * parallel,
+        ),
+        generator=GeneratorConfig(
+            tensor_parallel=parallel,
+            max_completion_tokens=64,
+            kv_cache_gib=2 if on_gpu else 0,
+            max_num_seqs=16,
+            enforce_eager=graphs == "eager",
+        ),
+        trainer=TrainerConfig(tensor_parallel=num_trainers if kind == "tp" else 1, lora_rank=lora_rank, compile=False),
+        group_size=GROUP_SIZE,
     )
     roles = setup_roles(config)
     generator = Generator(config, folder, [], roles) if roles.generates else None

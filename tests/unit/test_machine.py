@@ -17,7 +17,7 @@ ROLES = c.RolesConfig(num_trainers=4, num_references=0, num_generators=4)
 
 
 def grpo(**fields) -> c.GRPOConfig:
-    return c.complete(c.GRPOConfig(**{"roles": ROLES} | fields))
+    return c.GRPOConfig(**{"roles": ROLES} | fields)
 
 
 def test_the_versions_of_this_environment_fit_and_another_one_is_named(monkeypatch):

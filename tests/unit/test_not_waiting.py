@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from grpo.algorithm.losses import configured_loss
-from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
-from grpo.config.fields import complete
+from grpo.config import PAPER_DEFAULTS, AlgorithmConfig
 from grpo.data.batches import make_batch
 from grpo.data.packing import build_micro_batch
 from grpo.data.shared_prompts import prompts_of
@@ -56,7 +55,7 @@ def on_fake_device(micro: MicroBatch, mode: FakeTensorMode) -> MicroBatch:
 
 @pytest.mark.parametrize("changes", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_the_objective_and_its_metrics_do_not_wait_for_the_device(changes):
-    algorithm = complete(GRPOConfig(algorithm=AlgorithmConfig(kl_coef=0.1, entropy_coef=0.1, **changes))).algorithm
+    algorithm = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.1, **changes).resolved
     loss_function, micro = configured_loss(algorithm), micro_batch()
     with FakeTensorMode() as mode:
         micro = on_fake_device(micro, mode)

@@ -9,7 +9,6 @@ import torch
 
 from grpo.algorithm.losses import configured_loss
 from grpo.config import AlgorithmConfig, GRPOConfig
-from grpo.config.fields import complete
 from grpo.data.batches import make_batch
 from grpo.data.packing import build_micro_batch
 from grpo.roles.metrics import StepMetrics
@@ -32,7 +31,7 @@ def step(algorithm: AlgorithmConfig, logprobs=LOGPROBS, first=True, **fields) ->
     batch = dataclasses.replace(make_batch(samples(1)), advantages_N=torch.ones(3), **fields)
     micro = build_micro_batch(batch, [[0]], row_length=4)
     logprobs_BT = torch.tensor([[*logprobs, 0.0, 0.0]], requires_grad=True)
-    algorithm = complete(GRPOConfig(algorithm=algorithm)).algorithm
+    algorithm = algorithm.resolved
     settings = algorithm, configured_loss(algorithm), algorithm.kl_coef, 1.0, first
     loss, metrics = grpo_objective(*settings, micro, logprobs_BT, torch.zeros(1, 4))
     loss.backward()
@@ -106,7 +105,7 @@ REWARDS = torch.tensor([1.0, 0.0, 3.0, 5.0]), torch.tensor([True, True, True, Fa
 def advantages(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
     """Two groups of two; the last completion has no reward."""
     metrics = StepMetrics(4)
-    config = complete(GRPOConfig(algorithm=algorithm, group_size=2))
+    config = GRPOConfig(algorithm=algorithm, group_size=2)
     return add_advantages(config, batch, *REWARDS, algorithm.kl_coef, metrics), metrics.means()
 
 
@@ -161,7 +160,7 @@ def distilled(algorithm: AlgorithmConfig, teacher: list[float], has_reward: list
     """Two completions of a prompt, rewards 1 and 0, whose two tokens have these log-probs by the teacher."""
     batch = make_batch(samples(2))
     batch = dataclasses.replace(batch, ref_logprobs_N=torch.tensor([math.nan, *teacher] * 2))
-    config, metrics = complete(GRPOConfig(algorithm=algorithm, group_size=2)), StepMetrics(2)
+    config, metrics = GRPOConfig(algorithm=algorithm, group_size=2), StepMetrics(2)
     rewards = torch.tensor([1.0, 0.0]), torch.tensor(has_reward)
     return add_advantages(config, batch, *rewards, algorithm.kl_coef, metrics), metrics.means()
 
@@ -195,7 +194,7 @@ def test_its_gradient_is_that_of_the_reverse_kl_on_a_vocabulary_of_two(loss):
     """
     t = torch.tensor(math.log(3), requires_grad=True)
     algorithm = AlgorithmConfig(loss=loss, distill_coef=1.0)
-    config = complete(GRPOConfig(algorithm=algorithm, group_size=1))
+    config = GRPOConfig(algorithm=algorithm, group_size=1)
     policy, teacher = torch.log_softmax(torch.stack([t, torch.tensor(0.0)]), 0), math.log(1 / 2)
     gradient = 0.0
     for token in (0, 1):
@@ -206,7 +205,7 @@ def test_its_gradient_is_that_of_the_reverse_kl_on_a_vocabulary_of_two(loss):
         batch = add_advantages(config, batch, *no_reward, 0.0, StepMetrics(1))
         micro = build_micro_batch(batch, [[0]], row_length=2)
         logprobs_BT = torch.stack([policy[token], torch.tensor(0.0)])[None]
-        settings = config.algorithm, configured_loss(config.algorithm), 0.0, 1.0, True
+        settings = config.algorithm.resolved, configured_loss(config.algorithm), 0.0, 1.0, True
         value, _ = grpo_objective(*settings, micro, logprobs_BT, torch.zeros(1, 2))
         gradient += math.exp(logprob) * torch.autograd.grad(value, t, retain_graph=True)[0].item()
     assert gradient == pytest.approx(3 / 16 * math.log(3), rel=1e-5)

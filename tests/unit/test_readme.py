@@ -10,6 +10,7 @@ import shlex
 import pytest
 
 from grpo import config as c
+from grpo.config.checks import validate
 from grpo.config.layout import check_world_size, describe_layout
 from grpo.config.recipes import field_paths, load, load_recipe
 from grpo.folder.run_folder import RUN_FILES
@@ -318,7 +319,7 @@ def test_recipes_that_are_shown_can_be_used():
     for code in shown:
         names = {"__file__": str(ROOT / "configs" / "my_run.py")}
         exec(code, names)
-        c.complete(names["config"])
+        validate(names["config"])
 
 
 # Those of torch, pip and other libraries.

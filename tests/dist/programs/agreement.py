@@ -22,7 +22,6 @@ from grpo.config import (
     RolesConfig,
     TrainerConfig,
 )
-from grpo.config.fields import complete
 from grpo.data.batches import make_batch, sample_of
 from grpo.models.export import hf_tensors
 from grpo.roles.ahead import check_probe
@@ -94,7 +93,7 @@ def main() -> None:
 def make_config(
     folder: str, num_trainers: int, trainer_tensor_parallel: int, num_generators: int, generator_tensor_parallel: int
 ) -> GRPOConfig:
-    config = GRPOConfig(
+    return GRPOConfig(
         model=ModelConfig(path=folder, dtype="float32"),
         roles=RolesConfig(
             num_trainers=num_trainers, num_references=1, num_generators=num_generators, timeout_minutes=3
@@ -117,7 +116,6 @@ def make_config(
         prompts_per_step=len(PROMPTS),
         group_size=GROUP_SIZE,
     )
-    return complete(config)
 
 
 def sample(config: GRPOConfig, generator: Generator | None, version: int, roles: Roles) -> TrainBatch | None:
@@ -170,7 +168,7 @@ def largest(difference_N: torch.Tensor, batch: TrainBatch) -> float:
 def step(trainer: Trainer, config: GRPOConfig, batch: TrainBatch) -> None:
     """One update with its sync check, as in the loop. Collective over the trainer ranks."""
     trainer.zero_gradient()
-    metrics, algorithm = StepMetrics(batch.num_sequences), config.algorithm
+    metrics, algorithm = StepMetrics(batch.num_sequences), config.algorithm.resolved
     loss_function, denominator = configured_loss(algorithm), float(batch.num_sequences)
     objective = functools.partial(grpo_objective, algorithm, loss_function, algorithm.kl_coef, denominator, True)
     trainer.forward_backward(batch, objective, metrics)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, TrainerConfig
-from grpo.config.fields import complete
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Trainer
@@ -19,7 +18,7 @@ from grpo.roles.weight_sync import check_sync
 from grpo.types import TrainBatch
 from tests.dist.programs.normalisation import IN_ORDER, NOT_FINITE, make_step, objective_of
 
-CONFIG = complete(GRPOConfig(algorithm=AlgorithmConfig(kl_coef=0.1)))
+CONFIG = GRPOConfig(algorithm=AlgorithmConfig(kl_coef=0.1))
 FIELDS = {"reference": "ref_logprobs_N", "old": "old_logprobs_N", "advantages": "advantages_N"}
 PLACES = (*FIELDS, "policy", "loss", "gradient")
 

@@ -31,7 +31,6 @@ from grpo.config import (
     ModelConfig,
     TrainerConfig,
 )
-from grpo.config.fields import complete
 from grpo.data.batches import make_batch
 from grpo.models.export import hf_tensors
 from grpo.models.forward import micro_batches
@@ -109,7 +108,7 @@ def main() -> None:
     # how often FSDP gathers is no matter of the loss
     for name, algorithm in list(ALGORITHMS.items())[: 1 if gather == "update" else None]:
         algorithm = dataclasses.replace(algorithm, **EVERYTHING)
-        config = complete(GRPOConfig(generator=GeneratorConfig(max_completion_tokens=32), algorithm=algorithm))
+        config = GRPOConfig(generator=GeneratorConfig(max_completion_tokens=32), algorithm=algorithm)
         file = baselines / f"{name}.safetensors"
         if num_ranks == 1:
             save_file(gradients(config, False, 1, IN_ORDER), file)
@@ -168,7 +167,7 @@ def fsdp_messages() -> Iterator[Counter]:
 
 def objective_of(config: GRPOConfig, batch: TrainBatch) -> Objective:
     """The objective of a step's first update, as `train_grpo.update` puts it together."""
-    algorithm = config.algorithm
+    algorithm = config.algorithm.resolved
     denominator = denominator_of(config, batch.num_loss_tokens_S)
     return functools.partial(
         train_grpo.grpo_objective, algorithm, configured_loss(algorithm), algorithm.kl_coef, denominator, True
@@ -176,7 +175,9 @@ def objective_of(config: GRPOConfig, batch: TrainBatch) -> Objective:
 
 
 def denominator_of(config: GRPOConfig, num_loss_tokens_S: torch.Tensor) -> float:
-    return loss_denominator(num_loss_tokens_S, config.algorithm.aggregation, config.generator.max_completion_tokens)
+    return loss_denominator(
+        num_loss_tokens_S, config.algorithm.resolved.aggregation, config.generator.max_completion_tokens
+    )
 
 
 def make_step(order: list[int]) -> TrainBatch:
