@@ -17,8 +17,7 @@ import torch
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load_recipe
 from grpo.data.chat import load_tokenizer
-from grpo.folder.checkpoint import best_checkpoint, load_model
-from grpo.folder.checkpoint_files import check_checkpoint
+from grpo.folder.checkpoint import best_checkpoint, check_checkpoint, load_model
 from grpo.folder.run_folder import step_folders, step_of
 from grpo.models.build import build_model
 from grpo.models.export import export_hf

@@ -461,18 +461,13 @@ class CheckpointConfig:
     """Saving, resuming and the exported model."""
 
     interval: Interval = 0
-    """Steps between checkpoints, after the last step too; 0 saves none (see `at_end`)."""
-    at_end: bool = False
-    """Save after the last step even with `interval` 0, to continue with more steps later."""
+    """Steps between checkpoints, after the last step too, so that `num_steps` saves once; 0 saves none."""
     in_background: bool = False
-    """Copy the state to host memory and write it while the next steps run; it takes as much memory as the files."""
+    """Write the state while the next steps run, from a copy in host memory that takes as much as the files."""
     keep: Annotated[int, AtLeast(1)] = 2
     """How many of the newest checkpoints are kept."""
     keep_best: str = ""
     """Held-out metric, such as accuracy; where it is highest, that checkpoint stays beside the newest. Empty: none."""
-    on_full_disk: Literal["stop", "continue"] = "stop"
-    """What a checkpoint for which there is no room does to the run; older ones stay in any case.
-    stop: end it with one message; continue: warn, and try again at the next one."""
     export: bool = True
     """Write a Hugging Face folder (`RUN_DIR/model`) at the end."""
 

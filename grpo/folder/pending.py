@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grpo.data.streams import PromptStream
-from grpo.folder.checkpoint_files import DRIVER_FILE, read_driver_tensors
+from grpo.folder.checkpoint import DRIVER_FILE, read_driver_tensors
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.types import Completion, Pending
 

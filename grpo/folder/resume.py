@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe
 from grpo.config.saved import Change, changes_since
-from grpo.folder.checkpoint import check_adapters, newest_usable, remove_unfinished, set_aside
+from grpo.folder.checkpoint import newest_usable, remove_unfinished, set_aside
 from grpo.folder.pending import without_pending
 from grpo.folder.run_folder import CONFIG, begin_run, check_run_folder, mark_run_folder
 
 Stream = TypeVar("Stream")
+# Fields that decide which tensors a checkpoint has; --allow-changes does not help
+OF_ADAPTERS = ("trainer.lora_rank", "trainer.lora_targets")
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,8 @@ def open_run_folder(config: GRPOConfig | SFTConfig, script: str, inputs: tuple[s
     check_run_folder(config.run_dir, script, inputs, resume=config.resume, overwrite=config.overwrite)
     mark_run_folder(config.run_dir, script)
     checkpoint, state, broken = newest_usable(config.run_dir) if config.resume else (None, {}, [])
-    if checkpoint is not None:
-        check_adapters(checkpoint, config.trainer)
-        if not is_same_run(config):  # old values, or old groups, are not for a step of this one
-            state = without_pending(state)
+    if checkpoint is not None and not is_same_run(config):
+        state = without_pending(state)  # old values, or old groups, are not for a step of this one
     return Opened(checkpoint, state, tuple(broken))
 
 
@@ -55,7 +55,7 @@ def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
     """Whether the run goes on as it began; prints each field that differs from the config of the run that is resumed.
 
     False also if that config cannot be read. Raises ValueError, unless `allow_changes` is set, if the result depends on
-    one of them.
+    one of them, and in any case if other LoRA adapters are asked for than the checkpoints have.
     """
     path = pathlib.Path(config.run_dir) / CONFIG
     try:
@@ -65,6 +65,11 @@ def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
         return False
     told = [_in_words(change) for change in changes]
     refused = [text for text, change in zip(told, changes, strict=True) if change.breaks_exactness]
+    if adapters := [text for text, change in zip(told, changes, strict=True) if change.path in OF_ADAPTERS]:
+        raise ValueError(
+            f"the checkpoints of {config.run_dir} have no place for other adapters: {'; '.join(adapters)}. Resume with "
+            "the old values, or start a new run in another --run-dir"
+        )
     if refused and not config.allow_changes:
         raise ValueError(
             f"{config.run_dir} would not go on as the run that it is: {'; '.join(refused)}. Resume with the old "

@@ -2,9 +2,14 @@
 
 A run writes into a folder, and with `overwrite` deletes from it, only if the folder is empty or has the `run.json` of
 an earlier run. So a mistyped --run-dir costs nobody their files. What is deleted are the files that a run writes, by
-their names; whatever else lies there stays.
+their names; whatever else lies there stays. Links and pipes that somebody put there under these names are not followed.
+
+One run per folder: the driver's process holds `run.lock` by the kernel's lock (flock), which is gone with the process,
+however it ended. NFS and most cluster file systems hold it between nodes too.
 """
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -12,16 +17,16 @@ import pathlib
 import platform
 import re
 import shutil
+import socket
+import stat
 import subprocess
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from grpo.folder.run_lock import LOCK, lock_run_folder, refuse_held_folder
-
 MARKER = "run.json"
+LOCK = "run.lock"
 CONFIG = "config.py"
-FORMAT = 1
 CHECKPOINTS = "checkpoints"
 # What a run writes into its folder, and all that `overwrite` deletes
 RUN_FILES = (
@@ -54,6 +59,9 @@ OLD_CONFIG = re.compile(r"config-step-[0-9]{8,}\.py")  # the config up to that s
 ROOT = pathlib.Path(__file__).parents[2]
 GIT_SECONDS = 10
 
+# Descriptors of the locks that this process holds; it closes them when it ends
+_held: dict[pathlib.Path, int] = {}
+
 
 def check_run_folder(
     run_dir: str, script: str, inputs: Iterable[str], *, resume: bool = False, overwrite: bool = False
@@ -66,16 +74,17 @@ def check_run_folder(
     """
     folder = pathlib.Path(run_dir)
     _check_place(folder)
-    refuse_held_folder(folder)
-    there = sorted({path.name for path in folder.iterdir()} - {f"{MARKER}.tmp", LOCK}) if folder.is_dir() else []
+    if os.path.lexists(folder / LOCK) and folder.resolve() not in _held:
+        os.close(_take_lock(folder))
+    there = sorted({path.name for path in folder.iterdir()} - {LOCK}) if folder.is_dir() else []
+    if there == [f"{MARKER}.tmp"] and stat.S_ISREG((folder / there[0]).lstat().st_mode):
+        there = []  # a run was killed while it wrote its marker
     marker = read_marker(folder)
     if there and marker is None:
         shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
-        old = "config.py" in there and {"metrics.jsonl", CHECKPOINTS} & {*there}
         raise ValueError(
-            f"{run_dir} has files ({shown}) but no {MARKER}, with which a run marks its folder"
-            + (" (runs of earlier versions did not)" if old else "")
-            + "; nothing is written there: choose another --run-dir, or empty the folder yourself"
+            f"{run_dir} has files ({shown}) but no {MARKER}, with which a run marks its folder; nothing is written "
+            "there: choose another --run-dir, or empty the folder yourself"
         )
     if marker is None:
         return
@@ -137,10 +146,7 @@ def begin_run(
 
 
 def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:
-    """The folder's `run.json`; None if there is none, or one that no run wrote.
-
-    Raises ValueError if a later version of this project wrote it.
-    """
+    """The folder's `run.json`; None if there is none, or one that no run wrote."""
     path = pathlib.Path(run_dir) / MARKER
     if path.is_symlink() or not path.is_file():
         return None
@@ -148,18 +154,7 @@ def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:
         marker = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return None
-    if (
-        not isinstance(marker, dict)
-        or not isinstance(marker.get("script"), str)
-        or type(marker.get("format")) is not int
-    ):
-        return None
-    if marker["format"] > FORMAT:
-        raise ValueError(
-            f"{path} has format {marker['format']}, this version writes {FORMAT}; use the version that wrote it or "
-            "choose another --run-dir"
-        )
-    return marker
+    return marker if isinstance(marker, dict) and isinstance(marker.get("script"), str) else None
 
 
 def describe_run(script: str) -> dict[str, Any]:
@@ -168,11 +163,35 @@ def describe_run(script: str) -> dict[str, Any]:
     versions |= {"transformers": ["transformers"]}
     return {
         "script": script,
-        "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {k: _version(names) for k, names in versions.items()},
         "commit": _commit(),
     }
+
+
+def lock_run_folder(run_dir: str | pathlib.Path) -> None:
+    """Hold the folder for this process until it ends or calls `unlock_run_folder`; twice is as good as once.
+
+    Raises ValueError that names who holds it.
+    """
+    folder = pathlib.Path(run_dir).resolve()
+    if folder in _held:
+        return
+    descriptor = _take_lock(folder, os.O_CREAT)
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": since}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
+    _held[folder] = descriptor
+
+
+def unlock_run_folder(run_dir: str | pathlib.Path) -> None:
+    """Give it back; nothing happens if this process does not hold it."""
+    descriptor = _held.pop(pathlib.Path(run_dir).resolve(), None)
+    if descriptor is not None:
+        os.ftruncate(descriptor, 0)
+        os.close(descriptor)
 
 
 def step_folders(run_dir: str | pathlib.Path) -> list[pathlib.Path]:
@@ -186,8 +205,52 @@ def step_of(folder: pathlib.Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
+def _take_lock(folder: pathlib.Path, flags: int = 0) -> int:
+    """Lock the folder's `run.lock`, without following links or waiting; closing the descriptor gives it back.
+
+    Raises ValueError that names the process which holds it, or if it is no regular file.
+    """
+    path = folder / LOCK
+    try:  # for writing too, because NFS locks nothing that is open for reading only
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be opened ({error.strerror}); choose another --run-dir") from error
+    try:
+        opened = os.fstat(descriptor)
+        if not stat.S_ISREG(opened.st_mode) or opened.st_nlink > 1:
+            raise ValueError(f"{path} is no file that a run wrote; remove it, or choose another --run-dir")
+        _flock(descriptor, folder)
+        if not path.exists() or not os.path.samestat(opened, path.lstat()):
+            raise ValueError(f"{path} was replaced while this run took it; start again")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _flock(descriptor: int, folder: pathlib.Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = {}
+        with contextlib.suppress(ValueError, TypeError):
+            holder |= json.loads(os.pread(descriptor, 4096, 0))
+        who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
+        who += f", job {holder['job']}" if holder.get("job") else ""
+        raise ValueError(
+            f"{folder} is in use by another run ({who}, since {holder.get('since', '?')}); wait for its end, or choose "
+            "another --run-dir"
+        ) from error
+    except OSError as error:  # some mounts of Lustre
+        print(f"warning: {folder} has no locks ({error.strerror}); nothing keeps a second run out of it", flush=True)
+
+
 def _check_place(folder: pathlib.Path) -> None:
     """Refuse what is no folder and cannot become one."""
+    try:
+        folder.exists()
+    except OSError as error:  # a name of 300 letters
+        raise ValueError(f"run_dir {folder}: {error.strerror}; choose another --run-dir") from error
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         what = "a file" if folder.exists() else "a link to nowhere"
         raise ValueError(f"run_dir {folder} is {what}; choose another --run-dir")
@@ -226,7 +289,9 @@ def _delete(path: pathlib.Path) -> None:
 def _write(path: pathlib.Path, text: str) -> None:
     """In one step: a crash leaves the old file or the new one."""
     partial = path.with_name(f"{path.name}.tmp")
-    partial.write_text(text, encoding="utf-8")
+    partial.unlink(missing_ok=True)
+    with open(partial, "x", encoding="utf-8") as file:  # not through a link that somebody put there meanwhile
+        file.write(text)
     partial.replace(path)
 
 

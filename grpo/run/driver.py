@@ -22,7 +22,7 @@ from grpo.data.streams import PromptStream
 from grpo.folder.checkpoint import saves
 from grpo.folder.pending import pending_state, pending_tensors, read_pending
 from grpo.folder.resume import begin, open_run_folder, resumed_stream
-from grpo.folder.run_lock import unlock_run_folder
+from grpo.folder.run_folder import unlock_run_folder
 from grpo.models import hf_folder
 from grpo.report.ledger import Ledger
 from grpo.report.log import RunLog

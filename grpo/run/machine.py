@@ -208,7 +208,7 @@ def check_disk(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig
     replaced = sum(path.stat().st_size for path in there) / 2**30  # resumed or overwritten, they make room
     needed, free = max(one * count + export - replaced, 0), shutil.disk_usage(place).free / 2**30
     found = f"{count} checkpoints of {one:.2f} GiB and an export of {export:.2f}, free in {place}: {free:.1f} GiB"
-    to_do = "another --run-dir, a lower --checkpoint.keep, or --checkpoint.on-full-disk continue"
+    to_do = "another --run-dir, or a lower --checkpoint.keep"
     return Row.of("disk", needed <= free, found, to_do)
 
 
@@ -222,6 +222,6 @@ def num_checkpoints(config: GRPOConfig | SFTConfig) -> int:
     """The most that lie on the disk at one time: those kept, the best, and the one that is being written."""
     checkpoint = config.checkpoint
     if not checkpoint.interval:
-        return int(checkpoint.at_end)
+        return 0
     most = checkpoint.keep + 1 + bool(checkpoint.keep_best)
     return min(most, math.ceil(config.num_steps / checkpoint.interval))

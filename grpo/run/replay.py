@@ -16,7 +16,7 @@ from grpo.config import GRPOConfig
 from grpo.data.recorded import batch_path, check_recorded, read_step
 from grpo.folder.checkpoint import saves
 from grpo.folder.resume import begin, open_run_folder
-from grpo.folder.run_lock import unlock_run_folder
+from grpo.folder.run_folder import unlock_run_folder
 from grpo.models import hf_folder
 from grpo.report.ledger import Ledger
 from grpo.report.log import RunLog

@@ -21,7 +21,7 @@ from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
 from grpo.data.show import show_chat
 from grpo.data.streams import ChatStream, Labelled
 from grpo.folder.resume import begin, open_run_folder, resumed_stream
-from grpo.folder.run_lock import unlock_run_folder
+from grpo.folder.run_folder import unlock_run_folder
 from grpo.models import hf_folder
 from grpo.models.hf_folder import ChatForm
 from grpo.report.log import RunLog

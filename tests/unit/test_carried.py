@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
 
 from grpo.config import GRPOConfig, SamplingConfig
-from grpo.folder.checkpoint_files import DRIVER_TENSORS_FILE
 from grpo.folder.pending import without_pending
 from grpo.report.sampling_work import stale_frac
 from grpo.run.carried import CarryOver, join
@@ -91,7 +90,7 @@ def test_a_checkpoint_gives_back_what_is_carried_over(tmp_path):
     place = stream.state_dict()
     carried.begin(stream.draw(2), place)
     carried.take([completion(6, 1, version=1), completion(7, 1, version=1), completion(1, 2, 1, first=4)])
-    save_file(carried.tensors(), tmp_path / DRIVER_TENSORS_FILE)
+    dcp.save({"driver": carried.tensors()}, checkpoint_id=tmp_path, no_dist=True)
     state = json.loads(json.dumps(carried.state()))
     assert state == {"draws": [{"place": {"num_drawn": 3}, "count": 2, "prompts": [4]}]}
 
@@ -113,7 +112,7 @@ def test_a_cut_group_survives_a_checkpoint_with_its_pieces(tmp_path):
         carried.begin(stream.draw(carried.num_missing), place)
         pieces = [completion(1, 2, version, ended=False, first=2 * version)]
         carried.take([completion(0, 3), *pieces, *(completion(i, 2, version) for i in range(2, 12))])
-    save_file(carried.tensors(), tmp_path / DRIVER_TENSORS_FILE)
+    dcp.save({"driver": carried.tensors()}, checkpoint_id=tmp_path, no_dist=True)
     again = CarryOver(2, 1, 2)
     again.load(tmp_path, carried.state(), stream)
     [cut] = [c for group in again.groups for c in group.completions if not c.ended]

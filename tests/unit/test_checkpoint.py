@@ -1,11 +1,14 @@
-"""A checkpoint is read as tensors and plain values: what would run code is refused, and nothing of it runs."""
+"""Checkpoints: everything comes back, what is damaged gives way to the one before, and reading one runs no code."""
 
+import contextlib
 import copy
 import errno
 import json
 import os
 import pathlib
 import pickle
+import resource
+import shutil
 import time
 
 import pytest
@@ -14,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 
 from grpo.config import CheckpointConfig
 from grpo.export import find_checkpoint
-from grpo.folder import checkpoint, checkpoint_files
-from grpo.folder.checkpoint_files import PlainReader
+from grpo.folder import checkpoint
 from grpo.folder.run_folder import step_folders, step_of
+from grpo.folder.safe_reader import SafeReader
 from grpo.watch.failures import BadInput
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -27,10 +30,10 @@ class Trained:
 
     def __init__(self, seed: int):
         torch.manual_seed(seed)
-        self.model = torch.nn.Linear(3, 2).bfloat16()
+        self.model = torch.nn.Linear(300, 2).bfloat16()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=seed)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, [lambda step: 1 / (1 + step)])
-        self.model(torch.ones(3, dtype=torch.bfloat16)).sum().backward()
+        self.model(torch.ones(300, dtype=torch.bfloat16)).sum().backward()
         self.optimizer.step()
         self.schedule.step()
 
@@ -43,19 +46,32 @@ class Trained:
                 getattr(self, name).load_state_dict(values)
 
 
-def save(run_dir: pathlib.Path, step: int, **config) -> pathlib.Path:
+TENSORS = {"ids": torch.arange(50), "none": torch.empty(0, dtype=torch.int64), "logprobs": torch.rand(50)}
+
+
+def save(run_dir: pathlib.Path, step: int, tensors=TENSORS, **config) -> pathlib.Path:
     """A checkpoint; returns its folder."""
-    state, config = {"step": step, "data": {}}, CheckpointConfig(**{"keep": 1} | config)
-    checkpoint.save_checkpoint(str(run_dir), step, Trained(step), state, config)
+    saver = checkpoint.Saver(str(run_dir), CheckpointConfig(**{"keep": 2} | config), None)
+    saver.save(step, Trained(step), {"step": step, "data": {"num_drawn": 8 * step}}, tensors)
+    saver.wait()
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
-@pytest.fixture
-def saved(tmp_path) -> pathlib.Path:
-    return save(tmp_path, 3)
+def names(run_dir: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_everything_comes_back(saved):
+def newest(run_dir: pathlib.Path) -> int:
+    return step_of(checkpoint.newest_usable(str(run_dir))[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is saved, when, and what is kept
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_everything_comes_back(tmp_path):
+    saved = save(tmp_path, 3)
     torch.manual_seed(3)
     expected = Trained(3)
     next_random = torch.rand(3)  # the state that was saved: after Trained(3) had been made
@@ -64,91 +80,32 @@ def test_everything_comes_back(saved):
     assert torch.equal(torch.rand(3), next_random)
     for name, value in expected.model.state_dict().items():
         assert torch.equal(other.model.state_dict()[name], value)
-    assert other.optimizer.state_dict()["param_groups"] == expected.optimizer.state_dict()["param_groups"]
-    assert other.optimizer.param_groups[0]["lr"] == 1.5 and other.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    before, after = expected.optimizer.state_dict(), other.optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"] and after["param_groups"][0]["lr"] == 1.5
+    assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
     assert other.schedule.state_dict() == expected.schedule.state_dict()
-    assert torch.equal(
-        other.optimizer.state_dict()["state"][0]["exp_avg"], expected.optimizer.state_dict()["state"][0]["exp_avg"]
-    )
+    tensors = checkpoint.read_driver_tensors(saved)
+    assert tensors.keys() == TENSORS.keys() and all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+    assert checkpoint.newest_usable(str(tmp_path)) == (saved, {"step": 3, "data": {"num_drawn": 24}}, [])
+    assert checkpoint.read_driver_tensors(save(tmp_path, 4, tensors=None)) == {}
 
 
-class Evil:
-    """Writes a file when it is unpickled."""
+def test_steps_that_are_saved():
+    def steps(interval: int) -> list[int]:
+        return [step for step in range(1, 6) if checkpoint.saves(CheckpointConfig(interval=interval), step, step == 5)]
 
-    def __init__(self, path: pathlib.Path):
-        self.path = path
-
-    def __reduce__(self):
-        return pathlib.Path.write_text, (self.path, "ran")
-
-
-class EvilSystem(Evil):
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
-
-
-@pytest.mark.parametrize("evil", [Evil, EvilSystem])
-def test_metadata_that_runs_code_is_refused(saved, tmp_path, evil):
-    (saved / ".metadata").write_bytes(pickle.dumps(evil(tmp_path / "ran")))
-    with pytest.raises(pickle.UnpicklingError, match="which no checkpoint of this project has"):
-        checkpoint.load_checkpoint(saved, Trained(2))
-    assert not (tmp_path / "ran").exists()
-    with pytest.raises(AttributeError):  # torch's own reader, for comparison, runs it
-        dcp.FileSystemReader(saved).read_metadata()
-    assert (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("name", ["builtins eval", "os system", "torch.distributed.checkpoint.metadata os.system"])
-def test_names_in_metadata_are_those_of_the_list(saved, name):
-    module, function = name.split()
-    (saved / ".metadata").write_bytes(b"c" + f"{module}\n{function}\n".encode() + b".")
-    with pytest.raises(pickle.UnpicklingError, match=f"names {module}.{function}"):
-        PlainReader(saved).read_metadata()
-
-
-@pytest.mark.parametrize("kind", ["value", "tensor"])
-def test_a_shard_that_runs_code_is_refused(saved, tmp_path, kind):
-    """The place of a value (lr) or of a tensor in the shard's file, filled with an object of its own."""
-    metadata = PlainReader(saved).read_metadata()
-    wanted = "optimizer.param_groups.0.lr" if kind == "value" else "model.weight"
-    (index,) = [index for index in metadata.storage_data if index.fqn == wanted]
-    place = metadata.storage_data[index]
-    shard = saved / place.relative_path
-    torch.save(Evil(tmp_path / "ran"), tmp_path / "evil")
-    evil = (tmp_path / "evil").read_bytes()
-    metadata.storage_data[index] = type(place)(place.relative_path, shard.stat().st_size, len(evil))
-    shard.write_bytes(shard.read_bytes() + evil)
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(BadInput, match="cannot be loaded: .*Weights only load failed"):
-        checkpoint.load_checkpoint(saved, Trained(2))
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", '{"step": 3}', '{"step": "3", "data": {}}', '{"step": true, "data": {}}', '{"data": {}, "step": 1'],
-)
-def test_a_broken_driver_state(saved, text):
-    (saved / "driver.json").write_text(text)
-    with pytest.raises(ValueError, match="driver.json"):
-        checkpoint_files.read_driver_state(saved)
+    assert (steps(2), steps(0), steps(5)) == ([2, 4, 5], [], [5])
 
 
 def test_the_newest_are_kept_and_strangers_too(tmp_path):
-    folder = tmp_path / "checkpoints"
-    for name in ("step-abcdefgh", "step-00000001.bak", "step-99999999x"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "driver.json").write_text(json.dumps({"step": 99, "data": {}}))
+    strangers = ["step-00000001.bak", "step-99999999x", "step-abcdefgh"]
+    for name in strangers:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "driver.json").write_text(json.dumps({"step": 99, "data": {}}))
     for step in (1, 2, 3):
         save(tmp_path, step, keep=2)
-    assert checkpoint.newest_usable(str(tmp_path))[0].name == "step-00000003"
-    assert {path.name for path in folder.iterdir()} == {
-        "step-00000002",
-        "step-00000003",
-        "step-abcdefgh",
-        "step-00000001.bak",
-        "step-99999999x",
-    }
+    assert newest(tmp_path) == 3
+    assert names(tmp_path) == sorted(["step-00000002", "step-00000003", *strangers])
 
 
 def test_the_best_checkpoint_is_kept(tmp_path):
@@ -159,36 +116,15 @@ def test_the_best_checkpoint_is_kept(tmp_path):
         with open(tmp_path / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": step, "eval/accuracy": accuracy}) + "\n")
             file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
-        save(tmp_path, step, keep_best="accuracy")
+        save(tmp_path, step, keep=1, keep_best="accuracy")
         left.append([step_of(folder) for folder in step_folders(tmp_path)])
     assert left == [[1], [2], [2, 3], [4], [4, 5]]
     assert step_of(find_checkpoint(tmp_path, "best", "accuracy")) == 4
     assert step_of(find_checkpoint(tmp_path, "latest", "")) == 5
     assert step_of(find_checkpoint(tmp_path, "4", "")) == 4
-    for step, metric, message in (("best", "", "no best"), ("3", "", "no checkpoint of step 3; there are 4, 5")):
+    for step, message in (("best", "no best"), ("3", "no checkpoint of step 3; there are 4, 5")):
         with pytest.raises(ValueError, match=message):
-            find_checkpoint(tmp_path, step, metric)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# When, and in the background
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_steps_that_are_saved():
-    def steps(**config) -> list[int]:
-        return [step for step in range(1, 6) if checkpoint.saves(CheckpointConfig(**config), step, is_last=step == 5)]
-
-    assert steps(interval=2) == [2, 4, 5]
-    assert steps() == []
-    assert steps(at_end=True) == [5]
-
-
-def wait_for(path: pathlib.Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} was not written"
-        time.sleep(0.01)
+            find_checkpoint(tmp_path, step, "")
 
 
 def test_a_checkpoint_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path):
@@ -196,51 +132,263 @@ def test_a_checkpoint_in_the_background_is_of_the_moment_it_was_asked_for(tmp_pa
     trained, state = Trained(3), {"step": 3, "data": {"rates": [1]}}
     expected = copy.deepcopy((trained.model.state_dict(), trained.schedule.state_dict()))
     saver = checkpoint.Saver(str(tmp_path), CheckpointConfig(keep=1, in_background=True), None)
-    saver.save(3, trained, state)
+    saver.save(3, trained, state, tensors := {"ids": torch.arange(5)})
     state["data"]["rates"].append(2)
+    tensors["ids"].zero_()
     with torch.no_grad():
         trained.model.weight.add_(1)
     trained.schedule.step()
     folder = tmp_path / "checkpoints" / "step-00000003"
-    wait_for(folder)  # complete without any further call
-    other = Trained(2)
-    checkpoint.load_checkpoint(folder, other)
-    assert torch.equal(other.model.weight, expected[0]["weight"]) and not torch.equal(
-        other.model.weight, trained.model.weight
-    )
+    deadline = time.monotonic() + 30
+    while not folder.exists():  # complete without any further call
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    checkpoint.load_checkpoint(folder, other := Trained(2))
+    assert torch.equal(other.model.weight, expected[0]["weight"])
+    assert not torch.equal(other.model.weight, trained.model.weight)
     assert other.schedule.state_dict() == expected[1]
     assert checkpoint.newest_usable(str(tmp_path))[1] == {"step": 3, "data": {"rates": [1]}}
+    assert checkpoint.read_driver_tensors(folder)["ids"].tolist() == [0, 1, 2, 3, 4]
     saver.save(4, trained, {"step": 4, "data": {}})  # waits for the one before
     saver.wait()
     saver.wait()  # nothing is left to wait for
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+    assert names(tmp_path) == ["step-00000004"]
 
 
-@pytest.mark.parametrize("where", ["shard", "driver"])
-def test_a_failure_in_the_background_is_told_with_its_cause(where, tmp_path, monkeypatch, capsys):
-    def full(*arguments, **options):
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def shard(folder: pathlib.Path) -> pathlib.Path:
+    (path,) = folder.glob("*.distcp")
+    return path
+
+
+def rewrite(name: str, content: str | bytes):
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def pipe(name: str):
+    def replace(folder: pathlib.Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return replace
+
+
+def elsewhere(folder: pathlib.Path) -> None:
+    """Metadata that name a file outside of the folder."""
+    metadata = SafeReader(folder).read_metadata()
+    for index, place in metadata.storage_data.items():
+        metadata.storage_data[index] = type(place)("../../x.distcp", place.offset, place.length)
+    rewrite(".metadata", pickle.dumps(metadata))(folder)
+
+
+# name: (how to damage a checkpoint, the file that the message names)
+DAMAGE = {
+    "shard missing": (lambda f: shard(f).unlink(), ".distcp"),
+    "shard cut": (lambda f: os.truncate(shard(f), shard(f).stat().st_size - 1), ".distcp"),
+    "shard empty": (lambda f: os.truncate(shard(f), 0), ".distcp"),
+    "metadata missing": (lambda f: (f / ".metadata").unlink(), ".metadata"),
+    "metadata cut": (lambda f: os.truncate(f / ".metadata", 100), ".metadata"),
+    "metadata empty": (lambda f: os.truncate(f / ".metadata", 0), ".metadata"),
+    "metadata a pipe": (pipe(".metadata"), ".metadata"),
+    "metadata of nothing": (rewrite(".metadata", pickle.dumps({})), ".metadata"),
+    "metadata that lead elsewhere": (elsewhere, "x.distcp"),
+    "driver.json missing": (lambda f: (f / "driver.json").unlink(), "driver.json"),
+    "driver.json a pipe": (pipe("driver.json"), "driver.json"),
+    "driver.json cut": (lambda f: os.truncate(f / "driver.json", 20), "driver.json"),
+    "of another step": (rewrite("driver.json", '{"step": 7, "data": {}}'), "driver.json"),
+} | {
+    f"driver.json {text[:20]!r}": (rewrite("driver.json", text), "driver.json")
+    for text in (
+        "",
+        "\0\0",
+        "[1]",
+        '{"step": 4}',
+        '{"step": "4", "data": {}}',
+        '{"step": true, "data": {}}',
+        "[" * 10**5,
+    )
+}
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> pathlib.Path:
+    """Two checkpoints, of steps 2 and 4."""
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(name, run_dir, capsys):
+    damage, file = DAMAGE[name]
+    damage(run_dir / "checkpoints/step-00000004")
+    found, state, broken = checkpoint.newest_usable(str(run_dir))
+    assert step_of(found) == 2 and state == {"step": 2, "data": {"num_drawn": 16}}
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("warning: the checkpoint of step 4 cannot be used: ") and file in first
+    assert "goes back to the checkpoint of step 2" in second
+    checkpoint.set_aside(broken)
+    save(run_dir, 3, keep=1)  # the good ones are kept, whatever the damaged one's number was
+    assert names(run_dir) == ["step-00000003", "step-00000004.broken"]
+    damage(run_dir / "checkpoints/step-00000003")
+    with pytest.raises(ValueError, match="none can be used: .*--overwrite") as refused:
+        checkpoint.newest_usable(str(run_dir))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_run_without_checkpoints_begins(tmp_path):
+    assert checkpoint.newest_usable(str(tmp_path)) == (None, {}, [])
+
+
+def test_a_kill_while_the_old_one_is_deleted_leaves_no_half_checkpoint(run_dir, monkeypatch):
+    """What was being deleted, or written, has another name by then; the next start deletes it."""
+    remove = shutil.rmtree
+
+    def killed(path, *arguments, **options):
+        if "step-00000002" in str(path):
+            (pathlib.Path(path) / "driver.json").unlink()
+            raise KeyboardInterrupt
+        remove(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(run_dir, 6, keep=2)
+    monkeypatch.undo()
+    others = ["mine.partial", "step-00000007.partial", "step-00000008.broken", "step-7.partial"]
+    for name in others:
+        (run_dir / "checkpoints" / name).mkdir()
+    assert newest(run_dir) == 6
+    assert names(run_dir) == sorted(["step-00000002.partial", "step-00000004", "step-00000006", *others])
+    checkpoint.remove_unfinished(str(run_dir))  # only what a run names so
+    others.remove("step-00000007.partial")
+    assert names(run_dir) == sorted(["step-00000004", "step-00000006", *others])
+
+
+def test_weights_of_another_shape_are_one_line(run_dir):
+    other = Trained(2)
+    other.model.weight.data = torch.zeros(2, 299, dtype=torch.bfloat16)
+    with pytest.raises(BadInput, match="step-00000004 cannot be loaded: .*Size mismatch") as refused:
+        checkpoint.load_checkpoint(run_dir / "checkpoints/step-00000004", other)
+    assert "Traceback" not in str(refused.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# No room
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes: int):
+    """Python ignores the signal, so that a larger file is an OSError."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["waited for", "in the background"])
+@pytest.mark.parametrize("room", [0, 2000, 5000, "driver.json"])
+def test_no_room_ends_the_run_with_the_numbers_and_leaves_the_older_ones(room, in_background, run_dir, monkeypatch):
+    """At once, in a shard's data, at its end, or for the last file."""
+
+    def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    save(tmp_path, 2)
-    stop, go_on = (
-        checkpoint.Saver(str(tmp_path), CheckpointConfig(in_background=True, on_full_disk=what), None)
-        for what in ("stop", "continue")
-    )
-    with monkeypatch.context() as patch:
-        if where == "shard":
-            patch.setattr(dcp.FileSystemWriter, "write_data", full)
-            patch.setattr(checkpoint, "_write_something", full)  # as it would on that disk
+    saver = checkpoint.Saver(str(run_dir), CheckpointConfig(in_background=in_background), None)
+    with pytest.raises(BadInput) as stopped, contextlib.ExitStack() as limits:
+        if room == "driver.json":
+            monkeypatch.setattr(checkpoint, "_sync_folder", full)
         else:
-            patch.setattr(checkpoint, "write_driver_state", full)
-        stop.save(3, Trained(3), {"step": 3, "data": {}})
-        with pytest.raises(
-            BadInput, match="of step 3 could not be saved .*No space left on device; .* of step 2 stays"
-        ):
-            stop.wait()
-        go_on.save(4, Trained(4), {"step": 4, "data": {}})
-        go_on.wait()
-    assert "of step 4 could not be saved" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
-    go_on.save(5, Trained(5), {"step": 5, "data": {}})
-    go_on.wait()
-    assert checkpoint.newest_usable(str(tmp_path))[1]["step"] == 5
+            limits.enter_context(largest_file(room))
+        saver.save(6, Trained(6), {"step": 6, "data": {}})
+        saver.wait()
+    monkeypatch.undo()
+    message = str(stopped.value)
+    assert f"the checkpoint of step 6 could not be saved in {run_dir / 'checkpoints'}: " in message
+    assert "GiB were free" in message and "the checkpoint of step 4 stays" in message and "\n" not in message
+    assert names(run_dir) == ["step-00000002", "step-00000004"]
+    save(run_dir, 6)  # there is room again
+    assert newest(run_dir) == 6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing in a checkpoint is run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def called(module: str, name: str):
+    """A pickle that calls module.name with a shell command."""
+    return lambda path: f"c{module}\n{name}\n(S'touch {path}'\ntR.".encode()
+
+
+CLASSES = "torch.distributed.checkpoint.metadata"
+PICKLES = {f"protocol {number}": lambda path, n=number: pickle.dumps(Evil(path), n) for number in (0, 2, 4, 5)} | {
+    "os.system": called("os", "system"),
+    "posix.system": called("posix", "system"),
+    "builtins.eval": called("builtins", "eval"),
+    "builtins.exec": called("builtins", "exec"),
+    "builtins.getattr": called("builtins", "getattr"),
+    "subprocess.getoutput": called("subprocess", "getoutput"),
+    "a name behind a class's module": called(CLASSES, "os.system"),
+    "a method of an allowed class": called("pathlib", "PosixPath.write_text"),
+    "what the module itself imported": called(CLASSES, "os"),
+    "torch.load": called("torch", "load"),
+    "INST": lambda path: f"(S'touch {path}'\nios\nsystem\n.".encode(),
+    "OBJ": lambda path: f"(cos\nsystem\nS'touch {path}'\no.".encode(),
+    "within an allowed class": lambda path: pickle.dumps(dcp.Metadata({"model.weight": Evil(path)})),
+    "a name that is asked for later": lambda path: b"Pos.system\n.",
+    "an extension": lambda path: b"\x82\x01.",
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_metadata_that_runs_code_is_refused(name, run_dir, tmp_path):
+    folder = run_dir / "checkpoints/step-00000004"
+    (folder / ".metadata").write_bytes(PICKLES[name](tmp_path / "ran"))
+    for read in (checkpoint.check_checkpoint, checkpoint.read_driver_tensors, lambda f: SafeReader(f).read_metadata()):
+        with pytest.raises(ValueError, match=r"/\.metadata cannot be read: "):
+            read(folder)
+    assert newest(run_dir) == 2
+    assert not (tmp_path / "ran").exists()
+    if name == "protocol 2":  # torch's own reader, for comparison, runs it
+        with pytest.raises(AttributeError):
+            dcp.FileSystemReader(folder).read_metadata()
+        assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("wanted", ["optimizer.param_groups.0.lr", "model.weight", "driver.ids"])
+@pytest.mark.parametrize("declared", ["as it was", "as a value"])
+def test_a_shard_that_runs_code_is_refused(wanted, declared, run_dir, tmp_path):
+    """The place of a value (lr) or of a tensor in the shard's file, filled with an object of its own."""
+    folder = run_dir / "checkpoints/step-00000004"
+    metadata = SafeReader(folder).read_metadata()
+    (index,) = [index for index in metadata.storage_data if index.fqn == wanted]
+    place = metadata.storage_data.pop(index)
+    torch.save(Evil(tmp_path / "ran"), tmp_path / "evil")
+    evil = (tmp_path / "evil").read_bytes()
+    if declared == "as a value":
+        metadata.state_dict_metadata[wanted] = type(metadata.state_dict_metadata["schedule.last_epoch"])()
+        index = type(index)(wanted)
+    metadata.storage_data[index] = type(place)(place.relative_path, shard(folder).stat().st_size, len(evil))
+    shard(folder).write_bytes(shard(folder).read_bytes() + evil)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BadInput, match="cannot be loaded: (UnpicklingError|.*is no tensor)"):
+        checkpoint.load_checkpoint(folder, Trained(2))
+        checkpoint.read_driver_tensors(folder)
+    assert not (tmp_path / "ran").exists()

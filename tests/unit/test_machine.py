@@ -120,7 +120,7 @@ def test_memory_of_all_ranks_on_a_cpu():
 
 DISK = {  # checkpoint config -> (checkpoints at one time, exports)
     (("interval", 0),): (0, 1),
-    (("at_end", True), ("export", False)): (1, 0),
+    (("interval", 200), ("export", False)): (1, 0),
     (("interval", 100), ("keep", 2)): (2, 1),  # of 200 steps
     (("interval", 10), ("keep", 2)): (3, 1),
     (("interval", 10), ("keep", 2), ("keep_best", "accuracy")): (4, 1),

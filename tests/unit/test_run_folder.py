@@ -1,25 +1,43 @@
-"""A run writes into and deletes from its own folder only, and begins there however the start before it ended."""
+"""A run writes into and deletes from its own folder only, alone, and begins there however the start before it ended."""
 
+import errno
+import fcntl
+import json
 import os
 import pathlib
 import re
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import as_recipe, load
+from grpo.folder import run_folder
 from grpo.folder.run_folder import (
     RUN_FILES,
     begin_run,
     check_run_folder,
+    lock_run_folder,
     mark_run_folder,
     read_marker,
     step_folders,
+    unlock_run_folder,
 )
 
 ROOT = pathlib.Path(__file__).parents[2]
 GRPO, SFT = "train_grpo.py", "train_sft.py"
+
+
+@pytest.fixture(autouse=True)
+def unlocked(tmp_path):
+    """Folders that a test's process held would stay open."""
+    yield
+    for folder in list(run_folder._held):
+        unlock_run_folder(folder)
 
 
 def check(run_dir: str | pathlib.Path, script: str = GRPO, inputs: tuple[str, ...] = (), **flags: bool) -> None:
@@ -27,7 +45,7 @@ def check(run_dir: str | pathlib.Path, script: str = GRPO, inputs: tuple[str, ..
 
 
 def started_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
-    """As a run leaves its folder before its first step."""
+    """A folder as a run leaves it before its first step."""
     check(folder, script)
     mark_run_folder(str(folder), script)
     begin_run(str(folder), script, "config = 1\n")
@@ -36,23 +54,11 @@ def started_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
 
 def finished_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
     started_run(folder, script)
-    for name in (
-        "metrics.jsonl",
-        "completions.jsonl",
-        "evaluation.jsonl",
-        "samples.txt",
-        "metrics.jsonl.tmp",
-        "config-step-00000002.py",
-    ):
+    for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "samples.txt", "metrics.jsonl.tmp"):
         (folder / name).write_text("{}\n")
-    for name in (
-        "tensorboard",
-        "model",
-        "model.partial",
-        "initial_model",
-        "checkpoints/step-00000003",
-        "checkpoints/step-00000004.broken",
-    ):
+    (folder / "config-step-00000002.py").write_text("")
+    steps = ("checkpoints/step-00000003", "checkpoints/step-00000004.broken")
+    for name in ("tensorboard", "model", "model.partial", "initial_model", *steps):
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text("")
     return folder
@@ -68,7 +74,7 @@ def tree(folder: pathlib.Path) -> set[str]:
 
 
 @pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}], ids=["plain", "resume", "overwrite"])
-@pytest.mark.parametrize("run_dir", [ROOT / "grpo", ROOT / "configs", ROOT, "/", pathlib.Path.home(), ".", ""])
+@pytest.mark.parametrize("run_dir", [ROOT / "grpo", ROOT, "/", pathlib.Path.home(), ".", ""])
 def test_a_folder_with_other_files_is_refused(run_dir, flags, tmp_path, monkeypatch):
     (tmp_path / "thesis.tex").write_text("")
     monkeypatch.chdir(tmp_path)  # so that "." is no empty folder
@@ -91,12 +97,13 @@ def test_absent_and_empty_folders_are_taken(tmp_path):
 def test_what_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
-    for name, message in (
-        ("file", "run_dir .*/file is a file"),
-        ("file/run", "cannot be written: .*/file is no writable folder"),
-        ("nowhere", "nowhere is a link to nowhere"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for name, message in {
+        "file": "run_dir .*/file is a file",
+        "file/run": "cannot be written: .*/file is no writable folder",
+        "nowhere": "nowhere is a link to nowhere",
+        "x" * 300: "name too long",
+    }.items():
+        with pytest.raises(ValueError, match=f"(?i){message}.*--run-dir"):
             check(tmp_path / name)
 
 
@@ -108,48 +115,117 @@ def test_a_folder_that_may_not_be_written(tmp_path):
     tmp_path.chmod(0o700)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "null", '{"script": "train_grpo.py"}', '{"format": 1}', '{"script": 1, "format": 1}', "[" * 100_000]
-    + ['{"script": "train_grpo.py", "format": true}', "\x00\xff"],
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', '{"script": 1}', "[" * 100_000, "\x00\xff"])
 def test_another_run_json_is_no_marker(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match="no run.json, with which a run marks its folder"):
         check(tmp_path, overwrite=True)
 
 
-def test_a_marker_that_is_a_link_is_none(tmp_path):
-    started_run(tmp_path / "run")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/run.json").symlink_to(tmp_path / "run/run.json")
-    with pytest.raises(ValueError, match="no run.json"):
-        check(tmp_path / "other", overwrite=True)
-
-
-def test_a_folder_of_a_later_version(tmp_path):
-    started_run(tmp_path)
-    (tmp_path / "run.json").write_text('{"script": "train_grpo.py", "format": 2}')
-    with pytest.raises(ValueError, match="has format 2, this version writes 1; use the version that wrote it"):
-        check(tmp_path, resume=True)
-
-
-def test_runs_from_before_there_was_a_marker(tmp_path):
-    finished_run(tmp_path)
-    (tmp_path / "run.json").unlink()
-    for flags in ({}, {"resume": True}, {"overwrite": True}):
-        with pytest.raises(ValueError, match=r"no run.json, .* \(runs of earlier versions did not\); .* --run-dir, or"):
-            check(tmp_path, **flags)
-
-
 def test_what_the_marker_says(tmp_path):
     marker = read_marker(started_run(tmp_path))
-    assert (marker["script"], marker["format"]) == (GRPO, 1)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", marker["created"])
+    assert marker["script"] == GRPO and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", marker["created"])
     assert list(marker["versions"]) == ["python", "torch", "torchtitan", "vllm", "transformers"]
     assert marker["versions"]["torch"].startswith("2.") and marker["versions"]["vllm"]
     if (ROOT / ".git").exists() and shutil.which("git"):
         assert re.fullmatch("[0-9a-f]{40}", marker["commit"])
+
+
+# What somebody may have put into a run's folder under the name of a file that a run writes
+PLANTED = {
+    "a link to a file": lambda path, victim: path.symlink_to(victim),
+    "a link to nowhere": lambda path, victim: path.symlink_to(victim.with_name("absent")),
+    "a hard link": lambda path, victim: os.link(victim, path),
+    "a pipe": lambda path, victim: os.mkfifo(path),
+    "a folder": lambda path, victim: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("is_run", [False, True], ids=["a stranger's folder", "a run's folder"])
+@pytest.mark.parametrize("name", ["run.lock", "run.json.tmp", "run.json"])
+@pytest.mark.parametrize("planted", PLANTED)
+def test_links_and_pipes_are_refused_or_replaced_never_followed(planted, name, is_run, tmp_path):
+    """Nothing outside of the folder changes, nothing waits for a pipe, and what is refused is refused in one line."""
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    victim.write_text('{"script": "train_grpo.py"}')
+    if is_run:
+        finished_run(folder)
+        unlock_run_folder(folder)
+    folder.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    PLANTED[planted](folder / name, victim)
+    try:
+        check(folder, overwrite=True)
+        mark_run_folder(str(folder), GRPO)
+        begin_run(str(folder), GRPO, "config = 2\n", overwrite=True)
+    except ValueError as refused:
+        assert "choose another --run-dir" in str(refused) and "\n" not in str(refused)
+    assert tree(tmp_path) - {"victim"} == {f"run{'/' if path else ''}{path}" for path in {"", *tree(folder)}}
+    assert victim.read_text() == '{"script": "train_grpo.py"}'
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run at a time
+# ---------------------------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys, time
+from grpo.folder.run_folder import mark_run_folder
+mark_run_folder(sys.argv[1], "train_grpo.py")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_second_run_is_refused_and_the_folder_of_a_dead_one_is_free(tmp_path):
+    environment = os.environ | {"SLURM_JOB_ID": "4711"}
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        who = f"in use by another run .process {other.pid} on {socket.gethostname()}, job 4711, since .*"
+        for take in (lambda: check(tmp_path), lambda: lock_run_folder(tmp_path)):
+            with pytest.raises(ValueError, match=who) as refused:
+                take()
+            assert "\n" not in str(refused.value)
+        # a hung process holds it, a killed one does not; nothing is left to clear away
+        other.send_signal(signal.SIGSTOP)
+        with pytest.raises(ValueError, match=who):
+            lock_run_folder(tmp_path)
+        other.kill()
+    check(tmp_path, resume=True)
+    mark_run_folder(str(tmp_path), GRPO)
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_process_may_take_its_folder_twice_and_its_children_do_not_hold_it_on(tmp_path):
+    for _ in range(2):
+        lock_run_folder(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        unlock_run_folder(tmp_path)
+        assert (tmp_path / "run.lock").read_text() == ""
+        with open(tmp_path / "run.lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it were held
+        child.kill()
+
+
+def test_a_lock_that_is_replaced_while_it_is_taken_is_none(tmp_path, monkeypatch):
+    def replace(descriptor, operation):
+        (tmp_path / "run.lock").unlink()
+        (tmp_path / "run.lock").write_text("another run's")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", replace)
+    with pytest.raises(ValueError, match="was replaced while this run took it"):
+        lock_run_folder(tmp_path)
+    assert (tmp_path / "run.lock").read_text() == "another run's"
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
+    def none(*arguments):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", none)
+    lock_run_folder(tmp_path)
+    assert "has no locks (Function not implemented)" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,9 +235,7 @@ def test_what_the_marker_says(tmp_path):
 
 def test_an_earlier_run_is_continued_or_deleted_only_when_asked_for(tmp_path):
     finished_run(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"holds an earlier run \(metrics.jsonl, .*model\); continue it with --resume, delete"
-    ):
+    with pytest.raises(ValueError, match=r"earlier run \(metrics.jsonl, .*model\); .* --resume, .* --overwrite"):
         check(tmp_path)
     check(tmp_path, resume=True)
     check(tmp_path, overwrite=True)
@@ -178,37 +252,19 @@ def test_a_start_that_failed_does_not_block_the_next(tmp_path, name):
         (tmp_path / name).mkdir()
     check(tmp_path)
     check(tmp_path, resume=True)
-    begin_run(str(tmp_path), GRPO, "config = 2\n") if name != "config.py" else None
-    assert name == "config.py" or read_marker(tmp_path)["script"] == GRPO
 
 
 def test_overwrite_deletes_what_runs_wrote_and_nothing_else(tmp_path):
-    finished_run(tmp_path / "run")
-    theirs = {
-        "notes.md",
-        "data.jsonl",
-        "my_model",
-        "checkpoints/best",
-        "checkpoints/step-abcdefgh",
-        "checkpoints/step-00000004.bak",
-        "checkpoints/step-4",
-        "config.py.orig",
-        "config-step-2.py",
-        "checkpoints/step-00000004.broken.bak",
-    }
+    run = finished_run(tmp_path / "run")
+    steps = {f"checkpoints/{name}" for name in ("best", "step-abcdefgh", "step-00000004.bak", "step-4")}
+    theirs = steps | {"notes.md", "data.jsonl", "my_model", "config.py.orig", "config-step-2.py"}
+    theirs |= {"checkpoints/step-00000004.broken.bak"}
     for name in theirs:
-        (tmp_path / "run" / name).mkdir()
-    begin_run(str(tmp_path / "run"), SFT, "config = 2\n", overwrite=True)
-    assert tree(tmp_path / "run") == theirs | {
-        "checkpoints",
-        "run.json",
-        "run.lock",
-        "config.py",
-        "initial_model",
-        "initial_model/file",
-    }
-    assert (tmp_path / "run/config.py").read_text() == "config = 2\n"
-    assert read_marker(tmp_path / "run")["script"] == SFT
+        (run / name).mkdir()
+    begin_run(str(run), SFT, "config = 2\n", overwrite=True)
+    ours = {"checkpoints", "run.json", "run.lock", "config.py", "initial_model", "initial_model/file"}
+    assert tree(run) == theirs | ours
+    assert (run / "config.py").read_text() == "config = 2\n" and read_marker(run)["script"] == SFT
 
 
 def test_overwrite_leaves_what_links_lead_to(tmp_path):
@@ -271,8 +327,6 @@ def test_the_quickstarts_own_config_does_not_delete_the_run_it_describes(tmp_pat
     """As launch/quickstart.sh starts it, with --overwrite; then its config.py as a recipe."""
     recipe = str(ROOT / "configs/toy_arithmetic.py")
     config = load(GRPOConfig, recipe, [recipe, "--overwrite", "--run-dir", str(tmp_path)])
-    assert config.overwrite
-    check(tmp_path, overwrite=config.overwrite)
     finished_run(tmp_path)
     begin_run(str(tmp_path), GRPO, as_recipe(config), resume=True)
     before = tree(tmp_path)
@@ -283,12 +337,7 @@ def test_the_quickstarts_own_config_does_not_delete_the_run_it_describes(tmp_pat
     assert tree(tmp_path) == before
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoint folders
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_steps_are_digits(tmp_path):
+def test_checkpoints_are_named_by_digits(tmp_path):
     names = ["step-00000010", "step-00000002", "step-123456789", "step-abcdefgh", "step-00000004.bak", "step-٠٠٠٠٠٠٠١"]
     for name in [*names, "step-00000011.partial", "step-1", "step-"]:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
