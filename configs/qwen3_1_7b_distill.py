@@ -5,11 +5,11 @@
 The student samples, the teacher says of every sampled token how much likelier it finds it than the student did. The
 reward functions have weight 0: they measure and teach nothing. For both, give one a weight and raise group_size.
 
-Layout: 2 trainer ranks (FSDP), 2 reference ranks that share each layer of the teacher (TP 2), 4 generator ranks.
+Layout: 2 trainer ranks (FSDP), 2 reference ranks that each hold the teacher, 4 generator ranks.
 
 Memory per trainer: float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 1.7e9 x 16 / 2 ranks =
 13 GiB; on top the activations of a micro-batch of 16384 tokens and the logits of 4096 (2.3 GiB per float32 copy). Per
-reference: 2 x 8.2e9 / 2 = 7.6 GiB of bfloat16 weights and the same logits. Per generator: 3.2 GiB of weights, the rest
+reference: 2 x 8.2e9 = 15.3 GiB of bfloat16 weights and the same logits. Per generator: 3.2 GiB of weights, the rest
 of the 85 % is KV cache. An estimate for GPUs of 80 GB; it has run in small only.
 """
 
@@ -20,7 +20,6 @@ config = change(
     "qwen3_1_7b_gsm8k.py",
     {
         "model.reference_path": "Qwen/Qwen3-8B",
-        "model.reference_tensor_parallel": 2,
         "roles": c.RolesConfig(num_trainers=2, num_references=2, num_generators=4),
         "reward": c.RewardConfig(functions={"math_reward": 0.0, "thinking_reward": 0.0}),
         "algorithm": c.AlgorithmConfig(loss="reinforce", distill_coef=1.0),

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 
 from grpo.config.bounds import check_fields
-from grpo.config.engine_options import check_engine_options, reshaping
+from grpo.config.engine_options import check_engine_options, needing_texts, reshaping
 from grpo.config.fields import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
@@ -153,11 +153,6 @@ def _check_generators(config: GRPOConfig) -> None:
             f"roles.num_references={roles.num_references} ranks would idle, because algorithm.kl_coef=0 needs no "
             "reference, and neither does distill_coef=0; set --roles.num-references 0 or one of them above 0"
         )
-    if config.needs_reference and config.num_reference_ranks % config.reference_tensor_parallel:
-        raise ValueError(
-            f"{config.num_reference_ranks} ranks of the reference do not split into model.reference_tensor_parallel="
-            f"{config.reference_tensor_parallel}; use a divisor of {config.num_reference_ranks}, or 0"
-        )
     if generator.sleep and not roles.colocated:
         raise ValueError("generator.sleep frees memory for a trainer on the same GPU; it needs --roles.colocated")
     if generator.sleep and config.sync_interval > 1:
@@ -262,7 +257,7 @@ def _check_carry_over(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             raise ValueError(
                 f"sampling.carry_over={number} and {name} both decide which groups a step trains on; drop one"
             )
-    for name, values in (("stop", generator.stop), ("sampling", generator.sampling)):
+    for name, values in (("stop", generator.stop), ("sampling", needing_texts(generator.sampling))):
         if values:
             raise ValueError(
                 f"sampling.carry_over={number} goes on with a completion as with a longer prompt, of which generator."
@@ -326,12 +321,6 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
         found.append(
             "max_importance_weight in algorithm.loss_options does nothing with one update per step and "
             "old_logprobs=policy: every weight is 1"
-        )
-    if generator.top_p < 1 or generator.top_k > 0 or generator.min_p > 0:
-        found.append(
-            f"generator.top_p={generator.top_p}, top_k={generator.top_k}, min_p={generator.min_p} sample from another "
-            "distribution than the one that is trained; mismatch/mean says by how much, and the sync check may stop "
-            "the run (--sync-check-interval 0 turns it off)"
         )
     if names := reshaping(generator.sampling):
         found.append(

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import pathlib
 
+from grpo.config.bounds import fits
 from grpo.config.fields import GeneratorConfig, Table
 from grpo.config.user_files import near_miss
 
@@ -33,10 +34,7 @@ ENGINE_SET_HERE = {
     "dtype": "use model.dtype",
     "seed": "every request has a seed of its own; use the field seed",
     "max_model_len": "it is data.max_prompt_tokens + generator.max_completion_tokens",
-    "max_num_seqs": "use generator.max_num_seqs",
     "gpu_memory_utilization": "use generator.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "use generator.kv_cache_gib",
-    "enforce_eager": "use generator.enforce_eager",
     "enable_sleep_mode": "use generator.sleep",
     "tensor_parallel_size": "use generator.tensor_parallel",
     "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled from (processed_logprobs)",
@@ -46,16 +44,19 @@ SAMPLING_SET_HERE = {
     "n": "use group_size",
     "seed": "every request has a seed of its own; use the field seed",
     "max_tokens": "use generator.max_completion_tokens",
-    **{name: f"use generator.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")},
+    **{name: f"use generator.{name}" for name in ("temperature", "stop", "stop_token_ids")},
     "ignore_eos": STOPS,
     **dict.fromkeys(("logprobs", "flat_logprobs", "logprob_token_ids"), LOGPROB),
     **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), LOGPROB),
     **dict.fromkeys(("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"), IDS),
     **dict.fromkeys(("include_stop_str_in_output", "output_text_buffer_length", "stream_interval", "skip_clone"), IDS),
 }
+# SamplingParams that choose among the tokens of one distribution, whatever came before
+TRUNCATING = ("top_p", "top_k", "min_p")
 # SamplingParams after which tokens are drawn from another distribution than the model's. vLLM's log-probs stay those of
 # the distribution sampled from, but the trainer's are the model's.
 RESHAPING = (
+    *TRUNCATING,
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "thinking_token_budget"),
     *("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
     *("watermarking", "extra_args", "trace_decode_token_ids"),
@@ -72,6 +73,10 @@ def check_engine_options(generator: GeneratorConfig) -> None:
     """
     _check_names("engine", generator.engine, "vllm/engine/arg_utils.py", "EngineArgs", ENGINE_SET_HERE)
     _check_names("sampling", generator.sampling, "vllm/sampling_params.py", "SamplingParams", SAMPLING_SET_HERE)
+    for name in ("max_num_seqs", "kv_cache_memory_bytes"):  # memory is counted with them before an engine starts
+        value = generator.engine.get(name, 1)
+        if not fits(value, int) or value < 1:
+            raise ValueError(f"generator.engine {name}={value!r} must be a whole number, at least 1")
     quantization = generator.engine.get("quantization")
     if quantization is not None and quantization not in ONLINE_QUANTIZATION:
         raise ValueError(
@@ -86,8 +91,13 @@ def check_engine_options(generator: GeneratorConfig) -> None:
             "would not have sampled; use standard or block"
         )
     speculates = any(generator.engine.get(name) for name in ("speculative_config", "spec_method", "spec_model"))
-    if speculates and (generator.min_p > 0 or "logit_bias" in generator.sampling):
+    if speculates and {"min_p", "logit_bias"} & {*generator.sampling}:
         raise ValueError("vLLM ignores min_p and logit_bias with speculative decoding; leave out the one or the other")
+
+
+def needing_texts(sampling: Table) -> list[str]:
+    """The names in `generator.sampling` for which vLLM may need a tokenizer, or all of a completion."""
+    return [name for name in sampling if name not in TRUNCATING]
 
 
 def reshaping(sampling: Table) -> list[str]:

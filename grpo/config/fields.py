@@ -29,6 +29,10 @@ Temperature = Annotated[float, Above(0, "greedy samples cannot be compared"), Be
 
 # Of a GPU's memory, for an engine that shares it with a trainer
 SHARED_GPU = 0.35
+# Sequences that an engine decodes at once, unless `generator.engine` says another number
+MAX_NUM_SEQS = 256
+# Mean absolute log-prob difference (nats) between trainer and generator above which a sync check stops the run
+LARGEST_MISMATCH = {"float32": 1e-3, "bfloat16": 0.1}
 # Those of every family; the LM head and the embeddings get no adapter.
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -41,8 +45,6 @@ class ModelConfig:
     """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
-    reference_tensor_parallel: Annotated[int, AtLeast(0), Harmless] = 0
-    """Ranks that share each layer of the reference; 0 takes `trainer.tensor_parallel` as far as its ranks allow."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights and optimizer are always float32."""
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], Harmless] = "auto"
@@ -83,26 +85,24 @@ class GeneratorConfig:
     """Texts that end a completion, in addition to the model's own stop tokens; the completion keeps them."""
     stop_token_ids: tuple[Annotated[int, AtLeast(0)], ...] = ()
     """Token ids that end a completion, in addition to the model's own."""
-    top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
-    """Nucleus sampling; below 1 the sampled distribution is not the one that is trained, and a warning says so."""
-    top_k: Annotated[int, AtLeast(0)] = 0
-    """Sample among the k likeliest tokens, 0 for all; with the same warning."""
-    min_p: Annotated[float, AtLeast(0), Below(1)] = 0.0
-    """Drop tokens below this share of the likeliest token's probability; with the same warning."""
-    max_num_seqs: Annotated[int, AtLeast(1), Harmless] = 256
-    """Most sequences that one engine decodes at once."""
     gpu_memory_utilization: Annotated[float, Above(0), AtMost(1), Harmless] = 0.85
     """Share of the GPU's memory that vLLM may use for weights and KV cache; colocated, leave room for the trainer."""
-    kv_cache_gib: Annotated[float, AtLeast(0), Harmless] = 0.0
-    """Size of the KV cache in GiB; 0 lets vLLM fill `gpu_memory_utilization`, and takes 1/16 GiB on a CPU."""
-    enforce_eager: Annotated[bool, Harmless] = False
-    """Skip CUDA graphs and compilation: faster start, slower decoding; on a CPU always on."""
     sleep: Annotated[bool, Harmless] = False
     """Colocated only: the engine gives its memory back while the trainer works."""
     engine: Table[Json] = field(default_factory=dict)
-    """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor block_size 32`."""
+    """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor max_num_seqs 512`."""
     sampling: Table[Json] = field(default_factory=dict)
-    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling min_tokens 8`."""
+    """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling top_p 0.9 min_tokens 8`."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that one engine decodes at once."""
+        return self.engine.get("max_num_seqs", MAX_NUM_SEQS)
+
+    @property
+    def kv_cache_gib(self) -> float:
+        """Size of the KV cache; 0 lets vLLM fill `gpu_memory_utilization` of a GPU."""
+        return (self.engine.get("kv_cache_memory_bytes") or 0) / 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -572,8 +572,6 @@ class GRPOConfig(RunConfig):
     Needs `algorithm.importance_correction`. At 0 they take turns."""
     sync_check_interval: Annotated[Interval, Harmless] = 20
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
-    sync_check_tolerance: Annotated[float, AtLeast(0), Harmless] = 0.0
-    """Largest mean absolute log-prob difference that a sync check accepts; 0 takes 1e-3 in float32, 0.1 in bfloat16."""
     record: Annotated[bool, Harmless] = False
     """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for `replay`."""
     replay: str = ""
@@ -622,21 +620,19 @@ class GRPOConfig(RunConfig):
 
     @property
     def reference_tensor_parallel(self) -> int:
-        """Unless set, the reference is sharded like the trainer as far as its ranks allow."""
-        shared = math.gcd(self.num_reference_ranks, self.trainer.tensor_parallel)
-        return self.model.reference_tensor_parallel or shared
+        """Ranks that share each layer of the reference: as many as the trainer's, as far as its ranks allow."""
+        return math.gcd(self.num_reference_ranks, self.trainer.tensor_parallel)
 
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference is the policy without its adapters, and no model of its own."""
         on_trainers = self.roles.colocated or not self.roles.num_references
-        same_shards = self.reference_tensor_parallel == self.trainer.tensor_parallel
-        return self.trainer.lora_rank > 0 and on_trainers and same_shards and not self.model.reference_path
+        return self.trainer.lora_rank > 0 and on_trainers and not self.model.reference_path
 
     @property
     def largest_mismatch(self) -> float:
         """Mean absolute log-prob difference between trainer and generator above which a sync check stops the run."""
-        return self.sync_check_tolerance or (1e-3 if self.model.dtype == "float32" else 0.1)
+        return LARGEST_MISMATCH[self.model.dtype]
 
     @property
     def num_ranks(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from grpo.config import GeneratorConfig, GRPOConfig
+from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import engine_steps
@@ -77,13 +78,14 @@ def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, r
             return super().execute_model(*arguments, **options)
 
     options, on_cpu = config.generator, roles.device.type == "cpu"
-    cache_gib = options.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else 0)
     for name in options.engine if on_cpu else ():
         if name in WRONG_ON_CPU:
             raise ValueError(f"generator.engine {name} needs a GPU: {WRONG_ON_CPU[name]}")
     defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
+    defaults |= {"max_num_seqs": options.max_num_seqs}
     if on_cpu:
-        defaults |= {"enable_chunked_prefill": False, "block_size": CPU_BLOCK_TOKENS}
+        defaults |= {"enable_chunked_prefill": False, "block_size": CPU_BLOCK_TOKENS, "enforce_eager": True}
+        defaults["kv_cache_memory_bytes"] = int(CPU_KV_CACHE_GIB * 2**30)
         defaults["max_num_batched_tokens"] = max(8192, config.max_sequence_tokens)  # prompts are prefilled whole
     else:
         defaults["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": DECODE_SPLITS}
@@ -93,10 +95,7 @@ def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, r
         distributed_executor_backend=ReplicaExecutor,
         dtype=config.model.dtype,
         max_model_len=config.max_sequence_tokens,
-        max_num_seqs=options.max_num_seqs,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        kv_cache_memory_bytes=int(cache_gib * 2**30) or None,
-        enforce_eager=options.enforce_eager or on_cpu,
         enable_sleep_mode=options.sleep and not on_cpu,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature
         generation_config="vllm",  # sampling options come from our config alone
@@ -126,7 +125,7 @@ def _saved_tokenizer(config: GRPOConfig, folder: str) -> Iterator[str | None]:
 
 def needs_texts(config: GRPOConfig) -> bool:
     """Whether vLLM needs a tokenizer: for stop texts, and for sampling options such as bad_words."""
-    return bool(config.generator.stop or config.generator.sampling)
+    return bool(config.generator.stop or needing_texts(config.generator.sampling))
 
 
 @contextlib.contextmanager
@@ -164,8 +163,6 @@ def sampling_params(
     """vllm.SamplingParams of one completion. `more`: the user's own, in vLLM's types."""
     from vllm import SamplingParams
 
-    # greedy takes the likeliest token, whatever else is asked for
-    sampled = {"seed": seed, "top_p": options.top_p, "top_k": options.top_k, "min_p": options.min_p}
     return SamplingParams(
         temperature=temperature,
         max_tokens=max_tokens,
@@ -175,7 +172,7 @@ def sampling_params(
         skip_special_tokens=False,  # one of them may be a special token's
         include_stop_str_in_output=True,
         logprobs=0,  # the sampled token's own
-        **(sampled if temperature > 0 else {}),
+        seed=seed if temperature > 0 else None,  # greedy takes the likeliest token, whatever else is asked for
         **more,
     )
 

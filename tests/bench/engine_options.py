@@ -68,7 +68,7 @@ def run(variant: str, number: int, model: pathlib.Path, options: argparse.Namesp
     log_file = folder.with_suffix(".log")  # beside the folder, which is the run's own
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train_grpo.py"]
     command += ["tests/bench/colocated.py", "--model.path", str(model), "--data.path", str(model / "prompts.jsonl")]
-    command += ["--run-dir", str(folder), "--num-steps", str(options.steps), "--sync-check-tolerance", "1"]
+    command += ["--run-dir", str(folder), "--num-steps", str(options.steps), "--sync-check-interval", "0"]
     command += ["--checkpoint.no-export"]
     command += [*VARIANTS[variant], *options.flags]
     code = run_limited(command, log_file, options.limit)

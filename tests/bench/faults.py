@@ -65,7 +65,15 @@ ON_CPU = Setting(FOLDER, startup_minutes=0.75)
 
 def on_gpus(shape: str) -> Setting:
     """With time for what CUDA, NCCL and vLLM need to start."""
-    flags = ("--model.dtype", "bfloat16", "--data.max-prompt-tokens", "128", "--generator.enforce-eager")
+    flags = (
+        "--model.dtype",
+        "bfloat16",
+        "--data.max-prompt-tokens",
+        "128",
+        "--generator.engine",
+        "enforce_eager",
+        "true",
+    )
     flags += ("--generator.gpu-memory-utilization", "0.3", "--trainer.micro-batch-tokens", "4096")
     return Setting(ROOT / "runs" / f"faults-{shape}", startup_minutes=1.5, flags=flags, shape=shape)
 

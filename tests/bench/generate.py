@@ -109,7 +109,10 @@ def own_engine(variant: str, engine: dict[str, Any], options: argparse.Namespace
     config = GRPOConfig(
         roles=RolesConfig(colocated=True, num_trainers=1),
         model=ModelConfig(path=folder),
-        generator=GeneratorConfig(max_completion_tokens=options.tokens, kv_cache_gib=options.gib, engine=engine),
+        generator=GeneratorConfig(
+            max_completion_tokens=options.tokens,
+            engine={"kv_cache_memory_bytes": int(options.gib * 2**30)} | engine,
+        ),
         group_size=options.group_size,
     )
     generator = Generator(config, folder, [], setup_roles(config))

@@ -126,9 +126,8 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
         generator=GeneratorConfig(
             tensor_parallel=parallel,
             max_completion_tokens=64,
-            kv_cache_gib=2 if on_gpu else 0,
-            max_num_seqs=16,
-            enforce_eager=graphs == "eager",
+            engine={"max_num_seqs": 16, "enforce_eager": graphs == "eager" or not on_gpu}
+            | ({"kv_cache_memory_bytes": 2 * 2**30} if on_gpu else {}),
         ),
         trainer=TrainerConfig(tensor_parallel=num_trainers if kind == "tp" else 1, lora_rank=lora_rank, compile=False),
         group_size=GROUP_SIZE,

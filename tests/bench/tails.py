@@ -109,8 +109,7 @@ def forced_lengths(slots: int, options: argparse.Namespace):
         model=ModelConfig(path=folder),
         generator=GeneratorConfig(
             max_completion_tokens=options.tokens,
-            kv_cache_gib=options.gib,
-            max_num_seqs=slots,
+            engine={"kv_cache_memory_bytes": int(options.gib * 2**30), "max_num_seqs": slots},
         ),
         prompts_per_step=options.prompts,
         group_size=options.group_size,

@@ -22,8 +22,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def test_a_teacher_alone_and_its_exact_resume(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
-    """No reward function, groups of one, a teacher of another shape and tensor parallelism on ranks of its own."""
-    layout = ("--roles.num-trainers", 1, "--roles.num-references", 2, "--model.reference-tensor-parallel", 2)
+    """No reward function, groups of one, a teacher of another shape on ranks of its own."""
+    layout = ("--roles.num-trainers", 1, "--roles.num-references", 2)
     distill = ("--model.reference-path", teacher, "--algorithm.distill-coef", 1, "--algorithm.kl-coef", 0)
     alone = ("--reward.functions", "--group-size", 1, "--prompts-per-step", 32, "--algorithm.loss", "reinforce")
     arguments = (TINY, *layout, "--model.path", model, *distill, *alone, "--num-steps", 6, "--checkpoint.interval", 3)

@@ -44,9 +44,9 @@ def run(model: pathlib.Path, tmp_path: pathlib.Path, *flags: object, name: str =
 
 
 def test_engine_options_arrive(model: pathlib.Path, tmp_path: pathlib.Path):
-    """The project's own field and vLLM's arguments; log-probs stay the policy's after every sync."""
-    options = ("enable_prefix_caching", "false", "num_gpu_blocks_override", 70)
-    metrics, told, output = run(model, tmp_path, "--generator.max-num-seqs", 5, "--generator.engine", *options)
+    """Log-probs stay the policy's after every sync."""
+    options = ("max_num_seqs", 5, "enable_prefix_caching", "false", "num_gpu_blocks_override", 70)
+    metrics, told, output = run(model, tmp_path, "--generator.engine", *options)
     expected = {"max_num_seqs": 5, "enable_prefix_caching": False, "num_gpu_blocks": 70, "quantization": None}
     assert told == expected
     assert "warning: generator" not in output
@@ -81,7 +81,7 @@ def test_sampling_options_arrive(model: pathlib.Path, tmp_path: pathlib.Path):
 def test_a_quantized_engine_quantizes_again_in_every_sync(model: pathlib.Path, tmp_path: pathlib.Path):
     """After each sync, trainer and generator are as far apart as at the start, when vLLM quantized the folder."""
     fp8 = ("--generator.engine", "quantization", "fp8_per_channel", "--model.dtype", "bfloat16")
-    metrics, told, _ = run(model, tmp_path, *fp8, "--sync-check-tolerance", 1, "--num-steps", 5, "--sync-interval", 2)
+    metrics, told, _ = run(model, tmp_path, *fp8, "--sync-check-interval", 0, "--num-steps", 5, "--sync-interval", 2)
     assert told["quantization"] == "fp8_per_channel"
     at_start, *synced = (m["mismatch/mean"] for m in metrics[::2])
     stale = [m["mismatch/mean"] for m in metrics[1::2]]  # a step after a sync, with weights one step old

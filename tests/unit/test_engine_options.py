@@ -34,7 +34,8 @@ REFUSED = [
         {"tensor_parallel_size": 2},
         "generator.engine tensor_parallel_size is set by the project: use generator.t",
     ),
-    ("engine", {"max_num_seqs": 4}, "generator.engine max_num_seqs is set by the project: use generator.max_num_seqs"),
+    ("engine", {"max_num_seqs": 0}, "generator.engine max_num_seqs=0 must be a whole number, at least 1"),
+    ("engine", {"kv_cache_memory_bytes": "2G"}, "generator.engine kv_cache_memory_bytes='2G' must be a whole number"),
     (
         "engine",
         {"enable_sleep_mode": True},
@@ -105,9 +106,9 @@ def test_what_vllm_would_silently_ignore_is_refused():
     engine = {"speculative_config": NGRAM}
     validate(GRPOConfig(generator=GeneratorConfig(engine=engine)))
     for generator in (
-        GeneratorConfig(engine=engine, min_p=0.1),
+        GeneratorConfig(engine=engine, sampling={"min_p": 0.1}),
         GeneratorConfig(engine=engine, sampling={"logit_bias": {"5": 1.0}}),
-        GeneratorConfig(engine={"spec_method": "ngram"}, min_p=0.1),
+        GeneratorConfig(engine={"spec_method": "ngram"}, sampling={"min_p": 0.1}),
     ):
         with pytest.raises(ValueError, match="vLLM ignores min_p and logit_bias with speculative decoding"):
             validate(GRPOConfig(generator=generator))
@@ -146,9 +147,11 @@ def test_without_vllm_at_hand_names_are_not_checked(monkeypatch):
 def test_another_distribution_gets_a_warning():
     sampling = {"repetition_detection": {"max_pattern_size": 8, "min_count": 4}}
     assert cautions(GRPOConfig(generator=GeneratorConfig(sampling=sampling))) == []
-    sampling = sampling | {"min_tokens": 8, "bad_words": ["the"]}
+    sampling = sampling | {"top_p": 0.9, "min_tokens": 8, "bad_words": ["the"]}
     (warning,) = cautions(GRPOConfig(generator=GeneratorConfig(sampling=sampling)))
-    assert warning.startswith("generator.sampling min_tokens, bad_words: tokens are drawn from another distribution")
+    assert warning.startswith(
+        "generator.sampling top_p, min_tokens, bad_words: tokens are drawn from another distribution"
+    )
 
 
 def test_values_are_json_where_they_parse_and_else_text():

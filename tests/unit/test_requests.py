@@ -129,7 +129,7 @@ def test_tail_frac_by_hand():
     prompts = [Prompt(0, [5], expected_tokens=3.0), Prompt(1, [5], expected_tokens=7.0)]
     completions: list[Completion] = [completion(index, length) for index, length in enumerate((2, 4, 6, 8))]
     for slots, expected in ((4, 1 - 20 / 32), (2, 1 - 20 / 24)):
-        config = GRPOConfig(group_size=2, generator=GeneratorConfig(max_num_seqs=slots))
+        config = GRPOConfig(group_size=2, generator=GeneratorConfig(engine={"max_num_seqs": slots}))
         assert sampling_work(prompts, completions, config, 1, None).idle_frac == pytest.approx(expected)
     # one group each: 2 x (2 slots), 8 steps
     assert sampling_work(prompts, completions, GRPOConfig(group_size=2), 2, None) == Work(20, 4 * 8)

@@ -103,7 +103,7 @@ def make_config(
             tensor_parallel=generator_tensor_parallel,
             max_completion_tokens=16,
             temperature=TEMPERATURES,
-            max_num_seqs=16,
+            engine={"max_num_seqs": 16},
         ),
         trainer=TrainerConfig(
             tensor_parallel=trainer_tensor_parallel,

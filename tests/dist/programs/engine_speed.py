@@ -28,9 +28,8 @@ def main(folder: str, how: str, output: str) -> None:
         data=DataConfig(max_prompt_tokens=32),
         generator=GeneratorConfig(
             max_completion_tokens=96,
-            max_num_seqs=16,
             temperature=(1.0, 0.8),
-            kv_cache_gib=CACHED_SEQUENCES * 128 * BYTES_PER_TOKEN / 2**30,
+            engine={"max_num_seqs": 16, "kv_cache_memory_bytes": CACHED_SEQUENCES * 128 * BYTES_PER_TOKEN},
         ),
     )
     roles = setup_roles(config)

@@ -29,7 +29,10 @@ def main(folder: str, tensor_parallel: int) -> None:
         model=ModelConfig(path=folder, dtype="float32"),
         data=DataConfig(max_prompt_tokens=32),
         generator=GeneratorConfig(
-            max_completion_tokens=LONGEST, max_num_seqs=12, tensor_parallel=tensor_parallel, temperature=TEMPERATURES
+            max_completion_tokens=LONGEST,
+            engine={"max_num_seqs": 12},
+            tensor_parallel=tensor_parallel,
+            temperature=TEMPERATURES,
         ),
         sampling=SamplingConfig(carry_over=CARRIED),
     )
