@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from grpo.algorithm.advantages import zero_variance
-from grpo.rewards.answers.equality import extract_answer
+from grpo.rewards.answers.extract import extract_answer
 from grpo.types import Rollout
 
 

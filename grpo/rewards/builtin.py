@@ -13,12 +13,13 @@ No torch, nor anything that imports it: worker processes load this file and must
 """
 
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
 
-from grpo.rewards.answers.equality import extract_answer, find_answer, is_expression, same_answer
+from grpo.rewards.answers.equality import is_expression, same_answer
+from grpo.rewards.answers.extract import extract_answer, find_answer
+from grpo.rewards.answers.latex import load as load_math_verify
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
 from grpo.workers.sandbox.programs import last_program, passes, read_tests
 
@@ -46,16 +47,11 @@ def math_reward(
 ) -> list[float | None]:
     """1.0 where the completion's answer equals the reference in `answer`, else 0.0.
 
-    The answer is what extract_answer finds: thoughts are none, and a choice such as "42 or 43" earns nothing. Equal:
-      - both are one number (see read_quantity) with the same unit, or one of them without a unit. Integers must be the
-        same; other numbers may differ by `tolerance`, relative to the reference, also below 1. "5 cm" is neither "5 m"
-        nor converted to "50 mm", and "50%" is 50;
-      - or lists, pairs and intervals of equal items in the same brackets, in any order without brackets or in \\{\\};
-      - or equations of the same name with equal right sides; a name and "=" may be missing on one side, but anything
-        else on the left is no name;
-      - or the texts agree except for case, blanks, Markdown, parentheses around an option's letter and a final period;
-      - or, with answer_format="boxed", math-verify takes the two LaTeX expressions as equal (see latex.py; it needs the
-        process's main thread). Words are never taken for products of their letters.
+    The answer is what extract_answer finds: thoughts are none, and a choice such as "42 or 43" earns nothing. Two
+    answers are equal by the three sentences at the head of answers/equality.py: the same text after a clean-up, or the
+    same number written out ("5 cm" is 5 and not "5 m", "50%" is 50), or, with answer_format="boxed", the same
+    expression to math-verify, which needs the process's main thread. Where the reference is a number, an operation left
+    to do (`17*42`) earns nothing; where it is an expression, an equal one is paid, also if it is the question.
     A reference with #### (GSM8K's solutions) counts from the last one on.
 
     Returns `partial_credit` (0 to 1) for an answer in the right form that is wrong, None where the reference is empty
@@ -63,7 +59,7 @@ def math_reward(
     """
     latex = answer_format == "boxed"
     if latex:
-        importlib.import_module("math_verify")  # at the start, not within the deadline of the first comparison
+        load_math_verify()  # at the start, not within the deadline of the first comparison
     equal = functools.partial(same_answer, tolerance=tolerance, latex=latex)
     return _compare(completions, answer, answer_format, equal, partial_credit)
 
@@ -98,14 +94,14 @@ def math_verify(
     """1.0 where the answer found anywhere in the completion equals the one in `answer`, also as LaTeX, else 0.0.
 
     Equal is what it is for math_reward with answer_format="boxed". The answer is looked for in this order: in <answer>,
-    in \\boxed{}, behind "final answer is", as LaTeX between dollars or the like, as a plain number; of several the
-    last. Looser than math_reward, so a completion that just ends in many numbers can be lucky. A reference with ####
-    (GSM8K's solutions) counts from the last one on; None where it is empty or no expression: a sentence, or LaTeX that
-    does not parse.
+    in \\boxed{}, as the last LaTeX between dollars or the like, as the number at the end. The last two must be what a
+    sentence states ("it is $5$." but not "not $5$" or "$5$ or $6$"). Looser than math_reward, so a completion that just
+    ends in a number can be lucky. A reference with #### (GSM8K's solutions) counts from the last one on; None where it
+    is empty or no expression: a sentence, or LaTeX that is not parsed.
 
     Needs the process's main thread: the library limits each parse and comparison with SIGALRM.
     """
-    importlib.import_module("math_verify")  # at the start, not within the deadline of the first comparison
+    load_math_verify()  # at the start, not within the deadline of the first comparison
     rewards = []
     for text, reference in zip(completions, map(_reference_answer, answer), strict=True):
         if reference is None or not is_expression(reference):

@@ -2,8 +2,8 @@
 
     python tests/bench/math_reward.py [CHECKOUT ...] [--rounds 7]
 
-Prints for each checkout (by default this one) median, lowest and highest: CPU seconds in one process (answers in tags,
-boxed integers), and seconds of wall clock for a pool of 2 workers.
+Prints for each checkout (by default this one) median, lowest and highest: CPU seconds in one process, of answers in
+tags and of boxed integers. What worker processes add is reward_pool.py's.
 """
 
 import random
@@ -30,16 +30,8 @@ def completions(opening: str, closing: str) -> tuple[list[str], list[str]]:
 
 def measure() -> dict[str, float]:
     """Of the checkout that comes first on the path; seconds."""
-    import torch
-
-    from grpo.config import RewardConfig
     from grpo.rewards.builtin import math_reward
-    from grpo.types import Completion, Prompt, Rollout
 
-    try:
-        from grpo.rewards.workers.pool import RewardPool
-    except ImportError:  # where older checkouts have it
-        from grpo.rewards.pool import RewardPool
     seconds = {}
     for name, opening, closing in (("answer_tag", "<answer>", "</answer>"), ("boxed", "\\boxed{", "}")):
         texts, references = completions(opening, closing)
@@ -48,16 +40,6 @@ def measure() -> dict[str, float]:
         for text, reference in zip(texts, references, strict=True):
             math_reward([text], [reference], answer_format=name)
         seconds[name] = time.process_time() - start
-    texts, references = completions("<answer>", "</answer>")
-    completion = Completion.of(torch.tensor([1]), torch.zeros(1), False)
-    rollouts = [Rollout(Prompt(0, [1], {"answer": r}), completion, t) for t, r in zip(texts, references, strict=True)]
-    pool = RewardPool(RewardConfig(functions={"math_reward": 1.0}, num_workers=2), 1024)
-    for _ in range(2):  # the first time warms up
-        start = time.perf_counter()
-        pool.submit(rollouts, 8)
-        pool.collect()
-        seconds["pool"] = time.perf_counter() - start
-    pool.close()
     return seconds
 
 

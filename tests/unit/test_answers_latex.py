@@ -11,6 +11,7 @@ import pytest
 from grpo.rewards.answers import latex
 from grpo.rewards.builtin import math_reward, math_verify
 
+ROOT = pathlib.Path(__file__).parents[2]
 # What sympy evaluates numerically, with a symbol that it prints into Python source; X is the wrapped code.
 SUM = r"\sum_{n=0}^{\infty} \frac{(X+1)^n(n+2)}{n!}"
 CODE = ":=latex_marker()"  # a function of the test's own among Python's built-in ones
@@ -82,6 +83,48 @@ def test_the_library_alone_runs_the_code(tmp_path):
     if not path.exists():
         pytest.skip("this version of math-verify and sympy does not run code in names any more")
     assert path.read_text() == "ran"
+
+
+# Both guards off: only what `load` did to sympy stands between the text and the compiler. `bare` undoes that too.
+AUDIT = """
+import sys
+from grpo.rewards.answers import latex
+from latex2sympy2_extended import latex2sympy
+if sys.argv[1] == "patched":
+    latex.load()
+latex.load, latex.is_plain, latex._is_harmless = lambda: None, lambda text: True, lambda found: found is not None
+compiled = []
+sys.addaudithook(lambda event, args: compiled.append(str(args[0])) if event == "compile" else None)
+latex._within_seconds(latex2sympy, sys.argv[2], is_real=True, convert_degrees=False, normalization_config=None)
+latex._within_seconds(latex._equal, latex.parse_expression(sys.argv[3]), latex.parse_expression("\\\\pi"), 1e-6)
+print(len([source for source in compiled if "zqp" in source]))
+"""
+
+
+@pytest.mark.parametrize(("sympy", "compiles"), [("patched", 0), ("bare", 2)])
+def test_sympy_compiles_no_text_of_a_completion(sympy, compiles):
+    """Neither while comparing nor while parsing; without the patch it does."""
+    parsed = r"(\sum_{n=0}^{\infty} \frac{\sin(\text{zqp}(5))^n}{n!}, 5]"
+    compared = SUM.replace("X", r"\hat{zqp}")
+    command = [sys.executable, "-c", AUDIT, sympy, parsed, compared]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == compiles
+
+
+def test_sums_are_worth_the_same_without_the_compiler():
+    """e, e^2, the cosine's series at 1, and one that starts late."""
+    import sympy
+
+    n, oo = sympy.Symbol("n", integer=True), sympy.oo
+    latex.load()
+    for term, start, value in (
+        (1 / sympy.factorial(n), 0, sympy.E),
+        (2**n / sympy.factorial(n), 0, sympy.E**2),
+        ((-1) ** n / sympy.factorial(2 * n), 0, sympy.cos(1)),
+        (1 / sympy.factorial(n), 2, sympy.E - 2),
+    ):
+        assert abs(sympy.Sum(term, (n, start, oo)).evalf(20) - value.evalf(20)) < 1e-18
 
 
 def test_expressions_with_code_are_refused_whatever_the_text_looked_like(marker):
@@ -159,6 +202,5 @@ def test_outside_of_the_main_thread_the_library_says_so():
         "pool = concurrent.futures.ThreadPoolExecutor(1)\n"
         "print(pool.submit(same_expression, 'x+1', '1+x', 0.0).exception())"
     )
-    root = pathlib.Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "main thread" in result.stdout, result.stderr

@@ -15,7 +15,8 @@ from grpo.data.held_out import load_eval_prompts
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.folder.resume import Opened, resumed_stream
-from grpo.rewards.answers.equality import extract_answer, parse_number
+from grpo.rewards.answers.equality import parse_number
+from grpo.rewards.answers.extract import extract_answer
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 

@@ -5,131 +5,106 @@ One pass each, whatever a policy writes: a text that repeats "\\boxed{" or "<ans
 
 import re
 
+from grpo.rewards.answers.numbers import clean_text, read_number
+
 # Tags in any case, with blanks and attributes: an answer is not shown to a reader because its <Think > is odd.
 _THINK_TAG = re.compile(r"<\s*(?P<close>/\s*)?think\b[^<>]*>", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<\s*(?P<close>/\s*)?answer\s*>", re.IGNORECASE)
 _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-# Between two answers that a reader takes as one ("1 and 2"), and between those that leave it to him.
-_ALSO = re.compile(r"[\s,;$.*]*(?:and|,|;)?[\s,;$.*]*")
-_OR = re.compile(r"[\s,;$.*]*(?:/|or|or maybe|or perhaps)[\s,;$.*]*", re.IGNORECASE)
+_EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
+_BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+# Between two answers that leave it to the reader which one is meant.
+_JOINED = re.compile(r"[\s,;$.*]*+(?:and|or|or maybe|or perhaps|/)?[\s,;$.*]*+", re.IGNORECASE)
+
+Span = tuple[int, int, str]  # start, end, content
 
 
 def extract_answer(text: str, answer_format: str) -> str | None:
     """The final answer in a completion, without surrounding blanks and boxes; None if there is none or it is empty.
 
     Thoughts are no answer (see `without_thoughts`). answer_tag: content of the last complete <answer>..</answer>.
-    boxed: content of the last \\boxed{} that is not empty and whose braces balance; boxes in a row, with nothing but
-    "and" or commas between them, are one list. hashes: what follows the last #### on its line. Where the completion has
-    an <answer>, box and hashes are looked for only in it. None also for a choice, which is no answer: tags or boxes
-    joined by "or", or different boxes in one tag.
+    boxed: content of the last \\boxed{} that is not empty and whose braces balance. hashes: what follows the last ####
+    on its line. Where the completion has an <answer>, box and hashes are looked for only in it. None also for a choice,
+    which is no answer: two different ones with nothing but "and", "or" or a comma between, or different boxes in a tag.
 
     Raises ValueError on another format.
     """
     if answer_format not in ("answer_tag", "boxed", "hashes"):
         raise ValueError(f"answer_format={answer_format!r} is unknown; use answer_tag, boxed or hashes")
-    if not text:
-        return None
     text = without_thoughts(text)
     tagged = tagged_answer(text)
     if answer_format == "answer_tag":
         answer = _unboxed(tagged or "")
+    elif answer_format == "boxed" and tagged is None:
+        answer = _unbox_inner(_last(text, boxes(text)))
     elif answer_format == "boxed":
-        found = boxes(text if tagged is None else tagged)
-        answer = _last(text, found) if tagged is None else _unboxed(tagged) if found else ""
+        answer = _unboxed(tagged) if boxes(tagged) else ""
     else:
         _, hashes, rest = (text if tagged is None else tagged).rpartition("####")
         answer = rest.partition("\n")[0] if hashes else ""
     return answer.strip() or None
 
 
-def find_answer(text: str) -> str | None:
-    """The final answer wherever it stands: in a tag, in boxes, behind "final answer is", as the last formula or number.
-
-    Looser than extract_answer. None if there is nothing of these.
-    """
-    text = without_thoughts(text)
-    tagged = tagged_answer(text)
-    if tagged is not None:
-        return _unboxed(tagged).strip() or None
-    found = boxes(text)
-    if found:
-        return _last(text, found).strip() or None
-    _, announced, rest = text.rpartition("inal answer is")
-    rest = rest if announced else text
-    formulas = [match[0].strip("$") for match in _FORMULA.finditer(rest) if not _PROSE.search(match[0])]
-    if formulas:
-        return formulas[-1]
-    numbers = list(_NUMBER_IN_PROSE.finditer(rest))
-    return numbers[-1][0].strip() if numbers else None
-
-
 # Bounded, so that "\(" without an end costs the same wherever it stands.
 _FORMULA = re.compile(
     r"\$\$[^$]{1,300}\$\$|(?<![\\\d])\$[^$\n]{1,300}(?<!\\)\$|\\\(.{1,300}?\\\)|\\\[.{1,300}?\\\]", re.DOTALL
 )
-_PROSE = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{2,}(?![a-zA-Z}])")
-# With its sign and the rest of its clause, which may say millions or go on calculating.
-_NUMBER_IN_PROSE = re.compile(
-    r"(?<![\w.,/^$€£¥₹-])[-+±\u2010-\u2015\u2212$€£¥₹]{0,3} ?"
-    r"(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)(?: ?/ ?[0-9]+)?(?![0-9])"
-    r"[^\n.,;:!?=()0-9+*/^\\<>-]{0,60}(?:[!+*/^<>-]|\\(?!f?box))?"
+# A formula is stated at the begin of a sentence or behind such a word, and ends its sentence: not in "not $5$".
+_STATES = re.compile(r"(?:[\n.:]|(?<![!<>])=|\b(?:is|are|so|get|gives|equals))\Z")
+_END_OF_SENTENCE = re.compile(r"[ *]*(?:[.!]|\n|\Z)")
+# A number is stated as all that follows such a word at the end of the text.
+_STATED_NUMBER = re.compile(
+    r"(?:.*(?:\n|:|(?<![!<>])=|\b(?:is|are|get|gives|equals)\b)|\A)([^\n:=]{1,60})\Z", re.DOTALL
 )
 
 
-def without_thoughts(text: str) -> str:
-    """The text without <think>..</think> blocks.
+def find_answer(text: str) -> str | None:
+    """The final answer wherever it is stated: in a tag, in boxes, as the last formula, as the number at the end.
 
-    A block that never ends hides all that follows; a closing tag without an opening one (chat templates open <think> in
-    the prompt) hides all that stands before it. Nested blocks are hidden as a whole.
+    Looser than extract_answer. None if there is nothing of these, or if the last formula is not what a sentence states.
     """
-    if "<" not in text:
-        return text
-    thoughts, closed, rest = text.rpartition("</think>")
-    if closed and thoughts.startswith("<think>") and thoughts.rfind("<") == 0 and "think" not in rest.lower():
-        return rest  # the usual completion, without the long way
-    shown, start, depth = [], 0, 0  # `start` is where the current stretch of shown text, or of thoughts, begins
-    fallback = None  # behind the last closing tag of a block that has not ended
-    for tag in _THINK_TAG.finditer(text):
-        if not tag["close"]:
-            if depth == 0:
-                shown.append(text[start : tag.start()])
-                fallback = None
-            depth += 1
-        elif depth > 1:
-            depth, fallback = depth - 1, tag.end()
-        else:
-            if depth == 0:
-                shown.clear()
-            depth, start = 0, tag.end()
-    if depth == 0:
-        shown.append(text[start:])
-    elif fallback is not None:  # a <think> that the thoughts only mention: the last closing tag ends them
-        shown.append(text[fallback:])
-    return "".join(shown)
+    text = without_thoughts(text)
+    if (tagged := tagged_answer(text)) is not None:
+        return _unboxed(tagged).strip() or None
+    if found := boxes(text):
+        return _unbox_inner(_last(text, found)).strip() or None
+    if formulas := list(_FORMULA.finditer(text)):
+        last = formulas[-1]
+        before = text[: last.start()].rstrip(" *")
+        stated = (not before or _STATES.search(before[-10:])) and _END_OF_SENTENCE.match(text, last.end())
+        return last[0].strip("$") if stated else None
+    stated = _STATED_NUMBER.match(text.rstrip(" \n*.")[-100:])
+    return stated[1].strip() if stated and read_number(clean_text(stated[1])) else None
+
+
+def without_thoughts(text: str) -> str:
+    """The text without its thoughts: what stands between the first <think> and the last </think>.
+
+    A block that never ends hides all that follows; a closing tag without an opening one before it (chat templates open
+    <think> in the prompt) hides all that stands before it.
+    """
+    tags = list(_THINK_TAG.finditer(text)) if "<" in text else []
+    closing = [number for number, tag in enumerate(tags) if tag["close"]]
+    shown, start = "", 0
+    if closing:
+        shown = "" if tags[0]["close"] else text[: tags[0].start()]
+        start, tags = tags[closing[-1]].end(), tags[closing[-1] + 1 :]
+    return shown + (text[start : tags[0].start()] if tags else text[start:])
 
 
 def tagged_answer(text: str) -> str | None:
-    """The content of the last complete <answer>..</answer>, "" if two are joined by "or"; None without one.
+    """The content of the last complete <answer>..</answer>, "" if it is one of a choice; None without one.
 
     Of "<answer> 1 <answer> 2 </answer>" the answer is 2.
     """
-    if "<" not in text:
-        return None
-    if text.startswith("<answer>") and text.endswith("</answer>") and text.count("<") == 2:
-        return text[len("<answer>") : -len("</answer>")]  # the usual one, without the long way
     found, opened = [], None
-    for tag in _ANSWER_TAG.finditer(text):
+    for tag in _ANSWER_TAG.finditer(text) if "<" in text else ():
         if not tag["close"]:
             opened = tag
         elif opened:
             found.append((opened.start(), tag.end(), text[opened.end() : tag.start()]))
             opened = None
-    if len(found) > 1 and _is_choice(text, found):
-        return ""
-    return found[-1][2] if found else None
-
-
-Span = tuple[int, int, str]  # start, end, content
+    return _last(text, found) if found else None
 
 
 def boxes(text: str) -> list[Span]:
@@ -153,38 +128,23 @@ def boxes(text: str) -> list[Span]:
 
 
 def _last(text: str, found: list[Span]) -> str:
-    """The last of several boxes with those it makes one list with; "" for a choice between them."""
-    if not found or _is_choice(text, found):
-        return ""
-    contents = [found[-1][2].strip()]
-    for (_, end, content), (start, _, _) in zip(reversed(found[:-1]), reversed(found), strict=False):
-        if not _ALSO.fullmatch(text[end:start]):
-            break
-        contents.append(content.strip())
-    if len(set(contents)) == 1:
-        return _unbox_inner(contents[0])
-    return ", ".join(_unbox_inner(content) for content in reversed(contents))
-
-
-def _is_choice(text: str, found: list[Span]) -> bool:
-    (_, end, before), (start, _, last) = found[-2:] if len(found) > 1 else (found[0], found[0])
-    return end <= start and bool(_OR.fullmatch(text[end:start])) and before.strip() != last.strip()
+    """The last of several answers; "" if the one before is another and only joined to it."""
+    if len(found) > 1:
+        (_, end, before), (start, _, last) = found[-2:]
+        if before.strip() != last.strip() and _JOINED.fullmatch(text, end, start):
+            return ""
+    return found[-1][2] if found else ""
 
 
 def _unboxed(text: str) -> str:
     """An answer's text with its box taken off: one box in some words is the answer, different boxes are none."""
-    if "box" not in text:
-        return text
     found = boxes(text)
     if not found:
         return _EMPTY_BOX.sub("", text)
     return _unbox_inner(found[-1][2]) if len({content.strip() for _, _, content in found}) == 1 else ""
 
 
-_EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
-_BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
-
-
 def _unbox_inner(content: str) -> str:
+    """Content of a box without boxes that stand inside it."""
     content = _BOX_COMMAND.sub("", _EMPTY_BOX.sub("", content)).strip()
     return content[1:-1] if content[:1] == "{" and content[-1:] == "}" else content

@@ -1,14 +1,13 @@
-"""Whether two LaTeX expressions are equal, by math-verify, without letting a text run code.
+"""Whether two LaTeX expressions are equal, by math-verify, without letting a text run code or restate its question.
 
-math-verify parses LaTeX into sympy expressions. What stands inside an accent (`\\hat{..}`), a text or a subscript
-becomes the name of a symbol as it is, and sympy's numerical evaluation of a sum prints the names of symbols into Python
-source that it compiles (`hypsum` and `lambdify`). So a completion of nothing but LaTeX can run Python wherever an
-expression is evaluated, which happens while comparing, and for intervals and binomials already while parsing. Two
-checks stand against that, for references too, because a data set may be poisoned: `is_plain` of the very text that the
-parser reads, and `_is_harmless` of every expression before it is compared.
+sympy's numerical evaluation of a sum prints the names of symbols into Python source that it compiles, and LaTeX can
+make anything a name (`\\hat{..}`). So a completion of nothing but LaTeX could run Python wherever an expression is
+evaluated, also while parsing. Three things stand against that, for references too, because a data set may be poisoned:
+`load` takes the compiler away from sympy, `is_plain` lets only a short list of commands be parsed, and `_is_harmless`
+looks at every name of an expression before it is compared.
 
 The parser, the comparison and their time limits (SIGALRM, so the process's main thread) are the libraries'. sympy takes
-a second to load: they are imported where an expression is first needed.
+a second to load: `load` imports them where an expression is first needed.
 """
 
 import functools
@@ -25,11 +24,25 @@ LATEX_SECONDS = 2
 LATEX_DIGITS = 2000
 
 
-def same_expression(given: str, reference: str, tolerance: float) -> bool:
-    """Whether math-verify takes two LaTeX texts as equal. Numbers must also agree within `tolerance`, relative.
+@functools.cache
+def load() -> None:
+    """Import math-verify, and with it sympy, which compiles no text from then on."""
+    import math_verify  # noqa: F401
+    import sympy.core.evalf
 
-    False for a text that is no expression, too long, too large, or has names that are not plain.
+    # what `hypsum` sums is substituted, term by term, instead of compiled
+    sympy.core.evalf.lambdify = lambda name, expression: lambda k: int(expression.subs(name, k))
+
+
+def same_expression(given: str, reference: str, tolerance: float) -> bool:
+    """Whether math-verify takes two clean LaTeX texts as equal. Numbers must also agree within `tolerance`, relative.
+
+    False for a text that is no expression, too long, too large, or not plain; for two that differ in their words, their
+    equals signs or their brackets around lists; and where `given` uses a function that the reference does not use, and
+    so may state the question instead of answering it.
     """
+    if _shape(given) != _shape(reference) or not _functions(given) <= _functions(reference):
+        return False
     expected = parse_expression(reference)
     found = None if expected is None else parse_expression(given)
     return found is not None and bool(_within_seconds(_equal, found, expected, tolerance))
@@ -40,6 +53,7 @@ def parse_expression(text: str) -> Any | None:
     """The sympy expression that a LaTeX text is; None if it is none, too long, or not safe to evaluate."""
     if len(text) > LATEX_CHARACTERS:
         return None
+    load()
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from math_verify.grader import should_treat_as_complex
 
@@ -76,33 +90,53 @@ def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | Non
 # ---------------------------------------------------------------------------------------------------------------------
 # What may be parsed
 
-# The commands whose braces' content becomes a symbol's name (ACCENT in the parser's grammar), and plain content.
-_ACCENT = (
-    r"\\+(?:acute|bar|overline|breve|(?:wide)?check|d?dot|grave|(?:wide)?hat|(?:wide)?tilde|vec|overrightarrow|bm|"
-    r"boldsymbol|text[a-z]*|math[a-z]+|mbox|variable)"
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+# Commands that write an answer down. Other ones (accents, \operatorname, \sum, \binom ..) are not parsed.
+_NOTATION = frozenset(
+    _COMMAND.findall(
+        r"\frac \sqrt \cdot \times \div \pi \infty \emptyset \le \leq \ge \geq \lt \gt \cup \cap \in \lbrace \rbrace "
+        r"\begin \end \alpha \beta \gamma \delta \epsilon \varepsilon \zeta \eta \theta \iota \kappa \lambda \mu \nu "
+        r"\xi \rho \sigma \tau \phi \varphi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Sigma \Phi \Psi \Omega"
+    )
 )
-_PLAIN_ACCENT = re.compile(_ACCENT + r"\s?\{[\w ,+\\-]*\}")
-_ANY_ACCENT = re.compile(_ACCENT + r"[^a-zA-Z]*\{|\\variable")
-# Subscripts become part of a name too, except those of operators.
-_OPERATOR_SUBSCRIPT = re.compile(r"\\(?:sum|prod|int|lim|log|ln|max|min)\s*_")
-_PLAIN_SUBSCRIPT = re.compile(r"_\s*(?:\\?[a-zA-Z0-9]+|\{[\w ,+=\\-]*\})")
-# Functions by name: only those that are cheap. eigenvals, zeros(10^9, 10^9) and the like are not.
-_OPERATOR_NAME = re.compile(r"\\operatorname\s*\{\s*(?:gcd|lcm|floor|ceil|ar(?:c)?(?:sin|cos|tan)h|rank|trace|tr)\s*\}")
-_REFUSED = re.compile(
-    r"\\operatorname|__|[\"`@]"
-    r"|\\over(?![a-z])"  # "f(\over line{..})": blanks fall out of arguments, which are parsed a second time
-    r"|\\(?:binom|tbinom|dbinom|choose)(?=.*[0-9]{4})|[0-9]{5}.*!"  # evaluated while parsing, however large
+# Commands that may also be the question.
+_FUNCTIONS = frozenset(
+    _COMMAND.findall(r"\sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh \cosh \tanh \log \ln \exp")
+)
+_MATRIX = re.compile(r"\\(?:begin|end)\{[bp]?matrix\}")
+# Subscripts become part of a name; behind a digit they would be another base.
+_PLAIN = re.compile(
+    r"(?:[0-9a-zA-Z+\-*/^=<>|()\[\]{}.,;& ]|\\[a-zA-Z]+|\\[{}\\]|(?<=[a-zA-Z])_(?:[a-zA-Z0-9]|\{[a-zA-Z0-9]{1,2}\}))*+"
 )
 
 
 def is_plain(text: str) -> bool:
-    """Whether all names in a LaTeX text are plain words, so that parsing it evaluates nothing but mathematics."""
-    if not text.isprintable():
-        return False
-    rest = _OPERATOR_NAME.sub("", _PLAIN_ACCENT.sub("x", text))
-    if _ANY_ACCENT.search(rest) or _REFUSED.search(rest):
-        return False
-    return "_" not in _PLAIN_SUBSCRIPT.sub("", _OPERATOR_SUBSCRIPT.sub("", rest))
+    """Whether a LaTeX text is made of numbers, one-letter names and known commands alone."""
+    commands = set(_COMMAND.findall(text))
+    letters = set("".join(_letters(text)))
+    return (
+        bool(_PLAIN.fullmatch(text))
+        and commands <= _NOTATION | _FUNCTIONS
+        and not any(len(run) > 2 for run in _letters(text))  # a word; the parser would take it for a product
+        and not any(letter.swapcase() in letters for letter in letters)  # the parser does not tell R from r
+    )
+
+
+def _letters(text: str) -> list[str]:
+    """The letters that stand together in a text, in order of the alphabet, except for commands."""
+    return sorted(re.findall("[a-zA-Z]+", _COMMAND.sub(" ", _MATRIX.sub(" ", text))))
+
+
+def _functions(text: str) -> set[str]:
+    return _FUNCTIONS.intersection(_COMMAND.findall(text))
+
+
+def _shape(text: str) -> tuple:
+    """What math-verify looks through: words, equals signs, and how many items stand in which brackets."""
+    words = [run for run in _letters(text) if len(run) > 1]
+    items = len(re.findall("[,;]", text))
+    is_set = "\\{" in text or "\\lbrace" in text
+    return words, text.count("="), items, is_set, (text[:1], text[-1:]) if items and not is_set else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,7 +176,7 @@ def _is_harmless(expression: Any) -> bool:
 
 def _digits(node: Any) -> float:
     """An upper bound of the decimal digits, before the point, of what an expression and its parts are worth."""
-    from sympy import Number, Pow, factorial
+    from sympy import Number, Pow
 
     if isinstance(node, Number):
         return math.log10(min(abs(node), 10**300) + 1) if node.is_finite else 1.0
@@ -151,8 +185,6 @@ def _digits(node: Any) -> float:
         base, exponent = parts
         exponent = 0.0 if node.exp.free_symbols else exponent
         return max(*parts, (base + 1) * (10**exponent if exponent < 10 else math.inf))
-    if isinstance(node, factorial):
-        return math.inf if parts[0] > 3 else 10 ** parts[0] * max(parts[0], 1.0)
     return sum(parts) + len(parts)
 
 
