@@ -92,6 +92,7 @@ from grpo.rewards.answers import latex
 from latex2sympy2_extended import latex2sympy
 if sys.argv[1] == "patched":
     latex.load()
+latex.LATEX_SECONDS = 60
 latex.load, latex.is_plain, latex._is_harmless = lambda: None, lambda text: True, lambda found: found is not None
 compiled = []
 sys.addaudithook(lambda event, args: compiled.append(str(args[0])) if event == "compile" else None)
