@@ -285,7 +285,7 @@ def start_up(
             generator = Generator(config, folder, start.stop_token_ids, roles)
     with timer.startup("loading the models"):
         if roles.trains:
-            trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles)
+            trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles, config.seed)
         if roles.references:
             base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters
             reference = Reference(config, reference_folder, roles, base)

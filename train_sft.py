@@ -139,7 +139,7 @@ def start_up(
         with timer.startup("starting vLLM"):  # before the trainer, because it sizes its KV cache from the free memory
             generator = Generator(generating(config, config.num_trainers), folder, start.stop_token_ids, roles)
     with timer.startup("loading the model"):
-        trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles)
+        trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles, config.seed)
     held_out = {name: send_batch(driver.held_out_batch(name), roles) for name in start.held_out}
     if start.checkpoint is not None:
         with timer.startup("loading the checkpoint"):

@@ -19,8 +19,7 @@ import torch
 from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.losses import check_loss_output, configured_loss
 from grpo.config import AlgorithmConfig
-from grpo.data.batches import make_batch
-from grpo.data.packing import build_micro_batch, take_out
+from grpo.data.batches import build_micro_batch, make_batch, take_out
 from grpo.types import MicroBatch, Sample, TrainBatch
 
 LENGTHS = (5, 1, 3, 4)  # loss tokens of each sequence, between a prompt token and a last one that is excluded

@@ -11,7 +11,7 @@ per-token fields stay aligned from where they are made (`Sample`) over the wire 
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -218,6 +218,11 @@ class TrainBatch:
         """Prompts and completions."""
         return len(self.ids_N)
 
+    @property
+    def per_token(self) -> dict[str, torch.Tensor | None]:
+        """The fields that have a value for each of the N tokens, by their names."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_N")}
+
     @functools.cached_property
     def starts_S(self) -> torch.Tensor:
         """int64: where each sequence begins among the N tokens."""
@@ -255,7 +260,7 @@ class SharedPrompts(NamedTuple):
 class MicroBatch:
     """One forward and backward on one rank: B rows of T positions, each row whole sequences and then padding.
 
-    Sequences that share a prompt may have it once, in front of all of them, see grpo/data/shared_prompts.py.
+    Sequences that share a prompt may have it once, in front of all of them, see grpo/data/batches.py.
 
     All fields down to `advantages_BT` are [B, T] and side by side: what belongs to a token is at the position that
     *predicts* it, the one before it. At positions that predict nothing (the last token of a sequence, padding) the mask

@@ -23,7 +23,7 @@ print(math_reward(["<answer>42</answer>", "<answer>41</answer>"], answer=["42", 
 import torch
 
 from grpo.algorithm.advantages import group_advantages
-from grpo.data.batches import make_batch
+from grpo.data.batches import build_micro_batch, make_batch
 from grpo.types import Sample
 
 prompt, completion = [5, 6], [7, 8, 9]
@@ -38,7 +38,6 @@ from dataclasses import replace
 
 from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.losses import configured_loss
-from grpo.data.packing import build_micro_batch
 
 batch = replace(batch, advantages_N=advantages_S[batch.owner_N])
 micro = build_micro_batch(batch, rows=[[0, 1]], row_length=batch.num_tokens)

@@ -5,7 +5,7 @@ overflow, because 0 * nan is nan, forward and backward. Inside the mask nothing 
 there gives a NaN loss.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -43,17 +43,9 @@ class LossInputs:
     @classmethod
     def of(cls, micro: MicroBatch, logprobs_BT: torch.Tensor, old_logprobs_BT: torch.Tensor) -> "LossInputs":
         """The fields of a micro-batch with the policy's log-probs and the chosen denominator."""
-        return cls(
-            logprobs_BT=logprobs_BT,
-            old_logprobs_BT=old_logprobs_BT,
-            generator_logprobs_BT=micro.generator_logprobs_BT,
-            ref_logprobs_BT=micro.ref_logprobs_BT,
-            advantages_BT=micro.advantages_BT,
-            loss_mask_BT=micro.loss_mask_BT,
-            sequence_BT=micro.sequence_BT,
-            num_loss_tokens_BT=micro.num_loss_tokens_BT,
-            num_sequences=micro.num_sequences,
-        )
+        chosen = {"logprobs_BT": logprobs_BT, "old_logprobs_BT": old_logprobs_BT}
+        names = (field.name for field in fields(cls) if field.name not in chosen)
+        return cls(**chosen, **{name: getattr(micro, name) for name in names})
 
 
 def sequence_means(values_BT: torch.Tensor, inputs: LossInputs) -> torch.Tensor:

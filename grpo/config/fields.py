@@ -115,21 +115,12 @@ class TrainerConfig:
     """FSDP groups that each hold a full copy of the parameters (HSDP); 1 is plain FSDP."""
     micro_batch_tokens: Annotated[int, AtLeast(1), Harmless] = 16384
     """Most tokens in one forward and backward; an update takes as many micro-batches as its tokens need."""
-    packing: Annotated[bool, Harmless] = True
-    """Lay several sequences end to end in one row; off gives each its own padded row."""
     share_prompts: Annotated[bool, Harmless] = True
-    """Compute a prompt once for all its completions in a row, instead of once for each; needs `packing`."""
+    """Compute a prompt once for all its completions in a row, instead of once for each."""
     activation_checkpointing: Annotated[Literal["auto", "none", "logits", "selective", "full"], Harmless] = "auto"
     """What the backward recomputes to save memory. none: nothing; logits: the LM head's product, chunk by chunk;
     selective: that and cheap operations; full: that and every block; auto: the first of them that fits the GPU by
     arithmetic (`python -m grpo.memory`); on a CPU none."""
-    fsdp_gather: Annotated[Literal["auto", "micro_batch", "update"], Harmless] = "micro_batch"
-    """How often data-parallel trainers gather weights and add up their gradients (FSDP). micro_batch: in each, block by
-    block; update: once for all micro-batches of an update, for which a rank holds 6 bytes per parameter more (2 with
-    LoRA); auto: that if it fits the GPU by arithmetic, and on a CPU."""
-    deterministic: Annotated[bool, Harmless] = True
-    """Add gradients in one order always, so that two runs on GPUs can have the same last digits; off, the backward of
-    flash attention is a little faster (1 to 2 % of a step of Qwen3-1.7B with documents of 4,096 tokens)."""
     compile: Annotated[bool, Harmless] = True
     """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
     logprob_chunk_tokens: Annotated[int, AtLeast(1), Harmless] = 4096
@@ -153,16 +144,12 @@ class TrainerConfig:
     """Learning rate at the last step of a linear or cosine schedule, as a share of the peak."""
     max_grad_norm: Annotated[float, Above(0)] = 1.0
     """Largest global norm of the gradients, which are scaled down to it."""
-    max_skipped_steps: Annotated[int, AtLeast(1), Harmless] = 3
-    """End the run after so many steps in a row whose update was skipped because something in it was not finite."""
     lora_rank: Annotated[int, AtLeast(0)] = 0
     """Train adapters of this rank beside the weights, which then stay as they are, in `model.dtype`; 0 trains all."""
     lora_alpha: Annotated[float, Above(0)] = 32.0
     """An adapter's product B A counts lora_alpha / lora_rank times."""
     lora_targets: tuple[LoRATarget, ...] = get_args(LoRATarget)
     """Linear layers of each block that get an adapter, by their names in Hugging Face's models."""
-    lora_seed: int = 0
-    """The adapters' first A follows from it; B starts at 0."""
 
 
 # What every call of a reward function gets on top of the data's columns: completion tokens with EOS, whether it was cut

@@ -4,10 +4,6 @@ flash and documents are what torchtitan's FlexAttention leaves to be wished for.
 a micro-batch: where documents begin, the longest one, and which keys of others they attend to.
 """
 
-import grpo.models.titan_on_cpu  # noqa: F401
-
-# isort: split
-
 import functools
 import importlib.util
 import os
@@ -44,11 +40,9 @@ def choose_attention(model: ModelConfig, device: torch.device) -> str:
     return "flash" if flash_runs else "flex" if on_gpu else "documents"
 
 
-def config_of(kind: str, deterministic: bool) -> Module.Config:
-    """Of flash, flex or documents. The others are deterministic in any case."""
-    if kind == "flash":
-        return FlashAttention.Config(deterministic=deterministic)
-    return {"flex": FlexAttention, "documents": DocumentAttention}[kind].Config()
+def config_of(kind: str) -> Module.Config:
+    """torchtitan's config of flash, flex or documents. All add gradients in one order always."""
+    return {"flash": FlashAttention, "flex": FlexAttention, "documents": DocumentAttention}[kind].Config()
 
 
 @functools.cache
@@ -106,12 +100,7 @@ class FlashAttention(DocumentAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DocumentAttention.Config):
-        deterministic: bool = True
-        """Whether the backward adds in one order always."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.deterministic = config.deterministic
+        pass
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, **unused):
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
@@ -120,7 +109,7 @@ class FlashAttention(DocumentAttention):
         bounds, shared = (masks.cu_seq_q, masks.cu_seq_k), masks.shared
         repeats = (shared.keys_K, shared.own_T, shared.reused_R, shared.uses_RU) if shared else (None,) * 4
         longest = masks.max_q, masks.max_k
-        out_TNH, _ = flash_attention(q_TNH, k_TNH, v_TNH, *bounds, *longest, *repeats, scale, self.deterministic)
+        out_TNH, _ = flash_attention(q_TNH, k_TNH, v_TNH, *bounds, *longest, *repeats, scale)
         return out_TNH.view(q_BLNH.shape)
 
 
@@ -207,13 +196,12 @@ def flash_attention(
     reused_R: torch.Tensor | None,
     uses_RU: torch.Tensor | None,
     scale: float,
-    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within documents: (output [T, N, H], logsumexp [N, T] in float32).
 
     bounds_S: int32, the documents' first places and T. longest: of their lengths, int64 on the CPU. key_bounds_S and
     longest_keys: of their keys, the last of which are their own. keys_K, own_T, reused_R, uses_RU: as in SharedPrompts;
-    None where documents have their own keys alone. deterministic: of the backward.
+    None where documents have their own keys alone.
     """
     forward, _ = kernels()
     documents = _documents(bounds_S, key_bounds_S, longest, longest_keys)
@@ -241,13 +229,12 @@ def flash_attention_backward(
     longest_keys: torch.Tensor,
     keys_K: torch.Tensor | None,
     scale: float,
-    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, and of k and v as the documents attend to them."""
+    """Gradients of q, and of k and v as the documents attend to them; added up in one order always."""
     _, backward = kernels()
     documents = _documents(bounds_S, key_bounds_S, longest, longest_keys)
     values = q_TNH, _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K), out_TNH, grad_TNH, logsumexp_NT
-    return backward(*values, softmax_scale=scale, causal=True, deterministic=deterministic, **documents)[:3]
+    return backward(*values, softmax_scale=scale, causal=True, deterministic=True, **documents)[:3]
 
 
 @flash_attention_backward.register_fake
@@ -283,16 +270,16 @@ def _added_up(
 
 
 def _keep(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.deterministic = inputs
+    *tensors, ctx.scale = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
 def _backward(ctx, grad_TNH, _):
     *tensors, own_T, reused_R, uses_RU = ctx.saved_tensors
-    gradients = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.scale, ctx.deterministic)
+    gradients = flash_attention_backward(grad_TNH.contiguous(), *tensors, ctx.scale)
     if own_T is not None:  # here and not in the kernels' operator, so that it is compiled
         gradients = gradients[0], *(_added_up(gradient, own_T, reused_R, uses_RU) for gradient in gradients[1:])
-    return *gradients, *(None,) * 10
+    return *gradients, *(None,) * 9
 
 
 flash_attention.register_autograd(_backward, setup_context=_keep)

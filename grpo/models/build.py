@@ -3,10 +3,6 @@
 Left out: pipeline and context parallelism, quantized checkpoints.
 """
 
-import grpo.models.titan_on_cpu  # noqa: F401
-
-# isort: split
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -19,13 +15,13 @@ from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, Tra
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
 from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.protocols.sharding import ShardingConfig
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.utils import set_default_dtype
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.models.architecture import Adapter, titan_config
 from grpo.models.attention import SelectiveCheckpointing, choose_attention
+from grpo.models.families import Policy, family_of, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import add_adapters, is_adapter
 from grpo.types import MicroBatch
@@ -46,7 +42,8 @@ class ShardedModel:
     """A model spread over this role's ranks, and what is needed to move weights between it and HF names."""
 
     module: nn.Module
-    adapter: Adapter
+    names: StateDictAdapter
+    """Torchtitan's names of tensors <-> Hugging Face's."""
     parallel_dims: ParallelDims
     device: torch.device
     folder: str
@@ -85,10 +82,9 @@ class ShardedModel:
         self.module.load_state_dict(self.module.state_dict() | state)
 
     def accumulate(self, is_last: bool) -> None:
-        """Before a micro-batch; `is_last` of those whose gradients are added. Only for a copy that is held.
+        """Before a micro-batch; `is_last` of those whose gradients are added. Only a copy that is held needs it.
 
-        Its gradients stay where the backward puts them, in float32; with the last they are added up over data-parallel
-        ranks and become the parameters'.
+        The copy's gradients stay where the backward puts them, in float32, and become the parameters' with the last.
         """
         if self.holds_copy:
             self.module.set_requires_gradient_sync(is_last)
@@ -126,42 +122,40 @@ def build_model(
     device: torch.device,
     tensor_parallel: int,
     frozen: bool = False,
+    seed: int = 0,
 ) -> ShardedModel:
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
     A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas. With
-    LoRA, a trained model holds weights in `model.dtype` without gradients, and float32 adapters with them. Collective
-    over the role's ranks.
+    LoRA, a trained model holds weights in `model.dtype` without gradients, and float32 adapters with them, which start
+    from `seed`. Collective over the role's ranks.
     """
     adapted = trainer.lora_rank > 0 and not frozen
-    attention = choose_attention(model, device)
-    hf = read_hf_config(folder)
-    compiled = compiles(trainer, device)
-    keep_logits = trainer.activation_checkpointing == "none" and not frozen
-    config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, trainer.deterministic, keep_logits)
     # spmd_types, torchtitan's default, fails for more than one rank on this torch
     parallelism = ParallelismConfig(
         spmd_backend="partial_dtensor",
         tensor_parallel_degree=tensor_parallel,
         data_parallel_replicate_degree=1 if frozen else trainer.data_replicas,
     )
+    training = TrainingConfig(dtype=model.dtype if frozen or adapted else "float32", mixed_precision_param=model.dtype)
+    titan_dist.set_spmd_backend(parallelism.spmd_backend)
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
+
+    hf, compiled = read_hf_config(folder), compiles(trainer, device)
+    keep_logits = trainer.activation_checkpointing == "none" and not frozen
+    config = titan_config(hf, choose_attention(model, device), trainer.logprob_chunk_tokens, compiled, keep_logits)
+    _set_shardings(config, parallelism, training)
+    with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
+        module = config.build()
+        if adapted:
+            add_adapters(module, trainer, seed)
+
     parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     # Without other data-parallel ranks there is nothing to gather; then FSDP only casts, and what needs no cast needs
     # no FSDP, which would hold all weights a second time.
     alone = parallel_dims.get_optional_mesh("batch") is None
     without_fsdp = alone and (frozen or adapted)
-    training = TrainingConfig(dtype=model.dtype if frozen or adapted else "float32", mixed_precision_param=model.dtype)
-    titan_dist.set_spmd_backend(parallelism.spmd_backend)
-    torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
-    config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig()))
-    if tensor_parallel > 1:  # LogprobHead reduces over the vocabulary itself
-        config.lm_head.sharding_config = ShardingConfig(state_shardings=config.lm_head.sharding_config.state_shardings)
-
-    with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
-        module = config.build()
-        if adapted:
-            add_adapters(module, trainer)
-    module = parallelize_qwen3(
+    module = family_of(hf).parallelize(
         module,
         parallel_dims=parallel_dims,
         training=training,
@@ -171,26 +165,36 @@ def build_model(
         dump_folder="",
         skip_dp=without_fsdp,
     )
+    if holds_copy := alone and not without_fsdp:
+        module.set_reshard_after_forward(False)
+        module.set_reshard_after_backward(False)
+    names = family_of(hf).names(config, folder)
+    _load_weights(module, names, folder, device)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
+    spmd_context = titan_dist.get_spmd_context(parallel_dims=parallel_dims)
+    name = folder if model.path.startswith("toy:") else model.path
+    return ShardedModel(module, names, parallel_dims, device, folder, name, spmd_context, holds_copy)
+
+
+def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
+    """Let torchtitan write into a model's config how each of its parts is sharded."""
+    config.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training, debug=DebugConfig()))
+    if parallelism.tensor_parallel_degree > 1:  # LogprobHead reduces over the vocabulary itself
+        config.lm_head.sharding_config = ShardingConfig(state_shardings=config.lm_head.sharding_config.state_shardings)
+
+
+def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, device: torch.device) -> None:
+    """Give a sharded module on the meta device memory and the folder's weights. Collective over the role's ranks."""
     for part in module.modules():
         if device.type == "cpu" and isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
-    holds_copy = not (frozen or without_fsdp) and (alone or trainer.fsdp_gather == "update")
-    if holds_copy:
-        module.set_reshard_after_forward(False)
-        module.set_reshard_after_backward(False)
     module.to_empty(device=device)
     with torch.no_grad():
         module.init_weights(buffer_device=None)
     first, *others = (layer.attention.rope for layer in module.layers.values())
     for rope in others:  # each layer made its own table of positions: 3.5 GiB in 28 layers of 131,072 positions
         rope.cache = first.cache
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
-
-    adapter = Adapter(config, folder)
-    tensors = adapter.to_hf(module.state_dict())
-    dcp.load(tensors, storage_reader=adapter.get_hf_storage_reader(folder))
-    module.load_state_dict(adapter.from_hf(tensors), strict=False)
-    spmd_context = titan_dist.get_spmd_context(parallel_dims=parallel_dims)
-    name = folder if model.path.startswith("toy:") else model.path
-    return ShardedModel(module, adapter, parallel_dims, device, folder, name, spmd_context, holds_copy)
+    tensors = names.to_hf(module.state_dict())
+    dcp.load(tensors, storage_reader=names.get_hf_storage_reader(folder))
+    module.load_state_dict(names.from_hf(tensors), strict=False)

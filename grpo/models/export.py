@@ -83,7 +83,7 @@ def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
     """Write the adapters as a folder that PEFT loads on top of the base. As `export_hf`, otherwise."""
     layers, tensors, targets = adapted_layers(model.module), {}, set()
     for layer in layers:
-        (name,) = model.adapter.to_hf({f"{layer.name}.weight": None})
+        (name,) = model.names.to_hf({f"{layer.name}.weight": None})
         name = name.removesuffix(".weight")
         targets.add(name.rpartition(".")[2])
         for ending, value in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b)):

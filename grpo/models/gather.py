@@ -59,7 +59,7 @@ class WeightBuckets:
         """Lay the weights out; nothing is communicated."""
         state = model.module.state_dict(keep_vars=True)  # FSDP puts its shards in place for that
         state |= {f"{layer.name}.weight": layer for layer in adapted_layers(model.module)}
-        weights: dict[str, nn.Parameter | LoRALinear] = model.adapter.to_hf(state)
+        weights: dict[str, nn.Parameter | LoRALinear] = model.names.to_hf(state)
         self._weights, self._dtype = list(weights.values()), dtype
         self._axes = _sharding_axes(model)
         coordinates = list(itertools.product(*(range(axis.size) for axis in self._axes)))

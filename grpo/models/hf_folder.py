@@ -1,19 +1,25 @@
 """Hugging Face model folders, before anything is loaded: find or download one, refuse what cannot be trained.
 
-The driver uses it at the start of a run, so it does without torchtitan, whose import takes seconds.
+A broken file is named before anything of it is loaded: a download that was broken off, a page of HTML or a pointer of
+git-lfs in place of a file, a config.json whose numbers cannot be. Left out: whether the weights are those of the
+architecture, beyond the shape of the embedding; loading finds out.
 """
 
+import itertools
+import json
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 
 from grpo.data.chat import open_tokenizer
-from grpo.models.folder_files import check_tables, check_weights, read_raw_config
+from grpo.models.families import FAMILIES
 from grpo.text import one_line, shorten
 
 # What an exported model takes from the one that training started from, besides config.json: what a tokenizer reads.
@@ -32,22 +38,26 @@ COPIED_FILES = (
     "chat_template.json",
 )
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # of a tokenizer with several, by name
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
 
+# Fields of config.json that count something; some may be absent, or None where they follow from others
+COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+MAY_BE_NONE = ("num_key_value_heads", "head_dim")
+INDEX = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+WAY_OUT = "copy or download it again"
 SHOWN_CHARACTERS = 300  # of a library's message
 # Of a hub model. The unwanted ones are the same weights once more, in layouts that vLLM would prefer to Hugging Face's.
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 UNWANTED_FILES = ["consolidated*", "params.json", "original/*"]
-
-
-@dataclass(frozen=True)
-class Family:
-    """How the attention of a model family differs from the others'; the rest of the decoder is the same."""
-
-    qk_norm: bool = False
-    """Queries and keys are normalized per head."""
-    qkv_bias: bool = False
-    """The projections to queries, keys and values have a bias."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +68,6 @@ class ChatForm:
     """The chat template, if it is another one than the folder's."""
     end_token_ids: tuple[int, ...] = ()
     """Tokens that end its answers."""
-
-
-# By the model_type of config.json
-FAMILIES = {
-    "qwen3": Family(qk_norm=True),
-    "qwen2": Family(qkv_bias=True),  # Qwen2, Qwen2.5, R1-Distill-Qwen
-    "llama": Family(),  # Llama 3, R1-Distill-Llama
-    "mistral": Family(),
-}
 
 
 def resolve_folder(path: str) -> str:
@@ -231,35 +232,88 @@ def read_hf_config(folder: str) -> transformers.PretrainedConfig:
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
         reason = shorten(one_line(str(error)), SHOWN_CHARACTERS)
         raise ValueError(f"{folder}/config.json cannot be read: {reason}") from error
-    for reason in _unsupported(raw, config):
+    for reason in itertools.chain(_no_plain_language_model(raw), FAMILIES[model_type].unsupported(raw, config)):
         raise ValueError(f"{folder}: {reason}")
     return config
 
 
-def _unsupported(raw: dict, config: transformers.PretrainedConfig) -> Iterator[str]:
-    """Why the model of a known family cannot be trained; `raw` is its config.json as it stands."""
+def _no_plain_language_model(raw: dict[str, Any]) -> Iterator[str]:
+    """Why no model with such a config.json can be trained, of whatever family."""
     other_heads = [name for name in raw.get("architectures") or () if not name.endswith("ForCausalLM")]
     if other_heads:
         yield f"a {other_heads[0]} has no language model head; use the causal model (...ForCausalLM)"
     if quantization := raw.get("quantization_config") or raw.get("compression_config"):
         method = quantization.get("quant_method", "quantized")
         yield f"{method} weights cannot be trained; use the checkpoint in bfloat16 that they were made from"
-    if window := getattr(config, "sliding_window", None):
-        yield (
-            f"sliding_window={window} is not supported, since every layer here attends to all that came before; if no "
-            f"prompt with its completion is longer than {window} tokens, nothing differs: set it to null in config.json"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The files as they lie on disk
+
+
+def read_table(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises ValueError that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); {WAY_OUT}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a JSON object; {WAY_OUT}")
+    return content
+
+
+def read_raw_config(folder: str | pathlib.Path) -> dict[str, Any]:
+    """config.json as it stands. Raises ValueError for fields that are not what such a file has, with their values."""
+    path = pathlib.Path(folder) / "config.json"
+    raw = read_table(path)
+    for name in COUNTS:
+        value = raw.get(name, 1)
+        if (type(value) is not int or value < 1) and not (value is None and name in MAY_BE_NONE):
+            raise ValueError(f"{path}: {name} is {value!r}, not a whole number above 0; {WAY_OUT}")
+    for name, kinds in (("architectures", list), ("quantization_config", dict), ("compression_config", dict)):
+        if not isinstance(raw.get(name), kinds | None):
+            raise ValueError(f"{path}: {name} is {raw[name]!r}, not a {kinds.__name__}; {WAY_OUT}")
+    heads, key_value_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
+    if heads and key_value_heads and heads % key_value_heads:
+        raise ValueError(
+            f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}; {WAY_OUT}"
         )
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("use_mrope"):
-        yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
-    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
-    if config.hidden_act != "silu":
-        yield f"hidden_act {config.hidden_act} is not supported, only silu"
+    return raw
 
 
-def head_dim_of(config: transformers.PretrainedConfig) -> int:
-    """Width of one attention head; some models leave it to follow from the others."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def check_tables(folder: str | pathlib.Path, names: Iterable[str]) -> None:
+    """Those of the JSON files that are there hold a JSON object each. Raises ValueError that names the first other."""
+    for name in names:
+        if (pathlib.Path(folder) / name).is_file():
+            read_table(pathlib.Path(folder) / name)
+
+
+def check_weights(folder: str | pathlib.Path, config: transformers.PretrainedConfig) -> None:
+    """Look at the headers of the weights: whole files, all that the index names, an embedding as config.json says.
+
+    Raises FileNotFoundError if there are none or one is missing, ValueError for one that is broken.
+    """
+    folder = pathlib.Path(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
+    if (folder / INDEX).is_file():
+        places = read_table(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+            raise ValueError(f"{folder / INDEX} has no weight_map with the files of the weights; {WAY_OUT}")
+        if missing := sorted({name for name in places.values() if not (folder / name).is_file()}):
+            raise FileNotFoundError(
+                f"model folder {folder} has no {', '.join(missing[:3])}{' ..' if missing[3:] else ''}, which {INDEX} "
+                f"names; {WAY_OUT}"
+            )
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shape = tensors.get_slice(EMBEDDING).get_shape() if EMBEDDING in tensors.keys() else None  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole .safetensors file ({error}); {WAY_OUT}") from error
+        if shape and shape != [config.vocab_size, config.hidden_size]:
+            raise ValueError(
+                f"{file}: {EMBEDDING} is {' x '.join(map(str, shape))}, and by config.json vocab_size x hidden_size is "
+                f"{config.vocab_size} x {config.hidden_size}; bring the config.json of these weights"
+            )

@@ -4,10 +4,6 @@ Computed chunk by chunk, so that `[tokens, vocabulary]` never exists for a whole
 vocabulary that tensor parallelism shards.
 """
 
-import grpo.models.titan_on_cpu  # noqa: F401
-
-# isort: split
-
 from dataclasses import dataclass
 
 import torch

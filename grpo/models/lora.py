@@ -9,10 +9,6 @@ config there, so that v_proj cannot be chosen without k_proj; adapters are held 
 numbers when it is sharded otherwise; and it neither merges a sharded weight nor leaves the adapters out of a forward.
 """
 
-import grpo.models.titan_on_cpu  # noqa: F401
-
-# isort: split
-
 import contextlib
 import math
 import zlib
@@ -31,24 +27,17 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 
 from grpo.config import TrainerConfig
+from grpo.models.families import FAMILIES
 
-# Hugging Face's name of a linear layer -> its place in a block
-PLACES = {
-    "q_proj": "attention.qkv_linear.wq",
-    "k_proj": "attention.qkv_linear.wk",
-    "v_proj": "attention.qkv_linear.wv",
-    "o_proj": "attention.wo",
-    "gate_proj": "feed_forward.w1",
-    "up_proj": "feed_forward.w3",
-    "down_proj": "feed_forward.w2",
-}
+# Hugging Face's name of a linear layer -> its place in a block, of all families
+PLACES = {name: place for family in FAMILIES.values() for name, place in family.linears.items()}
 ADAPTERS = ("lora_a", "lora_b")
 
 
 class LoRALinear(Linear):
     """A linear layer with its own parameters, which do not learn, and an adapter, which does."""
 
-    def __init__(self, base: Linear, name: str, trainer: TrainerConfig):
+    def __init__(self, base: Linear, name: str, trainer: TrainerConfig, seed: int):
         """Take over the parameters of `base`, torchtitan's `name` within the model; nothing is sharded yet."""
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.name = base.in_features, base.out_features, name
@@ -57,10 +46,9 @@ class LoRALinear(Linear):
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, dtype=torch.float32))
         self.adapted = True
-        seed = zlib.crc32(f"{trainer.lora_seed} {name}".encode())
-        bound = 1 / math.sqrt(base.in_features)
+        bound, own_seed = 1 / math.sqrt(base.in_features), zlib.crc32(f"{seed} {name}".encode())
         self._param_init = base._param_init | {
-            "lora_a": partial(draw_uniform, bound=bound, seed=seed),
+            "lora_a": partial(draw_uniform, bound=bound, seed=own_seed),
             "lora_b": nn.init.zeros_,
         }
         self._sharding_config = sharding = base._sharding_config
@@ -138,13 +126,13 @@ def _backward(ctx, grad):
 merged_linear.register_autograd(_backward, setup_context=_keep)
 
 
-def add_adapters(module: Decoder, trainer: TrainerConfig) -> None:
-    """Put adapters into `trainer.lora_targets` of every block. Before the module is sharded."""
+def add_adapters(module: Decoder, trainer: TrainerConfig, seed: int) -> None:
+    """Put adapters into `trainer.lora_targets` of every block, before the module is sharded; A follows from `seed`."""
     places = [place for target, place in PLACES.items() if target in trainer.lora_targets]
     for index, block in module.layers.items():
         for place in places:
             parent, _, attribute = place.rpartition(".")
-            adapted = LoRALinear(block.get_submodule(place), f"layers.{index}.{place}", trainer)
+            adapted = LoRALinear(block.get_submodule(place), f"layers.{index}.{place}", trainer, seed)
             setattr(block.get_submodule(parent), attribute, adapted)
 
 

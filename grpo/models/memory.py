@@ -1,29 +1,68 @@
 """GPU memory of each role by arithmetic, from the model's config.json and the run's config alone; nothing is loaded.
 
-The sizes are those of the compiled code (`trainer.compile`) unless it is off; every peak on record in
-configs/RESULTS.md is within 15 % of what comes out (tests/unit/test_memory.py). Left out: what the allocator wastes,
-NCCL's buffers and CUDA graphs, together a few GiB.
+Weights and layers are counted on the model's own module, without memory for them (torch's meta device). The sizes are
+those of the compiled code (`trainer.compile`) unless it is off; every peak on record in configs/RESULTS.md is within
+15 % of what comes out (tests/unit/test_memory.py). Left out: what the allocator wastes, NCCL's buffers and CUDA graphs,
+together a few GiB.
 """
 
+import functools
+import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 import transformers
+from torch import nn
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
-from grpo.models.hf_folder import FAMILIES, head_dim_of
+from grpo.models.families import family_of, head_dim_of, titan_config
 
 # float32 weights and gradients, and AdamW's two moments
 STATE_BYTES = 16
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Of the arithmetic and of a GPU, for what the arithmetic leaves out
 MARGIN_FRAC, MARGIN_GIB = 0.05, 3.0
-# What a trainer's fields may have instead of "auto", the fastest first
-CHOICES = {
-    "activation_checkpointing": ("none", "logits", "selective", "full"),
-    "fsdp_gather": ("update", "micro_batch"),
-}
+CHECKPOINTING = ("none", "logits", "selective", "full")  # what "auto" chooses from, the fastest first
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the parts of a model are."""
+
+    parameters: int
+    """All weights; tied embeddings count once."""
+    blocks: list[int]
+    """Weights of each transformer block."""
+    linears: list[dict[str, nn.Linear]]
+    """The linear layers of each block in their order, on the meta device, by Hugging Face's names."""
+    head: int
+    """Weights of the LM head."""
+
+
+def sizes_of(hf: transformers.PretrainedConfig) -> Sizes:
+    """Count a model's parts on its module."""
+    return _sizes_of(hf.to_json_string(), type(hf))
+
+
+@functools.lru_cache
+def _sizes_of(config: str, kind: type[transformers.PretrainedConfig]) -> Sizes:
+    hf = kind(**json.loads(config))
+    titan = titan_config(hf, "documents", chunk_tokens=1)
+    with torch.device("meta"):
+        module = titan.build()
+    blocks, places = list(module.layers.values()), family_of(hf).linears
+    return Sizes(
+        parameters=_numel(module),
+        blocks=[_numel(block) for block in blocks],
+        linears=[{name: block.get_submodule(place) for name, place in places.items()} for block in blocks],
+        head=_numel(module.lm_head),
+    )
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def memory_of_roles(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, dict[str, float]]:
@@ -38,20 +77,18 @@ def memory_of_roles(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTC
 
 
 def fit_trainer(hf: transformers.PretrainedConfig, config: Config, gpu_gib: float | None) -> Config:
-    """The config with those of CHOICES decided that are "auto", one after the other.
+    """The config with `trainer.activation_checkpointing` decided if it is "auto".
 
-    Each becomes the first with which the peak fits a GPU of `gpu_gib`, with a margin, while those not decided yet are
-    what takes least; the last if none does; the first on a CPU, for which `gpu_gib` is None.
+    It becomes the first of CHECKPOINTING with which the peak fits a GPU of `gpu_gib`, with a margin; the last if none
+    does; the first on a CPU, for which `gpu_gib` is None.
     """
-    names = [name for name in CHOICES if getattr(config.trainer, name) == "auto"]
-    config = replace(config, trainer=replace(config.trainer, **{name: CHOICES[name][-1] for name in names}))
-    for name in names:
-        for choice in CHOICES[name]:
-            decided = replace(config, trainer=replace(config.trainer, **{name: choice}))
-            if gpu_gib is None or peak_gib(hf, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
-                config = decided
-                break
-    return config
+    if config.trainer.activation_checkpointing != "auto":
+        return config
+    for kind in CHECKPOINTING:
+        decided = replace(config, trainer=replace(config.trainer, activation_checkpointing=kind))
+        if gpu_gib is None or peak_gib(hf, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
+            break
+    return decided
 
 
 def peak_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, gpu_gib: float) -> float:
@@ -77,18 +114,14 @@ def engine_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig
 
 
 def num_parameters(hf: transformers.PretrainedConfig) -> int:
-    """Weights of a dense model; tied embeddings count once."""
-    products, norms, biases = _block(hf)
-    block = sum(inputs * outputs for inputs, outputs in products.values()) + norms + biases
-    embeddings = hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2)
-    return embeddings + hf.num_hidden_layers * block + hf.hidden_size
+    """Weights of a model; tied embeddings count once."""
+    return sizes_of(hf).parameters
 
 
 def num_adapter_parameters(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> int:
-    """Of LoRA: rank x (inputs + outputs) for each layer with an adapter."""
-    products, _, _ = _block(hf)
-    sizes = sum(sum(products[target.removesuffix("_proj")]) for target in trainer.lora_targets)
-    return hf.num_hidden_layers * trainer.lora_rank * sizes
+    """Weights of LoRA's adapters: rank x (inputs + outputs) for each layer that has one."""
+    adapted = [block[name] for block in sizes_of(hf).linears for name in trainer.lora_targets if name in block]
+    return trainer.lora_rank * sum(linear.in_features + linear.out_features for linear in adapted)
 
 
 def num_trainers_of(config: GRPOConfig | SFTConfig) -> int:
@@ -97,12 +130,9 @@ def num_trainers_of(config: GRPOConfig | SFTConfig) -> int:
 
 
 def choices_told(config: GRPOConfig | SFTConfig, decided: GRPOConfig | SFTConfig) -> list[str]:
-    """What `fit_trainer` decided, a text each; left out is what means nothing for a single data-parallel trainer."""
-    alone = num_trainers_of(config) == config.trainer.tensor_parallel
-    names = [name for name in CHOICES if getattr(config.trainer, name) == "auto"]
-    return [
-        f"trainer.{name}: {getattr(decided.trainer, name)}" for name in names if not (alone and name == "fsdp_gather")
-    ]
+    """What `fit_trainer` decided, a text each."""
+    is_auto = config.trainer.activation_checkpointing == "auto"
+    return [f"trainer.activation_checkpointing: {decided.trainer.activation_checkpointing}"] if is_auto else []
 
 
 def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> dict[str, float]:
@@ -164,31 +194,24 @@ def _of_a_forward(
     trains: bool = False,
 ) -> dict[str, float]:
     """Bytes of what a forward needs besides activations, and with `trains` the LM head's backward."""
-    trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
-    products, _, _ = _block(hf)
-    block, head = sum(inputs * outputs for inputs, outputs in products.values()), hf.vocab_size * hf.hidden_size
-    # FSDP gathers two blocks at a time, and the embeddings and the LM head, or a trainer's for a whole update. Without
-    # other data-parallel ranks it holds a copy of all weights in the compute dtype, and is not used at all where they
-    # are held in that already.
+    trainer, dtype_bytes, sizes = config.trainer, DTYPE_BYTES[config.model.dtype], sizes_of(hf)
+    # FSDP gathers two blocks at a time, and the embeddings and the LM head. Without other data-parallel ranks it holds
+    # a copy of all weights in the compute dtype, and is not used at all where they are held in that already.
     alone = num_ranks == tensor_parallel
-    gathers_once = trains and not alone and trainer.fsdp_gather == "update"
-    if gathers_once or (trains and alone and not trainer.lora_rank):
-        gathered = num_parameters(hf)
-    else:
-        gathered = 0 if alone else 2 * block + head * (1 if hf.tie_word_embeddings else 2)
+    gathered = 2 * max(sizes.blocks) + sizes.parameters - sum(sizes.blocks)
+    if alone:
+        gathered = sizes.parameters if trains and not trainer.lora_rank else 0
     chunk = min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens) * hf.vocab_size
     parts = {
         "gathered weights": dtype_bytes * gathered,
         "logits of a chunk": chunk * _bytes_of_a_logit(trainer, dtype_bytes, trains),
     }
-    if gathers_once and not trainer.lora_rank:
-        parts["gradients before they are added up"] = 4 * num_parameters(hf)
     trains_head = trains and not trainer.lora_rank
     if (trains_head or (trains and tensor_parallel > 1)) and trainer.activation_checkpointing == "none":
         others = max(trainer.micro_batch_tokens - trainer.logprob_chunk_tokens, 0)
         parts["logits of other chunks"] = dtype_bytes * others * hf.vocab_size
     if trains_head:  # summed over the chunks in float32
-        parts["gradient of the LM head"] = 4 * head
+        parts["gradient of the LM head"] = 4 * sizes.head
     return {part: size / tensor_parallel for part, size in parts.items()}
 
 
@@ -203,45 +226,28 @@ def _bytes_of_a_logit(trainer: TrainerConfig, dtype_bytes: int, trains: bool) ->
     return compiled if trainer.compile else 3 * 4 + dtype_bytes
 
 
-def _block(hf: transformers.PretrainedConfig) -> tuple[dict[str, tuple[int, int]], int, int]:
-    """Of one transformer block: its matrix products (inputs, outputs) in their order, weights of norms and biases."""
-    family, head_dim, width = FAMILIES[hf.model_type], head_dim_of(hf), hf.hidden_size
-    queries, keys = hf.num_attention_heads * head_dim, hf.num_key_value_heads * head_dim
-    products = {
-        "q": (width, queries),
-        "k": (width, keys),
-        "v": (width, keys),
-        "o": (queries, width),
-        "gate": (width, hf.intermediate_size),
-        "up": (width, hf.intermediate_size),
-        "down": (hf.intermediate_size, width),
-    }
-    return products, 2 * width + family.qk_norm * 2 * head_dim, family.qkv_bias * (queries + 2 * keys)
-
-
 def _saved_values(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> int:
     """Values that the backward keeps for each token, over all blocks."""
-    products, _, _ = _block(hf)
-    outputs = {name: size for name, (_, size) in products.items()}
-    block_input, attention_output = hf.hidden_size, outputs["q"]
-    # block input and the sum after attention, into which the products o and down go; the products q, k, v, gate, up;
-    # rotated queries and keys, attention's output, SwiGLU's activation and product
-    whole = 2 * block_input + 2 * (outputs["q"] + outputs["k"]) + outputs["v"] + attention_output
-    whole += 4 * hf.intermediate_size
-    if not trainer.compile:  # compiled code computes the two norms' outputs again
-        whole += 2 * block_input
-    if trainer.activation_checkpointing == "full":  # the block at hand is there in whole
-        return hf.num_hidden_layers * block_input + whole
-    if trainer.activation_checkpointing in ("none", "logits"):
-        return hf.num_hidden_layers * whole
-    # torchtitan recomputes every second product, of those without a bias, and all that go through adapters
-    biased = {"q", "k", "v"} if FAMILIES[hf.model_type].qkv_bias else set()
-    if trainer.lora_rank and trainer.tensor_parallel == 1:
-        adapted = {target.removesuffix("_proj") for target in trainer.lora_targets}
-        outputs, biased = {name: size for name, size in outputs.items() if name not in adapted}, biased - adapted
-    plain = [size for name, size in outputs.items() if name not in biased]
-    saved = sum(plain[::2]) + sum(outputs[name] for name in biased)
-    return hf.num_hidden_layers * (saved + attention_output + block_input)
+    whole, recomputing = [], []  # of each block: if nothing of it is computed again, and with selective checkpointing
+    for linears in sizes_of(hf).linears:
+        outputs = {name: linear.out_features for name, linear in linears.items()}
+        block_input, attention_output = linears["q_proj"].in_features, linears["o_proj"].in_features
+        # block input and the sum after attention, into which the products o and down go; the products q, k, v, gate,
+        # up; rotated queries and keys, attention's output, SwiGLU's activation and product. Compiled code computes the
+        # two norms' outputs again.
+        norms = 0 if trainer.compile else 2 * block_input
+        rotated = outputs["q_proj"] + outputs["k_proj"]
+        activated = 4 * outputs["gate_proj"]
+        whole.append(2 * block_input + 2 * rotated + outputs["v_proj"] + attention_output + activated + norms)
+        # torchtitan recomputes every second product, of those without a bias, and all that go through adapters
+        if trainer.lora_rank and trainer.tensor_parallel == 1:
+            outputs = {name: size for name, size in outputs.items() if name not in trainer.lora_targets}
+        plain = [size for name, size in outputs.items() if linears[name].bias is None]
+        saved = sum(plain[::2]) + sum(size for name, size in outputs.items() if linears[name].bias is not None)
+        recomputing.append(saved + attention_output + block_input)
+    if trainer.activation_checkpointing == "full":  # of the block at hand all is there
+        return sum(linears["q_proj"].in_features for linears in sizes_of(hf).linears) + max(whole)
+    return sum(whole if trainer.activation_checkpointing in ("none", "logits") else recomputing)
 
 
 def _num_generators(config: GRPOConfig) -> int:

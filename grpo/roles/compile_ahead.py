@@ -35,7 +35,7 @@ def compile_ahead(config: GRPOConfig, trainer: Trainer | None, reference: Refere
         # a gradient comes from the entropy too only if the run's does: the LM head has another backward then
         return logprobs_BT.sum() + config.algorithm.entropy_coef * entropy_BT.sum(), {}
 
-    shares = config.trainer.share_prompts and config.trainer.packing and config.group_size > 1
+    shares = config.trainer.share_prompts and config.group_size > 1
     for row_tokens in row_lengths(config, ROW_MULTIPLE[roles.device.type]):
         num_rows = (trainer or reference).model.num_data_ranks
         batch = made_up_batch(row_tokens, num_rows, config.max_sequence_tokens, PROMPT_TOKENS if shares else 1)

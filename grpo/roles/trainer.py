@@ -5,22 +5,18 @@ sums gradients over data-parallel ranks, and nothing else scales. So the gradien
 sharded, split into micro-batches or packed.
 """
 
-import grpo.models.titan_on_cpu  # noqa: F401
-
-# isort: split
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.distributed import utils as titan_dist
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.models.build import build_model
-from grpo.models.forward import micro_batches, packing_metrics, token_logprobs, with_last
+from grpo.models.forward import micro_batches, pack_for, token_logprobs
 from grpo.models.gather import WeightBuckets
+from grpo.models.optimizer import build_optimizer, clip_gradients
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
@@ -35,29 +31,21 @@ Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 class Trainer:
     """The trained model on the trainer ranks."""
 
-    def __init__(self, model: ModelConfig, trainer: TrainerConfig, folder: str, num_steps: int, roles: Roles):
-        """Load `folder`, shard it, build AdamW and the schedule over `num_steps`. Collective over the trainer ranks."""
+    def __init__(
+        self, model: ModelConfig, trainer: TrainerConfig, folder: str, num_steps: int, roles: Roles, seed: int = 0
+    ):
+        """Load `folder`, shard it, build AdamW and the schedule over `num_steps`. Collective over the trainer ranks.
+
+        With LoRA, the adapters start from `seed`.
+        """
         self.config, self.roles = trainer, roles
         self.dtype = getattr(torch, model.dtype)
         self.num_loss_tokens = 0  # behind the gradient at hand
         self.weights: WeightBuckets | None = None  # as the generators get them, from the first sync on
         self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)  # 1 for what was not finite on this rank
-        self.model = build_model(model, trainer, folder, device=roles.device, tensor_parallel=trainer.tensor_parallel)
-        adamw = default_adamw(
-            lr=trainer.learning_rate,
-            betas=(trainer.adam_beta1, trainer.adam_beta2),
-            eps=trainer.adam_eps,
-            weight_decay=trainer.weight_decay,
-        )
-        adamw.implementation = "fused" if roles.device.type == "cuda" else "foreach"
-        self.optimizer = adamw.build(model_parts=[self.model.module])
-        constant = trainer.schedule == "constant"
-        self.schedule = LRSchedulersContainer.Config(
-            warmup_steps=trainer.warmup_steps,
-            decay_ratio=0.0 if constant else None,
-            decay_type="linear" if constant else trainer.schedule,
-            min_lr_factor=trainer.min_lr_ratio,
-        ).build(optimizers=self.optimizer, training_steps=num_steps)
+        sharding = {"device": roles.device, "tensor_parallel": trainer.tensor_parallel}
+        self.model = build_model(model, trainer, folder, **sharding, seed=seed)
+        self.optimizer, self.schedule = build_optimizer(self.model.module, trainer, num_steps, roles.device)
         self._stateful = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
         if roles.is_driver:
             parameters = list(self.model.module.parameters())
@@ -84,7 +72,8 @@ class Trainer:
         for name, values_N in fields.items():
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
-        for micro, is_last in with_last(micro_batches(batch, self.model, self.config)):
+        packing = pack_for(self.model, batch, self.config)
+        for micro, is_last in micro_batches(packing, self.model):
             self.model.accumulate(is_last)
             logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, measured = objective(micro, logprobs_BT, entropy_BT)
@@ -93,7 +82,7 @@ class Trainer:
             loss.backward()
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         self.model.drop_copy()
-        metrics.record(**packing_metrics(batch, self.model, self.config))
+        metrics.record(**packing.metrics())
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
         mesh = self.model.parallel_dims.get_optional_mesh("batch")
         metrics.reduce(mesh.get_group() if mesh is not None and mesh.size() > 1 else None)  # the first to wait
@@ -107,8 +96,7 @@ class Trainer:
         Returns `grad_norm`, before clipping, the `learning_rate`, `skipped_frac` (0 or 1) and, of a skipped update, the
         first that was not finite, from which the others may follow, as `skipped/NAME` 1.
         """
-        parameters = list(self.model.module.parameters())
-        grad_norm = float(titan_dist.clip_grad_norm_(parameters, self.config.max_grad_norm, foreach=True))
+        grad_norm = clip_gradients(self.model.module.parameters(), self.config.max_grad_norm)
         self._note("gradient", torch.tensor(not math.isfinite(grad_norm)))
         if dist.get_world_size() > 1:
             dist.all_reduce(self._broken, dist.ReduceOp.MAX)

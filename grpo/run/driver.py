@@ -115,7 +115,7 @@ class Driver:
         self.run_log = RunLog(
             config.metrics, config.run_dir, config.num_steps, self.first_step, config.warnings, asdict(config)
         )
-        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
+        self.skipped = SkippedSteps(config.run_dir)
         print(
             f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",
             flush=True,

@@ -66,7 +66,7 @@ class ReplayDriver:
         self.run_log = RunLog(
             config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
         )
-        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
+        self.skipped = SkippedSteps(config.run_dir)
         print(
             f"replay of {recorded} on {config.roles.num_trainers} trainer ranks, which neither samples nor evaluates; "
             f"{config.run_dir}, starting at step {opened.step}",

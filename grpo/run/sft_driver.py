@@ -100,7 +100,7 @@ class Driver:
         self.run_log = RunLog(
             config.metrics, config.run_dir, config.num_steps, opened.step, config.warnings, asdict(config)
         )
-        self.skipped = SkippedSteps(config.run_dir, config.trainer.max_skipped_steps)
+        self.skipped = SkippedSteps(config.run_dir)
         print(f"{config.num_trainers} trainer ranks; {config.run_dir}, starting at step {opened.step}", flush=True)
         return Start(
             step=opened.step,

@@ -16,18 +16,19 @@ CAUSES = {
     "gradient": "parts of the gradient",
 }
 MOST_FILES = 5
+MOST_IN_A_ROW = 3  # such steps end the run
 
 
 class SkippedSteps:
     """Counts those in a row. On the driver."""
 
-    def __init__(self, run_dir: str, most_in_a_row: int) -> None:
-        self.folder, self.most_in_a_row, self.in_a_row = pathlib.Path(run_dir) / BATCHES, most_in_a_row, 0
+    def __init__(self, run_dir: str) -> None:
+        self.folder, self.in_a_row = pathlib.Path(run_dir) / BATCHES, 0
 
     def look(self, step: int, metrics: dict[str, float], batch: TrainBatch) -> None:
         """Take in a finished step; of one with a skipped update say why, and keep its batch.
 
-        Raises BadInput after `most_in_a_row` such steps.
+        Raises BadInput after MOST_IN_A_ROW such steps.
         """
         causes = [words for name, words in CAUSES.items() if f"skipped/{name}" in metrics]
         if not causes:
@@ -39,12 +40,12 @@ class SkippedSteps:
         for old in sorted(self.folder.glob("skipped-step-*.safetensors"))[:-MOST_FILES]:
             old.unlink()
         what = f"{' and '.join(causes)} are not finite"
-        if self.in_a_row < self.most_in_a_row:
+        if self.in_a_row < MOST_IN_A_ROW:
             share = "" if metrics["skipped_frac"] == 1 else f" {metrics['skipped_frac']:.0%} of"
             print(f"warning: step {step} skipped{share} its update: {what}; its batch is in {path}", flush=True)
             return
         raise BadInput(
             f"{self.in_a_row} steps in a row skipped their update, the last one, {step}, because {what}; the weights "
             f"are those before them. The last batch is in {path}; lower trainer.learning_rate or look at the metrics "
-            "of the steps before, then continue with --resume (--trainer.max-skipped-steps sets how many end a run)"
+            "of the steps before, then continue with --resume"
         )

@@ -81,7 +81,7 @@ def measure(kernel: str, lengths: list[int]) -> dict[str, float]:
 
 
 def flex(lengths: list[int]) -> Kernel:
-    """As grpo/models/architecture.py builds it."""
+    """As grpo/models/families.py builds it."""
     from torch.nn.attention.flex_attention import and_masks, create_block_mask
     from torchtitan.models.common.attention import FlexAttention, get_causal_mask_mod
     from torchtitan.models.common.attention import get_efficient_causal_mask_mod_for_packed_document as same_document

@@ -26,7 +26,6 @@ def main() -> None:
     for seed in options.seeds:  # seed after seed, so that an interrupted bench has something of every method
         for method in options.methods:
             flags = ["configs/toy_arithmetic.py", *ALONE, *METHODS[method], "--seed", str(seed)]
-            flags += ["--trainer.lora-seed", str(seed)] if method != "full" else []
             train(folder_of(method, seed), [*flags, *options.flags])
     print(table(options.methods, options.seeds))
 

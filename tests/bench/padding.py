@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from grpo.config import DataConfig
 from grpo.data.formats import Columns, row_to_chat
-from grpo.data.packing import plan_micro_batches, row_length
+from grpo.data.packing import plan_rows
 from grpo.data.toy import trained_tokenizer
 from grpo.data.turns import encode_example
 
@@ -49,9 +49,10 @@ def padding(steps: list[list[int]], num_ranks: int, max_tokens: int) -> str:
     """Rows per step, counting the empty ones of ranks that have fewer, and the share of padding."""
     num_rows = num_positions = 0
     for lengths in steps:
-        plan = plan_micro_batches(lengths, num_ranks, max_tokens, packing=True)
-        rows = num_ranks * len(plan[0])
-        num_rows, num_positions = num_rows + rows, num_positions + rows * row_length(plan, lengths, MULTIPLE)
+        rows = [row for of_rank in plan_rows(lengths, num_ranks, max_tokens) for row in of_rank]
+        longest = max(sum(lengths[index] for index in row) for row in rows)
+        num_rows += len(rows)
+        num_positions += len(rows) * -(-longest // MULTIPLE) * MULTIPLE
     return f"{num_rows / len(steps):.2f} rows, padding {1 - sum(map(sum, steps)) / num_positions:.4f}"
 
 

@@ -1,7 +1,7 @@
 """Training alone: tokens per second, MFU and peak memory of packed rows, one line for each setting.
 
     python tests/bench/train.py [--shapes qwen3-1.7b] [--row-tokens 4096] [--document-tokens 4096] [--rows 32]
-        [--variants selective none none/32768 lora16 trl] [--ranks 1] [--gather micro_batch] [--steps 8] [--profile]
+        [--variants selective none none/32768 lora16 trl] [--ranks 1] [--steps 8] [--profile]
 
 A variant is an activation checkpointing mode, `lora` and a rank (checkpointing none), or `trl` (SFTTrainer on the same
 rows, not packed, so each must be one document; sdpa; `trl-nogc` without its gradient checkpointing, `trl-compile`, and
@@ -30,12 +30,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--variants", nargs="+", default=["selective", "none"])
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument(
-        "--gather", default="micro_batch", choices=["micro_batch", "update"], help="trainer.fsdp_gather"
-    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--limit", type=int, default=200, help="seconds of one variant")
-    parser.add_argument("--no-deterministic", action="store_true", help="trainer.deterministic off")
     parser.add_argument("--profile", action="store_true", help="kernels of the last step, by time")
     parser.add_argument("--name", default="train", help="of the JSON file")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -89,8 +85,6 @@ def own_steps(shape: str, variant: str, options: argparse.Namespace) -> None:
         activation_checkpointing="none" if lora_rank else mode,
         micro_batch_tokens=int(micro_batch_tokens or TrainerConfig.micro_batch_tokens),
         lora_rank=lora_rank,
-        fsdp_gather=options.gather,
-        deterministic=not options.no_deterministic,
     )
     roles = setup_trainers()
     folder, started = str(checkpoint(shape)), time.perf_counter()

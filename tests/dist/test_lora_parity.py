@@ -6,18 +6,17 @@ from tests.tiny_models import make_tiny
 from tests.torchrun import torchrun
 
 ALL = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
-ONCE, EACH = "update", "micro_batch"
-CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpointing, how often FSDP gathers, targets)
-    1: [("qwen3-tied", 1, 1, "selective", EACH, ALL)],
+CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpointing, targets)
+    1: [("qwen3-tied", 1, 1, "selective", ALL)],
     2: [
-        ("qwen3-untied", 1, 1, "full", ONCE, "q_proj+v_proj"),  # FSDP
-        ("qwen2-tied", 2, 1, "selective", EACH, ALL),  # TP, the biases sharded
+        ("qwen3-untied", 1, 1, "full", "q_proj+v_proj"),  # FSDP
+        ("qwen2-tied", 2, 1, "selective", ALL),  # TP, the biases sharded
     ],
 }
 LAYOUTS = {
-    1: [(1, 1, "none", EACH)],
-    2: [(1, 1, "selective", EACH), (2, 1, "full", EACH), (1, 2, "none", ONCE)],
-    4: [(2, 1, "none", ONCE), (2, 2, "none", EACH)],
+    1: [(1, 1, "none")],
+    2: [(1, 1, "selective"), (2, 1, "full"), (1, 2, "none")],
+    4: [(2, 1, "none"), (2, 2, "none")],
 }
 
 

@@ -5,29 +5,28 @@ import pytest
 from tests.tiny_models import KINDS, make_tiny
 from tests.torchrun import torchrun
 
-ONCE, EACH = "update", "micro_batch"
-CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpointing, packing, how often FSDP gathers)
-    1: [("qwen3-tied", 1, 1, "none", 1, EACH), ("qwen2-yarn", 1, 1, "none", 1, ONCE)],
+CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpointing, prompts shared)
+    1: [("qwen3-tied", 1, 1, "none", 1), ("qwen2-yarn", 1, 1, "none", 1)],
     2: [
-        ("qwen3-tied", 1, 1, "selective", 1, EACH),  # FSDP
-        ("qwen3-untied", 2, 1, "full", 0, EACH),  # TP, the vocabulary sharded
-        ("llama3", 1, 2, "logits", 0, EACH),  # replicas
-        ("qwen2-untied", 2, 1, "none", 1, ONCE),  # the biases sharded
-        ("mistral", 1, 1, "none", 1, ONCE),
+        ("qwen3-tied", 1, 1, "selective", 1),  # FSDP
+        ("qwen3-untied", 2, 1, "full", 0),  # TP, the vocabulary sharded
+        ("llama3", 1, 2, "logits", 0),  # replicas
+        ("qwen2-untied", 2, 1, "none", 1),  # the biases sharded
+        ("mistral", 1, 1, "none", 1),
     ],
     4: [
-        ("llama3", 2, 1, "none", 1, EACH),  # FSDP x TP
-        ("llama3-tied", 2, 1, "selective", 1, ONCE),
-        ("qwen2-tied", 2, 1, "selective", 1, EACH),
-        ("qwen3-tied", 2, 2, "none", 1, ONCE),  # replicas x TP
-        ("qwen3-untied", 1, 2, "full", 0, ONCE),  # replicas x FSDP
+        ("llama3", 2, 1, "none", 1),  # FSDP x TP
+        ("llama3-tied", 2, 1, "selective", 1),
+        ("qwen2-tied", 2, 1, "selective", 1),
+        ("qwen3-tied", 2, 2, "none", 1),  # replicas x TP
+        ("qwen3-untied", 1, 2, "full", 0),  # replicas x FSDP
     ],
 }
 # Every model, tied and untied, on one rank, FSDP 2, TP 2 and FSDP 2 x TP 2
 LAYOUTS = {
-    1: [(1, 1, "none", 1, EACH)],
-    2: [(1, 1, "selective", 1, ONCE), (2, 1, "none", 1, EACH)],
-    4: [(2, 1, "full", 1, ONCE)],
+    1: [(1, 1, "none", 1)],
+    2: [(1, 1, "selective", 1), (2, 1, "none", 1)],
+    4: [(2, 1, "full", 1)],
 }
 
 

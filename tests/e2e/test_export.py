@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
 
-from grpo.models.architecture import Adapter, titan_config
+from grpo.models.families import family_of, titan_config
 from grpo.models.hf_folder import read_hf_config
 from tests.e2e.runs import TINY, read_metrics
 from tests.tiny_models import KINDS, make_tiny
@@ -48,7 +48,7 @@ def test_export_is_the_last_checkpoint(
     }
     dcp.load({"model": titan}, checkpoint_id=checkpoint, no_dist=True)
     hf = read_hf_config(str(model))
-    adapter = Adapter(titan_config(hf, "documents", 64), str(model))
+    adapter = family_of(hf).names(titan_config(hf, "documents", 64), str(model))
 
     expected = transformers.AutoModelForCausalLM.from_pretrained(model)
     ids_BT = torch.arange(2 * 20).view(2, 20) % hf.vocab_size

@@ -25,12 +25,11 @@ TP = ("--trainer.tensor-parallel", "2")
 LAYOUTS = {
     "TP 2": (2, (*COLOCATED, *TP, "--algorithm.kl-coef", "0")),  # a reference would be compiled for itself
     "TP 2, a reference": (2, (*COLOCATED, *TP)),
-    "FSDP 2, gathered once": (2, (*COLOCATED, "--trainer.fsdp-gather", "update")),
     "replicas": (2, (*COLOCATED, "--trainer.data-replicas", "2")),
     "TP 2, checkpointing": (2, (*COLOCATED, *TP, "--trainer.activation-checkpointing", "selective")),
     "TP 2, everything recomputed, rows of any length": (
         2,
-        (*COLOCATED, *TP, "--trainer.activation-checkpointing", "full", "--trainer.no-packing"),
+        (*COLOCATED, *TP, "--trainer.activation-checkpointing", "full", "--trainer.no-share-prompts"),
     ),
     "TP 2, LoRA": (2, (*COLOCATED, *TP, "--trainer.lora-rank", "4")),
     "FSDP 2 x TP 2, an engine of TP 2": (

@@ -1,6 +1,6 @@
 """Attention within documents: what flash attention's kernels are given, with a stand-in where there is no GPU."""
 
-import grpo.models.titan_on_cpu  # noqa: F401  before torchtitan, whose device it sets
+import grpo.models  # noqa: F401  before torchtitan, whose device it sets
 
 # isort: split
 
@@ -13,8 +13,8 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 
 from grpo.config import ModelConfig
 from grpo.models import attention
-from grpo.models.architecture import titan_config
 from grpo.models.attention import DocumentAttention, DocumentMasks, FlashAttention, choose_attention, for_compiler
+from grpo.models.families import titan_config
 from tests import plain_attention
 
 LENGTHS = [[3, 4, 1], [5, 3]]  # of the documents of two rows of 8 tokens

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from grpo.config import AlgorithmConfig, DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, TrainerConfig
-from grpo.data.packing import padding_frac, plan_micro_batches, row_length
-from grpo.data.shared_prompts import prompts_of
+from grpo.data.packing import pack
 from grpo.roles.compile_ahead import compile_ahead, made_up_batch, row_lengths
 from tests.tiny_models import make_tiny
 
@@ -47,22 +46,21 @@ def test_two_lengths_show_all_shapes(micro_batch_tokens: int, chunk_tokens: int,
 def test_made_up_rows_are_full():
     # 2 rows of 100 tokens: each 4 sequences of 25
     batch = made_up_batch(100, num_rows=2, longest=30)
-    assert batch.lengths_S.tolist() == [25] * 8 and prompts_of(batch) is None
+    assert batch.lengths_S.tolist() == [25] * 8
     assert batch.num_loss_tokens_S.tolist() == [24] * 8
-    plan = plan_micro_batches(batch.lengths_S.tolist(), num_ranks=2, max_tokens=100, packing=True)
-    assert [len(of_rank) for of_rank in plan] == [1, 1]
-    assert row_length(plan, batch.lengths_S.tolist(), multiple=1) == 100
+    packing = pack(batch, num_ranks=2, max_tokens=100)
+    assert [len(rows) for rows in packing.rows] == [1, 1]
+    assert packing.row_length == 100 and packing.prompts is None
 
 
 @pytest.mark.parametrize(("longest", "lengths"), [(30, [27, 27, 26, 26]), (500, [51, 51])])
 def test_made_up_rows_share_their_prompt(longest, lengths):
     batch = made_up_batch(100, num_rows=2, longest=longest, prompt_tokens=3)
-    prompts = prompts_of(batch)
     assert batch.lengths_S.tolist() == lengths * 2
     assert batch.num_loss_tokens_S.tolist() == [length - 3 for length in lengths] * 2
-    plan = plan_micro_batches(batch.lengths_S.tolist(), 2, 100, True, prompts=prompts)
-    assert [len(of_rank) for of_rank in plan] == [1, 1]
-    assert padding_frac(plan, batch.lengths_S.tolist(), 1, True, prompts) == 0
+    packing = pack(batch, num_ranks=2, max_tokens=100)
+    assert [len(rows) for rows in packing.rows] == [1, 1]
+    assert packing.metrics()["packing/padding_frac"] == 0
 
 
 @pytest.fixture

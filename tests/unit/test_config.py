@@ -479,13 +479,13 @@ def test_command_line_overrides_any_field():
         [
             DEFAULT,
             *["--num-steps", "7", "--model.dtype", "float32", "--trainer.learning-rate", "3e-5"],
-            *["--roles.colocated", "--trainer.no-packing", "--resume"],
+            *["--roles.colocated", "--trainer.no-share-prompts", "--resume"],
             *["--reward.functions", "my/reward.py:short", "1", "thinking_reward", "0.5"],
             *["--data.columns", "answer", "gold", "--data.chat-template-kwargs", "enable_thinking", "true"],
         ],
     )
     assert config.num_steps == 7 and config.model.dtype == "float32" and config.trainer.learning_rate == 3e-5
-    assert config.roles.colocated and not config.trainer.packing and config.resume
+    assert config.roles.colocated and not config.trainer.share_prompts and config.resume
     assert config.reward.functions == {"my/reward.py:short": 1.0, "thinking_reward": 0.5}
     assert config.data.columns == {"answer": "gold"}
     assert config.data.reward_columns == {"question": "question", "answer": "gold"}

@@ -14,7 +14,7 @@ def layer() -> LoRALinear:
     """W = [[1, 2], [3, 4]] in bfloat16, A = [[1, 0]], B = [[0], [2]], alpha / rank = 3."""
     base = Linear.Config(in_features=2, out_features=2, param_init={"weight": torch.nn.init.zeros_}).build()
     base.weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).bfloat16(), requires_grad=False)
-    layer = LoRALinear(base, "layers.0.attention.wo", TrainerConfig(lora_rank=1, lora_alpha=3.0))
+    layer = LoRALinear(base, "layers.0.attention.wo", TrainerConfig(lora_rank=1, lora_alpha=3.0), seed=0)
     with torch.no_grad():
         layer.lora_a.copy_(torch.tensor([[1.0, 0.0]]))
         layer.lora_b.copy_(torch.tensor([[0.0], [2.0]]))
@@ -76,7 +76,7 @@ def test_gradients_in_bfloat16_and_compiled():
     torch.manual_seed(0)
     base = Linear.Config(in_features=32, out_features=48, param_init={"weight": torch.nn.init.zeros_}).build()
     base.weight = torch.nn.Parameter(torch.randn(48, 32).bfloat16(), requires_grad=False)
-    layer = LoRALinear(base, "layers.0.attention.wo", TrainerConfig(lora_rank=4, lora_alpha=8.0))
+    layer = LoRALinear(base, "layers.0.attention.wo", TrainerConfig(lora_rank=4, lora_alpha=8.0), seed=0)
     with torch.no_grad():
         layer.lora_a.normal_()
         layer.lora_b.normal_()

@@ -16,8 +16,8 @@ from grpo.algorithm.inputs import LossInputs, sequence_means
 from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import LOSSES, check_loss_output, clipped, configured_loss, load_loss, try_loss
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig
-from grpo.data.batches import make_batch
-from grpo.data.packing import build_micro_batch, plan_micro_batches, row_length
+from grpo.data.batches import build_micro_batch, make_batch
+from grpo.data.packing import pack
 from grpo.types import Sample
 
 torch.set_num_threads(1)
@@ -781,8 +781,11 @@ def random_step(seed=0):
     return step
 
 
-def loss_and_gradients(step, loss_name, kind, num_ranks, max_tokens, packing, multiple=1, kind_of_correction="none"):
-    """Sum the step's loss over ranks and micro-batches; the gradient at each sequence's log-probs."""
+def loss_and_gradients(step, loss_name, kind, layout=None, kind_of_correction="none"):
+    """Sum the step's loss over ranks and micro-batches; the gradient at each sequence's log-probs.
+
+    layout: what `pack` takes; None is one micro-batch with a row for each sequence.
+    """
     samples, policy_N = [], []
     for prompt, completion, advantage, old, policy in step:
         old_T, no_prompt = torch.tensor([*[0.0] * len(prompt), *old]), torch.zeros(len(prompt))
@@ -794,11 +797,14 @@ def loss_and_gradients(step, loss_name, kind, num_ranks, max_tokens, packing, mu
     advantages_S = torch.tensor([advantage for _, _, advantage, _, _ in step])
     batch = dataclasses.replace(batch, advantages_N=advantages_S[batch.owner_N])
     denominator = loss_denominator(batch.num_loss_tokens_S, kind, 8)
-    lengths = batch.lengths_S.tolist()
-    plan = plan_micro_batches(lengths, num_ranks, max_tokens, packing, multiple)
-    total, num_micro_batches = 0.0, 0
-    for rows in itertools.chain.from_iterable(plan):
-        micro = build_micro_batch(batch, rows, row_length(plan, lengths, multiple))
+    if layout is None:
+        rows = [[index] for index in range(batch.num_sequences)]
+        micros = [build_micro_batch(batch, rows, int(batch.lengths_S.max()))]
+    else:
+        packing = pack(batch, *layout)
+        micros = [micro for rank in range(layout[0]) for micro in packing.micro_batches(rank)]
+    total = 0.0
+    for micro in micros:
         logprobs_BT = policy_N[micro.token_BT.clamp(min=0)].where(micro.token_BT >= 0, 0).float()
         inputs = LossInputs.of(micro, logprobs_BT, micro.generator_logprobs_BT)
         loss_BT, _ = LOSSES[loss_name](inputs, CONFIG, **EVERYTHING_ON[loss_name])
@@ -807,22 +813,15 @@ def loss_and_gradients(step, loss_name, kind, num_ranks, max_tokens, packing, mu
         part = aggregate(loss_BT, inputs, kind, denominator)
         part.backward()
         total += part.item()
-        num_micro_batches += 1
     leaves = [policy for *_, policy in step]
     gradients = [x.grad.clone() for x in leaves]
     for x in leaves:
         x.grad = None
-    return total, gradients, num_micro_batches
+    return total, gradients, len(micros)
 
 
-LAYOUTS = [  # ranks, tokens per micro-batch, packing, rows rounded up to
-    (1, 1000, True, 1),
-    (1, 45, True, 8),
-    (2, 14, True, 1),
-    (4, 30, True, 1),
-    (1, 14, False, 1),
-    (2, 30, False, 8),
-]
+# ranks, tokens per micro-batch, rows rounded up to
+LAYOUTS = [(1, 1000, 1), (1, 45, 8), (2, 14, 1), (4, 30, 1), (1, 14, 1), (2, 30, 8)]
 
 
 @pytest.mark.parametrize("kind", AGGREGATIONS)
@@ -831,14 +830,13 @@ def test_loss_and_gradient_do_not_depend_on_the_layout(loss_name, kind):
     step = random_step()
     order = [3, 8, 1, 0, 7, 5, 2, 6, 4]
     permuted = [step[i] for i in order]
-    # every sequence in a row of its own
-    expected, expected_gradients, num_micro_batches = loss_and_gradients(step, loss_name, kind, 1, 1000, packing=False)
-    assert num_micro_batches == 1 and max(g.abs().max() for g in expected_gradients) > 1e-3
+    expected, expected_gradients, _ = loss_and_gradients(step, loss_name, kind)
+    assert max(g.abs().max() for g in expected_gradients) > 1e-3
     assert not expected_gradients[4].any()  # no reward
     counts = set()
     for layout in LAYOUTS:
-        total, gradients, count = loss_and_gradients(step, loss_name, kind, *layout)
-        other_total, other_gradients, _ = loss_and_gradients(permuted, loss_name, kind, *layout)
+        total, gradients, count = loss_and_gradients(step, loss_name, kind, layout)
+        other_total, other_gradients, _ = loss_and_gradients(permuted, loss_name, kind, layout)
         counts.add(count)
         assert total == pytest.approx(expected, abs=1e-6) and other_total == pytest.approx(expected, abs=1e-6)
         torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=0)
@@ -850,11 +848,11 @@ def test_loss_and_gradient_do_not_depend_on_the_layout(loss_name, kind):
 def test_corrections_do_not_depend_on_the_layout(kind):
     step = random_step()
     arguments = (step, "grpo", "token_mean")
-    expected, expected_gradients, _ = loss_and_gradients(*arguments, 1, 1000, False, kind_of_correction=kind)
-    uncorrected, _, _ = loss_and_gradients(*arguments, 1, 1000, False)
+    expected, expected_gradients, _ = loss_and_gradients(*arguments, kind_of_correction=kind)
+    uncorrected, _, _ = loss_and_gradients(*arguments)
     assert (abs(expected - uncorrected) > 1e-3) == (kind != "none")
     for layout in LAYOUTS:
-        total, gradients, _ = loss_and_gradients(*arguments, *layout, kind_of_correction=kind)
+        total, gradients, _ = loss_and_gradients(*arguments, layout, kind_of_correction=kind)
         assert total == pytest.approx(expected, abs=1e-6)
         torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=0)
 
@@ -875,5 +873,5 @@ def test_layouts_agree_with_a_loop_over_sequences(loss_name):
             losses.append(-objective + 0.1 * (math.exp(-x) - 1 + x))
         means.append(sum(losses) / len(losses))
     assert len(means) == 8
-    total, _, _ = loss_and_gradients(step, loss_name, "sequence_mean", 2, 30, packing=True)
+    total, _, _ = loss_and_gradients(step, loss_name, "sequence_mean", (2, 30))
     assert total == pytest.approx(sum(means) / 8, abs=1e-6)

@@ -105,17 +105,10 @@ def test_parts_of_a_trainer_by_hand():
     eager = trainer_gib(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2, "--trainer.no-compile"))
     assert eager["logits of a chunk"] == pytest.approx(4096 * 151936 * (3 * 4 + 2) / 2**30)
     assert parts["activations"] == pytest.approx(15360 * 2 * 28 * 16384 / 2**30)
-    # two blocks of 50.3e6 weights and the embeddings of 311e6, in bfloat16
-    block = 2048 * (2048 + 1024 + 1024 + 2048 + 3 * 6144)
-    assert parts["gathered weights"] == pytest.approx(2 * (2 * block + 151936 * 2048) / 2**30)
-    assert "reference" not in parts and "gradients before they are added up" not in parts
-    once = trainer_gib(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2, "--trainer.fsdp-gather", "update"))
-    assert once["gathered weights"] == pytest.approx(1_720_574_976 * 2 / 2**30)
-    assert once["gradients before they are added up"] == pytest.approx(1_720_574_976 * 4 / 2**30)
-    assert {*once} - {*parts} == {"gradients before they are added up"}
-    flags = ("--roles.num-trainers", 2, "--trainer.fsdp-gather", "update", "--trainer.lora-rank", 16)
-    of_lora = trainer_gib(hf(QWEN3_1_7B), config_of(*flags))
-    assert of_lora["gathered weights"] == once["gathered weights"] and "gradients before they" not in str(of_lora)
+    # two blocks of 50.3e6 weights, their norms', the embeddings of 311e6 and the last norm, in bfloat16
+    block = 2048 * (2048 + 1024 + 1024 + 2048 + 3 * 6144) + 2 * 2048 + 2 * 128
+    assert parts["gathered weights"] == pytest.approx(2 * (2 * block + 151936 * 2048 + 2048) / 2**30)
+    assert "reference" not in parts
     with_kl = trainer_gib(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2, "--algorithm.kl-coef", 0.1))
     assert with_kl["reference"] == pytest.approx(1_720_574_976 * 2 / 2 / 2**30)
     apart = config_of("--roles.num-trainers", 2, "--roles.num-references", 1, "--algorithm.kl-coef", 0.1)
@@ -125,20 +118,18 @@ def test_parts_of_a_trainer_by_hand():
     assert reference_gib(hf(QWEN3_1_7B), apart) == {"weights": weights} | forward
 
 
-def test_weights_are_gathered_once_where_that_fits():
-    """1.7e9 x 6 bytes are 10 GiB more; 8.2e9 x 6 bytes, 46 GiB, leave no room. Checkpointing is decided before."""
-    flags = ("--trainer.fsdp-gather", "auto")
-    small = fit_trainer(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2, *flags), GPU_GIB).trainer
-    assert (small.activation_checkpointing, small.fsdp_gather) == ("none", "update")
-    large = fit_trainer(hf(QWEN3_8B), config_of("--roles.num-trainers", 4, *flags), GPU_GIB).trainer
-    assert (large.activation_checkpointing, large.fsdp_gather) == ("selective", "micro_batch")
-    assert fit_trainer(hf(QWEN3_8B), config_of(*flags), None).trainer.fsdp_gather == "update"
-    given = fit_trainer(hf(QWEN3_1_7B), config_of("--roles.num-trainers", 2), GPU_GIB).trainer
-    assert given.fsdp_gather == "micro_batch"
-    for num_trainers, told in ((1, []), (2, ["trainer.fsdp_gather: update"])):
-        config = config_of("--roles.num-trainers", num_trainers, *flags)
-        decided = fit_trainer(hf(QWEN3_1_7B), config, GPU_GIB)
-        assert choices_told(config, decided) == ["trainer.activation_checkpointing: none", *told]
+def test_checkpointing_is_the_fastest_that_fits():
+    for raw, num_trainers, gpu_gib, kind in (
+        (QWEN3_1_7B, 2, GPU_GIB, "none"),
+        (QWEN3_8B, 4, GPU_GIB, "selective"),
+        (QWEN3_8B, 4, 40, "full"),  # nothing fits
+        (QWEN3_8B, 4, None, "none"),  # a CPU
+    ):
+        config = config_of("--roles.num-trainers", num_trainers)
+        decided = fit_trainer(hf(raw), config, gpu_gib)
+        assert decided.trainer.activation_checkpointing == kind
+        assert choices_told(config, decided) == [f"trainer.activation_checkpointing: {kind}"]
+        assert fit_trainer(hf(raw), decided, 1) == decided and choices_told(decided, decided) == []
 
 
 def test_parts_of_a_trainer_with_lora_by_hand():
@@ -238,14 +229,10 @@ def test_lora_of_8b_colocated_fits_one_gpu_because_the_engine_sleeps():
 def test_the_command_takes_recipes_of_sft(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA3_1_8B))
     recipe = str(ROOT / "configs" / "sft_llama3_1_8b.py")
-    flags = ["--num-trainers", "4", "--trainer.fsdp-gather", "auto"]
-    monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), *flags])
+    monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--num-trainers", "4"])
     main()
-    about, *chosen, trainer = capsys.readouterr().out.splitlines()[-4:]  # no engine, no reference
-    assert [line.removesuffix(", as auto chooses on a GPU of 79.2 GiB") for line in chosen] == [
-        "trainer.activation_checkpointing: selective",
-        "trainer.fsdp_gather: micro_batch",
-    ]
+    about, chosen, trainer = capsys.readouterr().out.splitlines()[-3:]  # no engine, no reference
+    assert chosen.startswith("trainer.activation_checkpointing: selective")
     assert about == f"{tmp_path}: 8.03 billion parameters"
     # 8.03e9 x 16 / 4
     assert trainer.startswith("each trainer rank: 66.6 GiB = 29.9 weights, gradients and moments + ")

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import grpo.models.titan_on_cpu  # noqa: F401  before torchtitan, whose device it sets
+import grpo.models  # noqa: F401  before torchtitan, whose device it sets
 
 # isort: split
 
@@ -14,11 +14,9 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 
 from grpo.algorithm.losses import configured_loss
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig
-from grpo.data.batches import make_batch
-from grpo.data.packing import build_micro_batch
-from grpo.data.shared_prompts import prompts_of
-from grpo.models.architecture import titan_config
+from grpo.data.batches import build_micro_batch, make_batch, prompts_of
 from grpo.models.attention import document_masks
+from grpo.models.families import titan_config
 from grpo.roles.metrics import StepMetrics
 from grpo.types import MicroBatch, Sample, SharedPrompts, TrainBatch
 from train_grpo import grpo_objective
@@ -71,7 +69,7 @@ def test_the_objective_and_its_metrics_do_not_wait_for_the_device(changes):
             metrics.reduce(None)  # so this test can fail
 
 
-@pytest.mark.parametrize("rows, row_length", [([[0, 1], [2]], 16), ([[0, 1, 2]], 17), ([], 300), ([[1]], 600)])
+@pytest.mark.parametrize("rows, row_length", [([[0, 1], [2]], 16), ([[0, 1, 2]], 17), ([[]], 300), ([[1]], 600)])
 def test_documents_are_those_that_torchtitan_finds_in_positions(rows, row_length):
     micro = micro_batch(rows, row_length)
     found, wanted = document_masks(micro), create_varlen_metadata_for_document(micro.positions_BT)

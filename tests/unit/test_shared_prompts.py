@@ -3,20 +3,14 @@
 import dataclasses
 import random
 
-import grpo.models.titan_on_cpu  # noqa: F401  before torchtitan, whose device it sets
-
-# isort: split
-
 import pytest
 import torch
 import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from grpo.data.batches import make_batch, split_groups
-from grpo.data.packing import build_micro_batch, padding_frac, plan_micro_batches, row_length, shared_frac, take_out
-from grpo.data.shared_prompts import prompts_of, row_tokens
+from grpo.data.batches import build_micro_batch, make_batch, prompts_of, row_tokens, split_groups, take_out
+from grpo.data.packing import pack
 from grpo.models import attention
-from grpo.models.architecture import titan_config
 from grpo.models.attention import (
     DocumentAttention,
     FlashAttention,
@@ -24,6 +18,7 @@ from grpo.models.attention import (
     for_compiler,
     shared_prompt_mask,
 )
+from grpo.models.families import titan_config
 from grpo.types import MicroBatch, Sample, TrainBatch
 from tests import plain_attention
 
@@ -87,17 +82,14 @@ def test_only_neighbours_share():
 def test_plan_by_hand():
     # 4 prompts of 10 tokens (9 to share) with 4 completions of 10 each: 9 + 4 * 11 = 53 tokens a group, whole 80
     batch = batch_of(*(([i] * 10, [10] * 4) for i in range(4)))
-    prompts, lengths = prompts_of(batch), batch.lengths_S.tolist()
-    plan = plan_micro_batches(lengths, 1, 110, True, prompts=prompts)
-    assert plan == [[[[0, 1, 2, 3, 4, 5, 6, 7]], [[8, 9, 10, 11, 12, 13, 14, 15]]]]
-    assert row_length(plan, lengths, 1, prompts=prompts) == 106
-    assert padding_frac(plan, lengths, 1, True, prompts) == 0
-    assert shared_frac(plan, lengths, prompts) == 1 - 212 / 320
-    assert len(plan_micro_batches(lengths, 1, 110, True)[0]) == 4  # without sharing
+    packing = pack(batch, 1, 110)
+    assert packing.rows == [[[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]] and packing.row_length == 106
+    assert packing.metrics() == {"packing/padding_frac": 0, "packing/shared_frac": 1 - 212 / 320}
+    assert len(pack(batch, 1, 110, share_prompts=False).rows[0]) == 4
     # over three ranks two groups are cut, and their prompts laid out twice
-    plan = plan_micro_batches(lengths, 3, 110, True, prompts=prompts)
-    rows = [row for of_rank in plan for rows in of_rank for row in rows]
-    assert sorted(row_tokens(row, lengths, prompts) for row in rows) == [53, 84, 84]  # of 4, 6 and 6
+    packing, lengths = pack(batch, 3, 110), batch.lengths_S.tolist()
+    rows = [row for of_rank in packing.rows for row in of_rank]
+    assert sorted(row_tokens(row, lengths, packing.prompts) for row in rows) == [53, 84, 84]  # of 4, 6 and 6
 
 
 def random_batches():
@@ -113,22 +105,19 @@ def random_batches():
 
 
 @pytest.mark.parametrize("batch, num_ranks, max_tokens, multiple", list(random_batches()))
-def test_plan_properties(batch, num_ranks, max_tokens, multiple):
+def test_properties_of_packings(batch, num_ranks, max_tokens, multiple):
     """Every sequence once, rows within their limit, never more positions than without sharing; every token in place."""
-    prompts, lengths = prompts_of(batch), batch.lengths_S.tolist()
-    plan = plan_micro_batches(lengths, num_ranks, max_tokens, True, multiple, prompts)
-    assert plan == plan_micro_batches(lengths, num_ranks, max_tokens, True, multiple, prompts)
-    assert len({len(micro_batches) for micro_batches in plan}) == 1
-    rows = [row for micro_batches in plan for rows in micro_batches for row in rows]
+    packing, lengths = pack(batch, num_ranks, max_tokens, multiple), batch.lengths_S.tolist()
+    assert packing.rows == pack(batch, num_ranks, max_tokens, multiple).rows
+    assert len({len(rows) for rows in packing.rows}) == 1
+    rows = [row for of_rank in packing.rows for row in of_rank]
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
-    assert all(row_tokens(row, lengths, prompts) <= max_tokens for row in rows)
-    length = row_length(plan, lengths, multiple, prompts=prompts)
-    whole = plan_micro_batches(lengths, num_ranks, max_tokens, True)
-    assert len(plan[0]) * length <= len(whole[0]) * row_length(whole, lengths, multiple)
+    assert all(row_tokens(row, lengths, packing.prompts) <= max_tokens for row in rows)
+    whole = pack(batch, num_ranks, max_tokens, multiple, share_prompts=False)
+    assert len(packing.rows[0]) * packing.row_length <= len(whole.rows[0]) * whole.row_length
     counted = torch.zeros(batch.num_tokens, dtype=torch.int64)
-    for micro_batches in plan:
-        for planned in micro_batches:
-            micro = build_micro_batch(batch, planned, length, prompts=prompts)
+    for rank in range(num_ranks):
+        for micro in packing.micro_batches(rank):
             check_keys(micro, batch)
             index_M, ids_M = take_out(micro.targets_BT, micro)
             assert torch.equal(ids_M, batch.ids_N[index_M])
@@ -171,15 +160,11 @@ def model(request, monkeypatch):
     return model
 
 
-def results(model, batch: TrainBatch, prompts, weights_N: torch.Tensor):
+def results(model, batch: TrainBatch, shares: bool, weights_N: torch.Tensor):
     """Log-probs and entropy of what counts, and the gradients of their weighted sum."""
-    lengths = batch.lengths_S.tolist()
-    plan = plan_micro_batches(lengths, 1, 256, True, 128, prompts)
-    length = row_length(plan, lengths, 128, prompts=prompts)
     found_2N = torch.zeros(2, batch.num_tokens)
     model.zero_grad()
-    for rows in plan[0]:
-        micro = build_micro_batch(batch, rows, length, multiple=128, prompts=prompts)
+    for micro in pack(batch, 1, 256, 128, shares).micro_batches(0):
         inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, model.masks(micro), micro.temperatures_BT
         counts, index_M = micro.loss_mask_BT, micro.token_BT[micro.loss_mask_BT]
         values_2 = model(*inputs, micro.scored_M)
@@ -195,8 +180,8 @@ def test_sharing_changes_no_number(model):
     prompts = [[draw.randrange(2048) for _ in range(n)] for n in (40, 3, 17, 60, 1)]
     batch = batch_of(*((prompt, [draw.randint(1, 25) for _ in range(4)]) for prompt in prompts))
     weights_N = torch.randn(batch.num_tokens)
-    wanted_2N, gradients = results(model, batch, None, weights_N)
-    found_2N, found_gradients = results(model, batch, prompts_of(batch), weights_N)
+    wanted_2N, gradients = results(model, batch, False, weights_N)
+    found_2N, found_gradients = results(model, batch, True, weights_N)
     assert wanted_2N[0].count_nonzero() == batch.loss_mask_N.sum()
     torch.testing.assert_close(found_2N, wanted_2N, atol=2e-5, rtol=0)
     for name, wanted in gradients.items():
@@ -211,7 +196,7 @@ def test_compiled_once_for_other_prompts(monkeypatch):
     compiled = torch.compile(flash, backend=counter, fullgraph=True)
     batch = batch_of(([1] * 5, [3, 9]), ([2] * 4, [7, 1, 5, 2]), ([3] * 9, [6]), ([4] * 2, [8, 4]))
     for row in ([0, 1], [0, 1, 2, 3, 4], [2, 3, 4, 5, 6, 7, 8], [6], []):
-        micro = build_micro_batch(batch, [row] if row else [], row_length=90, prompts=prompts_of(batch))
+        micro = build_micro_batch(batch, [row], row_length=90, prompts=prompts_of(batch))
         values = [torch.randn(1, 90, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
         found, wanted = (
             [out, *torch.autograd.grad(out.sin().sum(), values)]

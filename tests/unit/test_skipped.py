@@ -25,7 +25,7 @@ def test_every_cause_has_words():
 
 
 def test_three_in_a_row_end_the_run(tmp_path, capsys):
-    skipped = SkippedSteps(str(tmp_path), 3)
+    skipped = SkippedSteps(str(tmp_path))
     for step, metrics in enumerate((BAD, BAD, GOOD, BAD, BAD), start=1):
         skipped.look(step, metrics, BATCH)
     told = capsys.readouterr().out.splitlines()
@@ -38,9 +38,10 @@ def test_three_in_a_row_end_the_run(tmp_path, capsys):
 def test_the_batch_is_kept_with_its_nan(tmp_path):
     nan_N = torch.tensor([0.0, math.nan, -1.0])
     batch = dataclasses.replace(BATCH, ref_logprobs_N=nan_N)
-    skipped = SkippedSteps(str(tmp_path), 99)
+    skipped = SkippedSteps(str(tmp_path))
     for step in range(1, 8):
         skipped.look(step, {"skipped_frac": 0.5, "skipped/reference": 1.0}, batch)
+        skipped.look(step, GOOD, batch)
     files = sorted((tmp_path / "batches").iterdir())  # the newest five
     assert [path.name for path in files] == [f"skipped-step-{n:08d}.safetensors" for n in range(3, 8)]
     with safe_open(files[0], "pt") as file:

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo.data.batches import make_batch
-from grpo.data.packing import build_micro_batch
+from grpo.data.batches import build_micro_batch, make_batch
 from grpo.roles.metrics import StepMetrics
 from grpo.types import MicroBatch, Sample
 

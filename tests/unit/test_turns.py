@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from grpo.config import DataConfig
 from grpo.data import chat as chat_module
 from grpo.data import toy
-from grpo.data.batches import make_batch
+from grpo.data.batches import build_micro_batch, make_batch
 from grpo.data.chat import Refused, TooLong, encode_prompt
 from grpo.data.formats import Chat, Columns, row_to_chat
-from grpo.data.packing import build_micro_batch
 from grpo.data.turns import encode_chat, encode_example, encode_text, end_of_turn
 from grpo.types import Sample
 

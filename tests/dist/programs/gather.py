@@ -58,7 +58,7 @@ def check_case(case: str, roles: Roles) -> None:
 def full_tensors(model: ShardedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All weights under HF names, tensor by tensor. Collective over all ranks."""
     merged = {f"{layer.name}.weight": merged_weight(layer, dtype) for layer in adapted_layers(model.module)}
-    shards = model.adapter.to_hf(model.module.state_dict() | merged)
+    shards = model.names.to_hf(model.module.state_dict() | merged)
     return {name: whole(shard.detach().to(dtype)) for name, shard in shards.items()}
 
 

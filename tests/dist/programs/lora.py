@@ -1,8 +1,7 @@
 """Training with LoRA against transformers with PEFT: losses, gradient norms, merged weights, exported folders.
 
-Arguments: OUTPUT and one case or more, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,FSDP_GATHER,
-TARGETS, the last one joined by +; all run one after the other in the world that torchrun started. Prints the largest
-differences.
+Arguments: OUTPUT and one case or more, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,TARGETS, the
+last one joined by +; all run one after the other in the world that torchrun started. Prints the largest differences.
 """
 
 import functools
@@ -40,12 +39,11 @@ def main() -> None:
 
 def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
     """Train one sharded model for some steps and compare. Collective over all ranks."""
-    folder, tensor_parallel, replicas, checkpointing, gather, targets = case.split(",")
+    folder, tensor_parallel, replicas, checkpointing, targets = case.split(",")
     options = TrainerConfig(
         tensor_parallel=int(tensor_parallel),
         data_replicas=int(replicas),
         activation_checkpointing=checkpointing,
-        fsdp_gather=gather,
         micro_batch_tokens=64,  # several micro-batches
         logprob_chunk_tokens=24,
         compile=False,

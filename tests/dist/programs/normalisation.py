@@ -1,8 +1,9 @@
 """The gradient of one step, over ways of splitting it: micro-batches, packing, order of completions, ranks.
 
-Arguments: FOLDER BASELINE_FOLDER FSDP_GATHER. Started on one rank, it first writes the gradients of the undivided step
-(one micro-batch, unpacked, completions in order) for each loss, and a later launch on two ranks reads them. All steps
-go through `Trainer.forward_backward` with the objective of train_grpo.py; prints the largest difference of each loss.
+Arguments: FOLDER BASELINE_FOLDER. Started on one rank, it first writes the gradients of the undivided step (one
+micro-batch, each completion in a row of its own, in order) for each loss, and a later launch on two ranks reads them.
+All other steps go through `Trainer.forward_backward`, with the objective of train_grpo.py; prints the largest
+difference of each loss.
 """
 
 import contextlib
@@ -31,9 +32,9 @@ from grpo.config import (
     ModelConfig,
     TrainerConfig,
 )
-from grpo.data.batches import make_batch
+from grpo.data.batches import build_micro_batch, make_batch
 from grpo.models.export import hf_tensors
-from grpo.models.forward import micro_batches
+from grpo.models.forward import pack_for
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Objective, Trainer
@@ -58,69 +59,71 @@ ALGORITHMS = {name: AlgorithmConfig(loss=name) for name in PAPER_DEFAULTS} | {
 }
 EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.05, "old_logprobs": "generator"}
 NOT_FINITE = 7  # of this sequence's sampling log-probs, the second
-# (ranks, packing): {micro-batches on each rank: the micro_batch_tokens that give this many}
-MICRO_BATCH_TOKENS = {
-    (1, False): {1: 640, 2: 256, 4: 128},
-    (1, True): {1: 512, 2: 192, 4: 80},
-    (2, False): {1: 512, 2: 256, 4: 64},
-    (2, True): {1: 256, 2: 128, 4: 42},
-}
-# (packing, micro-batches on each rank, order): all, and each (packing, micro-batches) once, the orders in turns
-SPLITS = list(itertools.product((False, True), (1, 2, 4), (IN_ORDER, SHUFFLED)))
+# ranks: {micro-batches on each rank: the micro_batch_tokens that give this many}
+MICRO_BATCH_TOKENS = {1: {1: 512, 2: 192, 4: 80}, 2: {1: 256, 2: 128, 4: 42}}
+# (micro-batches on each rank, order): all, and each number of micro-batches once, the orders in turns
+SPLITS = list(itertools.product((1, 2, 4), (IN_ORDER, SHUFFLED)))
 SPLITS_ONCE = [SPLITS[2 * n + n % 2] for n in range(len(SPLITS) // 2)]
 TOLERANCE = 1e-5  # of each tensor's largest gradient
 
 
 def main() -> None:
-    folder, baselines, gather = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
+    folder, baselines = sys.argv[1], pathlib.Path(sys.argv[2])
     roles = setup_trainers()
     num_ranks = dist.get_world_size()
     # neither the update nor the clipping may touch what is compared
-    options = TrainerConfig(
-        compile=False, activation_checkpointing="none", fsdp_gather=gather, learning_rate=0.0, max_grad_norm=1e9
-    )
+    options = TrainerConfig(compile=False, activation_checkpointing="none", learning_rate=0.0, max_grad_norm=1e9)
     trainer = Trainer(ModelConfig(dtype="float32"), options, folder, 1000, roles)
 
-    num_reduced = set()  # messages of an update, or of a micro-batch
+    num_reduced = set()  # messages of a micro-batch
 
-    def gradients(config: GRPOConfig, packing: bool, count: int, order: list[int], wrong: bool = False):
+    def undivided(config: GRPOConfig) -> dict[str, torch.Tensor]:
+        """Gradients of the step in one micro-batch, which has a row for each sequence."""
+        batch = make_step(IN_ORDER)
+        micro = build_micro_batch(batch, [[index] for index in IN_ORDER], row_length=int(batch.lengths_S.max()))
+        trainer.zero_gradient()
+        trainer.model.accumulate(is_last=True)
+        loss, _ = objective_of(config, batch)(micro, *trainer.model.logprobs(micro))
+        loss.backward()
+        trainer.model.drop_copy()
+        return full_gradients(trainer)
+
+    def gradients(config: GRPOConfig, count: int, order: list[int], wrong: bool = False) -> dict[str, torch.Tensor]:
         """Gradients of a step in exactly `count` micro-batches on each rank."""
-        tokens = MICRO_BATCH_TOKENS[num_ranks, packing][count]
-        trainer.config = dataclasses.replace(options, packing=packing, micro_batch_tokens=tokens)
+        tokens = MICRO_BATCH_TOKENS[num_ranks][count]
+        trainer.config = dataclasses.replace(options, micro_batch_tokens=tokens)
         batch = make_step(order)
-        found = len(list(micro_batches(batch, trainer.model, trainer.config)))
-        assert found == count, f"{num_ranks} ranks, packing={packing}, {tokens} tokens: {found} micro-batches"
+        found = len(pack_for(trainer.model, batch, trainer.config).rows[0])
+        assert found == count, f"{num_ranks} ranks, {tokens} tokens: {found} micro-batches"
         objective = objective_of(config, batch)
         if wrong:
             objective = mean_of_means(objective, config, batch, num_ranks * count)
         trainer.zero_gradient()
         with fsdp_messages() as messages:
             trainer.forward_backward(batch, objective, StepMetrics(batch.num_sequences))
-        per_micro_batch = 1 if gather == "update" else count
         if num_ranks > 1:
-            once = messages["reduced"] / per_micro_batch
+            once = messages["reduced"] / count
             num_reduced.add(once)
             assert once > 0 and len(num_reduced) == 1, (messages, num_reduced)
             # of a block in each forward and, unless it is kept, in each backward
-            assert once <= messages["gathered"] / per_micro_batch <= (1 if gather == "update" else 2) * once, messages
+            assert once <= messages["gathered"] / count <= 2 * once, messages
         return full_gradients(trainer)
 
-    # how often FSDP gathers is no matter of the loss
-    for name, algorithm in list(ALGORITHMS.items())[: 1 if gather == "update" else None]:
+    for name, algorithm in ALGORITHMS.items():
         algorithm = dataclasses.replace(algorithm, **EVERYTHING)
         config = GRPOConfig(generator=GeneratorConfig(max_completion_tokens=32), algorithm=algorithm)
         file = baselines / f"{name}.safetensors"
         if num_ranks == 1:
-            save_file(gradients(config, False, 1, IN_ORDER), file)
+            save_file(undivided(config), file)
         baseline, largest = load_file(file), 0.0
         assert all(gradient.abs().max() > 1e-4 for gradient in baseline.values())  # so that relative means something
-        for packing, count, order in SPLITS if algorithm.loss == "grpo" else SPLITS_ONCE:
-            error = difference(gradients(config, packing, count, order), baseline)
-            case = f"{name}, {num_ranks} ranks, {count} micro-batches, packing={packing}, order={order}"
+        for count, order in SPLITS if algorithm.loss == "grpo" else SPLITS_ONCE:
+            error = difference(gradients(config, count, order), baseline)
+            case = f"{name}, {num_ranks} ranks, {count} micro-batches, order={order}"
             assert error < TOLERANCE, f"{case}: {error}"
             largest = max(largest, error)
 
-        error = difference(gradients(config, True, 4, IN_ORDER, wrong=True), baseline)
+        error = difference(gradients(config, 4, IN_ORDER, wrong=True), baseline)
         assert error > 1e-2, f"a mean of micro-batch means went unnoticed ({error}), so this test cannot fail"
         if roles.is_driver:
             print(

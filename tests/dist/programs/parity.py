@@ -2,8 +2,8 @@
 
 In bfloat16, whether the sampling temperatures reach the LM head unrounded.
 
-Arguments: cases, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,PACKING(0 or 1),FSDP_GATHER; all
-run one after the other in the world that torchrun started. Prints the largest differences of each case.
+Arguments: cases, each FOLDER,TENSOR_PARALLEL,DATA_REPLICAS,ACTIVATION_CHECKPOINTING,SHARE_PROMPTS(0 or 1); all run one
+after the other in the world that torchrun started. Prints the largest differences of each case.
 """
 
 import pathlib
@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.data.batches import make_batch
-from grpo.data.packing import take_out
+from grpo.data.batches import make_batch, take_out
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import hf_tensors
-from grpo.models.forward import micro_batches
+from grpo.models.forward import micro_batches, pack_for
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import Sample, TrainBatch
 
@@ -40,14 +39,13 @@ def main() -> None:
 
 def check_case(case: str, roles: Roles) -> None:
     """Build one sharded model and compare it. Collective over all ranks."""
-    folder, tensor_parallel, replicas, checkpointing, packing, gather = case.split(",")
+    folder, tensor_parallel, replicas, checkpointing, shares = case.split(",")
     case = f"{pathlib.Path(case).name} on {dist.get_world_size()} ranks"
     trainer = TrainerConfig(
         tensor_parallel=int(tensor_parallel),
         data_replicas=int(replicas),
         activation_checkpointing=checkpointing,
-        packing=packing == "1",
-        fsdp_gather=gather,
+        share_prompts=shares == "1",
         micro_batch_tokens=64,  # several micro-batches
         logprob_chunk_tokens=24,  # several chunks, the last one smaller
         compile=False,
@@ -113,7 +111,7 @@ def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: Train
         return statistics(product, targets, temperatures, first_row)
 
     head.statistics = spy
-    for micro in micro_batches(batch, model, trainer):
+    for micro, _ in micro_batches(pack_for(model, batch, trainer), model):
         model.logprobs(micro)
     wanted = {*torch.tensor([*TEMPERATURES, 1.0]).tolist()}  # 1 is padding's
     assert seen and seen <= wanted, f"{case}: temperatures {sorted(seen)}, expected some of {sorted(wanted)}"
@@ -154,10 +152,9 @@ def sharded_values(
 ) -> torch.Tensor:
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
     got_2N = torch.zeros_like(weights_2N)
-    micros = list(micro_batches(batch, model, trainer))
-    assert trainer.packing == all(micro.shared is not None for micro in micros)
-    for micro in micros:
-        model.accumulate(is_last=micro is micros[-1])
+    for micro, is_last in micro_batches(pack_for(model, batch, trainer), model):
+        assert trainer.share_prompts == (micro.shared is not None)
+        model.accumulate(is_last)
         values = model.logprobs(micro)
         index_M = micro.token_BT[micro.token_BT >= 0]
         values_2M = torch.stack([take_out(values_BT, micro)[1] for values_BT in values])

@@ -1,0 +1,270 @@
+"""The families of models that can be trained, an entry of FAMILIES each, and the torchtitan model of a config.json.
+
+An entry has all in which a family differs: what of it cannot be trained, its block, its tensors' names, how it is
+sharded, which of its linear layers take adapters. Today's share one decoder, torchtitan's Qwen3: grouped-query
+attention, SwiGLU, RMSNorm, rotary positions. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given
+targets and the entropy instead of logits. Left out: mixture of experts, sliding windows.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
+from torchtitan.models.common.attention import FlexAttention, get_causal_mask_mod
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.protocols.module import Module
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from grpo.models.attention import FlashAttention, config_of, document_masks, for_compiler, shared_prompt_mask
+from grpo.models.logprob_head import LogprobHead
+from grpo.types import MicroBatch
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
+# Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
+# the first GPU: DTensor's random states take the GPU's index from the rank within the role.
+_NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dense decoders
+
+
+def dense_block(
+    hf: transformers.PretrainedConfig,
+    rope: Module.Config,
+    inner_attention: Module.Config,
+    *,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+) -> Qwen3TransformerBlock.Config:
+    """torchtitan's config of a block of grouped-query attention and SwiGLU.
+
+    qk_norm: queries and keys are normalized per head. qkv_bias: the projections to queries, keys and values have a
+    bias.
+    """
+    attention = make_gqa_config(
+        dim=hf.hidden_size,
+        n_heads=hf.num_attention_heads,
+        n_kv_heads=hf.num_key_value_heads,
+        head_dim=head_dim_of(hf),
+        wqkv_param_init=_NO_INIT,
+        wo_param_init=_NO_INIT,
+        inner_attention=inner_attention,
+        rope=rope,
+        qk_norm=_norm(hf, head_dim_of(hf)) if qk_norm else None,
+    )
+    attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = qkv_bias
+    return Qwen3TransformerBlock.Config(
+        attention_norm=_norm(hf, hf.hidden_size),
+        ffn_norm=_norm(hf, hf.hidden_size),
+        attention=attention,
+        feed_forward=make_ffn_config(
+            dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
+        ),
+    )
+
+
+def what_no_dense_block_has(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
+    """Why a dense model cannot be trained, a reason each; `raw` is its config.json as it stands."""
+    if window := getattr(config, "sliding_window", None):
+        yield (
+            f"sliding_window={window} is not supported, since every layer here attends to all that came before; if no "
+            f"prompt with its completion is longer than {window} tokens, nothing differs: set it to null in config.json"
+        )
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        yield f"rope_type {rope_type} is not supported, only {', '.join(ROPE_TYPES)}"
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("use_mrope"):
+        yield "only rotary positions over the whole head are supported, no partial_rotary_factor or use_mrope"
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        yield f"attention_bias and mlp_bias are not supported for model_type {config.model_type}"
+    if config.hidden_act != "silu":
+        yield f"hidden_act {config.hidden_act} is not supported, only silu"
+
+
+DENSE_LINEARS = {
+    "q_proj": "attention.qkv_linear.wq",
+    "k_proj": "attention.qkv_linear.wk",
+    "v_proj": "attention.qkv_linear.wv",
+    "o_proj": "attention.wo",
+    "gate_proj": "feed_forward.w1",
+    "up_proj": "feed_forward.w3",
+    "down_proj": "feed_forward.w2",
+}
+
+
+class DenseNames(Qwen3StateDictAdapter):
+    """Torchtitan's names <-> Hugging Face's; the layout of every tensor is the same in both."""
+
+    def __init__(self, model_config: "Policy.Config", hf_assets_path: str | None):
+        super().__init__(model_config, hf_assets_path)
+        for hf, titan in (("q_proj", "wq"), ("k_proj", "wk"), ("v_proj", "wv")):
+            self.from_hf_map[f"model.layers.{{}}.self_attn.{hf}.bias"] = (
+                f"layers.{{}}.attention.qkv_linear.{titan}.bias"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the code needs to know of a kind of model, and nothing else asks which kind it is."""
+
+    block: Callable[..., Module.Config] = dense_block
+    """(Hugging Face's config, rotary positions, inner attention) -> torchtitan's config of a block."""
+    unsupported: Callable[[dict[str, Any], transformers.PretrainedConfig], Iterator[str]] = what_no_dense_block_has
+    """(config.json as it stands, as transformers reads it) -> why such a model cannot be trained, a reason each."""
+    names: type[Qwen3StateDictAdapter] = DenseNames
+    """Torchtitan's names of tensors <-> Hugging Face's."""
+    parallelize: Callable[..., nn.Module] = parallelize_qwen3
+    """Torchtitan's function that applies tensor parallelism, activation checkpointing, compilation and FSDP."""
+    linears: dict[str, str] = field(default_factory=lambda: DENSE_LINEARS)
+    """The linear layers that take adapters, in the order in which a forward meets them: Hugging Face's name -> place in
+    a block."""
+
+
+# By the model_type of config.json
+FAMILIES = {
+    "qwen3": Family(block=partial(dense_block, qk_norm=True)),
+    "qwen2": Family(block=partial(dense_block, qkv_bias=True)),  # Qwen2, Qwen2.5, R1-Distill-Qwen
+    "llama": Family(),  # Llama 3, R1-Distill-Llama
+    "mistral": Family(),
+}
+
+
+def family_of(hf: transformers.PretrainedConfig) -> Family:
+    """The family of a model whose config was read by `hf_folder.read_hf_config`, which refuses others."""
+    return FAMILIES[hf.model_type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+class Policy(Qwen3Model):
+    """A torchtitan decoder whose forward ends in `LogprobHead`, which returns (logprobs_BT, entropy_BT)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        pass
+
+    def masks(self, micro: MicroBatch):
+        """`attention_masks` of a micro-batch, for any kind of attention."""
+        attention = self.config.first_attention
+        if not isinstance(attention.inner_attention, FlexAttention.Config):
+            return document_masks(micro)
+        if micro.shared is None:
+            return self.get_attention_masks(micro.positions_BT)
+        mask_mods = [get_causal_mask_mod(), shared_prompt_mask(micro)]
+        return self._create_flex_attention_mask(micro.positions_BT, attention, mask_mods)
+
+    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
+        if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
+            attention_masks = for_compiler(attention_masks)  # here, behind FSDP, which moves tensors to the GPU
+        h_BTD = settled(self.tok_embeddings(ids_BT))
+        for layer in self.layers.values():
+            h_BTD = layer(h_BTD, attention_masks, positions_BT)
+        return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M)
+
+
+def settled(hidden_BTD: torch.Tensor) -> torch.Tensor:
+    """The embeddings as compiled blocks can take them with tensor parallelism: of one kind for all blocks.
+
+    What torchtitan redistributes over ranks is still on its way; torch does not tell apart the code for such a tensor
+    and for one that is there, and the one fails with the other.
+    """
+    if isinstance(hidden_BTD, DTensor) and isinstance(hidden_BTD._local_tensor, AsyncCollectiveTensor):
+        hidden_BTD._local_tensor = hidden_BTD._local_tensor.wait()
+    return hidden_BTD
+
+
+class HFRoPE(CosSinRoPE):
+    """Rotary embedding in Hugging Face's layout, with frequencies computed by transformers.
+
+    Torchtitan's own Llama form rotates interleaved pairs and permutes wq and wk between the two layouts, which silently
+    scrambles shards under FSDP x TP. Here weights are laid out as in the checkpoint.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        inv_freq: tuple[float, ...] = ()
+        """Radians per position, one for each pair of dimensions."""
+        attention_factor: float = 1.0
+        """Multiplies cos and sin (YaRN)."""
+
+    def _precompute_cache(self) -> torch.Tensor:
+        inv_freq = torch.tensor(self.config.inv_freq, dtype=torch.float32)
+        angles = torch.outer(torch.arange(self.config.max_seq_len, dtype=torch.float32), inv_freq)
+        angles = torch.cat([angles, angles], dim=-1)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.attention_factor
+
+
+def titan_config(
+    hf: transformers.PretrainedConfig,
+    attention: str,
+    chunk_tokens: int,
+    compiled: bool = False,
+    keep_logits: bool = False,
+) -> Policy.Config:
+    """The torchtitan model config of a Hugging Face one, for any size of a family.
+
+    `attention` is a kind of `config_of`, the rest as in `LogprobHead.Config`.
+    """
+    rope, family = _rope(hf), family_of(hf)
+    return Policy.Config(
+        dim=hf.hidden_size,
+        vocab_size=hf.vocab_size,
+        norm=_norm(hf, hf.hidden_size),
+        layers=[family.block(hf, rope, config_of(attention)) for _ in range(hf.num_hidden_layers)],
+        enable_weight_tying=bool(hf.tie_word_embeddings),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=hf.vocab_size,
+            embedding_dim=hf.hidden_size,
+            param_init=_NO_INIT,
+        ),
+        lm_head=LogprobHead.Config(
+            in_features=hf.hidden_size,
+            out_features=hf.vocab_size,
+            param_init=_NO_INIT,
+            chunk_tokens=chunk_tokens,
+            keep_logits=keep_logits,
+            compile=compiled,
+        ),
+    )
+
+
+def head_dim_of(config: transformers.PretrainedConfig) -> int:
+    """Width of one attention head; some models leave it to follow from the others."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _norm(hf: transformers.PretrainedConfig, size: int) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
+
+
+def _rope(hf: transformers.PretrainedConfig) -> HFRoPE.Config:
+    """Inverse frequencies [head_dim / 2] and the factor on cos and sin, as transformers' own models compute them."""
+    head_dim, rope_type = head_dim_of(hf), hf.rope_parameters.get("rope_type", "default")
+    if rope_type == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        inv_freq, attention_factor = hf.rope_parameters["rope_theta"] ** -exponents, 1.0
+    else:
+        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf, device="cpu")
+    return HFRoPE.Config(
+        dim=head_dim,
+        max_seq_len=hf.max_position_embeddings,
+        inv_freq=tuple(inv_freq.tolist()),
+        attention_factor=attention_factor,
+    )
