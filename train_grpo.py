@@ -128,7 +128,7 @@ def train(config: GRPOConfig, roles: Roles) -> None:
 
         if plan.evaluate:  # only in steps that sync
             with timer.phase("evaluate"):
-                evaluate(driver, generator, start.eval_prompts, step + 1, roles)
+                evaluate(driver, generator, start.eval_prompts, config.evaluation, step + 1, roles)
         driver.log(step + 1, sampled, batch, metrics, pending)
         if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
             with timer.phase("save"):
@@ -282,7 +282,9 @@ def start_up(
         reference_folder = fetch_folder(start.reference_folder, roles.control) if config.needs_reference else None
     if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
         with timer.startup("starting vLLM"):
-            generator = Generator(config, folder, start.stop_token_ids, roles)
+            generator = Generator(
+                config.generator, config.model, config.data, config.seed, folder, start.stop_token_ids, roles
+            )
     with timer.startup("loading the models"):
         if roles.trains:
             trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles, config.seed)
@@ -301,7 +303,7 @@ def start_up(
             sync_weights(trainer, generator, start.step, roles)
     if start.eval_prompts and start.step == 0:
         with timer.startup("evaluating before the first step"):
-            evaluate(driver, generator, start.eval_prompts, 0, roles)
+            evaluate(driver, generator, start.eval_prompts, config.evaluation, 0, roles)
     timer.close_startup(roles)
     return start, trainer, reference, generator
 

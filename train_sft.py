@@ -14,7 +14,6 @@ import pathlib
 from functools import partial
 
 from grpo.config import SFTConfig
-from grpo.config.generation import generating
 from grpo.run.command_line import read_config
 
 DEFAULT_RECIPE = pathlib.Path(__file__).parent / "configs" / "sft_llama3_1_8b.py"
@@ -86,7 +85,7 @@ def train(config: SFTConfig, roles: Roles) -> None:
             with timer.phase("sync"):
                 sync_weights(trainer, generator, step + 1, roles)
             with timer.phase("evaluate"):
-                evaluate(driver, generator, start.eval_prompts, step + 1, roles)
+                evaluate(driver, generator, start.eval_prompts, config.evaluation, step + 1, roles)
                 generator.sleep()  # only if generator.sleep is set; the next sync wakes it
         driver.log(step + 1, batch, metrics)
         if checkpoint.saves(config.checkpoint, step + 1, is_last):  # dying before it is complete repeats the step
@@ -137,7 +136,9 @@ def start_up(
         folder = fetch_folder(start.model_folder, roles.control)
     if config.evaluation.interval:
         with timer.startup("starting vLLM"):  # before the trainer, because it sizes its KV cache from the free memory
-            generator = Generator(generating(config, config.num_trainers), folder, start.stop_token_ids, roles)
+            generator = Generator(
+                config.generator, config.model, config.data, config.seed, folder, start.stop_token_ids, roles
+            )
     with timer.startup("loading the model"):
         trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles, config.seed)
     held_out = {name: send_batch(driver.held_out_batch(name), roles) for name in start.held_out}
@@ -150,7 +151,7 @@ def start_up(
     if generator:
         if start.step == 0:
             with timer.startup("evaluating before the first step"):
-                evaluate(driver, generator, start.eval_prompts, 0, roles)
+                evaluate(driver, generator, start.eval_prompts, config.evaluation, 0, roles)
         generator.sleep()
     timer.close_startup(roles)
     return start, trainer, generator, held_out

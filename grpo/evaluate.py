@@ -52,8 +52,9 @@ def main() -> None:
     set_place(role=roles.name)
     driver = Driver(config, roles)
     folder, stop_token_ids, prompts = driver.start()
-    generator = Generator(config, hf_folder.fetch_folder(folder, roles.control), stop_token_ids, roles)
-    evaluate(driver, generator, prompts, 0, roles)
+    folder = hf_folder.fetch_folder(folder, roles.control)
+    generator = Generator(config.generator, config.model, config.data, config.seed, folder, stop_token_ids, roles)
+    evaluate(driver, generator, prompts, config.evaluation, 0, roles)
     close_roles(roles, generator.close)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from grpo.config import GeneratorConfig, GRPOConfig
+from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
 from grpo.roles.process_groups import Roles
@@ -45,19 +45,29 @@ def import_vllm(roles: Roles) -> None:
     importlib.import_module("vllm.entrypoints.llm")  # which the package itself leaves for the first use
 
 
-def start_engine(config: GRPOConfig, folder: str, roles: Roles):
+def start_engine(config: GeneratorConfig, model: ModelConfig, data: DataConfig, seed: int, folder: str, roles: Roles):
     """This rank's part of its replica's `vllm.LLM`; seconds on a CPU, 20 to 95 on a GPU.
 
     Collective over the replica, colocated over all ranks. Raises ValueError for options that this machine's vLLM gets
     wrong.
     """
-    with _saved_tokenizer(config, folder) as tokenizer_folder, _own_inductor_cache():
-        llm = _new_engine(config, folder, tokenizer_folder, roles)
+    tokenizer = _saved_tokenizer(folder, data) if needs_texts(config) else contextlib.nullcontext()
+    max_tokens = data.max_prompt_tokens + config.max_completion_tokens
+    with tokenizer as tokenizer_folder, _own_inductor_cache():
+        llm = _new_engine(config, model.dtype, max_tokens, seed, folder, tokenizer_folder, roles)
     remove_shared_memory(replica_name(roles.replicas[roles.replica][0]))  # all ranks of the replica have joined
     return llm
 
 
-def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, roles: Roles):
+def _new_engine(
+    options: GeneratorConfig,
+    dtype: str,
+    max_tokens: int,
+    seed: int,
+    folder: str,
+    tokenizer_folder: str | None,
+    roles: Roles,
+):
     from vllm import LLM
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -77,7 +87,7 @@ def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, r
             engine_steps[ranks[0]] += 1  # so that a rank that hangs is told from those that wait for it
             return super().execute_model(*arguments, **options)
 
-    options, on_cpu = config.generator, roles.device.type == "cpu"
+    on_cpu = roles.device.type == "cpu"
     for name in options.engine if on_cpu else ():
         if name in WRONG_ON_CPU:
             raise ValueError(f"generator.engine {name} needs a GPU: {WRONG_ON_CPU[name]}")
@@ -86,15 +96,15 @@ def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, r
     if on_cpu:
         defaults |= {"enable_chunked_prefill": False, "block_size": CPU_BLOCK_TOKENS, "enforce_eager": True}
         defaults["kv_cache_memory_bytes"] = int(CPU_KV_CACHE_GIB * 2**30)
-        defaults["max_num_batched_tokens"] = max(8192, config.max_sequence_tokens)  # prompts are prefilled whole
+        defaults["max_num_batched_tokens"] = max(8192, max_tokens)  # prompts are prefilled whole
     else:
         defaults["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": DECODE_SPLITS}
     return LLM(
         model=folder,
         tensor_parallel_size=options.tensor_parallel,
         distributed_executor_backend=ReplicaExecutor,
-        dtype=config.model.dtype,
-        max_model_len=config.max_sequence_tokens,
+        dtype=dtype,
+        max_model_len=max_tokens,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enable_sleep_mode=options.sleep and not on_cpu,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature
@@ -102,30 +112,27 @@ def _new_engine(config: GRPOConfig, folder: str, tokenizer_folder: str | None, r
         config_format="hf",  # a Mistral folder may hold a second config and its weights once more, which vLLM prefers
         load_format="safetensors",
         tokenizer=tokenizer_folder,
-        skip_tokenizer_init=not needs_texts(config),
-        seed=config.seed,
+        skip_tokenizer_init=not needs_texts(options),
+        seed=seed,
         **(defaults | options.engine),
     )
 
 
 @contextlib.contextmanager
-def _saved_tokenizer(config: GRPOConfig, folder: str) -> Iterator[str | None]:
-    """A folder with the driver's tokenizer while vLLM loads it, if it works with texts at all; else None.
+def _saved_tokenizer(folder: str, data: DataConfig) -> Iterator[str]:
+    """A folder with the driver's tokenizer while vLLM loads it.
 
     From the model's folder, vLLM would load what AutoTokenizer makes of it, see `load_tokenizer`.
     """
-    if not needs_texts(config):
-        yield None
-        return
     with tempfile.TemporaryDirectory() as tokenizer_folder:
-        load_tokenizer(folder, config.data).save_pretrained(tokenizer_folder)
+        load_tokenizer(folder, data).save_pretrained(tokenizer_folder)
         shutil.copy(pathlib.Path(folder) / "config.json", tokenizer_folder)
         yield tokenizer_folder
 
 
-def needs_texts(config: GRPOConfig) -> bool:
+def needs_texts(config: GeneratorConfig) -> bool:
     """Whether vLLM needs a tokenizer: for stop texts, and for sampling options such as bad_words."""
-    return bool(config.generator.stop or needing_texts(config.generator.sampling))
+    return bool(config.stop or needing_texts(config.sampling))
 
 
 @contextlib.contextmanager

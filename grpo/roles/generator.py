@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from grpo.config import GRPOConfig
+from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
 from grpo.models.buckets import Fill, Layout, whole_tensors
 from grpo.roles import engine, engine_speed, gpu_memory
 from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
@@ -32,19 +32,27 @@ class Generator:
     All ranks of a replica make the same calls with the same arguments; vLLM keeps them in lock step.
     """
 
-    def __init__(self, config: GRPOConfig, folder: str, stop_token_ids: Sequence[int], roles: Roles):
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        model: ModelConfig,
+        data: DataConfig,
+        seed: int,
+        folder: str,
+        stop_token_ids: Sequence[int],
+        roles: Roles,
+    ):
         """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks."""
-        self.config, self.roles = config, roles
-        self.dtype = getattr(torch, config.model.dtype)
+        self.config, self.seed, self.roles = config, seed, roles
         self.version = 0
         self.asleep = False
         self.layout: Layout | None = None  # of the buckets of weights, from the first sync on
         self.live_weights: EngineWeights | None = None  # where to copy them, once that is known
         engine.import_vllm(roles)
-        more = engine.in_vllms_types(config.generator.sampling)
-        self._parameters = partial(engine.sampling_params, config.generator, list(stop_token_ids), more)
+        more = engine.in_vllms_types(config.sampling)
+        self._parameters = partial(engine.sampling_params, config, list(stop_token_ids), more)
         self.least_tokens = more.get("min_tokens", 0)
-        self.llm = engine.start_engine(config, folder, roles)
+        self.llm = engine.start_engine(config, model, data, seed, folder, roles)
         self.learns_weights = engine_speed.is_tested_version()
         self.loop = EngineLoop(self.llm, engine_speed.change_engine(self.llm, engine.needs_texts(config)))
 
@@ -70,8 +78,8 @@ class Generator:
         """
         if self.asleep:
             raise RuntimeError("the engine sleeps without weights; they come back with the next sync_weights")
-        temperatures = temperatures or self.config.generator.temperature
-        limit = self.config.generator.max_completion_tokens
+        temperatures = temperatures or self.config.temperature
+        limit = self.config.max_completion_tokens
         if max_tokens is not None:
             limit = min(limit, max(max_tokens, self.least_tokens))
         shares = share_out(prompts, group_size, len(self.roles.replicas), carried)
@@ -82,7 +90,7 @@ class Generator:
         with no_collection():
             for request in requests:
                 prompt = prompts[request.prompt]
-                seed = request_seed(self.config.seed, prompt, request.first, group_size, held_out)
+                seed = request_seed(self.seed, prompt, request.first, group_size, held_out)
                 seed = continuation_seed(seed, len(request.begun))
                 temperature = temperatures[request.first % len(temperatures)]
                 params = self._parameters(temperature, seed, max_tokens=limit - len(request.begun))
@@ -112,12 +120,13 @@ class Generator:
                     return ended + self.loop.end()
         return ended
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> tuple[list[Completion] | None, list[Completion] | None]:
-        """This replica's part of the held-out completions: a greedy one and `evaluation.num_samples` per prompt.
+    def evaluate(
+        self, prompts: Sequence[Prompt], options: EvaluationConfig
+    ) -> tuple[list[Completion] | None, list[Completion] | None]:
+        """This replica's part of the held-out completions: a greedy one and `num_samples` of the options per prompt.
 
         Leaves nothing behind that training could notice: other seeds, and no prefixes in the cache.
         """
-        options = self.config.evaluation
         greedy = self.generate(prompts, 1, temperatures=(0.0,))
         samples = self.generate(prompts, options.num_samples, temperatures=(options.temperature,), held_out=True)
         self.forget_prefixes()
@@ -154,7 +163,7 @@ class Generator:
 
         Each tensor owns its memory: vLLM may hold on to it until its layer is complete.
         """
-        quantized = any(self.config.generator.engine.get(name) for name in ("quantization", "quantization_config"))
+        quantized = any(self.config.engine.get(name) for name in ("quantization", "quantization_config"))
         # repacked (on a CPU) or quantized copies are what the kernels read, and only a full reload makes them again
         if self.roles.device.type == "cpu" or quantized:
             tied = self.llm.llm_engine.model_config.hf_config.tie_word_embeddings
@@ -176,7 +185,7 @@ class Generator:
 
     def sleep(self) -> None:
         """Give weights and KV cache back to the GPU until the next `load_weights`, if `generator.sleep` says so."""
-        if self.config.generator.sleep and self.roles.device.type == "cuda":
+        if self.config.sleep and self.roles.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=2)  # the weights come back with the next sync, so they need no copy on the host
             gpu_memory.set_given_back(torch.cuda.mem_get_info()[0] - free)

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config import GRPOConfig
+from grpo.config import EvaluationConfig, GRPOConfig
 from grpo.config.user_files import near_miss
 from grpo.data.chat import detokenize
 from grpo.data.held_out import load_eval_prompts
@@ -21,12 +21,14 @@ from grpo.types import Completion, Prompt, Rollout
 from grpo.workers.sandbox.programs import check_sandbox
 
 
-def evaluate(driver, generator: Generator | None, prompts: list[Prompt], step: int, roles: Roles) -> None:
+def evaluate(
+    driver, generator: Generator | None, prompts: list[Prompt], options: EvaluationConfig, step: int, roles: Roles
+) -> None:
     """Complete the held-out prompts, score and log; training does not notice. Every rank calls it.
 
     `driver` has a method `log_evaluation(prompts, greedy, samples, step)` that runs on rank 0.
     """
-    greedy, samples = generator.evaluate(prompts) if roles.generates else (None, None)
+    greedy, samples = generator.evaluate(prompts, options) if roles.generates else (None, None)
     greedy, samples = gather_completions(greedy, roles), gather_completions(samples, roles)
     driver.log_evaluation(prompts, greedy, samples, step)
 

@@ -115,7 +115,7 @@ def own_engine(variant: str, engine: dict[str, Any], options: argparse.Namespace
         ),
         group_size=options.group_size,
     )
-    generator = Generator(config, folder, [], setup_roles(config))
+    generator = Generator(config.generator, config.model, config.data, config.seed, folder, [], setup_roles(config))
 
     def generate(prompts: list[list[int]], number: int) -> int:
         rows = [Prompt(ids=ids, index=number * len(prompts) + i) for i, ids in enumerate(prompts)]

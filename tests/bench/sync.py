@@ -133,7 +133,11 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
         group_size=GROUP_SIZE,
     )
     roles = setup_roles(config)
-    generator = Generator(config, folder, [], roles) if roles.generates else None
+    generator = (
+        Generator(config.generator, config.model, config.data, config.seed, folder, [], roles)
+        if roles.generates
+        else None
+    )
     trainer = Trainer(config.model, config.trainer, folder, 1, roles) if roles.trains else None
     seconds, extra, differences = [], [], []
 

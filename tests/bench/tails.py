@@ -115,7 +115,7 @@ def forced_lengths(slots: int, options: argparse.Namespace):
         group_size=options.group_size,
         sampling=SamplingConfig(carry_over=options.carry_over),
     )
-    return ForcedLengths(config, folder, [], setup_roles(config))
+    return ForcedLengths(config.generator, config.model, config.data, config.seed, folder, [], setup_roles(config))
 
 
 def median_of(prompt: int, options: argparse.Namespace) -> float:

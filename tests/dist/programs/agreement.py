@@ -49,7 +49,11 @@ def main() -> None:
     config = make_config(sys.argv[1], *map(int, sys.argv[2:]))
     roles = setup_roles(config)
     folder = config.model.path
-    generator = Generator(config, folder, [1], roles) if roles.generates else None
+    generator = (
+        Generator(config.generator, config.model, config.data, config.seed, folder, [1], roles)
+        if roles.generates
+        else None
+    )
     trainer = Trainer(config.model, config.trainer, folder, NUM_ROUNDS, roles) if roles.trains else None
     reference = Reference(config, folder, roles) if roles.references else None
     start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -33,7 +33,7 @@ def main(folder: str, how: str, output: str) -> None:
         ),
     )
     roles = setup_roles(config)
-    generator = Generator(config, folder, STOP_TOKENS, roles)
+    generator = Generator(config.generator, config.model, config.data, config.seed, folder, STOP_TOKENS, roles)
     num_preempted, scheduler = 0, generator.llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request
 

@@ -37,7 +37,7 @@ def main(folder: str, tensor_parallel: int) -> None:
         sampling=SamplingConfig(carry_over=CARRIED),
     )
     roles = setup_roles(config)
-    generator = Generator(config, folder, STOP_TOKENS, roles)
+    generator = Generator(config.generator, config.model, config.data, config.seed, folder, STOP_TOKENS, roles)
 
     def sample(prompts: list[Prompt], carried: Carried | None = None) -> list[Completion] | None:
         completions = generator.generate(prompts, GROUP_SIZE, carried)
