@@ -25,7 +25,6 @@ its completion), N tokens of all sequences laid end to end. grpo/types.py has th
 """
 
 import pathlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -37,12 +36,12 @@ CONFIG = read_config(GRPOConfig, DEFAULT_RECIPE) if __name__ == "__main__" else 
 
 import torch
 
-from grpo.algorithm.advantages import group_advantages, teacher_advantages
-from grpo.algorithm.aggregation import aggregate, loss_denominator
+from grpo.algorithm.advantages import by_group, group_mean_std, named_advantages, teacher_advantages
+from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
 from grpo.algorithm.importance import correct_importance, mismatch
-from grpo.algorithm.inputs import LossInputs
+from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.kl import kl, sequence_kl
-from grpo.algorithm.losses import configured_loss
+from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
 from grpo.folder import checkpoint
 from grpo.models.export import export_hf
@@ -55,7 +54,7 @@ from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
-from grpo.roles.trainer import Trainer
+from grpo.roles.trainer import Objective, Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run.driver import Driver, Start
 from grpo.run.profiler import profile_step
@@ -166,8 +165,8 @@ def sample(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The algorithm, on the trainers. What is measured goes into `metrics`: numbers by `record`, and values per token by the
-# objective's dict, whose means are over all loss tokens of the step that have them, on all ranks.
+# The algorithm, on the trainers: the default expressions, and what a config names in their place. What is measured goes
+# into `metrics`: numbers by `record`, values per token by the objective, whose means are over a step's loss tokens.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -179,19 +178,25 @@ def add_advantages(
     kl_coef: float,
     metrics: StepMetrics,
 ) -> TrainBatch:
-    """Compare each reward with its group; all tokens of a completion get its advantage, and each its teacher's, if any.
+    """Compare each reward with its group's; all tokens of a completion get its advantage, and each its teacher's.
 
-    The loss mask, so far the sampled tokens with a finite log-prob, loses the sequences from which there is nothing to
-    learn, those without reward and teacher, and, with `mask_truncated`, the truncated ones, whose rewards still count
-    in their group.
+    The loss mask, so far the sampled tokens, loses the sequences from which there is nothing to learn: those without
+    reward and teacher, and, with `mask_truncated`, the truncated ones, whose rewards still count in their group.
     """
     algorithm = config.algorithm.resolved
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # KL(generator || reference)
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
         rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # else the update is skipped, see Trainer
-    # (reward - mean of the group) / (std of the group + 1e-4), or what algorithm.advantages names
-    advantages_S = group_advantages(rewards_S, has_reward_S, config.group_size, algorithm.advantages)
+
+    rewards_PG, has_PG = by_group(rewards_S, has_reward_S, config.group_size)
+    if algorithm.advantages == "group_std":
+        mean_P1, std_P1 = group_mean_std(rewards_PG, has_PG)
+        advantages_PG = (rewards_PG - mean_P1) / (std_P1 + 1e-4)
+    else:
+        advantages_PG = named_advantages(algorithm.advantages)(rewards_PG, has_PG)
+    advantages_S = advantages_PG.where(has_PG, 0).flatten().float()
+
     advantages_N, trained_S = advantages_S[batch.owner_N], has_reward_S
     if algorithm.distill_coef:  # on-policy distillation: the reference is a teacher, who judges every token
         teacher_N, trained_S = teacher_advantages(batch), torch.ones_like(has_reward_S)
@@ -205,22 +210,16 @@ def add_advantages(
 def update(
     config: GRPOConfig, plan: Plan, trainer: Trainer, batch: TrainBatch, kl_coef: float, metrics: StepMetrics
 ) -> None:
-    """The step's optimizer updates: `num_epochs` passes over the batch, each split by groups into `num_mini_batches`.
-
-    One update for each mini-batch; by default one in all.
-    """
-    algorithm, loss_function = config.algorithm.resolved, configured_loss(config.algorithm)
-    if config.recomputes_old_logprobs:  # else `old` is the forward's own
+    """Make the step's optimizer updates: one for each mini-batch of each epoch, by default one in all."""
+    algorithm = config.algorithm.resolved
+    if algorithm.old_logprobs == "generator":
+        batch = replace(batch, old_logprobs_N=batch.generator_logprobs_N)
+    elif config.updates_per_step > 1:  # else the policy has not moved yet: old is the forward's own
         batch = replace(batch, old_logprobs_N=trainer.logprobs(batch))
     first_update = True
     for _ in range(algorithm.num_epochs):
         for mini_batch in split_groups(batch, config.group_size, algorithm.num_mini_batches):
-            # over the whole mini-batch, so the same for any micro-batches, packing and ranks
-            denominator = loss_denominator(
-                mini_batch.num_loss_tokens_S, algorithm.aggregation, config.generator.max_completion_tokens
-            )
-            objective = partial(grpo_objective, algorithm, loss_function, kl_coef, denominator, first_update)
-            trainer.forward_backward(mini_batch, objective, metrics)
+            trainer.forward_backward(mini_batch, grpo_objective(config, mini_batch, kl_coef, first_update), metrics)
             if plan.sync_check and first_update:
                 check_sync(metrics, config.largest_mismatch)  # over all trainers' tokens; stops them before the update
             metrics.record(**trainer.optimizer_step())
@@ -228,39 +227,50 @@ def update(
     trainer.schedule.step()  # the learning rate follows steps, not updates
 
 
-def grpo_objective(
-    algorithm: AlgorithmConfig,
-    loss_function: Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]],
-    kl_coef: float,
-    denominator: float,
-    first_update: bool,
-    micro: MicroBatch,
-    logprobs_BT: torch.Tensor,
-    entropy_BT: torch.Tensor,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One micro-batch's part of an update's objective, and metrics per token. Parts and gradients are summed.
+def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
+    """Return the objective of one update, which is called with each of its micro-batches; parts and gradients add up.
 
-    Besides the frozen reference there are three versions of the policy: as it is now (`logprobs`), as it was when the
-    step began (`old`), and the generator's, which drew the samples and differs from `old` in numerics, or because its
-    weights are some steps older.
+    Three versions of the policy meet in it, besides the frozen reference: as it is now (`logprobs`), when the step
+    began (`old_logprobs`), and the generator's, which sampled (`generator_logprobs`).
     """
-    old_BT = logprobs_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
-    base_BT = micro.generator_logprobs_BT if algorithm.old_logprobs == "generator" else old_BT
-    inputs = LossInputs.of(micro, logprobs_BT, base_BT)
+    algorithm = config.algorithm.resolved
+    # counted over the whole mini-batch: the same for any micro-batches, packing and ranks
+    totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)
 
-    # -min(ratio * A, clip(ratio) * A) with ratio = exp(logprobs - base), or what algorithm.loss names
-    loss_BT, metrics = loss_function(inputs)
-    loss_BT, metrics = correct_importance(loss_BT, metrics, old_BT, inputs, algorithm)  # weights old / generator
-    if first_update or micro.old_logprobs_BT is not None:  # else it would measure training and not the generator
-        metrics |= mismatch(old_BT, inputs)
-    if micro.ref_logprobs_BT is not None:
-        kl_BT = kl(logprobs_BT, micro.ref_logprobs_BT, micro.loss_mask_BT, algorithm.kl_estimator)
-        metrics["kl"] = kl_BT.detach()
-        if algorithm.kl_in == "loss":
-            loss_BT = loss_BT + kl_coef * kl_BT
-    if algorithm.entropy_coef:
-        loss_BT = loss_BT - algorithm.entropy_coef * entropy_BT
-    return aggregate(loss_BT, inputs, algorithm.aggregation, denominator), metrics
+    def objective(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        x = LossInputs.of(micro, logprobs_BT, entropy_BT)  # all [B, T], 0 at what does not count in the loss
+        loss_BT, metrics = policy_loss(x, algorithm)
+        loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # weighs with old / generator
+        if first_update or algorithm.old_logprobs == "policy":  # else it would measure training and not the generator
+            metrics |= mismatch(x, algorithm)
+        if x.ref_logprobs_BT is not None:
+            gap_BT = clamped(x.ref_logprobs_BT - x.logprobs_BT)
+            kl_BT = gap_BT.expm1() - gap_BT if algorithm.kl_estimator == "k3" else kl(-gap_BT, algorithm.kl_estimator)
+            metrics["kl"] = kl_BT.detach()
+            if algorithm.kl_in == "loss":
+                loss_BT = loss_BT + kl_coef * kl_BT
+        if algorithm.entropy_coef:
+            loss_BT = loss_BT - algorithm.entropy_coef * x.entropy_BT
+        loss_BT = loss_BT.where(x.loss_mask_BT, 0)
+        if algorithm.aggregation == "sequence_mean":  # the mean over a sequence's tokens, then over sequences
+            loss = (loss_BT / x.num_loss_tokens_BT).sum() / totals.num_sequences
+        else:
+            loss = named_aggregation(algorithm.aggregation)(loss_BT, x, totals)
+        return loss, metrics
+
+    return objective
+
+
+def policy_loss(x: LossInputs, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of each token [B, T], and metrics: the clipped surrogate, or what `algorithm.loss` names."""
+    if algorithm.loss in CLIPPED_LOSSES:  # grpo, dr_grpo, dapo
+        ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).exp()
+        clipped_BT = ratio_BT.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        loss_BT = -torch.minimum(ratio_BT * x.advantages_BT, clipped_BT * x.advantages_BT)
+        metrics = clip_metrics(ratio_BT, x, algorithm)
+    else:
+        loss_BT, metrics = named_loss(algorithm)(x)
+    return loss_BT, {f"loss/{name}": value_BT for name, value_BT in metrics.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,27 +22,28 @@ print(math_reward(["<answer>42</answer>", "<answer>41</answer>"], answer=["42", 
 # %% Two completions of one prompt as a batch, and their advantages
 import torch
 
-from grpo.algorithm.advantages import group_advantages
 from grpo.data.batches import build_micro_batch, make_batch
+from grpo.roles.metrics import StepMetrics
 from grpo.types import Sample
+from train_grpo import add_advantages, policy_loss
 
 prompt, completion = [5, 6], [7, 8, 9]
 is_completion_T = torch.tensor([False] * len(prompt) + [True] * len(completion))
 sampled_T = torch.tensor([0.0, 0.0, -1.0, -2.0, -0.5])  # the generator's log-probs; prompts have none
 batch = make_batch([Sample(torch.tensor(prompt + completion), is_completion_T, sampled_T) for _ in range(2)])
-advantages_S = group_advantages(torch.tensor([1.0, 0.0]), torch.tensor([True, True]), 2, "group_std")
-print(advantages_S)  # +-0.7070: (1 - 0.5) / (standard deviation 0.7071 + 1e-4)
+pair = change(grpo_config, {"group_size": 2})
+batch = add_advantages(pair, batch, torch.tensor([1.0, 0.0]), torch.tensor([True, True]), 0.0, StepMetrics(2))
+print(batch.advantages_N)  # +-0.7070: (1 - 0.5) / (standard deviation 0.7071 + 1e-4)
 
 # %% A loss sees [B, T] tensors: here both sequences in one row, under a policy that likes every token more by 0.5 nats
 from dataclasses import replace
 
 from grpo.algorithm.inputs import LossInputs
-from grpo.algorithm.losses import configured_loss
 
-batch = replace(batch, advantages_N=advantages_S[batch.owner_N])
+batch = replace(batch, old_logprobs_N=batch.generator_logprobs_N)
 micro = build_micro_batch(batch, rows=[[0, 1]], row_length=batch.num_tokens)
-inputs = LossInputs.of(micro, micro.generator_logprobs_BT + 0.5, micro.generator_logprobs_BT)
-loss_BT, metrics = configured_loss(grpo_config.algorithm)(inputs)
+policy_BT = micro.generator_logprobs_BT + 0.5
+loss_BT, metrics = policy_loss(LossInputs.of(micro, policy_BT, entropy_BT=-policy_BT), pair.algorithm.resolved)
 print(loss_BT)  # -0.8484 where the ratio exp(0.5) is clipped to 1.2, 1.1657 where it is not; 0 outside the mask
 
 # %% The toy's two scripts, in this process

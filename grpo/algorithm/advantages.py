@@ -1,94 +1,32 @@
 """Rewards of a group -> advantages; a teacher's log-probs -> advantages.
 
-The S sequences of a step lie group after group: sequences 0 .. G-1 answer the first prompt, G .. 2G-1 the second, ...
-A completion without a reward has no advantage either, and everything is compared without it.
+The S sequences of a step lie group after group, so rewards are a [P, G] matrix. `algorithm.advantages` names a function
+
+    advantages(rewards_PG, has_PG) -> advantages_PG
+
+where `has_PG` (bool) says which rewards there are; the others are 0 in `rewards_PG` (float64), have no advantage
+whatever is returned for them, and must not count in a statistic. `group_std`, GRPO's, stands in train_grpo.py; one of
+your own is named `path/file.py:function`.
 """
+
+from collections.abc import Callable
 
 import torch
 
+from grpo.algorithm.inputs import clamped
 from grpo.algorithm.kl import kl
-from grpo.config import Advantages
+from grpo.config.user_files import load_function
 from grpo.types import TrainBatch
 
-# Added to the std, as in TRL. Rewards live on a scale of about 1, so it matters only for nearly equal rewards.
-STD_EPS = 1e-4
+Advantages = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def group_advantages(
-    rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int, kind: Advantages
-) -> torch.Tensor:
-    """Compare every reward with those of the other completions of its prompt; float32 [S], 0 where there is no reward.
+def by_group(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rewards as [P, G] in float64, 0 where there is none, and bool [P, G], which there are.
 
-    Mean and std are over the rewards that there are, std with ddof=1. Except with `none`, a group in which all rewards
-    are equal gives exactly 0, and so does one with a single reward.
-
-    `group_std`: (r - group mean) / (group std + 1e-4) (Shao et al. 2024, arXiv:2402.03300, section 4.1.2; ddof and
-    epsilon as in TRL).
-    `group_mean`: r - group mean, which does not blow up the easy and the hard prompts (Liu et al. 2025,
-    arXiv:2503.20783).
-    `batch_std`: (r - group mean) / (std of all rewards of the step + 1e-4) (Liu et al. 2025, arXiv:2508.08221, Lite
-    PPO).
-    `rloo`: r - mean of the OTHER rewards of the group, which is n / (n - 1) * (r - group mean) for n rewards (Ahmadian
-    et al. 2024, arXiv:2402.14740).
-    `none`: r.
-
-    `rewards_S` is float [S], anything finite where `has_reward_S` (bool [S]) is False. Raises ValueError if S is no
-    multiple of `group_size`, or a reward is not finite.
+    float64, so that rewards far from 0 keep their differences. Raises ValueError if S is no multiple of `group_size`,
+    or a reward that there is is not finite.
     """
-    # float64, so that the mean of G equal rewards is that reward and not one rounding error away, over 1e-4
-    rewards_PG, there_PG = _by_group(rewards_S, has_reward_S, group_size)
-    num_rewards_P1 = there_PG.sum(dim=1, keepdim=True)
-    mean_P1 = rewards_PG.sum(dim=1, keepdim=True) / num_rewards_P1.clamp(min=1)
-    differ_P1 = ~zero_variance(rewards_S, has_reward_S, group_size)[:, None]
-    centered_PG = (rewards_PG - mean_P1).where(there_PG & differ_P1, 0.0)
-    if kind == "group_std":
-        variance_P1 = centered_PG.square().sum(dim=1, keepdim=True) / (num_rewards_P1 - 1).clamp(min=1)
-        advantages_PG = centered_PG / (variance_P1.sqrt() + STD_EPS)
-    elif kind == "group_mean":
-        advantages_PG = centered_PG
-    elif kind == "batch_std":
-        num_rewards = num_rewards_P1.sum()
-        squares_PG = (rewards_PG - rewards_PG.sum() / num_rewards.clamp(min=1)).square().where(there_PG, 0.0)
-        variance = squares_PG.sum() / (num_rewards - 1).clamp(min=1)
-        advantages_PG = centered_PG / (variance.sqrt() + STD_EPS)
-    elif kind == "rloo":
-        advantages_PG = centered_PG * num_rewards_P1 / (num_rewards_P1 - 1).clamp(min=1)
-    elif kind == "none":
-        advantages_PG = rewards_PG
-    else:
-        raise ValueError(
-            f"advantages={kind!r} is unknown; use 'group_std', 'group_mean', 'batch_std', 'rloo' or 'none'"
-        )
-    return advantages_PG.flatten().float()
-
-
-def teacher_advantages(batch: TrainBatch) -> torch.Tensor:
-    """log teacher - log policy of each sampled token: float32 [N], nats, 0 outside the loss mask.
-
-    The teacher is the batch's reference, the policy the one that sampled. On-policy distillation (Lu and Thinking
-    Machines Lab 2025, "On-Policy Distillation"; Agarwal et al. 2024, arXiv:2306.13649; Gu et al. 2024,
-    arXiv:2306.08543): over tokens drawn from the policy this is minus the reverse KL(policy || teacher) of the next
-    token, and its policy gradient is the gradient of that KL. What a token does to the KL of later ones is left out.
-    Within +-20 (see `kl`).
-    """
-    return -kl(batch.generator_logprobs_N, batch.ref_logprobs_N, batch.loss_mask_N, "k1")
-
-
-def zero_variance(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int) -> torch.Tensor:
-    """bool [P]: no two rewards of the group differ, so comparing them teaches nothing.
-
-    True for equal rewards, for a single reward, and for a group without any. Raises as `group_advantages` does.
-    """
-    rewards_PG, there_PG = _by_group(rewards_S, has_reward_S, group_size)
-    lowest_P = rewards_PG.masked_fill(~there_PG, torch.inf).amin(dim=1)
-    highest_P = rewards_PG.masked_fill(~there_PG, -torch.inf).amax(dim=1)
-    return lowest_P >= highest_P  # inf and -inf in a group without a reward
-
-
-def _by_group(
-    rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards (float64, 0 where there is none) and which there are, viewed as [P, G] after the checks."""
     if group_size < 1 or len(rewards_S) % group_size:
         raise ValueError(
             f"{len(rewards_S)} rewards do not split into groups of group_size={group_size}; "
@@ -100,3 +38,90 @@ def _by_group(
         first = int(broken_S.int().argmax())
         raise ValueError(f"reward of sequence {first} is {rewards_S[first].item()}; rewards must be finite")
     return rewards_S.view(-1, group_size), has_reward_S.view(-1, group_size)
+
+
+def group_mean_std(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and standard deviation (ddof=1) of the rewards that each group has, both [P, 1].
+
+    The mean of equal rewards is exactly that reward and their deviation 0, so that they have no advantage at all, where
+    one rounding error over 1e-4 would be one. A single reward and a group without any have a deviation of 0 too.
+    """
+    num_P1 = has_PG.sum(dim=1, keepdim=True)
+    lowest_P1 = rewards_PG.masked_fill(~has_PG, torch.inf).amin(dim=1, keepdim=True)
+    mean_P1 = rewards_PG.sum(dim=1, keepdim=True) / num_P1.clamp(min=1)
+    mean_P1 = mean_P1.where(~equal_rewards(rewards_PG, has_PG)[:, None] | (num_P1 == 0), lowest_P1)
+    squares_P1 = (rewards_PG - mean_P1).where(has_PG, 0).square().sum(dim=1, keepdim=True)
+    return mean_P1, (squares_P1 / (num_P1 - 1).clamp(min=1)).sqrt()
+
+
+def equal_rewards(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+    """Return bool [P]: no two rewards of the group differ, so comparing them teaches nothing.
+
+    True for equal rewards, for a single reward, and for a group without any.
+    """
+    lowest_P = rewards_PG.masked_fill(~has_PG, torch.inf).amin(dim=1)
+    highest_P = rewards_PG.masked_fill(~has_PG, -torch.inf).amax(dim=1)
+    return lowest_P >= highest_P  # inf and -inf in a group without a reward
+
+
+def group_mean(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+    """Return reward - mean of the group, which does not blow up easy and hard prompts (arXiv:2503.20783)."""
+    mean_P1, _ = group_mean_std(rewards_PG, has_PG)
+    return rewards_PG - mean_P1
+
+
+def batch_std(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+    """Return (reward - mean of the group) / (std of all rewards of the step + 1e-4) (Lite PPO, arXiv:2508.08221)."""
+    num = has_PG.sum()
+    squares_PG = (rewards_PG - rewards_PG.sum() / num.clamp(min=1)).square().where(has_PG, 0.0)
+    return group_mean(rewards_PG, has_PG) / ((squares_PG.sum() / (num - 1).clamp(min=1)).sqrt() + 1e-4)
+
+
+def rloo(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+    """Return reward - mean of the OTHER rewards of the group (Ahmadian et al. 2024, arXiv:2402.14740).
+
+    For n rewards this is n / (n - 1) * (reward - mean of the group).
+    """
+    num_P1 = has_PG.sum(dim=1, keepdim=True)
+    return group_mean(rewards_PG, has_PG) * num_P1 / (num_P1 - 1).clamp(min=1)
+
+
+def none(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+    """Return the reward as it is."""
+    return rewards_PG
+
+
+ADVANTAGES: dict[str, Advantages] = {"group_mean": group_mean, "batch_std": batch_std, "rloo": rloo, "none": none}
+
+
+def named_advantages(name: str) -> Advantages:
+    """Return the advantages of that name, or the user's `path/file.py:function`, whose result is checked.
+
+    Raises what `load_function` raises. The user's function raises ValueError when it is called, unless it returns
+    finite numbers [P, G].
+    """
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    function = load_function(name, "advantages")
+
+    def checked(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+        advantages_PG = function(rewards_PG, has_PG)
+        shape = getattr(advantages_PG, "shape", type(advantages_PG).__name__)
+        if shape != rewards_PG.shape or not advantages_PG[has_PG].isfinite().all():
+            raise ValueError(f"advantages {name} returned {shape}; return finite numbers of shape {rewards_PG.shape}")
+        return advantages_PG
+
+    return checked
+
+
+def teacher_advantages(batch: TrainBatch) -> torch.Tensor:
+    """Return log teacher - log policy of each sampled token: float32 [N], nats, 0 outside the loss mask.
+
+    The teacher is the batch's reference, the policy the one that sampled. On-policy distillation (Lu and Thinking
+    Machines Lab 2025, "On-Policy Distillation"; Agarwal et al. 2024, arXiv:2306.13649; Gu et al. 2024,
+    arXiv:2306.08543): over tokens drawn from the policy this is minus the reverse KL(policy || teacher) of the next
+    token, and its policy gradient is the gradient of that KL. What a token does to the KL of later ones is left out.
+    Within +-20 (see `kl`).
+    """
+    log_ratio_N = (batch.generator_logprobs_N - batch.ref_logprobs_N).where(batch.loss_mask_N, 0)
+    return -kl(clamped(log_ratio_N), "k1")

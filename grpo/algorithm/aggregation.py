@@ -1,52 +1,62 @@
-"""The one aggregation that turns per-token losses into a scalar, and what it divides by.
+"""How the losses of tokens become the number whose gradient is taken; `algorithm.aggregation` names one of these.
 
-The denominator is counted over the whole update, all its micro-batches and ranks, before the first forward. So
-sharding, packing and micro-batches cannot change what a token weighs.
+An aggregation is a function of one micro-batch, whose parts add up over micro-batches and ranks:
+
+    aggregation(loss_BT, x: LossInputs, totals: UpdateTotals) -> scalar
+
+`loss_BT` is 0 outside the loss mask. What is divided by is counted over the whole update before its first forward, so
+that sharding, packing and micro-batches cannot change what a token weighs. `sequence_mean`, GRPO's, stands in
+train_grpo.py; one of your own is named `path/file.py:function`.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from grpo.algorithm.inputs import LossInputs
-from grpo.config import Aggregation
+from grpo.config.user_files import load_function
+from grpo.types import TrainBatch
 
 
-def aggregate(loss_BT: torch.Tensor, inputs: LossInputs, kind: Aggregation, denominator: float) -> torch.Tensor:
-    """This micro-batch's part of the update's loss: a scalar. Parts add up over micro-batches and ranks.
+@dataclass(frozen=True)
+class UpdateTotals:
+    """What is counted over a whole update, all its micro-batches and ranks; at least 1, because it divides."""
 
-    `token_mean` and `fixed_horizon` sum the loss tokens; `sequence_mean` weighs each by 1 / the loss tokens of its
-    sequence. `denominator` is `loss_denominator` of the whole update, not of this micro-batch.
+    num_tokens: int
+    """Loss tokens."""
+    num_sequences: int
+    """Sequences with a loss token."""
+    max_completion_tokens: int
+    """The longest completion that a config allows."""
+
+    @classmethod
+    def of(cls, mini_batch: TrainBatch, max_completion_tokens: int) -> "UpdateTotals":
+        """Count the loss tokens and sequences of an update's mini-batch."""
+        num_loss_tokens_S = mini_batch.num_loss_tokens_S
+        num_tokens, num_sequences = int(num_loss_tokens_S.sum()), int((num_loss_tokens_S > 0).sum())
+        return cls(max(num_tokens, 1), max(num_sequences, 1), max_completion_tokens)
+
+
+Aggregation = Callable[[torch.Tensor, LossInputs, UpdateTotals], torch.Tensor]
+
+
+def token_mean(loss_BT: torch.Tensor, x: LossInputs, totals: UpdateTotals) -> torch.Tensor:
+    """Return this micro-batch's part of the mean over the update's tokens (DAPO, arXiv:2503.14476)."""
+    return loss_BT.sum() / totals.num_tokens
+
+
+def fixed_horizon(loss_BT: torch.Tensor, x: LossInputs, totals: UpdateTotals) -> torch.Tensor:
+    """Return its part of the mean over sequences of the sum over tokens / max_completion_tokens.
+
+    A token weighs the same in long and short completions (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
     """
-    if not denominator > 0:
-        raise ValueError(
-            f"denominator={denominator} must be above 0; loss_denominator gives at least 1 for an empty update"
-        )
-    loss_BT = loss_BT.where(inputs.loss_mask_BT, 0)
-    if kind == "sequence_mean":
-        loss_BT = loss_BT / inputs.num_loss_tokens_BT
-    elif kind not in ("token_mean", "fixed_horizon"):
-        raise _unknown_aggregation(kind)
-    return loss_BT.sum() / denominator
+    return loss_BT.sum() / (totals.num_sequences * totals.max_completion_tokens)
 
 
-def loss_denominator(num_loss_tokens_S: torch.Tensor, kind: Aggregation, max_completion_tokens: int) -> float:
-    """What the summed loss of one update is divided by, counted over all its sequences before any forward.
-
-    `token_mean`: the loss tokens (DAPO). `sequence_mean`: the number of sequences that have one (GRPO).
-    `fixed_horizon`: that number x `max_completion_tokens` (Dr. GRPO, arXiv:2503.20783), so a token weighs the same in
-    long and short completions. At least 1, so that an update in which nothing counts divides by one.
-    `num_loss_tokens_S`: int [S], loss tokens of each sequence; 0 for one that is excluded.
-    """
-    num_sequences = int((num_loss_tokens_S > 0).sum())
-    if kind == "token_mean":
-        count = int(num_loss_tokens_S.sum())
-    elif kind == "sequence_mean":
-        count = num_sequences
-    elif kind == "fixed_horizon":
-        count = num_sequences * max_completion_tokens
-    else:
-        raise _unknown_aggregation(kind)
-    return float(max(count, 1))
+AGGREGATIONS: dict[str, Aggregation] = {"token_mean": token_mean, "fixed_horizon": fixed_horizon}
 
 
-def _unknown_aggregation(kind: str) -> ValueError:
-    return ValueError(f"aggregation={kind!r} is unknown; use 'token_mean', 'sequence_mean' or 'fixed_horizon'")
+def named_aggregation(name: str) -> Aggregation:
+    """Return the aggregation of that name, or the user's `path/file.py:function`; raises what `load_function` does."""
+    return AGGREGATIONS.get(name) or load_function(name, "aggregation")

@@ -5,22 +5,21 @@ They differ because the generator computes in other kernels or in lower precisio
 
 import torch
 
-from grpo.algorithm.inputs import LossInputs, Metrics, clamped, masked_log_ratio, sequence_means
+from grpo.algorithm.inputs import LossInputs, Metrics, clamped, sequence_means
 from grpo.config import AlgorithmConfig
 
 
-def mismatch(policy_logprobs_BT: torch.Tensor, inputs: LossInputs) -> Metrics:
-    """How far the policy's log-probs of the sampled tokens are from the generator's, as metrics; detached.
+def mismatch(x: LossInputs, config: AlgorithmConfig) -> Metrics:
+    """Return how far the policy's log-probs of the sampled tokens are from the generator's, as metrics; detached.
 
     With d = policy - generator: `mismatch/mean` and `mismatch/max` are |d| in nats; `mismatch/kl` exp(d) - 1 - d, the
     k3 estimate of KL(generator || policy) on the generator's own samples (see `kl`); `mismatch/weight` exp(d) and
     `mismatch/weight_squared`, of whose means `with_effective_sample_size` makes one number. The last three clamp d to
     +-20.
     """
-    mask_BT = inputs.loss_mask_BT
-    difference_BT = masked_log_ratio(policy_logprobs_BT.detach(), inputs.generator_logprobs_BT, mask_BT)
+    difference_BT = log_weight(x, config)
     clamped_BT = clamped(difference_BT)
-    weight_BT = clamped_BT.exp().where(mask_BT, 0)
+    weight_BT = clamped_BT.exp()
     return {
         "mismatch/mean": difference_BT.abs(),
         "mismatch/max": difference_BT.abs(),
@@ -30,8 +29,17 @@ def mismatch(policy_logprobs_BT: torch.Tensor, inputs: LossInputs) -> Metrics:
     }
 
 
+def log_weight(x: LossInputs, config: AlgorithmConfig) -> torch.Tensor:
+    """Return log(policy / generator) of each token, detached, where the policy is that at the start of the step.
+
+    With `old_logprobs` generator nobody computed that one, and the policy as it is now stands for it.
+    """
+    policy_BT = x.logprobs_BT.detach() if config.old_logprobs == "generator" else x.old_logprobs_BT
+    return policy_BT - x.generator_logprobs_BT
+
+
 def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
-    """A step's means with `mismatch/ess` in place of the two weights that `mismatch` measured for it.
+    """Return a step's means with `mismatch/ess` in place of the two weights that `mismatch` measured for it.
 
     The share of the tokens that are worth as much as unweighted ones: mean(w)^2 / mean(w^2), in (0, 1] (Kish 1965); 1
     for a step in which every weight is 0.
@@ -44,28 +52,22 @@ def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
 
 
 def correct_importance(
-    loss_BT: torch.Tensor,
-    metrics: Metrics,
-    policy_logprobs_BT: torch.Tensor,
-    inputs: LossInputs,
-    config: AlgorithmConfig,
+    loss_BT: torch.Tensor, metrics: Metrics, x: LossInputs, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, Metrics]:
-    """The per-token loss weighted by `importance_weights`, and the metrics with what that changed.
+    """Return the per-token loss weighted by `importance_weights`, and the metrics with what that changed.
 
-    `policy_logprobs_BT` is the policy at the start of the step. New: `mismatch/corrected_frac`, tokens whose weight was
-    cut off or masked; `loss/active_frac` leaves out those whose weight is 0.
+    New is `mismatch/corrected_frac`, tokens whose weight was cut off or masked; `loss/active_frac` leaves out those
+    whose weight is 0.
     """
-    weights_BT, corrected_BT = importance_weights(policy_logprobs_BT, inputs, config)
+    weights_BT, corrected_BT = importance_weights(x, config)
     metrics = metrics | {"mismatch/corrected_frac": corrected_BT}
     if "loss/active_frac" in metrics:
         metrics["loss/active_frac"] = metrics["loss/active_frac"] * (weights_BT != 0)
     return weights_BT * loss_BT, metrics
 
 
-def importance_weights(
-    policy_logprobs_BT: torch.Tensor, inputs: LossInputs, config: AlgorithmConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What to multiply the per-token loss with, because the generator is not quite the policy it should have been.
+def importance_weights(x: LossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what weighs the per-token loss, because the generator is not quite the policy it should have been.
 
     With w = policy / generator of a token, clamped to exp(+-20), and low and high from the config:
     `none`: 1. `truncate`: min(w, high), truncated importance sampling (TIS; Yao et al. 2025, "Your Efficient RL
@@ -78,9 +80,9 @@ def importance_weights(
     Returns:
         weights [B, T], detached, 1 outside the mask; and bool [B, T], the loss tokens that were cut off or masked.
     """
-    kind, mask_BT = config.importance_correction, inputs.loss_mask_BT
+    kind, mask_BT = config.importance_correction, x.loss_mask_BT
     low, high = config.importance_correction_low, config.importance_correction_high
-    difference_BT = masked_log_ratio(policy_logprobs_BT.detach(), inputs.generator_logprobs_BT, mask_BT)
+    difference_BT = log_weight(x, config)
     if kind == "none":
         return torch.ones_like(difference_BT), torch.zeros_like(mask_BT)
     if kind not in ("truncate", "mask_tokens", "mask_sequences"):
@@ -88,7 +90,7 @@ def importance_weights(
             f"importance_correction={kind!r} is unknown; use 'none', 'truncate', 'mask_tokens' or 'mask_sequences'"
         )
     if kind == "mask_sequences":
-        difference_BT = sequence_means(difference_BT, inputs)
+        difference_BT = sequence_means(difference_BT, x)
     ratio_BT = clamped(difference_BT).exp()
     if kind == "truncate":
         corrected_BT = (ratio_BT > high) & mask_BT

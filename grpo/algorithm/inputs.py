@@ -1,9 +1,4 @@
-"""What every loss sees of a micro-batch, and the arithmetic on masked log-ratios that losses, KL and corrections share.
-
-Positions outside the mask may hold anything (inf, nan): they are replaced with `where` before any arithmetic that could
-overflow, because 0 * nan is nan, forward and backward. Inside the mask nothing is repaired: a NaN log-prob or advantage
-there gives a NaN loss.
-"""
+"""What every loss sees of a micro-batch, and the arithmetic that losses, KL and corrections share."""
 
 from dataclasses import dataclass, fields
 
@@ -19,17 +14,23 @@ Metrics = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """What a policy loss sees of one micro-batch: [B, T], aligned with the position that predicts a token."""
+    """What a policy loss sees of one micro-batch: [B, T], aligned with the position that predicts a token.
+
+    Outside the loss mask all of it is 0, whatever was there (inf and nan too, since 0 * nan is nan, forward and
+    backward), so a loss needs no mask. Inside nothing is repaired: a NaN there gives a NaN loss.
+    """
 
     logprobs_BT: torch.Tensor
     """Natural log-probs of the tokens by the policy as it is now, with gradient."""
     old_logprobs_BT: torch.Tensor
-    """The ratio's denominator, detached: the policy at the start of the step, or the generator."""
+    """By the policy at the start of the step, detached; with `algorithm.old_logprobs` generator by the generator."""
     generator_logprobs_BT: torch.Tensor
     """By the generator, at sampling time."""
     ref_logprobs_BT: torch.Tensor | None
     """By the frozen reference; None where the run has none."""
     advantages_BT: torch.Tensor
+    entropy_BT: torch.Tensor
+    """Entropy of the policy as it is now at that position, nats, with gradient."""
     loss_mask_BT: torch.Tensor
     """bool: the tokens that count in the loss."""
     sequence_BT: torch.Tensor
@@ -41,31 +42,31 @@ class LossInputs:
     """Every index in `sequence_BT` is below it."""
 
     @classmethod
-    def of(cls, micro: MicroBatch, logprobs_BT: torch.Tensor, old_logprobs_BT: torch.Tensor) -> "LossInputs":
-        """The fields of a micro-batch with the policy's log-probs and the chosen denominator."""
-        chosen = {"logprobs_BT": logprobs_BT, "old_logprobs_BT": old_logprobs_BT}
-        names = (field.name for field in fields(cls) if field.name not in chosen)
-        return cls(**chosen, **{name: getattr(micro, name) for name in names})
+    def of(cls, micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> "LossInputs":
+        """Return a micro-batch with the policy's log-probs, which are the old ones too where the batch has none."""
+        old_BT = logprobs_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
+        computed = {"logprobs_BT": logprobs_BT, "old_logprobs_BT": old_BT, "entropy_BT": entropy_BT}
+        names = (field.name for field in fields(cls) if field.name not in computed)
+        values = computed | {name: getattr(micro, name) for name in names}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                values[name] = value.where(micro.loss_mask_BT, 0)
+        return cls(**values)
 
 
-def sequence_means(values_BT: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-    """At each loss token the mean of the values over its sequence's loss tokens; [B, T], 0 outside the mask.
+def sequence_means(values_BT: torch.Tensor, x: LossInputs) -> torch.Tensor:
+    """Return at each loss token the mean of the values over its sequence's loss tokens; [B, T], 0 outside the mask.
 
-    Over sequences, never over rows, which may hold several of them.
+    The mean is over sequences, never over rows, which may hold several of them.
     """
     # float64, so that the order in which a GPU adds does not show; padding (-1) gets a slot of its own
-    slots_BT = inputs.sequence_BT + 1
-    sums = torch.zeros(inputs.num_sequences + 1, dtype=torch.float64, device=values_BT.device)
-    sums = sums.index_add(0, slots_BT.flatten(), values_BT.where(inputs.loss_mask_BT, 0).double().flatten())
-    means_BT = sums[slots_BT] / inputs.num_loss_tokens_BT
-    return means_BT.to(values_BT.dtype).where(inputs.loss_mask_BT, 0)
+    slots_BT = x.sequence_BT + 1
+    sums = torch.zeros(x.num_sequences + 1, dtype=torch.float64, device=values_BT.device)
+    sums = sums.index_add(0, slots_BT.flatten(), values_BT.where(x.loss_mask_BT, 0).double().flatten())
+    means_BT = sums[slots_BT] / x.num_loss_tokens_BT
+    return means_BT.to(values_BT.dtype).where(x.loss_mask_BT, 0)
 
 
-def masked_log_ratio(above_BT: torch.Tensor, below_BT: torch.Tensor, loss_mask_BT: torch.Tensor) -> torch.Tensor:
-    """log(above / below) of two log-probs; 0 outside the mask whatever is there, and so is its gradient."""
-    return (above_BT - below_BT).where(loss_mask_BT, 0)
-
-
-def clamped(log_ratio_BT: torch.Tensor) -> torch.Tensor:
-    """Within +-MAX_LOG_RATIO; beyond it there is no gradient."""
-    return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return it within +-MAX_LOG_RATIO; beyond it there is no gradient."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -348,10 +348,6 @@ class SamplingConfig:
         return self.min_pass_rate > 0 or self.max_pass_rate < 1
 
 
-Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
-Advantages = Literal["group_std", "group_mean", "batch_std", "rloo", "none"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """How rewards become a gradient. A field that is None takes what the paper of `loss` uses (PAPER_DEFAULTS).
@@ -360,22 +356,23 @@ class AlgorithmConfig:
     """
 
     loss: str = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, sapo, reinforce, or your own `path/file.py:function`."""
-    advantages: Advantages | None = None
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, dual_clip, reinforce, or your own `path/file.py:function`."""
+    advantages: str | None = None
     """How a reward r becomes an advantage. group_std: (r - mean) / std of its group; group_mean: r - mean;
     batch_std: (r - mean) / std of all rewards of the step; rloo: r - mean of the others in its group;
-    none: r as it is."""
-    aggregation: Aggregation | None = None
+    none: r as it is; or your own `path/file.py:function`."""
+    aggregation: str | None = None
     """How the losses of tokens become one number. token_mean: their mean over the whole update;
     sequence_mean: mean over sequences of the mean over a sequence's tokens;
-    fixed_horizon: mean over sequences of the sum over a sequence's tokens / generator.max_completion_tokens."""
+    fixed_horizon: mean over sequences of the sum over a sequence's tokens / generator.max_completion_tokens;
+    or your own `path/file.py:function`."""
     clip_low: Annotated[float, AtLeast(0), AtMost(1)] | None = None
     """The ratio is clipped from below at 1 - clip_low."""
     clip_high: Annotated[float, AtLeast(0)] | None = None
     """The ratio is clipped from above at 1 + clip_high."""
     loss_options: Options = field(default_factory=dict)
     """Keyword arguments of the loss, one JSON object.
-    grpo, dr_grpo, dapo, gspo: '{"dual_clip": 3}'; reinforce: '{"max_importance_weight": 2}';
+    dual_clip: '{"bound": 3}'; reinforce: '{"max_importance_weight": 2}';
     sapo: '{"temperature_positive": 1, "temperature_negative": 1.05}'; your own function: what it takes."""
     kl_coef: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL to the reference; 0 leaves it out."""
@@ -410,8 +407,14 @@ class AlgorithmConfig:
 
     @property
     def resolved(self) -> "AlgorithmConfig":
-        """The algorithm with a value in place of each None. Raises ValueError if there is no such loss."""
-        check_loss_name(self.loss)
+        """The algorithm with a value in place of each None. Raises ValueError if a slot has no such function."""
+        for slot, built_in in (("loss", PAPER_DEFAULTS), ("advantages", ADVANTAGES), ("aggregation", AGGREGATIONS)):
+            name = getattr(self, slot)
+            if name is not None and name not in built_in and ":" not in name:
+                raise ValueError(
+                    f"algorithm.{slot}={name!r} is unknown; use {', '.join(built_in)}, or write your own as "
+                    "path/file.py:function"
+                )
         return replace(self, **{name: value for name, value in self._defaults.items() if getattr(self, name) is None})
 
     @property
@@ -429,18 +432,14 @@ PAPER_DEFAULTS = {
     # MiniMax-M1 has no lower bound and does not say its upper one; 1 + 4 is that of ScaleRL (arXiv:2510.13786)
     "cispo": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
+    "dual_clip": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
     "reinforce": {"advantages": "group_mean", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
 }
 OWN_LOSS_DEFAULTS = PAPER_DEFAULTS["grpo"]  # of a loss from a user's file
 
 
-def check_loss_name(name: str) -> None:
-    """Raise ValueError unless it is a built-in loss or looks like a function in a file."""
-    if name not in PAPER_DEFAULTS and ":" not in name:
-        raise ValueError(
-            f"algorithm.loss={name!r} is unknown; use {', '.join(PAPER_DEFAULTS)}, or write your own as "
-            "path/file.py:function"
-        )
+ADVANTAGES = ("group_std", "group_mean", "batch_std", "rloo", "none")
+AGGREGATIONS = ("sequence_mean", "token_mean", "fixed_horizon")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from grpo.algorithm.advantages import zero_variance
+from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.rewards.answers.extract import extract_answer
 from grpo.types import Rollout
 
@@ -38,7 +38,7 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str
         "completion/length_max": max(lengths),
         "completion/truncated_frac": _mean(r.completion.truncated for r in rollouts),
         "prompt/length_mean": _mean(len(r.prompt.ids) for r in rollouts),
-        "groups/zero_variance_frac": _mean(zero_variance(rewards_S, has_reward_S, group_size).tolist()),
+        "groups/zero_variance_frac": _mean(equal_rewards(*by_group(rewards_S, has_reward_S, group_size)).tolist()),
     }
     for function, name in function_names(functions).items():
         metrics[f"reward/{name}"] = _mean(r.rewards.get(function) for r in rollouts)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from grpo.algorithm.losses import try_loss
+from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, TrainerConfig
 from grpo.config.layout import describe_layout
 from grpo.data.batches import make_batch, sample_of
@@ -80,7 +80,7 @@ class Driver:
         with refuse_bad_input():
             data = config.data
             check_functions(config)
-            try_loss(config.algorithm)
+            try_algorithm(config.algorithm)
             sources = load_sources(data)
             if data.row:  # which columns it makes is known only now
                 check_functions(config, reward_columns(sources))

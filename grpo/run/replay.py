@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from grpo.algorithm.losses import try_loss
+from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig
 from grpo.data.recorded import batch_path, check_recorded, read_step
 from grpo.folder.checkpoint import saves
@@ -49,7 +49,7 @@ class ReplayDriver:
         """Refuse bad input before the model is loaded, open the run folder."""
         config, algorithm = self.config, self.config.algorithm
         with refuse_bad_input():
-            try_loss(algorithm)
+            try_algorithm(algorithm)
             recorded = str(batch_path(config.replay, 1).parent)
             opened = open_run_folder(config, SCRIPT, (config.model.path, recorded))
             check_profile(config.profile, opened.step)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from grpo.algorithm.advantages import zero_variance
+from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.report.rollout_metrics import reward_tensors
 from grpo.report.sampling_work import Work
 from grpo.types import Rollout
@@ -65,6 +65,6 @@ class Sampled:
 
 def informative_groups(rollouts: list[Rollout], group_size: int) -> list[Rollout]:
     """Those of the groups whose rewards differ: the others have no advantage."""
-    same_P = zero_variance(*reward_tensors(rollouts), group_size)
+    same_P = equal_rewards(*by_group(*reward_tensors(rollouts), group_size))
     same_S = same_P.repeat_interleave(group_size).tolist()
     return [rollout for rollout, same in zip(rollouts, same_S, strict=True) if not same]

@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from grpo.algorithm.advantages import group_advantages, zero_variance
+from grpo.algorithm.advantages import by_group, equal_rewards
+from grpo.config import AlgorithmConfig, GRPOConfig
+from grpo.data.batches import make_batch
+from grpo.roles.metrics import StepMetrics
+from grpo.types import Sample
+from train_grpo import add_advantages
 
 NONE = math.nan  # in this file: no reward, or no advantage; a number that would show if it were used
 COMPARING = ("group_std", "group_mean", "batch_std", "rloo")
@@ -14,8 +19,11 @@ COMPARING = ("group_std", "group_mean", "batch_std", "rloo")
 def compare(rewards_S, group_size, kind):
     """Advantages as a tensor, NONE where there is no reward: there it must be exactly 0."""
     has_reward_S = ~rewards_S.isnan()
-    advantages_S = group_advantages(rewards_S, has_reward_S, group_size, kind)
-    assert (advantages_S[~has_reward_S] == 0).all()
+    sample = Sample(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))
+    config = GRPOConfig(group_size=group_size, algorithm=AlgorithmConfig(advantages=kind))
+    batch = add_advantages(config, make_batch([sample] * len(rewards_S)), rewards_S, has_reward_S, 0.0, StepMetrics(1))
+    advantages_S = batch.advantages_N  # of sequences of one token
+    assert (advantages_S[~has_reward_S] == 0).all() and torch.equal(batch.loss_mask_N, has_reward_S)
     return advantages_S.masked_fill(~has_reward_S, NONE)
 
 
@@ -24,7 +32,7 @@ def advantages(rewards, group_size, kind):
 
 
 def same(rewards_S, group_size):
-    return zero_variance(rewards_S, ~rewards_S.isnan(), group_size)
+    return equal_rewards(*by_group(rewards_S, ~rewards_S.isnan(), group_size))
 
 
 def test_group_std_by_hand():
@@ -120,7 +128,7 @@ def test_arguments_stay_and_only_batch_std_looks_at_other_groups(kind):
     assert torch.equal(rewards_S, kept)
 
 
-def test_zero_variance():
+def test_equal_rewards():
     # equal; different; a single reward; equal; no reward at all: all but the second teach nothing
     rewards_S = torch.tensor([1.0, 1.0, 0.0, 1.0, NONE, 2.0, 0.5, 0.5, NONE, NONE])
     assert same(rewards_S, 2).tolist() == [True, False, True, True, True]
@@ -128,24 +136,18 @@ def test_zero_variance():
 
 
 @pytest.mark.parametrize("kind", COMPARING)
-def test_zero_variance_is_where_no_advantage_differs_from_zero(kind):
+def test_equal_rewards_are_where_no_advantage_differs_from_zero(kind):
     rewards_S = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, NONE, NONE, 2.0, NONE, NONE, NONE, NONE, 1.0, 1.0, 1.0 + 1e-6])
     advantages_PG = compare(rewards_S, 3, kind).reshape(-1, 3)
     assert same(rewards_S, 3).tolist() == [not any(a) for a in advantages_PG.nan_to_num(0.0).tolist()]
 
 
 def test_bad_input_is_refused():
-    def of_group_std(rewards_S, has_reward_S, size):
-        return group_advantages(rewards_S, has_reward_S, size, "group_std")
-
-    for function in (zero_variance, of_group_std):
-        for size in (2, 0):
-            with pytest.raises(ValueError, match=f"5 rewards do not split into groups of group_size={size}"):
-                function(torch.zeros(5), torch.ones(5).bool(), size)
-        for broken in (-math.inf, math.nan):
-            with pytest.raises(ValueError, match=f"sequence 1 is {broken}; rewards must be finite"):
-                function(torch.tensor([0.0, broken]), torch.ones(2).bool(), 2)
-            # a missing one may hold anything
-            function(torch.tensor([0.0, broken]), torch.tensor([True, False]), 2)
-    with pytest.raises(ValueError, match="'median' is unknown; use 'group_std'"):
-        group_advantages(torch.zeros(2), torch.ones(2).bool(), 2, "median")
+    for size in (2, 0):
+        with pytest.raises(ValueError, match=f"5 rewards do not split into groups of group_size={size}"):
+            by_group(torch.zeros(5), torch.ones(5).bool(), size)
+    for broken in (-math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"sequence 1 is {broken}; rewards must be finite"):
+            by_group(torch.tensor([0.0, broken]), torch.ones(2).bool(), 2)
+        # a missing one may hold anything
+        by_group(torch.tensor([0.0, broken]), torch.tensor([True, False]), 2)

@@ -6,24 +6,28 @@ import itertools
 import math
 import random
 import sys
+import types
 
 import pytest
 import torch
 
-from grpo.algorithm.aggregation import aggregate, loss_denominator
+from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
 from grpo.algorithm.importance import correct_importance, importance_weights, mismatch, with_effective_sample_size
-from grpo.algorithm.inputs import LossInputs, sequence_means
+from grpo.algorithm.inputs import LossInputs, clamped, sequence_means
 from grpo.algorithm.kl import kl, sequence_kl
-from grpo.algorithm.losses import LOSSES, check_loss_output, clipped, configured_loss, load_loss, try_loss
-from grpo.config import PAPER_DEFAULTS, AlgorithmConfig
+from grpo.algorithm.losses import load_loss
+from grpo.algorithm.trial import check_loss_output, try_algorithm
+from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.data.packing import pack
 from grpo.types import Sample
+from train_grpo import grpo_objective, policy_loss
 
 torch.set_num_threads(1)
 LOG2, LOG3 = math.log(2), math.log(3)
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3_k2_gradient")
 AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_horizon")
+LOSSES = tuple(PAPER_DEFAULTS)
 CORRECTIONS = ("none", "truncate", "mask_tokens", "mask_sequences")
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28)
 
@@ -35,8 +39,10 @@ def row(values, dtype=torch.float64):
 
 
 def make_inputs(**fields):
-    """LossInputs whose generator is the ratio's denominator, without a reference, unless said otherwise."""
-    return LossInputs(**({"generator_logprobs_BT": fields["old_logprobs_BT"], "ref_logprobs_BT": None} | fields))
+    """LossInputs as a run makes them; the generator's log-probs are the old ones, without a reference, unless given."""
+    given = {"generator_logprobs_BT": fields["old_logprobs_BT"], "ref_logprobs_BT": None} | fields
+    logprobs_BT = given.pop("logprobs_BT")
+    return LossInputs.of(types.SimpleNamespace(**given), logprobs_BT, torch.zeros_like(logprobs_BT))
 
 
 def inputs_of(ratios, advantages, mask=None, sequences=None, logprob=-1.0):
@@ -57,12 +63,21 @@ def inputs_of(ratios, advantages, mask=None, sequences=None, logprob=-1.0):
     )
 
 
+def loss_of(name, inputs, config=CONFIG, **options):
+    return policy_loss(inputs, dataclasses.replace(config, loss=name, loss_options=options))
+
+
 def run(name, inputs, config=CONFIG, **options):
-    """Loss, gradient by the log-probs and metrics of the first row, as lists. Every metric obeys the convention."""
-    loss_BT, metrics = LOSSES[name](inputs, config, **options)
+    """Loss, gradient by the log-probs and metrics of the first row where the mask is True, else 0, as lists."""
+    loss_BT, metrics = loss_of(name, inputs, config, **options)
     check_loss_output((loss_BT, metrics), inputs, name)
     (gradient_BT,) = torch.autograd.grad(loss_BT.sum(), inputs.logprobs_BT)
-    assert all((value_BT.double()[~inputs.loss_mask_BT] == 0).all() for value_BT in metrics.values())
+    metrics = {
+        key.removeprefix("loss/"): value_BT & inputs.loss_mask_BT
+        if value_BT.dtype == torch.bool
+        else value_BT.where(inputs.loss_mask_BT, 0)
+        for key, value_BT in metrics.items()
+    }
     return loss_BT[0].tolist(), gradient_BT[0].tolist(), {key: value[0].tolist() for key, value in metrics.items()}
 
 
@@ -87,10 +102,10 @@ def test_clipped_by_hand(name):
 
 
 def test_dual_clip_by_hand():
-    # A = -2, dual_clip 3: ratio 5 costs 3 x 2 = 6 instead of 10, ratio 2.5 still 5; 0.5 is cut at 0.8, as ever.
-    # A = +2: cut at 1.28, dual_clip has no say. A = 0 is cut by nothing, and has no gradient all the same
+    # A = -2, bound 3: ratio 5 costs 3 x 2 = 6 instead of 10, ratio 2.5 still 5; 0.5 is cut at 0.8, as ever.
+    # A = +2: cut at 1.28, the bound has no say. A = 0 is cut by nothing, and has no gradient all the same
     inputs = inputs_of([5.0, 2.5, 0.5, 5.0, 5.0], [-2.0, -2.0, -2.0, 2.0, 0.0])
-    loss, gradient, metrics = run("grpo", inputs, dual_clip=3.0)
+    loss, gradient, metrics = run("dual_clip", inputs, bound=3.0)
     assert loss == approx([6.0, 5.0, 1.6, -2.56, 0.0])
     assert gradient == approx([0.0, 5.0, 0.0, 0.0, 0.0])
     assert metrics["dual_clip_frac"] == [True, False, False, False, False]
@@ -127,16 +142,13 @@ def test_gspo_cuts_whole_sequences():
     # ratios 0.1 and 1, geometric mean 0.316 < 0.8, A = -1: both tokens lose their gradient, also the one at ratio 1
     loss, gradient, metrics = run("gspo", inputs_of([0.1, 1.0], [-1.0, -1.0]))
     assert loss == approx([0.8, 0.8]) and gradient == [0.0, 0.0] and metrics["clip_low_frac"] == [True, True]
-    # 9 and 4: 6, beyond dual_clip 3
-    loss, gradient, metrics = run("gspo", inputs_of([9.0, 4.0], [-1.0, -1.0]), dual_clip=3.0)
-    assert loss == approx([3.0, 3.0]) and gradient == [0.0, 0.0] and metrics["dual_clip_frac"] == [True, True]
 
 
 def test_gspo_token_form_has_the_gradient_of_the_sequence_ratio():
     """With sequence_mean, -A * exp(mean(logp - old)) differentiated as it is."""
     inputs = inputs_of([2.0, 0.7, 1.1], [-1.5] * 3)
-    loss_BT, _ = LOSSES["gspo"](inputs, CONFIG)
-    total = aggregate(loss_BT, inputs, "sequence_mean", 1.0)
+    loss_BT, _ = loss_of("gspo", inputs)
+    total = loss_BT.mean()
     direct = 1.5 * (inputs.logprobs_BT - inputs.old_logprobs_BT).mean().exp()
     assert total.item() == approx(direct.item())
     # a token's loss has its gradient at that token alone, so a weight per token weighs that token
@@ -195,13 +207,7 @@ def test_reinforce_by_hand():
 
 # --- what holds for every loss ---------------------------------------------------------------------------------------
 
-EVERYTHING_ON = {name: {"dual_clip": 3.0} for name in ("grpo", "dr_grpo", "dapo", "gspo")}
-EVERYTHING_ON |= {"cispo": {}, "sapo": {}, "reinforce": {"max_importance_weight": 2.0}}
-
-
-def test_every_loss_has_its_papers_defaults():
-    assert LOSSES.keys() == PAPER_DEFAULTS.keys()
-    assert LOSSES["grpo"] is LOSSES["dr_grpo"] is LOSSES["dapo"] is clipped
+EVERYTHING_ON = {name: {} for name in LOSSES} | {"reinforce": {"max_importance_weight": 2.0}}
 
 
 @pytest.mark.parametrize("everything_on", [False, True], ids=["plain", "everything_on"])
@@ -267,19 +273,14 @@ def test_all_masked_gives_zero_and_no_gradient(name):
         num_loss_tokens_BT=torch.ones(2, 3, dtype=torch.int64),
         num_sequences=0,
     )
-    loss_BT, metrics = LOSSES[name](inputs, CONFIG, **EVERYTHING_ON[name])
+    loss_BT, metrics = loss_of(name, inputs, **EVERYTHING_ON[name])
     for estimator in KL_ESTIMATORS:
-        loss_BT = loss_BT + kl(inputs.logprobs_BT, junk_BT, inputs.loss_mask_BT, estimator)
-    metrics |= mismatch(inputs.logprobs_BT, inputs)
+        loss_BT = loss_BT + kl(inputs.logprobs_BT - inputs.old_logprobs_BT, estimator)
+    metrics |= mismatch(inputs, CONFIG)
     for kind in CORRECTIONS:
-        weights_BT, corrected_BT = importance_weights(junk_BT, inputs, correction(kind, 0.5, 2.0))
+        weights_BT, corrected_BT = importance_weights(inputs, correction(kind, 0.5, 2.0))
         assert (weights_BT == 1).all() and not corrected_BT.any()
-    for kind in AGGREGATIONS:
-        denominator = loss_denominator(torch.tensor([0, 0]), kind, 8)
-        total = aggregate(loss_BT, inputs, kind, denominator)
-        (gradient_BT,) = torch.autograd.grad(total, inputs.logprobs_BT, retain_graph=True)
-        assert denominator == 1 and total.item() == 0.0 and gradient_BT.tolist() == [[0.0] * 3] * 2
-    assert all((value_BT == 0).all() for value_BT in metrics.values())
+    assert (loss_BT == 0).all() and all(value_BT.isfinite().all() for value_BT in metrics.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -315,16 +316,15 @@ def test_ratio_is_held_beyond_the_clamp():
 @pytest.mark.parametrize("name", LOSSES)
 def test_nan_inside_the_mask_is_not_hidden(name):
     for broken in ("logprobs_BT", "advantages_BT"):
-        inputs = inputs_of([1.0], [1.0])
-        object.__setattr__(inputs, broken, row([math.nan]).requires_grad_())
-        assert LOSSES[name](inputs, CONFIG, **EVERYTHING_ON[name])[0].isnan().all()
+        inputs = dataclasses.replace(inputs_of([1.0], [1.0]), **{broken: row([math.nan]).requires_grad_()})
+        assert loss_of(name, inputs, **EVERYTHING_ON[name])[0].isnan().all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_arguments_stay_as_they_are(name):
     inputs = inputs_of([1.5, 0.5, 7.0], [1.0, -1.0, 0.5], mask=[True, True, False])
     before = {key: value.clone() for key, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
-    LOSSES[name](inputs, CONFIG, **EVERYTHING_ON[name])
+    loss_of(name, inputs, **EVERYTHING_ON[name])
     assert all(torch.equal(getattr(inputs, key), value) for key, value in before.items())
 
 
@@ -360,7 +360,7 @@ def test_sequence_means_by_hand():
 )
 def test_kl_by_hand(estimator, value, gradient):
     logprobs_BT = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
-    kl_BT = kl(logprobs_BT, row([-1.0, -1.0 - LOG2, -1.0 + LOG2]), row([True] * 3, torch.bool), estimator)
+    kl_BT = kl(logprobs_BT - row([-1.0, -1.0 - LOG2, -1.0 + LOG2]), estimator)
     assert kl_BT[0].tolist() == approx(value)
     assert torch.autograd.grad(kl_BT.sum(), logprobs_BT)[0][0].tolist() == approx(gradient)
 
@@ -376,8 +376,7 @@ def test_kl_estimators_in_expectation():
 
     values, gradients = {}, {}
     for estimator in KL_ESTIMATORS:
-        kl_BT = kl(logprobs_V[None], ref_V.log()[None], row([True] * 3, torch.bool), estimator)
-        mean = (logprobs_V.detach().exp() * kl_BT[0]).sum()
+        mean = (logprobs_V.detach().exp() * kl(logprobs_V - ref_V.log(), estimator)).sum()
         values[estimator] = mean.item()
         (gradients[estimator],) = torch.autograd.grad(mean, logits_V, retain_graph=True)
     for estimator in ("k1", "k3", "k3_k2_gradient"):
@@ -392,27 +391,16 @@ def test_kl_estimators_in_expectation():
 @pytest.mark.parametrize("estimator", ["k3", "k3_k2_gradient"])
 def test_k3_keeps_its_digits_near_zero(estimator):
     # x^2 / 2 for a small x; exp(x) - x - 1 in float32 gives 0 or 1e-7 here
-    kl_BT = kl(torch.zeros(1, 2), row([1e-3, -1e-3], torch.float32), row([True] * 2, torch.bool), estimator)
+    kl_BT = kl(row([1e-3, -1e-3], torch.float32), estimator)
     assert kl_BT[0].tolist() == pytest.approx([5e-7, 5e-7], rel=1e-3)
     assert (kl_BT >= 0).all()
-
-
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_kl_ignores_masked_positions_and_shows_nan_in_the_others(estimator, junk):
-    logprobs_BT = row([-1.0, junk, -1.0]).requires_grad_()
-    kl_BT = kl(logprobs_BT, row([-1.0 - LOG2, junk, junk]), row([True, False, False], torch.bool), estimator)
-    assert kl_BT[0, 0] > 0.1 and kl_BT[0, 1:].tolist() == [0.0, 0.0]
-    gradient = torch.autograd.grad(kl_BT.sum(), logprobs_BT)[0][0].tolist()
-    assert gradient[0] > 0.1 and gradient[1:] == [0.0, 0.0]
-    assert kl(row([0.0]), row([math.nan]), row([True], torch.bool), estimator).isnan().all()
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @pytest.mark.parametrize("gap", [1e4, -1e4])
 def test_kl_of_extreme_log_ratios_is_that_at_the_clamp(estimator, gap):
     logprobs_BT = row([gap], torch.float32).requires_grad_()
-    kl_BT = kl(logprobs_BT, torch.zeros(1, 1), row([True], torch.bool), estimator)
+    kl_BT = kl(clamped(logprobs_BT), estimator)
     x = math.copysign(20, gap)
     expected = {"k1": x, "k2": 200.0}.get(estimator, math.exp(-x) - 1 + x)
     assert kl_BT.item() == pytest.approx(expected, rel=1e-6)
@@ -421,17 +409,17 @@ def test_kl_of_extreme_log_ratios_is_that_at_the_clamp(estimator, gap):
 
 def test_unknown_estimator():
     with pytest.raises(ValueError, match="kl_estimator='k4' is unknown; use 'k1', 'k2'"):
-        kl(torch.zeros(1, 1), torch.zeros(1, 1), row([True], torch.bool), "k4")
+        kl(torch.zeros(1, 1), "k4")
 
 
 # --- mismatch and its correction -------------------------------------------------------------------------------------
 
 
-def sampled_by(generator_BT, mask):
-    """Tokens with these sampling log-probs, for the functions that look at nothing else."""
-    return dataclasses.replace(
-        inputs_of([1.0] * len(mask), [0.0] * len(mask), mask), generator_logprobs_BT=generator_BT
-    )
+def sampled_by(policy_BT, generator_BT, mask):
+    """Tokens with these log-probs at the start of the step, for the functions that look at nothing else."""
+    fields = vars(inputs_of([1.0] * len(mask), [0.0] * len(mask), mask))
+    fields |= {"logprobs_BT": torch.zeros_like(policy_BT), "old_logprobs_BT": policy_BT}
+    return make_inputs(**fields | {"generator_logprobs_BT": generator_BT})
 
 
 def correction(kind, low, high):
@@ -445,15 +433,15 @@ def effective_sample_size(mean_weight, mean_squared_weight):
 
 def test_mismatch_and_effective_sample_size_by_hand():
     # policy over generator: 2, 1/2, 1; the last token does not count
-    policy_BT = row([-1.0 + LOG2, -1.0 - LOG2, -1.0, math.nan]).requires_grad_()
-    metrics = mismatch(policy_BT, sampled_by(row([-1.0, -1.0, -1.0, math.inf]), [True, True, True, False]))
-    assert not any(value_BT.requires_grad for value_BT in metrics.values())
-    assert {key: value_BT[0].tolist() for key, value_BT in metrics.items()} == {
-        "mismatch/mean": approx([LOG2, LOG2, 0.0, 0.0]),
-        "mismatch/max": approx([LOG2, LOG2, 0.0, 0.0]),
-        "mismatch/kl": approx([1 - LOG2, LOG2 - 0.5, 0.0, 0.0]),
-        "mismatch/weight": approx([2.0, 0.5, 1.0, 0.0]),
-        "mismatch/weight_squared": approx([4.0, 0.25, 1.0, 0.0]),
+    policy_BT = row([-1.0 + LOG2, -1.0 - LOG2, -1.0, math.nan])
+    generator_BT = row([-1.0, -1.0, -1.0, math.inf])
+    metrics = mismatch(sampled_by(policy_BT, generator_BT, [True, True, True, False]), CONFIG)
+    assert {key: value_BT[0, :3].tolist() for key, value_BT in metrics.items()} == {
+        "mismatch/mean": approx([LOG2, LOG2, 0.0]),
+        "mismatch/max": approx([LOG2, LOG2, 0.0]),
+        "mismatch/kl": approx([1 - LOG2, LOG2 - 0.5, 0.0]),
+        "mismatch/weight": approx([2.0, 0.5, 1.0]),
+        "mismatch/weight_squared": approx([4.0, 0.25, 1.0]),
     }
     # mean(w) = 7/6, mean(w^2) = 7/4: (49/36) / (7/4) = 7/9
     assert effective_sample_size(7 / 6, 7 / 4) == approx(7 / 9)
@@ -473,7 +461,7 @@ def test_effective_sample_size_at_its_ends():
 def test_mismatch_kl_is_that_of_generator_and_policy():
     generator_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     policy_V = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
-    metrics = mismatch(policy_V.log()[None], sampled_by(generator_V.log()[None], [True] * 3))
+    metrics = mismatch(sampled_by(policy_V.log()[None], generator_V.log()[None], [True] * 3), CONFIG)
     expected = (generator_V * (generator_V / policy_V).log()).sum().item()
     assert (generator_V * metrics["mismatch/kl"][0]).sum().item() == approx(expected)
     # weights average to 1 where the generator's samples can be reweighted to the policy's
@@ -482,18 +470,18 @@ def test_mismatch_kl_is_that_of_generator_and_policy():
 
 @pytest.mark.parametrize("gap", [1e4, -1e4])
 def test_mismatch_of_extreme_log_ratios(gap):
-    metrics = mismatch(row([gap], torch.float32), sampled_by(torch.zeros(1, 1), [True]))
+    metrics = mismatch(sampled_by(row([gap], torch.float32), torch.zeros(1, 1), [True]), CONFIG)
     assert metrics["mismatch/max"].item() == 1e4  # as it is: nothing is multiplied by it
     assert metrics["mismatch/weight"].item() == pytest.approx(math.exp(math.copysign(20, gap)), rel=1e-5)
     assert all(value_BT.isfinite().all() for value_BT in metrics.values())
 
 
 def corrected(ratios, kind, low=0.5, high=2.0, mask=None, sequences=None):
-    inputs = inputs_of([1.0] * len(ratios), [1.0] * len(ratios), mask, sequences)
-    generator_BT = torch.full((1, len(ratios)), -1.0, dtype=torch.float64)
-    policy_BT = (generator_BT + row(ratios).log()).requires_grad_()
-    inputs = dataclasses.replace(inputs, generator_logprobs_BT=generator_BT)
-    weights_BT, corrected_BT = importance_weights(policy_BT, inputs, correction(kind, low, high))
+    """Weights and what was changed, of tokens with these ratios of policy and generator."""
+    inputs = inputs_of([1.0] * len(ratios), [1.0] * len(ratios), mask, sequences)  # policy and old: -1
+    generator_BT = -1.0 - row(ratios).log()
+    inputs = make_inputs(**vars(inputs) | {"generator_logprobs_BT": generator_BT})
+    weights_BT, corrected_BT = importance_weights(inputs, correction(kind, low, high))
     assert not weights_BT.requires_grad and corrected_BT.dtype == torch.bool
     return weights_BT[0].tolist(), corrected_BT[0].tolist()
 
@@ -526,24 +514,13 @@ def test_correction_of_sequences_by_hand():
     assert changed == [False, False, True, True, False, True, False, False]
 
 
-def test_masked_tokens_stay_in_the_denominator():
-    inputs = inputs_of([1.0] * 4, [-1.0] * 4)
-    loss_BT, _ = LOSSES["grpo"](inputs, CONFIG)
-    inputs = dataclasses.replace(inputs, generator_logprobs_BT=torch.zeros(1, 4))
-    weights_BT, _ = importance_weights(row([9.0, 0.0, 0.0, 0.0]), inputs, correction("mask_tokens", 0.5, 2.0))
-    total = aggregate(loss_BT * weights_BT, inputs, "token_mean", 4.0)
-    # three tokens of loss 1 over four
-    assert total.item() == approx(0.75)
-    assert torch.autograd.grad(total, inputs.logprobs_BT)[0][0].tolist() == approx([0.0, 0.25, 0.25, 0.25])
-
-
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_corrections_ignore_masked_positions_and_survive_extremes(kind, junk):
     inputs = inputs_of([1.0] * 4, [1.0] * 4, mask=[True, True, True, False], sequences=[0, 1, 2, -1])
     policy_BT, generator_BT = row([1e4, -1e4, 0.0, junk], torch.float32), row([0.0, 0.0, 0.0, junk], torch.float32)
-    inputs = dataclasses.replace(inputs, generator_logprobs_BT=generator_BT)
-    weights_BT, corrected_BT = importance_weights(policy_BT, inputs, correction(kind, 0.5, 2.0))
+    fields = {"logprobs_BT": policy_BT, "old_logprobs_BT": policy_BT, "generator_logprobs_BT": generator_BT}
+    weights_BT, corrected_BT = importance_weights(make_inputs(**vars(inputs) | fields), correction(kind, 0.5, 2.0))
     expected = {"none": [1.0, 1.0], "truncate": [2.0, math.exp(-20)]}.get(kind, [0.0, 0.0])
     assert weights_BT[0].tolist() == pytest.approx([*expected, 1.0, 1.0], rel=1e-5)
     changed = {"none": [False, False], "truncate": [True, False]}.get(kind, [True, True])
@@ -559,42 +536,68 @@ def test_unknown_correction():
 
 
 @pytest.mark.parametrize(
-    ("kind", "denominator", "value", "gradient"),
-    [
-        # completions of 1 and 3 tokens; the position in between is a prompt. 4 + 1 + 2 + 3 = 10
-        ("token_mean", 4.0, 10 / 4, [0.25, 0.0, 0.25, 0.25, 0.25]),
-        ("sequence_mean", 2.0, (4 + 6 / 3) / 2, [1 / 2, 0.0, 1 / 6, 1 / 6, 1 / 6]),
-        ("fixed_horizon", 2 * 8.0, 10 / 16, [1 / 16, 0.0, 1 / 16, 1 / 16, 1 / 16]),
-    ],
+    ("kind", "value"),
+    # two completions of 1 and 3 tokens, losses 4 and 1, 2, 3, and one that does not count; at most 8 tokens
+    [("token_mean", 10 / 4), ("sequence_mean", (4 + 6 / 3) / 2), ("fixed_horizon", 10 / (2 * 8))],
 )
-@pytest.mark.parametrize("between", [100.0, math.nan, math.inf])
-def test_aggregate_by_hand(kind, denominator, value, gradient, between):
-    loss_BT = row([4.0, between, 1.0, 2.0, 3.0]).requires_grad_()
-    inputs = inputs_of([1.0] * 5, [0.0] * 5, [True, False, True, True, True], [0, 1, 1, 1, 1])
-    assert inputs.num_loss_tokens_BT.tolist() == [[1, 1, 3, 3, 3]]
-    total = aggregate(loss_BT, inputs, kind, denominator)
-    assert total.item() == approx(value)
-    assert torch.autograd.grad(total, loss_BT)[0][0].tolist() == approx(gradient)
+def test_aggregations_by_hand(kind, value):
+    mask = [False, True, False, True, True, True, False, True]
+    lengths, counts = [2, 4, 2], [True, True, False]
+    samples = [
+        Sample(torch.ones(n).long(), torch.tensor(m) & c, -torch.ones(n))
+        for n, m, c in zip(lengths, (mask[:2], mask[2:6], mask[6:]), counts, strict=True)
+    ]
+    batch = make_batch(samples)
+    # reinforce: the loss is -A * logp, and logp is -1
+    losses_N = torch.tensor([0.0, 4.0, 0.0, 1.0, 2.0, 3.0, math.nan, math.nan])
+    batch = dataclasses.replace(batch, advantages_N=losses_N)
+    algorithm = AlgorithmConfig(loss="reinforce", advantages="none", aggregation=kind)
+    config = GRPOConfig(algorithm=algorithm)
+    config = dataclasses.replace(config, generator=dataclasses.replace(config.generator, max_completion_tokens=8))
+    total = 0.0
+    for rows in ([[0, 2]], [[1]]):  # two micro-batches, whose parts add up
+        micro = build_micro_batch(batch, rows, 8)
+        objective = grpo_objective(config, batch, 0.0, first_update=True)
+        total += objective(micro, -torch.ones(1, 8, requires_grad=True), torch.zeros(1, 8))[0].item()
+    assert total == approx(value)
 
 
-def test_aggregate_refuses_what_it_does_not_know():
-    loss_BT, inputs = torch.ones(1, 1), inputs_of([1.0], [0.0])
-    with pytest.raises(ValueError, match="'mean' is unknown"):
-        aggregate(loss_BT, inputs, "mean", 1.0)
-    for denominator in (0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=f"denominator={denominator}"):
-            aggregate(loss_BT, inputs, "token_mean", denominator)
+def test_an_update_in_which_nothing_counts_divides_by_one():
+    empty = make_batch([Sample(torch.ones(2).long(), torch.zeros(2).bool(), torch.zeros(2))])
+    assert UpdateTotals.of(empty, 8) == UpdateTotals(num_tokens=1, num_sequences=1, max_completion_tokens=8)
 
 
-def test_loss_denominator_counts_sequences_with_a_loss_token():
-    num_loss_tokens_S = torch.tensor([1, 3, 0])
-    assert loss_denominator(num_loss_tokens_S, "token_mean", 8) == 4.0
-    assert loss_denominator(num_loss_tokens_S, "sequence_mean", 8) == 2.0
-    assert loss_denominator(num_loss_tokens_S, "fixed_horizon", 8) == 16.0
-    for kind in AGGREGATIONS:
-        assert loss_denominator(torch.tensor([0, 0]), kind, 8) == 1.0
-    with pytest.raises(ValueError, match="'mean' is unknown"):
-        loss_denominator(num_loss_tokens_S, "mean", 8)
+OWN_SLOTS = """
+import torch
+
+def square_root(loss_BT, x, totals):  # a sequence of n tokens weighs sqrt(n)
+    return (loss_BT / x.num_loss_tokens_BT.sqrt()).sum() / totals.num_sequences
+
+def of_this_call(loss_BT, x, totals):
+    return loss_BT.sum() / (loss_BT != 0).sum()
+
+def ranks(rewards_PG, has_PG):
+    return rewards_PG.argsort(1).argsort(1).double()
+
+def by_the_mean(rewards_PG, has_PG):
+    return rewards_PG / rewards_PG.mean(1)
+"""
+
+
+def test_advantages_and_aggregation_of_ones_own_are_tried_before_the_run(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_SLOTS)
+
+    def attempt(**slots):
+        named = {slot: f"{tmp_path}/own.py:{name}" for slot, name in slots.items()}
+        try_algorithm(AlgorithmConfig(**named).resolved)
+
+    attempt(advantages="ranks", aggregation="square_root")
+    with pytest.raises(ValueError, match="of_this_call gives .* divided only by what `totals` counts"):
+        attempt(aggregation="of_this_call")
+    with pytest.raises((ValueError, RuntimeError)):
+        attempt(advantages="by_the_mean")
+    with pytest.raises(ValueError, match="algorithm.advantages='grup_std' is unknown; use group_std"):
+        assert AlgorithmConfig(advantages="grup_std").resolved
 
 
 # --- a user's own loss -----------------------------------------------------------------------------------------------
@@ -602,6 +605,7 @@ def test_loss_denominator_counts_sequences_with_a_loss_token():
 OWN_LOSS = """
 import dataclasses
 import sys
+import types
 
 sys.modules["count_of_runs"].runs += 1
 
@@ -610,7 +614,7 @@ class Weight:
     value: float = 2.0
 
 def weighted(inputs, config):
-    loss_BT = -Weight().value * inputs.advantages_BT.where(inputs.loss_mask_BT, 0) * inputs.logprobs_BT
+    loss_BT = -Weight().value * inputs.advantages_BT * inputs.logprobs_BT
     return loss_BT, {"above_mean": inputs.advantages_BT > 0}
 
 def scaled(inputs, config, *, scale=1.0):
@@ -647,13 +651,9 @@ def test_own_loss_is_loaded_once_and_runs(own_file, monkeypatch):
     assert sys.modules["count_of_runs"].runs == 1
 
 
-def test_built_in_losses_by_name():
-    assert all(load_loss(name) is function for name, function in LOSSES.items())
-
-
 def test_own_loss_errors_name_the_way_out(own_file):
     with pytest.raises(ValueError, match="algorithm.loss='ppo' is unknown; use grpo, dr_grpo.*path/file.py:function"):
-        load_loss("ppo")
+        assert AlgorithmConfig(loss="ppo").resolved
     with pytest.raises(ValueError, match="names no function in a file; write path/file.py:function"):
         load_loss("own.txt:loss")
     with pytest.raises(ValueError, match="names no function in a file; write path/file.py:function"):
@@ -672,31 +672,31 @@ def test_own_loss_errors_name_the_way_out(own_file):
 
 def test_options_reach_the_loss_and_its_metrics_are_named_after_it(own_file):
     inputs = inputs_of([5.0], [-2.0])
-    loss_BT, metrics = configured_loss(dataclasses.replace(CONFIG, loss_options={"dual_clip": 3.0}))(inputs)
+    loss_BT, metrics = loss_of("dual_clip", inputs, bound=3.0)
     assert loss_BT.item() == approx(6.0) and metrics["loss/dual_clip_frac"].tolist() == [[True]]
-    own = dataclasses.replace(CONFIG, loss=f"{own_file}:scaled", loss_options={"scale": 3.0})
-    loss_BT, metrics = configured_loss(own)(inputs)
+    loss_BT, metrics = loss_of(f"{own_file}:scaled", inputs, scale=3.0)
     assert loss_BT.item() == -6.0 and metrics.keys() == {"loss/scale"}  # logp = -1
-    try_loss(own)
+    try_algorithm(complete_of(loss=f"{own_file}:scaled", loss_options={"scale": 3.0}))
+
+
+def complete_of(**fields):
+    return AlgorithmConfig(**fields).resolved
 
 
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
     [
-        (
-            "grpo",
-            {"dual_clp": 3},
-            r"loss grpo has no option 'dual_clp' \(did you mean dual_clip\?\); its options .* are: dual_clip",
-        ),
-        ("cispo", {"dual_clip": 3}, "loss cispo has no option 'dual_clip'; its options .* are: none"),
-        ("gspo", {"dual_clip": 0.5}, "dual_clip=0.5 must be above 1, or 0 to turn it off"),
+        ("grpo", {"dual_clip": 3}, "loss grpo has no options"),
+        ("dual_clip", {"bond": 3}, r"no option 'bond' \(did you mean bound\?\); its options .* are: bound"),
+        ("cispo", {"bound": 3}, "loss cispo has no option 'bound'; its options .* are: none"),
+        ("dual_clip", {"bound": 0.5}, "bound=0.5 must be above 1"),
         ("sapo", {"temperature_negative": 0}, "temperature_negative=0 must be above 0"),
         ("reinforce", {"max_importance_weight": -1}, "max_importance_weight=-1 must not be negative"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_at_the_start(loss, options, message):
     with pytest.raises(ValueError, match=message):
-        try_loss(dataclasses.replace(CONFIG, loss=loss, loss_options=options))
+        try_algorithm(complete_of(loss=loss, loss_options=options))
 
 
 def test_a_loss_may_use_the_reference(tmp_path):
@@ -704,9 +704,9 @@ def test_a_loss_may_use_the_reference(tmp_path):
     (tmp_path / "own.py").write_text(
         "def with_kl(inputs, config):\n    return inputs.logprobs_BT - inputs.ref_logprobs_BT, {}\n"
     )
-    try_loss(dataclasses.replace(CONFIG, loss=f"{tmp_path}/own.py:with_kl", kl_coef=0.1))
+    try_algorithm(complete_of(loss=f"{tmp_path}/own.py:with_kl", kl_coef=0.1))
     with pytest.raises(TypeError, match="NoneType"):
-        try_loss(dataclasses.replace(CONFIG, loss=f"{tmp_path}/own.py:with_kl"))
+        try_algorithm(complete_of(loss=f"{tmp_path}/own.py:with_kl"))
 
 
 def test_correct_importance_weighs_the_loss_and_says_what_it_cut():
@@ -715,9 +715,7 @@ def test_correct_importance_weighs_the_loss_and_says_what_it_cut():
         inputs_of([1.0, 1.0], [1.0, 1.0]), generator_logprobs_BT=row([-1 - math.log(10), -1.0])
     )
     metrics = {"loss/active_frac": row([True, True], torch.bool)}
-    loss_BT, metrics = correct_importance(
-        row([3.0, 3.0]), metrics, row([-1.0, -1.0]), inputs, correction("truncate", 0, 2)
-    )
+    loss_BT, metrics = correct_importance(row([3.0, 3.0]), metrics, inputs, correction("truncate", 0, 2))
     assert loss_BT.tolist() == [[6.0, 3.0]]
     assert metrics["mismatch/corrected_frac"].tolist() == [[True, False]]
     assert metrics["loss/active_frac"].tolist() == [[True, True]]
@@ -751,7 +749,7 @@ def test_loss_output_is_checked():
         ((good_BT.mean(), {}), r"a loss that is a tensor of shape \(\).*shape \(1, 2\), and leave mask and mean"),
         ((good_BT.long(), {}), "torch.int64; return one floating number per position"),
         ((1.0, {}), "a loss that is a float"),
-        ((good_BT.detach(), {}), "without gradient; compute it from inputs.logprobs_BT"),
+        ((good_BT.detach(), {}), "without gradient; compute it from x.logprobs_BT"),
         ((good_BT, {"a": metric_BT.sum()}), r"metric 'a' of loss own is a tensor of shape \(\)"),
         ((good_BT, {"a": 1.0}), "metric 'a' of loss own is a float"),
         ((good_BT, {"a": good_BT}), "metric 'a' of loss own carries a gradient; detach it"),
@@ -796,7 +794,9 @@ def loss_and_gradients(step, loss_name, kind, layout=None, kind_of_correction="n
     batch, policy_N = make_batch(samples), torch.cat(policy_N)
     advantages_S = torch.tensor([advantage for _, _, advantage, _, _ in step])
     batch = dataclasses.replace(batch, advantages_N=advantages_S[batch.owner_N])
-    denominator = loss_denominator(batch.num_loss_tokens_S, kind, 8)
+    batch = dataclasses.replace(batch, old_logprobs_N=batch.generator_logprobs_N)
+    totals = UpdateTotals.of(batch, 8)
+    config = dataclasses.replace(CONFIG, loss=loss_name, loss_options=EVERYTHING_ON[loss_name])
     if layout is None:
         rows = [[index] for index in range(batch.num_sequences)]
         micros = [build_micro_batch(batch, rows, int(batch.lengths_S.max()))]
@@ -806,11 +806,15 @@ def loss_and_gradients(step, loss_name, kind, layout=None, kind_of_correction="n
     total = 0.0
     for micro in micros:
         logprobs_BT = policy_N[micro.token_BT.clamp(min=0)].where(micro.token_BT >= 0, 0).float()
-        inputs = LossInputs.of(micro, logprobs_BT, micro.generator_logprobs_BT)
-        loss_BT, _ = LOSSES[loss_name](inputs, CONFIG, **EVERYTHING_ON[loss_name])
-        weights_BT, _ = importance_weights(logprobs_BT, inputs, correction(kind_of_correction, 0.8, 1.25))
-        loss_BT = loss_BT * weights_BT + 0.1 * kl(logprobs_BT, inputs.old_logprobs_BT, inputs.loss_mask_BT, "k3")
-        part = aggregate(loss_BT, inputs, kind, denominator)
+        inputs = LossInputs.of(micro, logprobs_BT, torch.zeros_like(logprobs_BT))
+        loss_BT, _ = policy_loss(inputs, config)
+        from_start = dataclasses.replace(inputs, old_logprobs_BT=inputs.logprobs_BT.detach())
+        weights_BT, _ = importance_weights(from_start, correction(kind_of_correction, 0.8, 1.25))
+        loss_BT = loss_BT * weights_BT + 0.1 * kl(inputs.logprobs_BT - inputs.old_logprobs_BT, "k3")
+        if kind == "sequence_mean":
+            part = (loss_BT / inputs.num_loss_tokens_BT).sum() / totals.num_sequences
+        else:
+            part = named_aggregation(kind)(loss_BT, inputs, totals)
         part.backward()
         total += part.item()
     leaves = [policy for *_, policy in step]

@@ -7,7 +7,6 @@ import pathlib
 import pytest
 import torch
 
-from grpo.algorithm.losses import configured_loss
 from grpo.config import AlgorithmConfig, GRPOConfig
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.roles.metrics import StepMetrics
@@ -30,9 +29,9 @@ def step(algorithm: AlgorithmConfig, logprobs=LOGPROBS, first=True, **fields) ->
     batch = dataclasses.replace(make_batch(samples(1)), advantages_N=torch.ones(3), **fields)
     micro = build_micro_batch(batch, [[0]], row_length=4)
     logprobs_BT = torch.tensor([[*logprobs, 0.0, 0.0]], requires_grad=True)
-    algorithm = algorithm.resolved
-    settings = algorithm, configured_loss(algorithm), algorithm.kl_coef, 1.0, first
-    loss, metrics = grpo_objective(*settings, micro, logprobs_BT, torch.zeros(1, 4))
+    config = GRPOConfig(algorithm=algorithm)
+    objective = grpo_objective(config, batch, algorithm.kl_coef, first)
+    loss, metrics = objective(micro, logprobs_BT, torch.zeros(1, 4))
     loss.backward()
     return loss.item(), {name: x[0, :2].tolist() for name, x in metrics.items()}, logprobs_BT.grad[0, :2].tolist()
 
@@ -72,9 +71,7 @@ def test_the_kl_and_the_entropy_join_the_loss():
 
 def test_a_loss_of_ones_own_may_log_active_frac_as_numbers(tmp_path: pathlib.Path):
     (tmp_path / "loss.py").write_text(
-        "def f(inputs, config):\n"
-        "    loss = -inputs.logprobs_BT.where(inputs.loss_mask_BT, 0)\n"
-        "    return loss, {'active_frac': loss.detach() * 0 + 0.5}\n"
+        "def f(x, config):\n    loss = -x.logprobs_BT\n    return loss, {'active_frac': loss.detach() * 0 + 0.5}\n"
     )
     _, metrics, _ = step(AlgorithmConfig(loss=f"{tmp_path}/loss.py:f", importance_correction="mask_tokens"))
     assert metrics["loss/active_frac"] == [0.5, 0]
@@ -204,7 +201,6 @@ def test_its_gradient_is_that_of_the_reverse_kl_on_a_vocabulary_of_two(loss):
         batch = add_advantages(config, batch, *no_reward, 0.0, StepMetrics(1))
         micro = build_micro_batch(batch, [[0]], row_length=2)
         logprobs_BT = torch.stack([policy[token], torch.tensor(0.0)])[None]
-        settings = config.algorithm.resolved, configured_loss(config.algorithm), 0.0, 1.0, True
-        value, _ = grpo_objective(*settings, micro, logprobs_BT, torch.zeros(1, 2))
+        value, _ = grpo_objective(config, batch, 0.0, True)(micro, logprobs_BT, torch.zeros(1, 2))
         gradient += math.exp(logprob) * torch.autograd.grad(value, t, retain_graph=True)[0].item()
     assert gradient == pytest.approx(3 / 16 * math.log(3), rel=1e-5)

@@ -5,14 +5,12 @@ Ranks: trainers, one reference, generators. Prints the largest differences of ea
 """
 
 import dataclasses
-import functools
 import sys
 
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo.algorithm.losses import configured_loss
 from grpo.config import (
     AlgorithmConfig,
     DataConfig,
@@ -172,10 +170,8 @@ def largest(difference_N: torch.Tensor, batch: TrainBatch) -> float:
 def step(trainer: Trainer, config: GRPOConfig, batch: TrainBatch) -> None:
     """One update with its sync check, as in the loop. Collective over the trainer ranks."""
     trainer.zero_gradient()
-    metrics, algorithm = StepMetrics(batch.num_sequences), config.algorithm.resolved
-    loss_function, denominator = configured_loss(algorithm), float(batch.num_sequences)
-    objective = functools.partial(grpo_objective, algorithm, loss_function, algorithm.kl_coef, denominator, True)
-    trainer.forward_backward(batch, objective, metrics)
+    metrics = StepMetrics(batch.num_sequences)
+    trainer.forward_backward(batch, grpo_objective(config, batch, config.algorithm.kl_coef, True), metrics)
     check_sync(metrics, config.largest_mismatch)
     trainer.optimizer_step()
 

@@ -8,7 +8,6 @@ difference of each loss.
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import pathlib
@@ -22,8 +21,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import train_grpo
-from grpo.algorithm.aggregation import loss_denominator
-from grpo.algorithm.losses import configured_loss
 from grpo.config import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
@@ -169,18 +166,8 @@ def fsdp_messages() -> Iterator[Counter]:
 
 
 def objective_of(config: GRPOConfig, batch: TrainBatch) -> Objective:
-    """The objective of a step's first update, as `train_grpo.update` puts it together."""
-    algorithm = config.algorithm.resolved
-    denominator = denominator_of(config, batch.num_loss_tokens_S)
-    return functools.partial(
-        train_grpo.grpo_objective, algorithm, configured_loss(algorithm), algorithm.kl_coef, denominator, True
-    )
-
-
-def denominator_of(config: GRPOConfig, num_loss_tokens_S: torch.Tensor) -> float:
-    return loss_denominator(
-        num_loss_tokens_S, config.algorithm.resolved.aggregation, config.generator.max_completion_tokens
-    )
+    """The objective of a step's first update, as `train_grpo.update` makes it."""
+    return train_grpo.grpo_objective(config, batch, config.algorithm.kl_coef, True)
 
 
 def make_step(order: list[int]) -> TrainBatch:
@@ -209,10 +196,10 @@ def mean_of_means(objective: Objective, config: GRPOConfig, batch: TrainBatch, n
     """The mistake that must not happen: each micro-batch's own mean, all `num_parts` of them weighing the same."""
 
     def wrong(micro, logprobs_BT, entropy_BT):
-        loss, metrics = objective(micro, logprobs_BT, entropy_BT)
         here_S = torch.isin(batch.sequence_S, micro.sequence_BT)
-        here = denominator_of(config, batch.num_loss_tokens_S.where(here_S, 0))
-        return loss * denominator_of(config, batch.num_loss_tokens_S) / here / num_parts, metrics
+        here = dataclasses.replace(batch, loss_mask_N=batch.loss_mask_N & here_S[batch.owner_N])
+        loss, metrics = objective_of(config, here)(micro, logprobs_BT, entropy_BT)
+        return loss / num_parts, metrics
 
     return wrong
 

@@ -1,0 +1,91 @@
+"""One call of what a config names for loss, advantages and aggregation, before any GPU is used."""
+
+import torch
+
+from grpo.algorithm.advantages import ADVANTAGES, named_advantages
+from grpo.algorithm.aggregation import AGGREGATIONS, UpdateTotals, named_aggregation
+from grpo.algorithm.inputs import LossInputs, Metrics
+from grpo.algorithm.losses import CLIPPED_LOSSES, named_loss
+from grpo.config import AlgorithmConfig
+
+
+def try_algorithm(config: AlgorithmConfig) -> None:
+    """Call the user's functions, and a loss with options, on a few tokens, so that a mistake shows at the start.
+
+    Raises ValueError for what does not fit, and whatever the user's function raises.
+    """
+    config, x = config.resolved, some_tokens(with_reference=config.kl_coef > 0)
+    if config.loss not in CLIPPED_LOSSES:
+        output = named_loss(config)(x)
+        check_loss_output(output, x, config.loss)
+        output[0].sum().backward()
+    elif config.loss_options:
+        raise ValueError(
+            f"loss {config.loss} has no options, and algorithm.loss_options is {config.loss_options}; "
+            "loss dual_clip has a bound"
+        )
+    if config.advantages not in ("group_std", *ADVANTAGES):
+        has_PG = torch.tensor([[True, True, False], [True, True, True]])
+        named_advantages(config.advantages)(torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]).double(), has_PG)
+    if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
+        check_aggregation(config.aggregation, x)
+
+
+def some_tokens(with_reference: bool) -> LossInputs:
+    """Return two sequences of two tokens and one, and a position that does not count."""
+    return LossInputs(
+        logprobs_BT=torch.tensor([[-1.0, -2.0, -0.5, 0.0]], requires_grad=True),
+        old_logprobs_BT=torch.tensor([[-1.1, -1.9, -0.5, 0.0]]),
+        generator_logprobs_BT=torch.tensor([[-1.1, -2.1, -0.5, 0.0]]),
+        ref_logprobs_BT=torch.tensor([[-1.2, -1.8, -0.4, 0.0]]) if with_reference else None,
+        advantages_BT=torch.tensor([[1.0, 1.0, -1.0, 0.0]]),
+        entropy_BT=torch.tensor([[0.5, 0.4, 0.3, 0.0]]),
+        loss_mask_BT=torch.tensor([[True, True, True, False]]),
+        sequence_BT=torch.tensor([[0, 0, 1, -1]]),
+        num_loss_tokens_BT=torch.tensor([[2, 2, 1, 1]]),
+        num_sequences=2,
+    )
+
+
+def check_aggregation(name: str, x: LossInputs) -> None:
+    """Raise ValueError unless the parts that an aggregation returns of two sequences add up to the whole."""
+    aggregation, totals = named_aggregation(name), UpdateTotals(num_tokens=3, num_sequences=2, max_completion_tokens=4)
+    loss_BT = torch.tensor([[1.0, 2.0, 4.0, 0.0]])
+    parts = [aggregation(loss_BT.where(x.sequence_BT == sequence, 0), x, totals) for sequence in (0, 1)]
+    whole = aggregation(loss_BT, x, totals)
+    if not (isinstance(whole, torch.Tensor) and whole.shape == () and torch.allclose(whole, parts[0] + parts[1])):
+        raise ValueError(
+            f"aggregation {name} gives {whole} for two sequences, and {parts[0]} and {parts[1]} for each alone; return "
+            "a sum over loss_BT, divided only by what `totals` counts over the whole update"
+        )
+
+
+def check_loss_output(output: tuple[torch.Tensor, Metrics], x: LossInputs, name: str) -> None:
+    """Raise ValueError unless a loss returned a floating [B, T] loss and a dict of detached [B, T] metrics.
+
+    The loss must depend on `logprobs_BT`. Looks at types and shapes only, so it never waits for the device.
+    """
+    shape = tuple(x.loss_mask_BT.shape)
+    if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
+        raise ValueError(f"loss {name} returned {_describe(output)}; return (loss_BT, dict of metrics)")
+    loss_BT, metrics = output
+    if not (isinstance(loss_BT, torch.Tensor) and loss_BT.shape == shape and loss_BT.is_floating_point()):
+        raise ValueError(
+            f"loss {name} returned a loss that is {_describe(loss_BT)}; return one floating number per position, "
+            f"shape {shape}, and leave mask and mean to algorithm.aggregation"
+        )
+    if x.logprobs_BT.requires_grad and not loss_BT.requires_grad:
+        raise ValueError(f"loss {name} returned a loss without gradient; compute it from x.logprobs_BT")
+    for key, value_BT in metrics.items():
+        if not (isinstance(key, str) and isinstance(value_BT, torch.Tensor) and value_BT.shape == shape):
+            raise ValueError(
+                f"metric {key!r} of loss {name} is {_describe(value_BT)}; return one value per position, shape {shape}"
+            )
+        if value_BT.requires_grad:
+            raise ValueError(f"metric {key!r} of loss {name} carries a gradient; detach it")
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return f"a {type(value).__name__}"
