@@ -185,7 +185,7 @@ def _check_run_folder(config: GRPOConfig | SFTConfig) -> str:
 
 
 def _check_grpo(report: Report, config: GRPOConfig, sources: list | None, opened: tuple | None) -> None:
-    from grpo.algorithm.losses import try_loss
+    from grpo.algorithm.trial import try_algorithm
     from grpo.data.prepare import reward_columns, usable_prompts
     from grpo.data.streams import PromptStream
     from grpo.models import hf_folder
@@ -204,7 +204,7 @@ def _check_grpo(report: Report, config: GRPOConfig, sources: list | None, opened
     def first_prompt(sources: list, opened: tuple) -> Prompt:
         return PromptStream(usable_prompts(sources, config, opened[1]), config, opened[1]).draw(1)[0]
 
-    report.check("loss", lambda: try_loss(config.algorithm), say=lambda _: config.algorithm.loss)
+    report.check("loss", lambda: try_algorithm(config.algorithm), say=lambda _: config.algorithm.loss)
     report.check("reward functions", functions)
     if config.needs_reference and config.model.reference_path:
         report.check("reference", reference, opened)
