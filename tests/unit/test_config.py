@@ -261,7 +261,7 @@ OF_ANOTHER_TYPE = [
     ("data.bad_rows", "ignore", "must be one of refuse, skip"),
     ("trainer.learning_rate", "1e-4", f"{AT_LEAST_0} and below inf; write 0.0001"),
     ("trainer.schedule", "line", "must be one of constant, linear, cosine"),
-    ("algorithm.advantages", "gruop_std", "must be None or one of group_std, group_mean, batch_std, rloo, none"),
+    ("algorithm.advantages", "gruop_std", "is unknown; use group_std, group_mean, batch_std, rloo, none"),
     ("algorithm.loss_options", '{"dual_clip": 3', "must be a dict of options, on the command line one JSON object"),
     (
         "data.columns",
