@@ -105,9 +105,11 @@ def test_three_files_import_vllm():
     assert users == ["grpo.roles.engine", "grpo.roles.engine_loop", "grpo.roles.engine_speed"]
 
 
-def test_nothing_imports_a_script():
-    for module in (*MODULES_OF_ROOMS, *SCRIPTS):
+def test_only_tools_import_a_script_and_only_the_page():
+    for module in MODULES_OF_ROOMS:
         assert not imports_of(module) & set(SCRIPTS)
+    for module in SCRIPTS:
+        assert imports_of(module) & set(SCRIPTS) <= {"train_grpo"}
 
 
 def test_one_file_creates_process_groups():
