@@ -1,52 +1,92 @@
 """What fields of a config ask of each other. What a single field takes is written at the field."""
 
-import math
 import re
-from collections.abc import Iterable
 
 from grpo.config.bounds import check_fields
 from grpo.config.engine_options import check_engine_options, needing_texts, reshaping
-from grpo.config.fields import (
-    PAPER_DEFAULTS,
-    AlgorithmConfig,
-    DataConfig,
-    GRPOConfig,
-    HeldOutConfig,
-    SFTConfig,
-)
-from grpo.config.generation import generating
+from grpo.config.fields import PAPER_DEFAULTS, AlgorithmConfig, DataConfig, GRPOConfig, HeldOutConfig, SFTConfig
 from grpo.config.user_files import near_miss
 
-# Far above the clips of its paper, for a ratio of whole sequences
-WIDE_GSPO_CLIP = 0.05
+WIDE_GSPO_CLIP = 0.05  # far above the clips of its paper, for a ratio of whole sequences
 
 
 def validate(config: GRPOConfig | SFTConfig) -> None:
     """Refuse what cannot work, before anything is loaded. Raises ValueError with the numbers and the way out."""
     check_fields(config)
     _check_data(config.data)
-    if config.data.is_text_template and "{question}" not in config.data.prompt_template:
-        raise ValueError(
-            f"data.prompt_template={config.data.prompt_template!r} has no {{question}}, where the text of column "
-            f"{config.data.prompt_column!r} would go; add it, or give the path of a .jinja file"
-        )
-    if isinstance(config, GRPOConfig):
+    for held_out in (config.evaluation, config.validation if isinstance(config, SFTConfig) else None):
+        if held_out and held_out.interval:
+            _check_held_out(held_out, config.data)
+    if isinstance(config, SFTConfig):
+        _check_trainers(config, config.num_trainers)
         if config.evaluation.interval:
-            _check_held_out(config.evaluation, config.data)
+            _check_engines(config, config.num_trainers)
+    else:
+        _check_trainers(config, config.roles.num_trainers)
         if not config.replay:
-            _check_generators(config)
-        _check_data_parallel(config)
+            _check_roles(config)
         _check_algorithm(config.algorithm.resolved, config)
+        _check_advantages(config.algorithm.resolved, config)
         if config.overlap_steps:
             _check_overlap(config.algorithm.resolved, config)
         if config.sampling.carry_over:
             _check_carry_over(config.algorithm.resolved, config)
         _check_sampling(config)
-    else:
-        _check_supervised(config)
-    if config.profile > config.num_steps:
-        raise ValueError(f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it")
-    trainer, num_trainers = config.trainer, (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
+    _check_rewards(config)
+    _check_intervals(config)
+
+
+def _check_data(data: DataConfig) -> None:
+    labels = [source.label for source in data.all_sources if source.label]  # each must be written as it should be
+    _check_labels("data.sources", labels)
+    if labels and data.path not in ("", DataConfig.path):
+        raise ValueError(
+            f"data.path={data.path!r} and data.sources ({', '.join(labels)}) both say where rows come from; drop one "
+            '(--data.path "", or --data.sources with nothing behind it)'
+        )
+    for label in data.weights.keys() - data.sources.keys():
+        there = ", ".join(labels) or "empty"
+        raise ValueError(f"data.weights has {label!r}, not in data.sources ({there}){near_miss(label, labels)}")
+    if data.row and ":" not in data.row:
+        raise ValueError(f"data.row={data.row!r} names no function in a file; write path/file.py:function")
+    if data.columns.get("answer", data.answer_column) != data.answer_column != DataConfig.answer_column:
+        raise ValueError(
+            f"data.answer_column={data.answer_column!r} and data.columns answer={data.columns['answer']!r} name the "
+            "same argument of the reward functions; drop one"
+        )
+    for name, column in data.reward_columns.items():
+        if not name.isidentifier():
+            raise ValueError(
+                f"data.columns has the name {name!r}, which is no argument of a function; write --data.columns "
+                f"{column.rpartition('.')[2]} {column}"
+            )
+    if data.is_text_template and "{question}" not in data.prompt_template:
+        raise ValueError(
+            f"data.prompt_template={data.prompt_template!r} has no {{question}} for the text of column "
+            f"{data.prompt_column!r}; add it, or give the path of a .jinja file"
+        )
+
+
+def _check_held_out(config: HeldOutConfig, data: DataConfig) -> None:
+    config.held_out(data)
+    section = config.section
+    _check_labels(f"{section}.sets", [*config.sets])
+    if config.sets and config.path:
+        raise ValueError(
+            f"{section}.path={config.path!r} and {section}.sets ({', '.join(config.sets)}) both say what is held out; "
+            f"drop one (--{section}.sets with nothing behind it)"
+        )
+
+
+def _check_labels(field: str, labels: list[str]) -> None:
+    """Refuse what cannot become a part of metrics' names."""
+    for label in labels:
+        if not re.fullmatch(r"[\w.-]+", label):
+            raise ValueError(f"{field} has the name {label!r}; use letters, digits, '_', '-' and '.', as in gsm8k")
+
+
+def _check_trainers(config: GRPOConfig | SFTConfig, num_trainers: int) -> None:
+    trainer = config.trainer
     shards = trainer.tensor_parallel * trainer.data_replicas
     if num_trainers % shards:
         raise ValueError(
@@ -56,128 +96,61 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
         )
     if trainer.lora_rank and not trainer.lora_targets:
         raise ValueError(
-            f"trainer.lora_rank={trainer.lora_rank} with no trainer.lora_targets leaves nothing to train; name some, "
-            "such as --trainer.lora-targets q_proj v_proj, or set --trainer.lora-rank 0"
+            f"trainer.lora_rank={trainer.lora_rank} with no trainer.lora_targets leaves nothing to train; name some "
+            "(--trainer.lora-targets q_proj v_proj), or set --trainer.lora-rank 0"
         )
     if config.max_sequence_tokens > trainer.micro_batch_tokens:
         raise ValueError(
             f"a sequence of up to {config.max_sequence_tokens} tokens does not fit into trainer.micro_batch_tokens="
             f"{trainer.micro_batch_tokens}; raise it to at least {config.max_sequence_tokens} or shorten the lengths"
         )
-
-
-def _check_data(data: DataConfig) -> None:
-    labels = [source.label for source in data.all_sources if source.label]  # each must be written as it should be
-    if labels and data.path not in ("", DataConfig.path):
+    num_data_ranks = num_trainers // trainer.tensor_parallel
+    if isinstance(config, GRPOConfig) and (left := config.completions_per_step % num_data_ranks):
         raise ValueError(
-            f"data.path={data.path!r} and data.sources ({', '.join(data.sources)}) both say where rows come from; "
-            'drop one (--data.path "", or --data.sources with nothing behind it, drops a recipe\'s)'
-        )
-    _check_labels("data.sources", labels)
-    for label in data.weights:
-        if label not in data.sources:
-            raise ValueError(
-                f"data.weights has {label!r}, which is not in data.sources ({', '.join(data.sources) or 'empty'})"
-                f"{near_miss(label, data.sources)}"
-            )
-    if data.row and ":" not in data.row:
-        raise ValueError(f"data.row={data.row!r} names no function in a file; write path/file.py:function")
-    if data.columns.get("answer", data.answer_column) != data.answer_column != DataConfig.answer_column:
-        raise ValueError(
-            f"data.answer_column={data.answer_column!r} and data.columns answer={data.columns['answer']!r} both say "
-            "which column the reward functions get as answer; drop one"
-        )
-    unfit = [name for name in data.reward_columns if not name.isidentifier()]
-    if unfit:
-        raise ValueError(
-            f"data.columns has the name {unfit[0]!r}, under which no function can take a column; write "
-            f"--data.columns {data.reward_columns[unfit[0]].rpartition('.')[2]} {data.reward_columns[unfit[0]]}"
+            f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
+            f"{config.completions_per_step} completions do not divide over {num_data_ranks} data-parallel trainer "
+            f"ranks; the next number that does is {config.completions_per_step - left + num_data_ranks}"
         )
 
 
-def _check_supervised(config: SFTConfig) -> None:
-    if config.validation.interval:
-        _check_held_out(config.validation, config.data)
-    _check_keep_best(config)
-    if config.evaluation.interval:
-        _check_held_out(config.evaluation, config.data)
-        generation = generating(config, config.num_trainers)
-        _check_generators(generation)
-        _check_sampling(generation)
-
-
-def _check_keep_best(config: GRPOConfig | SFTConfig) -> None:
-    checkpoint, evaluation = config.checkpoint, config.evaluation
-    if checkpoint.keep_best and (not evaluation.interval or checkpoint.interval % evaluation.interval):
+def _check_engines(config: GRPOConfig | SFTConfig, num_ranks: int) -> None:
+    generator = config.generator
+    if num_ranks % generator.tensor_parallel:
+        fit = num_ranks - num_ranks % generator.tensor_parallel or generator.tensor_parallel
         raise ValueError(
-            f"checkpoint.keep_best={checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
-            f"checkpoint.interval={checkpoint.interval} must be a multiple of "
-            f"evaluation.interval={evaluation.interval}, and that not 0"
-        )
-
-
-def _check_held_out(config: HeldOutConfig, data: DataConfig) -> None:
-    config.held_out(data)
-    section = config.section
-    _check_labels(f"{section}.sets", config.sets)
-    if config.sets and config.path:
-        raise ValueError(
-            f"{section}.path={config.path!r} and {section}.sets ({', '.join(config.sets)}) both say what is held out; "
-            f"drop one (--{section}.sets with nothing behind it drops a recipe's)"
-        )
-
-
-def _check_labels(field: str, labels: Iterable[str]) -> None:
-    """They become a part of metrics' names."""
-    for label in labels:
-        if not re.fullmatch(r"[\w.-]+", label):
-            raise ValueError(f"{field} has the name {label!r}; use letters, digits, '_', '-' and '.', as in gsm8k")
-
-
-def _check_generators(config: GRPOConfig) -> None:
-    roles, generator = config.roles, config.generator
-    num_generators = roles.num_trainers if roles.colocated else roles.num_generators
-    if num_generators < 1:
-        raise ValueError(
-            "roles.num_generators=0 leaves no rank to sample; use at least "
-            f"{generator.tensor_parallel} (generator.tensor_parallel) or --roles.colocated"
-        )
-    if num_generators % generator.tensor_parallel:
-        fit = num_generators - num_generators % generator.tensor_parallel or generator.tensor_parallel
-        raise ValueError(
-            f"{num_generators} generator ranks do not split into replicas of generator.tensor_parallel="
+            f"{num_ranks} generator ranks do not split into replicas of generator.tensor_parallel="
             f"{generator.tensor_parallel}; use {fit} generator ranks or another tensor_parallel"
-        )
-    if roles.num_references and not config.needs_reference:
-        raise ValueError(
-            f"roles.num_references={roles.num_references} ranks would idle, because algorithm.kl_coef=0 needs no "
-            "reference, and neither does distill_coef=0; set --roles.num-references 0 or one of them above 0"
-        )
-    if generator.sleep and not roles.colocated:
-        raise ValueError("generator.sleep frees memory for a trainer on the same GPU; it needs --roles.colocated")
-    if generator.sleep and config.sync_interval > 1:
-        raise ValueError(
-            f"generator.sleep drops the engine's weights after each step, so sync_interval={config.sync_interval} must "
-            "be 1: they come back with the sync"
-        )
-    if not 1 <= len(generator.temperature) <= config.group_size:
-        raise ValueError(
-            f"{len(generator.temperature)} temperatures for group_size={config.group_size} completions of a prompt; "
-            "give at least one, and no more than there are completions"
         )
     if "" in generator.stop:
         raise ValueError("generator.stop has an empty string, which would end every completion; leave it out")
     check_engine_options(generator)
 
 
-def _check_data_parallel(config: GRPOConfig) -> None:
-    data_parallel = max(1, config.roles.num_trainers // config.trainer.tensor_parallel)
-    if config.completions_per_step % data_parallel:
-        fit = math.ceil(config.completions_per_step / data_parallel) * data_parallel
+def _check_roles(config: GRPOConfig) -> None:
+    roles, generator = config.roles, config.generator
+    num_generators = roles.num_trainers if roles.colocated else roles.num_generators
+    if not num_generators:
         raise ValueError(
-            f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
-            f"{config.completions_per_step} completions do not divide over {data_parallel} data-parallel trainer "
-            f"ranks; the next number that does is {fit}"
+            "roles.num_generators=0 leaves no rank to sample; use at least "
+            f"{generator.tensor_parallel} (generator.tensor_parallel) or --roles.colocated"
+        )
+    _check_engines(config, num_generators)
+    if roles.num_references and not config.needs_reference:
+        raise ValueError(
+            f"roles.num_references={roles.num_references} ranks would idle, because algorithm.kl_coef=0 and "
+            "distill_coef=0 need no reference; set --roles.num-references 0 or one of the two above 0"
+        )
+    if generator.sleep and not roles.colocated:
+        raise ValueError("generator.sleep frees memory for a trainer on the same GPU; it needs --roles.colocated")
+    if generator.sleep and config.sync_interval > 1:
+        raise ValueError(
+            "generator.sleep drops the engine's weights until the next sync, so sync_interval="
+            f"{config.sync_interval} must be 1"
+        )
+    if not 1 <= len(generator.temperature) <= config.group_size:
+        raise ValueError(
+            f"{len(generator.temperature)} temperatures for group_size={config.group_size} completions; give at least "
+            "one, and no more than there are completions"
         )
 
 
@@ -187,38 +160,40 @@ def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             f"algorithm.num_mini_batches={algorithm.num_mini_batches} mini-batches of whole groups need as many "
             f"prompts; raise prompts_per_step={config.prompts_per_step}"
         )
-    if algorithm.kl_in == "reward" and algorithm.kl_estimator == "k3_k2_gradient":
-        raise ValueError(
-            "algorithm.kl_in=reward uses the value of the KL alone, which k3_k2_gradient takes from k3; "
-            "use --algorithm.kl-estimator k3"
-        )
-    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
-        raise ValueError("algorithm.kl_in=reward does nothing with algorithm.kl_coef=0; set it above 0")
     own = algorithm.loss not in PAPER_DEFAULTS
     has_ratio = algorithm.loss != "reinforce" or algorithm.loss_options.get("max_importance_weight")
     weighs = algorithm.importance_correction in ("truncate", "mask_tokens")
     if weighs and algorithm.old_logprobs == "generator" and has_ratio and not own:
         raise ValueError(
-            "algorithm.old_logprobs=generator has the generator in the ratio already; weighing with "
+            "algorithm.old_logprobs=generator has the generator in the ratio already; "
             f"algorithm.importance_correction={algorithm.importance_correction} would count it twice; use none or "
             "mask_sequences"
         )
     masks = algorithm.importance_correction in ("mask_tokens", "mask_sequences")
     if masks and not algorithm.importance_correction_low <= 1 <= algorithm.importance_correction_high:
         raise ValueError(
-            f"algorithm.importance_correction_low={algorithm.importance_correction_low} and "
-            f"importance_correction_high={algorithm.importance_correction_high} must have 1 between them, the weight "
-            "of a token on which generator and policy agree"
+            f"algorithm.importance_correction_low={algorithm.importance_correction_low} and importance_correction_high="
+            f"{algorithm.importance_correction_high} must have 1 between them, where generator and policy agree"
         )
+
+
+def _check_advantages(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator == "k3_k2_gradient":
+        raise ValueError(
+            "algorithm.kl_in=reward uses the value of the KL alone, which is k3's in k3_k2_gradient; use "
+            "--algorithm.kl-estimator k3"
+        )
+    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
+        raise ValueError("algorithm.kl_in=reward does nothing with algorithm.kl_coef=0; set it above 0")
     if algorithm.distill_coef and not config.model.reference_path:
         raise ValueError(
-            f"algorithm.distill_coef={algorithm.distill_coef} has no teacher; name one with --model.reference-path"
+            f"algorithm.distill_coef={algorithm.distill_coef} has no teacher; name a --model.reference-path"
         )
     only_teacher = algorithm.distill_coef > 0 and not any(config.reward.functions.values())
     if config.group_size == 1 and algorithm.advantages != "none" and not only_teacher:
         raise ValueError(
-            f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0, so nothing would "
-            "be learned from rewards; use a group_size of at least 2, advantages none, or weights of 0 and a teacher"
+            f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0; use a group_size "
+            "of at least 2, advantages none, or rewards of weight 0 and a teacher"
         )
 
 
@@ -270,34 +245,47 @@ def _check_carry_over(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
 
 
 def _check_sampling(config: GRPOConfig) -> None:
-    sampling, reward = config.sampling, config.reward
+    sampling = config.sampling
     if not sampling.min_pass_rate < sampling.max_pass_rate:
         raise ValueError(
-            f"sampling.min_pass_rate={sampling.min_pass_rate} and max_pass_rate={sampling.max_pass_rate} must be "
-            "shares with min below max; 0 and 1 turn the filter off"
+            f"sampling.min_pass_rate={sampling.min_pass_rate} must be below max_pass_rate={sampling.max_pass_rate}; "
+            "0 and 1 turn the filter off"
         )
     if sampling.filters and config.data.streaming:
         raise ValueError(
-            "sampling.min_pass_rate and max_pass_rate remember rows, and data.streaming keeps none; drop one "
-            "(sampling.dynamic works with streams)"
+            "sampling.min_pass_rate and max_pass_rate remember rows, and data.streaming keeps none; drop one, or use "
+            "sampling.dynamic"
         )
     if sampling.dynamic and config.group_size == 1:
         raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
-    if not reward.functions and not config.algorithm.distill_coef:
-        raise ValueError("reward.functions is empty; name at least one, such as --reward.functions math_reward 1.0")
-    _check_keep_best(config)
-    for name, asked in (
-        ("evaluation.interval", config.evaluation.interval),
-        ("sampling.dynamic", sampling.dynamic),
-        ("a filter by pass rate", sampling.filters),
-    ):
-        if asked and not reward.functions:
+
+
+def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
+    asks = {"evaluation.interval": config.evaluation.interval}
+    if isinstance(config, GRPOConfig):
+        asks |= {"sampling.dynamic": config.sampling.dynamic, "a filter by pass rate": config.sampling.filters}
+        asks |= {"training without a teacher (algorithm.distill_coef=0)": not config.algorithm.distill_coef}
+    for name, asked in asks.items():
+        if asked and not config.reward.functions:
             raise ValueError(
-                f"{name} needs a reward function, and reward.functions is empty; one of weight 0 measures without "
-                "teaching: --reward.functions math_reward 0"
+                f"{name} needs a reward function, and reward.functions is empty; name one, such as --reward.functions "
+                "math_reward 1 (weight 0 measures without teaching)"
             )
-    for name, section in (("evaluation", config.evaluation), ("checkpoint", config.checkpoint)):
-        if section.interval % config.sync_interval:
+
+
+def _check_intervals(config: GRPOConfig | SFTConfig) -> None:
+    """Refuse a step that comes too late, and steps at which something that is needed does not happen."""
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    if config.profile > config.num_steps:
+        raise ValueError(f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it")
+    if checkpoint.keep_best and (not evaluation.interval or checkpoint.interval % evaluation.interval):
+        raise ValueError(
+            f"checkpoint.keep_best={checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
+            f"checkpoint.interval={checkpoint.interval} must be a multiple of "
+            f"evaluation.interval={evaluation.interval}, and that not 0"
+        )
+    for name, section in (("evaluation", evaluation), ("checkpoint", checkpoint)):
+        if isinstance(config, GRPOConfig) and section.interval % config.sync_interval:
             raise ValueError(
                 f"{name}.interval={section.interval} must be a multiple of sync_interval={config.sync_interval}: "
                 "between syncs the generators hold older weights than the policy's"
@@ -319,8 +307,7 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     ratio_is_1 = config.updates_per_step == 1 and algorithm.old_logprobs == "policy"
     if ratio_is_1 and algorithm.loss_options.get("max_importance_weight"):
         found.append(
-            "max_importance_weight in algorithm.loss_options does nothing with one update per step and "
-            "old_logprobs=policy: every weight is 1"
+            "max_importance_weight in algorithm.loss_options does nothing with one update per step: every weight is 1"
         )
     if names := reshaping(generator.sampling):
         found.append(
