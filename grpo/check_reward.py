@@ -27,8 +27,7 @@ from grpo.rewards.answers.equality import parse_number
 from grpo.rewards.answers.extract import extract_answer
 from grpo.rewards.builtin import RewardFunction
 from grpo.rewards.loading import call_arguments, is_group_level, load_functions
-from grpo.rewards.workers.values import plain_values
-from grpo.rewards.workers.worker import describe
+from grpo.rewards.worker import describe, plain_values
 from grpo.text import one_line, printable, shorten
 
 DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")

@@ -150,12 +150,12 @@ def check_inputs(report: Report, config: GRPOConfig | SFTConfig, device: Device,
     # here, because only rank 0 needs them, and each rank that imports them takes seconds of the host's cores
     from grpo.data.prepare import load_chat_sources, load_sources, texts_of
     from grpo.run.model_folder import open_model_folder
-    from grpo.workers.sandbox.programs import check_sandbox
+    from grpo.workers.programs import check_programs
 
     sft = isinstance(config, SFTConfig)
     report.check("run folder", partial(_check_run_folder, config))
     if "code_reward" in config.reward.functions and not (sft and not config.evaluation.interval):
-        report.check("sandbox", partial(check_sandbox, config.reward))
+        report.check("programs", partial(check_programs, config.reward.allow_without_landlock))
     sources = report.check("data", lambda: load_chat_sources(config) if sft else load_sources(config.data), say=_rows)
     tensor_parallel = config.trainer.tensor_parallel if sft else config.largest_tensor_parallel
     opened = report.check(

@@ -315,8 +315,8 @@ class RewardConfig:
     """Per completion: a call that takes longer is ended, reward None; for a whole group, times its size."""
     memory_gib: Annotated[float, Above(0), Harmless] = 4.0
     """Address space of one such process."""
-    allow_weak_sandbox: Annotated[bool, Harmless] = False
-    """Run code_reward also where its programs could open the files of this machine (no Landlock, no namespaces)."""
+    allow_without_landlock: Annotated[bool, Harmless] = False
+    """Run code_reward also where its programs could open the files of this machine, as the kernel has no Landlock."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
     """Where functions find the answer. answer_tag: in the last <answer>..</answer>; boxed: in the last \\boxed{};
     hashes: after the last ####."""

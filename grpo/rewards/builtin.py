@@ -20,8 +20,8 @@ from typing import Any
 from grpo.rewards.answers.equality import is_expression, same_answer
 from grpo.rewards.answers.extract import extract_answer, find_answer
 from grpo.rewards.answers.latex import load as load_math_verify
+from grpo.rewards.code_tests import last_program, passes, read_tests
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
-from grpo.workers.sandbox.programs import last_program, passes, read_tests
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -186,7 +186,7 @@ def code_reward(
     Python tests run in the program's own process, as anywhere in the field. So a program written to attack them, one
     that walks the interpreter's frames for the success marker or returns objects that equal everything, can win.
     Against that use pairs: they are compared outside, and the expected output never enters the sandbox.
-    sandbox/run.py says what the program itself can and cannot do.
+    workers/programs.py says what the program itself can and cannot do.
 
     Raises ValueError if `tests` has none of these forms.
     """

@@ -29,7 +29,7 @@ from grpo.report.log import RunLog
 from grpo.report.measured import measured_metrics, sequence_advantages
 from grpo.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.report.sampling_work import nonfinite_frac, sampling_work, stale_frac
-from grpo.rewards.workers.pool import check_all_failed
+from grpo.rewards.pool import check_all_failed
 from grpo.roles.ahead import PROBE_PROMPTS
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics

@@ -13,12 +13,12 @@ from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics_of_sets
 from grpo.report.samples import failure_lines
 from grpo.rewards.loading import answer_format_of, load_functions
-from grpo.rewards.workers.pool import RewardPool
+from grpo.rewards.pool import RewardPool
 from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt, Rollout
-from grpo.workers.sandbox.programs import check_sandbox
+from grpo.workers.programs import check_programs
 
 
 def evaluate(
@@ -72,8 +72,8 @@ class Scorer:
 
         With code_reward, prints what programs run under, and raises ValueError if that is too little.
         """
-        if line := check_sandbox(config.reward):
-            print(line, flush=True)
+        if "code_reward" in config.reward.functions:
+            print(check_programs(config.reward.allow_without_landlock), flush=True)
         self.config, self.tokenizer = config, tokenizer
         generator = config.generator
         self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, generator.stop_token_ids)

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 
-from grpo.workers import lockdown
+from grpo.workers import kernel
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOP_FILE = "stop"
@@ -79,6 +79,6 @@ def end_with_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if launched_by_torchrun():
         launcher = os.getppid()
-        lockdown.prctl(lockdown.PR_SET_PDEATHSIG, signal.SIGKILL)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if launcher == 1 or os.getppid() != launcher:  # it was gone before that
             os._exit(1)

@@ -1,90 +1,152 @@
-"""What a Linux process can give up for good, without any privilege: files, network, system calls, capabilities.
+"""What a process gives up for good before it runs what nobody has read: one lockdown, for rewards and for programs.
 
-Three measures of the kernel, each a function that the calling thread calls on itself; what it starts inherits them, and
-nothing takes them back. They work in containers and for any user:
+`lock` is all of it, called by a process on itself; what it starts inherits it, and nothing takes it back. It is made of
+three measures of the kernel, none of which takes a privilege, so that they work for any user and in containers:
 
-- `restrict_files`: Landlock (Linux 5.13), a whitelist of folders and files;
-- `deny_calls`: seccomp (Linux 3.5), a blacklist of system calls, by sets that are named for what they close;
-- `drop_capabilities`: the parts of root's power.
+- Landlock (Linux 5.13), a whitelist of folders and files: the interpreter with its packages, and what the caller names;
+- seccomp (Linux 3.5), a blacklist of system calls: no network, no other process, no corner of the kernel;
+- capabilities and users: what root has called goes on as a user who owns nothing.
 
-Call them in a process with a single thread and in the order restrict_files, drop_capabilities, deny_calls: the last one
-may deny what the others need. `offered()` says what this kernel has.
+Left out: limits (processes.py, programs.py), and a view of the machine of its own (namespaces). Landlock governs
+opening, making, renaming and removing files, but not stat: whether a file of a known name exists, and how large it is,
+stays visible. Nor does it govern changes of owner, mode, times or attributes; so those system calls are denied.
 
-Left out: namespaces and limits, which the sandbox's launcher adds. Landlock governs opening, making, renaming and
-removing files, but not stat: whether a file of a known name exists, and how large it is, stays visible. It also governs
-no change of owner, mode, times or attributes, which is why METADATA is a set of calls.
-
-Standard library only, and importable without site-packages: the launcher runs under `python -I -S`.
+Standard library only.
 """
 
-import contextlib
 import ctypes
-import errno
 import functools
+import glob
 import os
+import pathlib
+import stat
 import struct
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+import sys
+import sysconfig
+from collections.abc import Iterable
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
+from grpo.workers import kernel
 
+# What of the environment the interpreter needs to start at all.
+LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
 
-def libc(name: str, *arguments: Any) -> int:
-    """Call a function of libc that returns a negative number on failure. Raises OSError with its errno."""
-    result = getattr(_LIBC, name)(*arguments)
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
-    return result
-
-
-def system_call(number: int, name: str, *arguments: Any) -> int:
-    """Make a system call for which libc has no function. Raises OSError with its errno; `name` is for the message."""
-    result = _LIBC.syscall(ctypes.c_long(number), *arguments)
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{name}: {os.strerror(code)}")
-    return result
-
-
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER = 1, 4, 8, 36
-_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 22, 24, 38, 47
-_SECCOMP_MODE_FILTER = 2
-
-
-def prctl(option: int, *values: int) -> int:
-    """prctl(2) with up to four numbers; missing ones are 0."""
-    return libc("prctl", option, *map(ctypes.c_ulong, (*values, 0, 0, 0, 0)[:4]))
-
-
-class Offered(NamedTuple):
-    """What this kernel has."""
-
-    landlock: int
-    """Version (ABI) of Landlock, 0 without. 1: files. 2: moves between folders. 3: truncation. 4: TCP. 5: ioctl of
-    devices. 6: signals to others, abstract sockets. Later ones add nothing that is used here."""
-    seccomp: bool
-    """Whether system calls can be filtered, on an architecture whose numbers are known here."""
+# User and group ids of what root locks: this plus the process id, so that no two processes share one. The second is
+# `nobody`, for where only a container's 65536 ids exist.
+_FIRST_ID, NOBODY = 1 << 30, 65534
 
 
 @functools.cache
-def offered() -> Offered:
-    """What this kernel offers; asks it, changes nothing."""
+def landlock_version() -> int:
+    """Version (ABI) of this kernel's Landlock, 0 without.
+
+    1: files. 2: moves between folders. 3: truncation. 4: TCP. 5: ioctl of devices. 6: signals to others, abstract
+    sockets. Later ones add nothing that is used here.
+    """
     try:
-        landlock = system_call(_LANDLOCK_CREATE_RULESET, "landlock_create_ruleset", None, ctypes.c_size_t(0), 1)
+        return kernel.libc("syscall", _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     except OSError:
-        landlock = 0
-    seccomp = os.uname().machine in _ARCHITECTURES
-    try:
-        prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER)  # without a filter: EFAULT where filters are known
-    except OSError as error:
-        seccomp = seccomp and error.errno == errno.EFAULT
-    return Offered(landlock, seccomp)
+        return 0
 
 
-def forbid_new_privileges() -> None:
-    """From now on no program that is started gains anything by its set-user-id bit or file capabilities."""
-    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+def missing_measures() -> str:
+    """What `lock` needs and this kernel does not have, as in "Landlock and no seccomp filters"; empty if nothing."""
+    have = {"Landlock": landlock_version() > 0, "seccomp filters": kernel.can_deny_calls()}
+    return " and no ".join(name for name, has in have.items() if not has)
+
+
+def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> None:
+    """Take from the calling process all that this kernel lets it give up; from then on it dies with its `parent`.
+
+    readable: files and folders that it may read and execute; those in `writable` it may also write, make and remove.
+    What root calls goes on as another user, who is given the folders in `writable`, with one capability at most: to
+    read what is closed to others (`closed_place`). The process keeps its one stretch of memory, its threads, what it
+    has open, and signals to itself; it cannot start processes.
+
+    Call it with a single thread. Raises OSError if the kernel refuses a measure that it offers.
+    """
+    keep, user = [], other_user()
+    if user is not None:
+        if closed_place(readable):
+            able = [kernel.CAP_DAC_READ_SEARCH]
+            able += [kernel.CAP_DAC_OVERRIDE] if landlock_version() else []  # which confines it to reading
+            keep = [c for c in able if kernel.permitted_capabilities() >> c & 1][:1]
+        for folder in filter(os.path.isdir, writable):
+            os.chown(folder, user, user)
+    if landlock_version():
+        restrict_files(readable, writable)
+    if user is not None:
+        kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)  # what is kept, and the bounding set to be dropped
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    kernel.drop_capabilities(keep)
+    kernel.die_with(parent)  # late, because a change of user clears it
+    if kernel.can_deny_calls():
+        kernel.deny_calls(kernel.DENIED | kernel.others_signals(os.getpid()))
+
+
+def other_user() -> int | None:
+    """The id that `lock` makes this process's own; None if it is not root or cannot change to any.
+
+    A number that no other process has, or that of `nobody` in a container without such numbers. Root without the
+    capabilities for it, or of a user namespace with a single id, stays what it is.
+    """
+    needed = kernel.CAP_CHOWN, kernel.CAP_DAC_OVERRIDE, kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID
+    if os.geteuid() != 0 or not all(kernel.permitted_capabilities() >> c & 1 for c in needed):
+        return None
+    with open("/proc/self/uid_map") as lines:
+        ranges = [tuple(map(int, line.split())) for line in lines]
+    numbers = (_FIRST_ID + os.getpid(), NOBODY)
+    return next((n for n in numbers if any(first <= n < first + count for first, _, count in ranges)), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What may be read
+
+
+@functools.cache
+def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
+    """Parts of the interpreter and its environments, and what the system's loader and libraries need.
+
+    Only the folders of programs and libraries of a prefix: an environment may have been made in a project's folder.
+    """
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    hops = [executable]  # a virtual environment's python is a link, perhaps to another link
+    while os.path.islink(hops[-1]) and len(hops) < 40:
+        hops.append(os.path.normpath(os.path.join(os.path.dirname(hops[-1]), os.readlink(hops[-1]))))
+    prefixes |= set(map(os.path.realpath, prefixes))
+    parts = ("bin", "lib", "lib64", "pyvenv.cfg")
+    places = {os.path.join(prefix, part) for prefix in prefixes for part in parts} | set(hops)
+    places |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"}
+    places |= {"/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", *glob.glob("/etc/python3*")}
+    for name in LOADER_VARIABLES:
+        places |= {path for path in os.environ.get(name, "").split(":") if path.startswith("/")}
+    with open(
+        "/proc/self/maps"
+    ) as maps:  # libraries of this process: on some systems not even kernel.libc is in those folders
+        mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/" in line}
+    places |= {path for path in mapped if ".so" in os.path.basename(path) and os.path.isfile(path)}
+    return tuple(sorted(place for place in places if os.path.exists(place)))
+
+
+@functools.cache
+def closed_place(places: tuple[str, ...]) -> str | None:
+    """One of `places`, of the packages, or of the folders on the way to them that other users than root cannot read.
+
+    Looks at the packages' folders, not at each of their files. None if there is none.
+    """
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    packages = [os.path.join(place, name) for place in libraries if os.path.isdir(place) for name in os.listdir(place)]
+    closed = [place for place in {*places, *libraries, *packages} if os.path.exists(place) and not _is_open(place)]
+    folders = {folder for place in {*places, *libraries} for folder in pathlib.Path(os.path.realpath(place)).parents}
+    closed += [str(folder) for folder in folders if folder.exists() and not folder.stat().st_mode & stat.S_IXOTH]
+    return min(closed, default=None)
+
+
+def _is_open(path: str) -> bool:
+    mode = os.stat(path).st_mode
+    wanted = stat.S_IROTH | (stat.S_IXOTH if stat.S_ISDIR(mode) else 0)
+    return mode & wanted == wanted
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,18 +154,11 @@ def forbid_new_privileges() -> None:
 
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-_REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG, _MAKE_FIFO, _MAKE_SYM = (
-    1 << 4,
-    1 << 5,
-    1 << 7,
-    1 << 8,
-    1 << 10,
-    1 << 12,
-)
+_REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG, _MAKE_FIFO, _MAKE_SYM = (1 << bit for bit in (4, 5, 7, 8, 10, 12))
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 _ALL_OF_ABI_1 = (1 << 13) - 1
-_BIND_TCP, _CONNECT_TCP = 1 << 0, 1 << 1
-_SCOPE_ABSTRACT_SOCKET, _SCOPE_SIGNAL = 1 << 0, 1 << 1
+_TCP = 0b11  # bind, connect
+_SCOPES = 0b11  # abstract sockets, signals
 
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 # Neither devices nor sockets can be made. What is written cannot be executed as a program.
@@ -112,271 +167,38 @@ _WRITE |= _MAKE_DIR | _MAKE_REG | _MAKE_FIFO | _MAKE_SYM | _REFER | _TRUNCATE
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV  # what the kernel takes for a single file
 
 
-def restrict_files(readable: Iterable[str | int], writable: Iterable[str | int] = ()) -> None:
+def restrict_files(readable: Iterable[str], writable: Iterable[str] = ()) -> None:
     """From now on only these files, and those below these folders, can be opened.
 
-    readable: to read and execute. writable: to read, write, make and remove. Both are paths, of which those that do not
-    exist are left out, or descriptors (O_PATH is enough). What is open stays open. As far as this kernel's Landlock
-    goes (`offered`), TCP, ioctl of devices, and signals and abstract sockets to processes outside are refused as well.
-    No file system can be mounted any more. Sets no_new_privs.
-
-    Raises OSError (ENOSYS without Landlock; E2BIG after 16 calls).
+    Paths that do not exist are left out; what is open stays open. As far as this kernel's Landlock goes
+    (`landlock_version`), TCP, ioctl of devices, and signals and abstract sockets to processes outside are refused as
+    well. Sets no_new_privs.
     """
-    version = offered().landlock
-    if version < 1:
-        raise OSError(errno.ENOSYS, "this kernel has no Landlock (Linux 5.13; `lsm=` of its command line must list it)")
+    version = landlock_version()
     handled = _ALL_OF_ABI_1
     for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
         handled |= right if version >= since else 0
-    tcp = _BIND_TCP | _CONNECT_TCP if version >= 4 else 0
-    scoped = _SCOPE_ABSTRACT_SOCKET | _SCOPE_SIGNAL if version >= 6 else 0
     # An older kernel takes the longer structure if what it does not know is 0.
-    attributes = struct.pack("=3Q", handled, tcp, scoped)
-    size = ctypes.c_size_t(len(attributes))
-    ruleset = system_call(_LANDLOCK_CREATE_RULESET, "landlock_create_ruleset", attributes, size, 0)
+    attributes = struct.pack("=3Q", handled, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
+    ruleset = kernel.libc("syscall", _LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     try:
         for places, rights in ((readable, _READ), (writable, _WRITE)):
             for place in places:
                 _allow(ruleset, place, rights & handled)
-        forbid_new_privileges()
-        system_call(_LANDLOCK_RESTRICT_SELF, "landlock_restrict_self", ruleset, 0)
+        kernel.forbid_new_privileges()
+        kernel.libc("syscall", _LANDLOCK_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
 
 
-def _allow(ruleset: int, place: str | int, rights: int) -> None:
-    if isinstance(place, int):
-        fd = place
-    else:
-        try:
-            fd = os.open(place, os.O_PATH | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            return
+def _allow(ruleset: int, place: str, rights: int) -> None:
     try:
-        if not os.path.isdir(f"/proc/self/fd/{fd}" if isinstance(place, int) else place):
+        fd = os.open(place, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
             rights &= _OF_FILES
-        rule = struct.pack("=Qi", rights, fd)
-        system_call(_LANDLOCK_ADD_RULE, f"landlock_add_rule {place}", ruleset, 1, rule, 0)
+        kernel.libc("syscall", _LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, fd), 0)
     finally:
-        if not isinstance(place, int):
-            os.close(fd)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# System calls: seccomp
-
-
-class If(NamedTuple):
-    """The call is denied if `argument` (0 to 5; its low 32 bits, of which `mask`) is `value`."""
-
-    argument: int
-    value: int
-    mask: int = 0xFFFFFFFF
-
-
-class Unless(NamedTuple):
-    """The call is denied unless `argument` (0 to 5; its low 32 bits, of which `mask`) is `value`."""
-
-    argument: int
-    value: int
-    mask: int = 0xFFFFFFFF
-
-
-Calls = Mapping[str, tuple[If | Unless, ...]]
-"""Names of system calls to deny; one with conditions is denied if any of them says so, one without always."""
-
-_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
-_THREAD = 0x00010000  # CLONE_THREAD
-_NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: cgroup, mount, IPC, host name, user, process ids, network
-
-
-def _always(names: str) -> Calls:
-    return dict.fromkeys(names.split(), ())
-
-
-# Sockets of every family, so also vsock, netlink and those in folders. Socket pairs remain, of streams: a pair of
-# datagram sockets could send to any address.
-NETWORK: Calls = {
-    **_always("socket connect bind listen accept accept4"),
-    "socketpair": (Unless(0, _AF_UNIX), Unless(1, _SOCK_STREAM, _SOCK_TYPE)),
-}
-# Memory that belongs to no address space, so that no limit counts it, and what else outlives a process.
-MEMORY: Calls = _always("shmget shmat msgget semget mq_open memfd_create memfd_secret io_setup")
-# Another view of the machine, in which a process would have capabilities.
-NAMESPACES: Calls = {
-    **_always(
-        "unshare setns mount umount2 pivot_root chroot open_tree open_tree_attr move_mount fsopen fsconfig fsmount "
-        "fspick mount_setattr statmount listmount"
-    ),
-    "clone": (Unless(0, 0, _NEW_NAMESPACES),),
-    "clone3": (),  # its flags lie in memory, where a filter cannot look; libc falls back on clone
-}
-# Other processes: their memory, descriptors, limits and priority. A process may still signal, see OTHERS_SIGNALS.
-PROCESSES: Calls = {
-    **_always(
-        "ptrace process_vm_readv process_vm_writev process_madvise process_mrelease pidfd_open pidfd_getfd "
-        "pidfd_send_signal kcmp migrate_pages move_pages get_robust_list sched_setscheduler sched_setparam "
-        "sched_setattr"
-    ),
-    "prlimit64": (Unless(0, 0),),
-    "sched_setaffinity": (Unless(0, 0),),
-    "setpriority": (Unless(0, 0), Unless(1, 0)),
-    "ioprio_set": (Unless(0, 1), Unless(1, 0)),
-    "fcntl": (If(1, 8), If(1, 15)),  # F_SETOWN, F_SETOWN_EX: the kernel would signal on its behalf
-    "ioctl": (If(1, 0x8901), If(1, 0x8902), If(1, 0x5412), If(1, 0x541C)),  # FIOSETOWN, SIOCSPGRP; TIOCSTI, TIOCLINUX
-}
-# Parts of the kernel that no ordinary program needs and that attacks begin with.
-KERNEL: Calls = _always(
-    "add_key request_key keyctl bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register "
-    "open_by_handle_at name_to_handle_at fanotify_init inotify_init inotify_init1 quotactl quotactl_fd acct swapon "
-    "swapoff reboot sethostname setdomainname init_module finit_module delete_module kexec_load kexec_file_load "
-    "settimeofday clock_settime adjtimex clock_adjtime syslog vhangup iopl ioperm modify_ldt lookup_dcookie uselib"
-)
-# Owner, mode, times and attributes of files, which Landlock leaves alone.
-METADATA: Calls = _always(
-    "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat setxattr lsetxattr "
-    "fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat file_setattr"
-)
-# More processes; threads remain.
-NEW_PROCESSES: Calls = {**_always("fork vfork"), "clone": (Unless(0, _THREAD, _THREAD),), "clone3": ()}
-# What ends a process with its parent could be taken back.
-PARENT_DEATH: Calls = {"prctl": (If(0, PR_SET_PDEATHSIG),)}
-# Landlock refuses it from its third version on.
-TRUNCATION: Calls = _always("truncate")
-
-
-def others_signals(process: int) -> Calls:
-    """Signals to any process except `process`; for a kernel whose Landlock does not scope signals (below version 6)."""
-    return dict.fromkeys(("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"), (Unless(0, process),))
-
-
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, AUDIT_ARCH
-_NUMBERS: dict[str, tuple[int | None, int | None]] = {
-    # x86_64 has them all under these numbers, aarch64 under others or not at all (None)
-    "accept": (43, 202), "accept4": (288, 242), "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171),
-    "bind": (49, 200), "bpf": (321, 280), "chmod": (90, None), "chown": (92, None), "chroot": (161, 51),
-    "clock_adjtime": (305, 266), "clock_settime": (227, 112), "clone": (56, 220), "clone3": (435, 435),
-    "connect": (42, 203), "delete_module": (176, 106), "fanotify_init": (300, 262), "fchmod": (91, 52),
-    "fchmodat": (268, 53), "fchmodat2": (452, 452), "fchown": (93, 55), "fchownat": (260, 54), "fcntl": (72, 25),
-    "file_setattr": (469, 469), "finit_module": (313, 273), "fork": (57, None), "fremovexattr": (199, 16),
-    "fsconfig": (431, 431), "fsetxattr": (190, 7), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433),
-    "futimesat": (261, None), "get_robust_list": (274, 100), "init_module": (175, 105), "inotify_init": (253, None),
-    "inotify_init1": (294, 26), "io_setup": (206, 0), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    "io_uring_setup": (425, 425), "ioctl": (16, 29), "ioperm": (173, None), "iopl": (172, None),
-    "ioprio_set": (251, 30), "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104),
-    "keyctl": (250, 219), "kill": (62, 129), "lchown": (94, None), "listen": (50, 201), "listmount": (458, 458),
-    "lookup_dcookie": (212, 18), "lremovexattr": (198, 15), "lsetxattr": (189, 6), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "migrate_pages": (256, 238), "modify_ldt": (154, None), "mount": (165, 40),
-    "mount_setattr": (442, 442), "move_mount": (429, 429), "move_pages": (279, 239), "mq_open": (240, 180),
-    "msgget": (68, 186), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "open_tree": (428, 428),
-    "open_tree_attr": (467, 467), "perf_event_open": (298, 241), "pidfd_getfd": (438, 438), "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424), "pivot_root": (155, 41), "prctl": (157, 167), "prlimit64": (302, 261),
-    "process_madvise": (440, 440), "process_mrelease": (448, 448), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "ptrace": (101, 117), "quotactl": (179, 60), "quotactl_fd": (443, 443),
-    "reboot": (169, 142), "removexattr": (197, 14), "removexattrat": (466, 466), "request_key": (249, 218),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semget": (64, 190),
-    "setdomainname": (171, 162), "sethostname": (170, 161), "setns": (308, 268), "setpriority": (141, 140),
-    "settimeofday": (164, 170), "setxattr": (188, 5), "setxattrat": (463, 463), "shmat": (30, 196),
-    "shmget": (29, 194), "socket": (41, 198), "socketpair": (53, 199), "statmount": (457, 457), "swapoff": (168, 225),
-    "swapon": (167, 224), "syslog": (103, 116), "tgkill": (234, 131), "tkill": (200, 130), "truncate": (76, 45),
-    "umount2": (166, 39), "unshare": (272, 97), "uselib": (134, None), "userfaultfd": (323, 282),
-    "utime": (132, None), "utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None), "vhangup": (153, 58),
-}  # fmt: skip
-
-_LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06  # linux/bpf_common.h
-_ALLOW, _DENY, _UNKNOWN, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
-_X32 = 0x40000000  # system calls of x86_64 with short pointers, numbered from here
-
-
-def call_number(name: str) -> int | None:
-    """Number of a system call on this machine; None if this architecture has no such call."""
-    return _NUMBERS[name][_ARCHITECTURES[os.uname().machine][0]]
-
-
-def deny_calls(*sets: Calls) -> None:
-    """From now on the system calls of these sets fail: PermissionError, clone3 as if the kernel did not know it.
-
-    A call by another architecture's numbers (32-bit x86) ends the process. Sets no_new_privs.
-
-    Raises OSError (EINVAL without seccomp filters, ENOSYS on an architecture whose numbers are not in the table).
-    """
-    machine = os.uname().machine
-    if machine not in _ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"no system call numbers of {machine}; known are {', '.join(_ARCHITECTURES)}")
-    architecture = _ARCHITECTURES[machine][1]
-    filters = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    filters += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]
-    for name, conditions in _joined(sets).items():
-        number = call_number(name)
-        if number is not None:
-            then = _checks(conditions) if conditions else [(_RETURN, 0, 0, _UNKNOWN if name == "clone3" else _DENY)]
-            filters += [(_EQUAL, 0, len(then), number), *then]
-    filters.append((_RETURN, 0, 0, _ALLOW))
-    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in filters))
-    header = struct.pack("@HP", len(filters), ctypes.addressof(program))
-    forbid_new_privileges()
-    libc("prctl", _PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, ctypes.c_ulong(0), ctypes.c_ulong(0))
-
-
-def _joined(sets: Iterable[Calls]) -> Calls:
-    joined: dict[str, tuple[If | Unless, ...]] = {}
-    for calls in sets:
-        for name, conditions in calls.items():
-            always = not conditions or joined.get(name) == ()
-            joined[name] = () if always else joined.get(name, ()) + conditions
-    return joined
-
-
-def _checks(conditions: tuple[If | Unless, ...]) -> list[tuple[int, int, int, int]]:
-    lines = []
-    for condition in conditions:
-        # little-endian: the low half of argument n lies at 16 + 8 n
-        lines += [(_LOAD, 0, 0, 16 + 8 * condition.argument), (_AND, 0, 0, condition.mask)]
-        skip = (0, 1) if isinstance(condition, If) else (1, 0)
-        lines += [(_EQUAL, *skip, condition.value), (_RETURN, 0, 0, _DENY)]
-    return [*lines, (_RETURN, 0, 0, _ALLOW)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Capabilities
-
-CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
-_CAPABILITY_VERSION_3 = 0x20080522
-_CAP_AMBIENT_RAISE, _CAP_AMBIENT_CLEAR_ALL = 2, 4
-
-
-def drop_capabilities(keep: Collection[int] = ()) -> None:
-    """Give up all capabilities except `keep`: permitted, effective, inheritable, ambient, and the bounding set.
-
-    What is kept is kept by programs started from here too. The bounding set, out of which only a privileged program
-    could fill the others again, stays where this process may not change it; no_new_privs, which this sets, makes it
-    meaningless. Raises OSError if one of `keep` is not there to be kept.
-    """
-    forbid_new_privileges()
-    permitted = permitted_capabilities()
-    _set_capabilities(permitted, permitted, 0)  # a change of user has left them permitted at most
-    with contextlib.suppress(OSError):  # EINVAL after the last capability, EPERM where it may not
-        for capability in range(64):
-            if capability not in keep:
-                prctl(_PR_CAPBSET_DROP, capability)
-    with contextlib.suppress(OSError):  # Linux 4.3
-        prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL)
-    kept = sum(1 << capability for capability in keep)
-    _set_capabilities(kept, kept, kept)
-    for capability in keep:
-        prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_RAISE, capability)
-
-
-def _set_capabilities(*sets: int) -> None:
-    """Effective, permitted and inheritable ones, as bit masks."""
-    halves = [value & 0xFFFFFFFF for value in sets] + [value >> 32 for value in sets]
-    libc("capset", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", *halves))
-
-
-def permitted_capabilities() -> int:
-    """Those of the calling process, as a bit mask."""
-    data = ctypes.create_string_buffer(24)
-    libc("capget", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), data)
-    _, low, _, _, high, _ = struct.unpack("=6I", data.raw)
-    return low | high << 32
+        os.close(fd)

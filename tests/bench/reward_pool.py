@@ -1,67 +1,66 @@
-"""Calls per second of the reward pool, and what loops cost: 1024 completions, math_reward and thinking_reward.
+"""Seconds that the reward pool takes to start, for cheap calls, for loops and to close, of checkouts in turns.
 
-    python tests/bench/reward_pool.py [NUM_WORKERS ...]
+    python tests/bench/reward_pool.py [CHECKOUT ...] [--rounds 5]
 
-Prints median, lowest and highest of 7 rounds after a first one, and the same for the functions called in this process.
+2 workers, math_reward and thinking_reward on 5,000 completions of 1.2 kB, twice, since the first time warms up; then 32
+of 1,024 calls that loop for ever, with a deadline of 0.3 s on 4 workers, where 2.4 s is the least.
 """
 
 import pathlib
-import statistics
-import sys
 import tempfile
 import time
 
-import torch
-
-from grpo.config import RewardConfig
-from grpo.rewards.loading import load_functions
-from grpo.rewards.workers.pool import RewardPool
-from grpo.types import Completion, Prompt, Rollout
+from in_turns import in_turns
 
 FUNCTIONS = {"math_reward": 1.0, "thinking_reward": 0.2}
-TEXT = "<think>" + "so many words " * 80 + "</think><answer>41</answer>"  # 1.2 kB
-ROLLOUTS = [
-    Rollout(Prompt(0, [1], {"answer": "41"}), Completion.of(torch.tensor([1]), torch.zeros(1), False), TEXT)
-] * 1024
-NUM_ROUNDS = 7
+TEXT = "<think>" + "so many words " * 80 + "</think><answer>41</answer>"
 LOOPS = "def loops(completions, **columns):\n    while completions[0] == 'loop':\n        pass\n    return [1.0]\n"
 
 
-def main(numbers: list[int]) -> None:
-    functions = load_functions(RewardConfig(functions=FUNCTIONS))
-    columns = {"answer": ["41"], "num_tokens": [1], "truncated": [False]}
-    show("in this process", lambda: [f([TEXT], **columns) for _ in ROLLOUTS for f, _ in functions.values()])
-    for num_workers in numbers:
-        pool = RewardPool(RewardConfig(functions=FUNCTIONS, num_workers=num_workers), 1024)
-        show(f"{num_workers} workers", lambda pool=pool: score(pool, ROLLOUTS))
-        pool.close()
+def measure() -> dict[str, float]:
+    """Measure the checkout that comes first on the path."""
+    import torch
+
+    from grpo.config import RewardConfig
+    from grpo.types import Prompt, Rollout
+
+    try:
+        from grpo.rewards.pool import RewardPool
+        from grpo.types import Completion
+
+        completion = Completion.of(torch.tensor([1]), torch.zeros(1), False)
+    except ImportError:  # older checkouts
+        from grpo.rewards.workers.pool import RewardPool
+
+        from grpo.types import Completion
+
+        completion = Completion(torch.tensor([1]), torch.zeros(1), False)
+    seconds = {}
+
+    def timed(name: str, work):
+        start = time.perf_counter()
+        done = work()
+        seconds[name] = time.perf_counter() - start
+        return done
+
+    def score(pool: RewardPool, texts: list[str]) -> list[Rollout]:
+        pool.submit([Rollout(Prompt(0, [1], {"answer": "41"}), completion, text) for text in texts], 8)
+        return pool.collect()
+
+    pool = timed("start", lambda: RewardPool(RewardConfig(functions=FUNCTIONS, num_workers=2), 1024))
+    for name in ("10,000 calls, first", "10,000 calls"):
+        scored = timed(name, lambda: score(pool, [TEXT] * 5000))
+        assert all(rollout.reward == 1.2 for rollout in scored)
+    timed("close", pool.close)
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "loops.py").write_text(LOOPS)
         config = RewardConfig(functions={f"{folder}/loops.py:loops": 1.0}, num_workers=4, timeout_seconds=0.3)
         pool = RewardPool(config, 1024)
-        looping = [Rollout(r.prompt, r.completion, "loop" if i % 32 == 0 else "") for i, r in enumerate(ROLLOUTS)]
-        start = time.perf_counter()
-        failed = sum(bool(r.failures) for r in score(pool, looping))
-        seconds = time.perf_counter() - start
-        print(f"{failed} of 1024 loop, 0.3 s each on 4 workers (2.4 s at best): {seconds:.2f} s")
+        scored = timed("32 loops", lambda: score(pool, ["loop" if i % 32 == 0 else "" for i in range(1024)]))
+        assert sum(bool(rollout.failures) for rollout in scored) == 32
         pool.close()
-
-
-def score(pool: RewardPool, rollouts: list[Rollout]) -> list[Rollout]:
-    pool.submit(rollouts, 8)
-    return pool.collect()
-
-
-def show(name: str, work) -> None:
-    seconds = []
-    for _ in range(NUM_ROUNDS + 1):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    median, lowest, highest = statistics.median(seconds[1:]), min(seconds[1:]), max(seconds[1:])
-    rate = 2 * len(ROLLOUTS) / median
-    print(f"{name}: {median:.3f} s ({lowest:.3f} to {highest:.3f}), {rate:,.0f} calls per second")
+    return seconds
 
 
 if __name__ == "__main__":
-    main([int(number) for number in sys.argv[1:]] or [1, 2, 4])
+    in_turns(measure, __file__, __doc__, rounds=5)

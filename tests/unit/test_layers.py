@@ -90,7 +90,7 @@ def test_config_and_rewards_do_without_torch():
     """Bad input is refused before torch is loaded, and worker processes start fast."""
     for module in MODULES_OF_ROOMS:
         # the pool is the driver's end and knows rollouts, whose tokens are tensors
-        if room_of(module) in ("config", "rewards") and module != "grpo.rewards.workers.pool":
+        if room_of(module) in ("config", "rewards") and module != "grpo.rewards.pool":
             assert not uses(module, "torch") and not uses(module, "grpo.types"), module
 
 

@@ -44,13 +44,13 @@ def additions(tmp_path) -> pathlib.Path:
 
 def test_a_grpo_recipe_that_will_run(rows_of, tmp_path, additions):
     flags = ("--data.path", additions, "--data.columns", "tests", "tests", "--evaluation.path", additions)
-    flags += ("--reward.functions", "math_reward", 1, "code_reward", 1, "--reward.allow-weak-sandbox")
+    flags += ("--reward.functions", "math_reward", 1, "code_reward", 1, "--reward.allow-without-landlock")
     code, rows = rows_of(TOY, "--model.path", "toy:addition", *flags)
     assert code == 0 and {row.status for row in rows.values()} == {"ok"}
     assert rows["data"].found == f"{additions}:train: 64 rows, 64 usable"
     assert rows["dry reward call"].found.startswith("'This is no answer.' earns math_reward 0.0, code_reward 0.0 (")
     assert rows["ranks"].found.startswith("2 trainer + 1 reference + 1 generator; without torchrun")
-    assert rows["sandbox"].found.startswith("sandbox of programs: ")
+    assert rows["programs"].found.startswith("programs run with: no network")
     assert {"versions", "GPUs", "memory", "disk", "loss", "reward functions", "prompts", "held-out prompts"} <= set(
         rows
     )

@@ -1,6 +1,7 @@
 """The reward pool: whatever a verifier does, it costs that completion its reward, and nothing else."""
 
 import contextlib
+import datetime
 import json
 import os
 import pathlib
@@ -17,9 +18,9 @@ import pytest
 import torch
 
 from grpo.config import RewardConfig
-from grpo.rewards.workers import pool as reward_pool
-from grpo.rewards.workers import worker as reward_worker
-from grpo.rewards.workers.pool import RewardError, RewardPool, check_all_failed
+from grpo.rewards import pool as reward_pool
+from grpo.rewards import worker as reward_worker
+from grpo.rewards.pool import RewardError, RewardPool, check_all_failed
 from grpo.types import Completion, Prompt, Rollout
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -138,9 +139,16 @@ def lie():
     loop()
 
 def forge(outcome):
+    if outcome == "escapes":
+        outcome = json.dumps("\x1b[31m" + "x" * 10**5)
+    if outcome == "megabytes":
+        outcome = "[" + "[]," * 10**6 + "1.0]"
+    answer(outcome)
+
+def answer(outcome):
     """Answer the call that is running in place of the worker, which a completion that took it over could do."""
     frame = sys._getframe()
-    while "call" not in frame.f_locals:
+    while "head" not in frame.f_locals:
         frame = frame.f_back
     line = f'{{"call": {frame.f_locals["call"]}, "outcome": {outcome}, "retire": false}}\n'
     for fd in range(3, 100):
@@ -182,7 +190,17 @@ def new_session():
     loop()
 
 def late_alarm():
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        signal.setitimer(timer, 0.05)
+    return [1.0]
+
+def fork_on_and_on():
+    """A process that forks and exits, and so does its child: none lives for longer than a moment."""
+    if os.fork() == 0:
+        while True:
+            HERE.joinpath("moves").write_text(str(time.monotonic()))
+            if os.fork():
+                os._exit(0)
     return [1.0]
 
 def die_later():
@@ -199,7 +217,7 @@ MISDEEDS = {
     "nan": lambda: [math.nan], "two": lambda: [1.0, 2.0], "text": lambda: ["x"], "scalar": lambda: 0.5,
     "huge": lambda: [10**400], "complex": lambda: [1j], "nothing": lambda: None,
     "print": print_much, "stdin": read_stdin, "bool": lambda: (True,), "fork": fork_and_return, "twice": return_twice,
-    "late_alarm": late_alarm, "die_later": die_later,
+    "late_alarm": late_alarm, "die_later": die_later, "fork_on": fork_on_and_on, "enormous": lambda: [1e300],
     "close_all": close_all, "close_all_and_loop": close_all_and_loop, "babble": babble, "lie": lie,
     "fork_and_kill": fork_and_kill, "detach": detach_and_loop, "session": new_session,
 }
@@ -327,65 +345,82 @@ def workers(pool: RewardPool) -> list[int]:
 # Misdeeds
 
 TOO_LONG = "took longer than 1.5 s"
+IN_THE_LINE = "the process wrote into its connection to its parent"
 # For one completion, as JSON; _ stands for a blank.
 FORGED = ["[NaN]", "[Infinity]", "[-Infinity]", "[1e999]", "[true]", "[1]", '["1.0"]', "[[1.0]]", "[]", "[1.0,_2.0]"]
-FORGED += ["1.0", "null", "{}", f"[{'9' * 5000}]", '[1.0]}_{"call":_0']
+FORGED += ["1.0", "null", "{}", f"[{'9' * 5000}]", '[1.0]}_{"call":_0', "[1e300]", "megabytes"]
+NO_NUMBER = r"returned %s, not None or a finite number of at most 1e\+09"
+# What the text says that a function does -> the failure of its completion.
+MISDEEDS = {
+    "overdue": dict.fromkeys(("loop", "stubborn", "sleep", "hoarding", "stop", "detach"), TOO_LONG),
+    "dead": {
+        "kill": "the process was killed by signal 9",
+        "segfault": "the process was killed by signal 11",
+        "abort": "the process was killed by signal 6",
+        "fork_and_kill": "the process was killed by signal 9",
+        "exit0": "the process exited with code 0",
+        "exit3": "the process exited with code 3",
+        "session": "the process exited with code 0",
+        "close_all": "the process exited with code 1",
+        "close_all_and_loop": "the process closed its connection to its parent",
+    },
+    "forged": dict.fromkeys(("babble", "lie", *(f"forge:{outcome}" for outcome in FORGED)), IN_THE_LINE),
+    "failed": {
+        "allocate": "MemoryError",
+        "one_big": "MemoryError",
+        "raises": rf"ValueError: line one line two \\ud800 \(/.*/mine.py:{RAISING_LINE}\)",
+        "unspeakable": r"Unspeakable \(/.*/mine.py:\d+\)",
+        "wordy": r"ValueError: x{250} \[\.\. 999500 characters \.\.\] x{250} \(/.*/mine.py:\d+\)",
+        "library": r"JSONDecodeError: Expecting property name .* \(/.*/mine.py:\d+\)",
+        "interrupt": r"KeyboardInterrupt \(/.*/mine.py:\d+\)",
+        "leave": r"SystemExit: 5 \(/.*/mine.py:\d+\)",
+        "recursion": r"RecursionError: maximum recursion depth exceeded.* \(/.*/mine.py:\d+\)",
+        "nan": NO_NUMBER % r"nan \(float\)",
+        "enormous": NO_NUMBER % r"1e\+300 \(float\)",
+        "text": NO_NUMBER % r"'x' \(str\)",
+        "complex": NO_NUMBER % r"1j \(complex\)",
+        "huge": NO_NUMBER % r"10+ \(int\)",
+        "two": "returned 2 values for 1 completions",
+        "scalar": r"returned 0.5 \(float\), not a list with 1 values",
+        "nothing": r"returned None \(NoneType\), not a list with 1 values",
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("misdeed", "failure"),
-    [
-        ("loop", TOO_LONG),
-        ("stubborn", TOO_LONG),
-        ("sleep", TOO_LONG),
-        ("hoarding", TOO_LONG),
-        ("stop", TOO_LONG),
-        ("detach", TOO_LONG),
-        ("allocate", "MemoryError"),
-        ("one_big", "MemoryError"),
-        ("kill", "the process was killed by signal 9"),
-        ("segfault", "the process was killed by signal 11"),
-        ("abort", "the process was killed by signal 6"),
-        ("fork_and_kill", "the process was killed by signal 9"),
-        ("exit0", "the process exited with code 0"),
-        ("exit3", "the process exited with code 3"),
-        ("session", "the process exited with code 0"),
-        ("close_all", "the process exited with code 1"),
-        ("close_all_and_loop", "the process closed its connection to the supervisor"),
-        ("babble", "the process wrote into its connection to the supervisor"),
-        ("lie", "the process wrote into its connection to the supervisor"),
-        *((f"forge:{outcome}", "the process wrote into its connection to the supervisor") for outcome in FORGED),
-        ("raises", rf"ValueError: line one line two \\ud800 \(/.*/mine.py:{RAISING_LINE}\)"),
-        ("unspeakable", r"Unspeakable \(/.*/mine.py:\d+\)"),
-        ("wordy", r"ValueError: x{250} \[\.\. 999500 characters \.\.\] x{250} \(/.*/mine.py:\d+\)"),
-        ("library", r"JSONDecodeError: Expecting property name .* \(/.*/mine.py:\d+\)"),
-        ("interrupt", r"KeyboardInterrupt \(/.*/mine.py:\d+\)"),
-        ("leave", r"SystemExit: 5 \(/.*/mine.py:\d+\)"),
-        ("recursion", r"RecursionError: maximum recursion depth exceeded.* \(/.*/mine.py:\d+\)"),
-        ("nan", r"returned nan \(float\), not a finite number or None"),
-        ("two", "returned 2 values for 1 completions"),
-        ("text", r"returned 'x' \(str\), not a finite number or None"),
-        ("complex", r"returned 1j \(complex\), not a finite number or None"),
-        ("huge", r"returned 10+ \(int\), not a finite number or None"),
-        ("scalar", r"returned 0.5 \(float\), not a list with 1 values"),
-        ("nothing", r"returned None \(NoneType\), not a list with 1 values"),
-    ],
-)
-def test_a_misdeed_costs_that_completion_its_reward(misdeed, failure, open_pool, tmp_path):
-    pool = open_pool({"act": 1.0, "length": 0.5}, timeout_seconds=SHORT if failure == TOO_LONG else 20.0)
+@pytest.mark.parametrize("kind", MISDEEDS)
+def test_a_misdeed_costs_that_completion_its_reward(kind, open_pool, tmp_path):
+    pool = open_pool({"act": 1.0, "length": 0.5}, timeout_seconds=SHORT if kind == "overdue" else 20.0)
     act, length = mine(tmp_path, "act"), mine(tmp_path, "length")
-    texts = [f"good {'x' * i}" for i in range(40)]
-    texts[17] = f"{misdeed} and so on"
-    for _ in range(2):
-        scored = score(pool, [rollout(text) for text in texts], group_size=4)
-        assert [r.text for r in scored] == texts
-        bad = scored.pop(17)
-        assert [r.reward for r in scored] == [1.5 * len(r.text) for r in scored]
-        assert all(r.failures == {} for r in scored)
+    texts = [text for misdeed in MISDEEDS[kind] for text in (f"{misdeed} and so on", "good", "good too")]
+    scored = score(pool, [rollout(text) for text in texts], group_size=1)
+    assert [r.text for r in scored] == texts
+    for good in [r for r in scored if r.text.startswith("good")]:
+        assert good.failures == {} and good.reward == 1.5 * len(good.text)
+    for bad, failure in zip(scored[::3], MISDEEDS[kind].values(), strict=True):
+        assert bad.reward is None and bad.rewards == {act: None, length: float(len(bad.text))}
         assert list(bad.failures) == [act]
-        assert re.fullmatch(failure, bad.failures[act]), bad.failures[act]
-        assert bad.reward is None
-        assert bad.rewards == {act: None, length: float(len(bad.text))}
+        assert re.fullmatch(failure, bad.failures[act]) and len(bad.failures[act]) < 3000, bad.failures[act]
+
+
+def test_a_failure_that_a_worker_tells_is_short_and_does_nothing_to_a_terminal(open_pool, tmp_path):
+    (scored,) = score(open_pool({"act": 1.0}), [rollout("forge:escapes")], group_size=1)
+    failure = scored.failures[mine(tmp_path, "act")]
+    assert scored.reward is None and failure.startswith("\\x1b[31mxxx") and len(failure) < 3000
+
+
+def test_what_forks_on_and_on_ends_with_its_batch(open_pool, tmp_path):
+    pool = open_pool({"act": 1.0}, num_workers=1)
+    moves = tmp_path / "moves"
+    assert score(pool, [rollout("fork_on")], group_size=1)[0].reward == 1.0
+    wait_until(moves.exists, "the processes to begin")
+    assert score(pool, [rollout("good")], group_size=1)[0].reward == 4.0
+    wait_until(lambda: stands_still(moves), "the processes to be gone", seconds=5)
+
+
+def stands_still(file: pathlib.Path) -> bool:
+    before = file.read_text()
+    time.sleep(0.3)
+    return file.read_text() == before
 
 
 @pytest.mark.parametrize(
@@ -401,15 +436,6 @@ def test_what_is_odd_but_no_failure(deed, value, open_pool, capfd):
         time.sleep(0.1)  # for the late alarm
     assert before[0] in workers(pool)
     assert capfd.readouterr() == ("", "")
-
-
-def test_many_misdeeds_at_once(open_pool, tmp_path):
-    pool = open_pool({"act": 1.0}, timeout_seconds=SHORT, num_workers=4)
-    bad = {3: "kill", 4: "loop", 11: "exit3", 12: "raises", 13: "sleep", 29: "allocate", 30: "kill", 31: "stop"}
-    texts = [bad.get(i, f"good {i}") for i in range(32)]
-    scored = score(pool, [rollout(text) for text in texts], group_size=8)
-    assert [i for i, r in enumerate(scored) if r.failures] == list(bad)
-    assert [r.reward for r in scored] == [None if i in bad else len(text) for i, text in enumerate(texts)]
 
 
 def test_a_looping_call_ends_about_when_it_should(open_pool):
@@ -512,6 +538,13 @@ def test_only_none_is_no_reward_and_no_failure(open_pool, tmp_path):
     (scored,) = score(pool, [rollout("ab")], group_size=1)
     assert scored.rewards == {mine(tmp_path, "nothing"): None}
     assert scored.reward is None and scored.failures == {}
+
+
+def test_a_column_that_json_does_not_have_is_refused(open_pool):
+    pool = open_pool({"length": 1.0})
+    with pytest.raises(ValueError, match="date is not JSON serializable; convert it in a function of --data.row"):
+        pool.submit([rollout("a", when=datetime.date(2000, 1, 1))], group_size=1)
+    assert score(pool, [rollout("a", nested={"list": [1, None, "ß\n\u2028", 0.1]})], group_size=1)[0].reward == 1.0
 
 
 def test_no_rollouts_are_no_calls(open_pool):
@@ -695,7 +728,7 @@ DRIVER = """
 import os, sys, time
 import torch
 from grpo.config import RewardConfig
-from grpo.rewards.workers.pool import RewardPool
+from grpo.rewards.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
 
 pool = RewardPool(RewardConfig(functions={sys.argv[1]: 1.0}, num_workers=2, timeout_seconds=1000), 100)
@@ -709,9 +742,14 @@ pool.collect()
 """
 
 
-@pytest.mark.parametrize("socket", ["alone", "copied"])
-@pytest.mark.parametrize("send", [os.kill, os.killpg])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("how", "send", "socket"),
+    [
+        (signal.SIGKILL, os.kill, "copied"),
+        (signal.SIGKILL, os.killpg, "alone"),
+        (signal.SIGTERM, os.kill, "alone"),
+    ],
+)
 def test_nothing_outlives_the_driver(how, send, socket, tmp_path):
     (tmp_path / "mine.py").write_text(REWARD_FILE)
     command = [sys.executable, "-c", DRIVER, mine(tmp_path, "act"), socket]
@@ -737,7 +775,7 @@ def test_nothing_outlives_the_driver(how, send, socket, tmp_path):
 
 
 def test_the_processes_start_without_torch():
-    program = "import sys, grpo.rewards.workers.supervisor\n"
+    program = "import sys, grpo.rewards.supervisor\n"
     program += "print([m for m in ('torch', 'numpy', 'grpo.types') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
@@ -750,7 +788,7 @@ def test_a_call_gets_its_own_columns():
         answer.clear()
         return [float(len(completions.pop()))]
 
-    payload = pickle.dumps((["ab"], {"answer": ["5"]}))
+    payload = json.dumps([["ab"], {"answer": ["5"]}]).encode()
     assert [reward_worker.make_call(greedy, payload) for _ in range(2)] == [([2.0], False)] * 2
 
 

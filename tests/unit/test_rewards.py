@@ -11,6 +11,7 @@ import time
 import pytest
 
 from grpo.config import RewardConfig
+from grpo.rewards import code_tests as programs
 from grpo.rewards.builtin import (
     BUILT_INS,
     code_reward,
@@ -25,7 +26,6 @@ from grpo.rewards.builtin import (
     thinking_reward,
 )
 from grpo.rewards.loading import answer_format_of, call_arguments, is_group_level, load_functions
-from grpo.workers.sandbox import programs
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 

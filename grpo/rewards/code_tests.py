@@ -1,38 +1,12 @@
-"""Reading programs: which one a completion holds, which tests a row of the data set, and whether it passes them."""
+"""What code_reward needs: the program that a completion holds, the tests of its row, and whether it passes them."""
 
 import contextlib
 import json
-import os
 import secrets
 import time
 from typing import Any
 
-from grpo.config import RewardConfig
-from grpo.text import one_line
-from grpo.workers.lockdown import offered
-from grpo.workers.sandbox.run import SandboxError, isolation, run_python
-
-
-def check_sandbox(config: RewardConfig) -> str | None:
-    """One line, for the start of a run, on what the programs of completions run under; None without code_reward.
-
-    Raises ValueError if no program can be run in a sandbox here, or only in one that is below "no network, no files of
-    this machine" and `reward.allow_weak_sandbox` is not set.
-    """
-    if "code_reward" not in config.functions:
-        return None
-    try:
-        found = isolation()
-    except SandboxError as error:
-        raise ValueError(one_line(str(error))) from error
-    if found.weakness and not config.allow_weak_sandbox:
-        raise ValueError(
-            f"code_reward is refused because {found.weakness}: Linux {os.uname().release} has or allows Landlock "
-            f"version {offered().landlock} (1, of Linux 5.13, would do) and no mount namespaces; use another kernel or "
-            "a container whose filter allows Landlock, or, if this machine holds nothing that must stay private, set "
-            "--reward.allow-weak-sandbox"
-        )
-    return str(found)
+from grpo.workers.programs import Limits, run_python
 
 
 def last_program(text: str) -> str | None:
@@ -100,14 +74,14 @@ def passes(code: str, tests: str | list[tuple[str, str]], timeout_seconds: float
     if isinstance(tests, str):
         marker = secrets.token_hex(16)
         job = json.dumps({"program": code, "tests": tests, "marker": marker})
-        outcome = run_python(_HARNESS, job, timeout_seconds=timeout_seconds, memory_gib=memory_gib)
+        outcome = run_python(_HARNESS, job, Limits(timeout_seconds, memory_gib))
         return outcome.status == "ok" and marker in outcome.stdout
     deadline = time.monotonic() + timeout_seconds
     for given, expected in tests:
         seconds_left = deadline - time.monotonic()
         if seconds_left <= 0:
             return False
-        outcome = run_python(code, given, timeout_seconds=seconds_left, memory_gib=memory_gib)
+        outcome = run_python(code, given, Limits(seconds_left, memory_gib))
         if outcome.status != "ok" or _lines(outcome.stdout) != _lines(expected):
             return False
     return True

@@ -1,18 +1,19 @@
-"""What a program tries against the sandbox: a table, and the machine it is tried on.
+"""What is tried against the lockdown: a table of attacks, and the machine they are tried on.
 
-    python -m tests.unit.sandbox_attacks              prints the table of tests/README.md; as root, all modes
-    python -m tests.unit.sandbox_attacks MODE         prints what each attack did in one mode, as JSON
+    python -m tests.unit.lockdown_attacks MODE    prints what each attack did in one mode, as JSON
 
 An attack is the body of a function that returns a true value if it worked, and otherwise raises or returns a false
-one. `T` holds what there is to attack (targets): files, sockets and a process of the user who calls. Each attack is
-also made without the sandbox, by a plain interpreter of the same user: if it did not work there, it would show nothing.
+one. `T` holds what there is to attack (targets): files, sockets and a process of the user who calls. Each is made by a
+program, by a confined reward process, and without the lockdown, by a plain interpreter of the same user: if it did not
+work there, it would show nothing.
 
 Left out: attacks that take the machine down where they work (reboot, loading a kernel module), and those that need time
-or memory, which test_sandbox.py has.
+or memory, which test_programs.py has.
 """
 
 import _ctypes
 import contextlib
+import ctypes
 import json
 import os
 import pathlib
@@ -25,25 +26,17 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from grpo.workers import lockdown
-from grpo.workers.sandbox import fresh_root
-from grpo.workers.sandbox import run as sandbox
+from grpo.config import RewardConfig
+from grpo.rewards.worker import confine
+from grpo.workers import kernel, processes
+from grpo.workers.programs import Limits, run_python
 
 ROOT = pathlib.Path(__file__).parents[2]
-USER = 4242
+USER = 54399
 
+MODES = ("root", "container", "user")
 # What a container's root has by default.
 CONTAINER_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)
-# What a container's filter of system calls denies by default, as far as the sandbox could use it.
-CONTAINER_CALLS = (lockdown.NAMESPACES, lockdown.KERNEL)
-
-MODES = {
-    "root": "root",
-    "root-alone": "root, no namespaces",
-    "container": "root of a container",
-    "user": "user, user namespaces",
-    "user-alone": "user, no namespaces",
-}
 
 
 class Attack(NamedTuple):
@@ -62,7 +55,7 @@ ATTACKS = [
     Attack("read /etc/passwd", "return open('/etc/passwd').read()"),
     Attack("read a file that only its owner may read", "return open(T['closed']).read()"),
     Attack("list a folder", "return os.listdir(T['folder'])"),
-    Attack("list the temporary folder", "return len(os.listdir('/tmp')) > 1 or T['folder'] in os.listdir('/tmp')"),
+    Attack("list the temporary folder", "return os.listdir('/tmp')"),
     Attack("read through a symbolic link", "os.symlink(T['data'], 'link'); return open('link').read()"),
     Attack("read through a hard link", "os.link(T['data'], 'hard'); return open('hard').read()", "nobody"),
     Attack("climb out of its folder", "return open('../' * 40 + T['data']).read()"),
@@ -98,16 +91,15 @@ ATTACKS = [
     Attack("remove a file", "os.remove(T['folder'] + '/removable'); return True"),
     Attack("rename a file", "os.rename(T['folder'] + '/renamable', T['folder'] + '/renamed'); return True"),
     Attack("make a folder elsewhere", "os.mkdir(T['folder'] + '/folder'); return True"),
-    Attack(
-        "write to the temporary folder",
-        "return open('/tmp/left-behind-' + T['id'], 'w').write('x') and T['shares_tmp']",
-    ),
+    Attack("write to the temporary folder", "return open('/tmp/left-behind-' + T['id'], 'w').write('x')"),
     Attack(
         "write to the interpreter", "return open(os.path.join(os.path.dirname(os.__file__), 'left.py'), 'w')", "nobody"
     ),
     Attack("change a file's mode", "os.chmod(T['data'], 0o644); return True"),
     Attack("change the interpreter's mode", "os.chmod(sys.executable, 0o755); return True", "root"),
     Attack("change a file's mode by a descriptor", "os.fchmod(os.open(os.__file__, 0), 0o644); return True", "root"),
+    Attack("lock a file of the interpreter", "fcntl.flock(os.open(os.__file__, 0), fcntl.LOCK_EX); return True"),
+    Attack("hold up who opens a file", "fcntl.fcntl(os.open(T['data'], 0), 1024, fcntl.F_RDLCK); return True"),
     Attack("change a file's times", "os.utime(T['data']); return True"),
     Attack("give a file away", "os.chown(T['data'], -1, os.getgid()); return True"),
     Attack("write to a kernel setting", "return os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY)", "root"),
@@ -140,14 +132,28 @@ ATTACKS = [
     Attack("make a message queue (System V)", "return call('msgget', 0, 0o1600) >= 0"),
     Attack("make semaphores (System V)", "return call('semget', 0, 1, 0o1600) >= 0"),
     Attack("make a message queue (POSIX)", "return call('mq_open', ('q' + T['id']).encode(), 0o102, 0o600, None) >= 0"),
+    Attack("remove shared memory by its number", "return call('shmctl', T['numbered']['shm'], 0, None) == 0"),
+    Attack("remove a message queue by its number", "return call('msgctl', T['numbered']['msg'], 0, None) == 0"),
+    Attack("remove semaphores by their number", "return call('semctl', T['numbered']['sem'], 0, 0, None) == 0"),
+    Attack(
+        "send to a message queue by its number",
+        "return call('msgsnd', T['numbered']['queue'], buffer(struct.pack('l', 1) + bytes(8)), 8, 0o4000) == 0",
+    ),
+    Attack(
+        "keep memory in Landlock's rules",
+        "return call('landlock_create_ruleset', buffer(bytes([1]) + bytes(7)), 8, 0) > 0",
+    ),
     Attack("write to /dev/shm", "return open('/dev/shm/' + T['id'], 'w')"),
     Attack("mount a file system in memory", "return libc.mount(b't', b'/', b'tmpfs', 0, None) == 0", "nobody"),
     Attack("reserve asynchronous requests", "return call('io_setup', 4, buffer(bytes(8))) == 0"),
     # ---- other processes
     Attack("signal the caller", "os.kill(T['caller'], 0); return True"),
     Attack("signal a process of the same user", "os.kill(T['victim'], 0); return True"),
-    Attack("kill its init", "p = os.getppid(); os.kill(p, 9); time.sleep(0.2); return os.getppid() != p", "nobody"),
-    Attack("stop its init", "os.kill(os.getppid(), signal.SIGSTOP); return os.getppid() != 1", "nobody"),
+    Attack("kill its parent", "os.kill(os.getppid(), 9); return True", "nobody"),
+    Attack("stop its parent", "os.kill(os.getppid(), signal.SIGSTOP); return True", "nobody"),
+    Attack("signal its group", "os.killpg(os.getpgid(os.getppid()), 0); return True"),
+    Attack("start a process", "return os.fork() or os._exit(0)"),
+    Attack("start a program", "return os.posix_spawn('/bin/true', ['true'], {}) > 0"),
     Attack(
         "queue a signal",
         "return call('rt_sigqueueinfo', T['victim'], 0, buffer(struct.pack('iii', 0, 0, -1) + bytes(116))) == 0",
@@ -240,7 +246,7 @@ PROGRAMS = [
         "        if os.fork() == 0: time.sleep(60)\n"
         "        n += 1\n"
         "finally: os.write(1, str(n).encode())",
-        "status == 'failed' and int(stdout) <= 7",
+        "status == 'failed' and stdout == '0'",
     ),
     Program(
         "start threads without end",
@@ -265,7 +271,15 @@ PROGRAMS = [
     Program("use all memory", "b = []\nwhile True: b.append(bytes(1 << 20))", "status == 'failed'"),
     Program("use all memory by mappings", "b = []\nwhile True: b.append(mmap.mmap(-1, 1 << 24))", "status == 'failed'"),
     Program(
-        "write a file without end", "f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))", "status == 'failed'"
+        "write a file without end",
+        "f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))",
+        "status in ('failed', 'killed')",
+    ),
+    Program(
+        "hold files without a name",
+        "while True:\n f = os.open('f', os.O_RDWR | os.O_CREAT); os.unlink('f'); os.write(f, bytes(1 << 20)); "
+        "time.sleep(0.02)",
+        "status in ('killed', 'failed')",  # a container's root may not look; then 64 open files are the bound
     ),
     Program("print without end", "while True: os.write(1, bytes(1 << 16))", "status == 'output'"),
     Program(
@@ -304,8 +318,8 @@ def try_programs() -> dict[str, str]:
     for program in PROGRAMS:
         with targets() as there:
             there["mark"] = f"left-{there['id']}"
-            limits = {"timeout_seconds": program.seconds, "memory_gib": 0.25, "processes": 8, "file_bytes": 8 << 20}
-            outcome = sandbox.run_python(_START + program.code, json.dumps(there), **limits)
+            limits = Limits(program.seconds, memory_gib=0.25, threads=8, file_bytes=8 << 20)
+            outcome = run_python(_START + program.code, json.dumps(there), limits)
             names = {"status": outcome.status, "stdout": outcome.stdout[:1000]}
             left = any(there["mark"] in arguments for arguments in running())
             alive = f"/bin/sleep 600.{os.getpid()}" in running()
@@ -347,6 +361,13 @@ os._exit(0)
 """
 
 
+def remove_numbered(numbered: dict[str, int]) -> None:
+    """Remove what no attack has removed."""
+    for name, number in numbered.items():
+        with contextlib.suppress(OSError):
+            kernel.libc({"shm": "shmctl", "sem": "semctl"}.get(name, "msgctl"), number, 0, 0)
+
+
 @contextlib.contextmanager
 def targets() -> Iterator[dict[str, Any]]:
     """What there is to attack: files, sockets, shared memory and a process of the calling user, open to everybody."""
@@ -376,8 +397,11 @@ def targets() -> Iterator[dict[str, Any]]:
             if address[0] != "\0":
                 os.chmod(address, 0o777)
         key = 0x5AFE0000 + os.getpid() % 0xFFFF
-        shared = lockdown.libc("shmget", key, 4096, 0o1666)
-        stack.callback(lockdown.libc, "shmctl", shared, 0, None)
+        shared = kernel.libc("shmget", key, 4096, 0o1666)
+        stack.callback(kernel.libc, "shmctl", shared, 0, None)
+        numbered = {"shm": kernel.libc("shmget", 0, 4096, 0o1666), "sem": kernel.libc("semget", 0, 1, 0o1666)}
+        numbered |= {name: kernel.libc("msgget", 0, 0o1666) for name in ("msg", "queue")}
+        stack.callback(remove_numbered, numbered)
         victim = stack.enter_context(subprocess.Popen(["/bin/sleep", f"600.{os.getpid()}"], stdin=subprocess.DEVNULL))
         stack.callback(victim.kill)
         maps = pathlib.Path(f"/proc/{victim.pid}/maps").read_text()
@@ -396,94 +420,104 @@ def targets() -> Iterator[dict[str, Any]]:
             "id": name,
             "port": tcp.getsockname()[1],
             "shared": key,
+            "numbered": numbered,
             "victim": victim.pid,
             "address": int(maps.split("-")[0], 16),
             "caller": os.getpid(),
             "numbers": {
-                name: lockdown.call_number(name)
+                name: kernel.call_number(name)
                 for name in re.findall(r"call\([\"'](\w+)", _PROGRAM + " ".join(a.code for a in ATTACKS))
             },
         }
 
 
+def open_the_way() -> None:
+    """Take this process into a mount namespace in which everybody reaches the interpreter and the project.
+
+    They may lie in root's home. Needs root.
+    """
+    kernel.libc("unshare", 0x00020000)
+    kernel.libc("mount", b"none", b"/", None, ctypes.c_ulong(1 << 18 | 1 << 14), None)  # private, with all below
+    places = {str(ROOT): [], sys.base_prefix: [], sys.prefix: []}
+    for place in places:
+        places[place] = [str(p) for p in pathlib.Path(place).parents if not p.stat().st_mode & 0o001]
+    descriptors = {place: os.open(place, os.O_PATH) for place, closed in places.items() if closed}
+    for folder in {closed[-1] for closed in places.values() if closed}:
+        kernel.libc("mount", b"none", folder.encode(), b"tmpfs", ctypes.c_ulong(0), b"mode=755")
+    for place, descriptor in descriptors.items():
+        os.makedirs(place)
+        source = f"/proc/self/fd/{descriptor}".encode()
+        kernel.libc("mount", source, place.encode(), None, ctypes.c_ulong(1 << 12 | 1 << 14), None)  # bind, all below
+    os.chdir(ROOT)
+
+
 def enter(mode: str) -> None:
-    """Make this process one of that mode: fewer capabilities, another user, no namespaces to be had."""
-    if mode.startswith("user") and os.geteuid() == 0:
-        # The interpreter may be in root's home: a root folder in which everybody can reach it.
-        lockdown.libc("unshare", 0x00020000)
-        places = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev/pts", str(ROOT), sys.prefix, sys.base_prefix]
-        fresh_root.enter_fresh_root(places, 1 << 28)
-        os.mkdir("/dev/shm")
-        os.chmod("/dev/shm", 0o1777)
-        os.chdir(ROOT)
+    """Make this process one of that mode: root, root with a container's capabilities, or another user."""
+    if mode == "container":
+        kernel.drop_capabilities(CONTAINER_CAPABILITIES)
+    elif mode == "user" and os.geteuid() == 0:
+        open_the_way()
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
-        lockdown.prctl(lockdown.PR_SET_DUMPABLE, 1)
-    if mode == "container":
-        lockdown.drop_capabilities(CONTAINER_CAPABILITIES)
-        lockdown.deny_calls(*CONTAINER_CALLS)
-    elif mode.endswith("alone"):
-        lockdown.deny_calls(lockdown.NAMESPACES)
+        kernel.prctl(4, 1)  # a change of user took it: /proc/self is this user's
+
+
+def in_a_worker(job: dict[str, Any]) -> str:
+    """What the attacks print in a confined reward process."""
+    parent, (read, write) = os.getpid(), os.pipe()
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(job).encode())
+        file.flush()
+        given = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
+        pid = os.fork()
+        if pid == 0:
+            processes.limit(4.0, parent)
+            os.dup2(given, 0)
+            os.dup2(write, 1)
+            confine(RewardConfig(environment=()), parent)
+            exec(_PROGRAM, {"__name__": "__main__"})
+        os.close(write)
+        with open(read) as results:
+            printed = results.read()
+        os.waitpid(pid, 0)
+    return printed
+
+
+def without_lockdown(job: dict[str, Any]) -> str:
+    """What the attacks print in a plain interpreter."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        command = [sys.executable, "-c", _PROGRAM]
+        result = subprocess.run(command, input=json.dumps(job), cwd=folder, capture_output=True, text=True)
+    for left in (f"/tmp/left-behind-{job['id']}", f"/dev/shm/{job['id']}"):
+        pathlib.Path(left).unlink(missing_ok=True)
+    return result.stdout
+
+
+def in_a_program(job: dict[str, Any]) -> str:
+    """What the attacks print as a program."""
+    return run_python(_PROGRAM, json.dumps(job), Limits(60.0, memory_gib=2.0)).stdout
 
 
 def try_all(mode: str) -> dict[str, dict[str, str]]:
-    """Attack -> what it did in the sandbox and without, each "worked", "nothing" or the name of an exception."""
+    """Where -> attack -> what it did, "worked", "nothing" or the name of an exception; `programs`: try_programs."""
     enter(mode)
-    found = sandbox.isolation()
-    with targets() as there:
-        with_sandbox = there | {"attacks": [(a.name, a.code) for a in ATTACKS], "shares_tmp": not found.process_tree}
-        outcome = sandbox.run_python(_PROGRAM, json.dumps(with_sandbox), timeout_seconds=60, memory_gib=2)
-        if not outcome.stdout:
-            raise RuntimeError(f"the attacks did not run: {outcome}")
-        inside = json.loads(outcome.stdout)
-    with targets() as there, tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        alone = [(a.name, a.code) for a in ATTACKS if a.alone != "nobody"]
-        without = there | {"attacks": alone, "shares_tmp": True}
-        result = subprocess.run(
-            [sys.executable, "-c", _PROGRAM], input=json.dumps(without), cwd=folder, capture_output=True, text=True
-        )
-        outside = json.loads(result.stdout)
-        for left in (f"/tmp/left-behind-{there['id']}", f"/dev/shm/{there['id']}"):
-            pathlib.Path(left).unlink(missing_ok=True)
-    return {
-        "isolation": str(found),
-        "measures": str(found.measures),
-        "programs": try_programs(),
-        "attacks": {a.name: {"inside": inside[a.name], "outside": outside.get(a.name, "not tried")} for a in ATTACKS},
-    }
+    found = {"programs": try_programs()}
+    for where, run in {"program": in_a_program, "worker": in_a_worker, "outside": without_lockdown}.items():
+        with targets() as there:
+            tried = [(a.name, a.code) for a in ATTACKS if where != "outside" or a.alone != "nobody"]
+            found[where] = json.loads(run(there | {"attacks": tried}))
+    return found
 
 
 def run_mode(mode: str) -> dict[str, Any]:
     """What `try_all` returns, from a fresh process."""
-    command = [sys.executable, "-m", "tests.unit.sandbox_attacks", mode]
+    command = [sys.executable, "-m", "tests.unit.lockdown_attacks", mode]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     if result.returncode:
         raise RuntimeError(f"mode {mode}: {result.stderr[-2000:]}")
     return json.loads(result.stdout)
 
 
-def works_alone(attack: Attack) -> str:
-    """The table's second column."""
-    return {"anyone": "works", "root": "works for root", "nobody": "not tried"}[attack.alone]
-
-
-def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """The table's rows: attack, without a sandbox, then for each mode of `results` whether it was denied."""
-    inside = [[r["attacks"][a.name]["inside"] for r in results.values()] for a in ATTACKS]
-    cells = [["WORKED" if result == "worked" else "denied" for result in found] for found in inside]
-    found = [[attack.name, works_alone(attack), *row] for attack, row in zip(ATTACKS, cells, strict=True)]
-    return found + [[p.name, "not tried", *(r["programs"][p.name] for r in results.values())] for p in PROGRAMS]
-
-
-def main() -> None:
-    if len(sys.argv) > 1:
-        print(json.dumps(try_all(sys.argv[1])))
-        return
-    titles = ["Attack", "without a sandbox", *MODES.values()]
-    for row in [titles, ["---"] * len(titles), *rows({mode: run_mode(mode) for mode in MODES})]:
-        print("|", " | ".join(row), "|")
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(try_all(sys.argv[1])))

@@ -9,8 +9,8 @@ Left out: threads. The supervisor process watches the deadlines, so between `sub
 
 import contextlib
 import dataclasses
+import json
 import os
-import pathlib
 import pickle
 import socket
 import subprocess
@@ -19,11 +19,11 @@ import time
 from typing import Any
 
 from grpo.config import RewardConfig
-from grpo.rewards.workers import confinement
-from grpo.rewards.workers.supervisor import MAX_FAILED_STARTS
-from grpo.rewards.workers.values import SHOWN_CHARACTERS
+from grpo.rewards.supervisor import MAX_FAILED_STARTS, split
+from grpo.rewards.worker import SHOWN_CHARACTERS
 from grpo.text import shorten
 from grpo.types import Rollout
+from grpo.workers import lockdown, processes
 
 # For one process to import the user's reward files.
 LOAD_SECONDS = 60.0
@@ -37,7 +37,7 @@ class RewardError(RuntimeError):
 
 class RewardPool:
     """`config.num_workers` processes that call the reward functions, each call with a deadline; as many again if some
-    of the functions run confined and some do not (confinement.py).
+    of the functions run confined and some do not (supervisor.split).
 
     Start it on the main thread: the processes end with the thread that started them, however it ends. What a function
     prints is lost, its stdout and stderr are /dev/null.
@@ -53,22 +53,12 @@ class RewardPool:
         # From `submit` to `collect`: the rollouts, and of each call the function's name and which of them it is for.
         self._submitted: tuple[list[Rollout], list[tuple[str, range]]] | None = None
         start = time.monotonic()
-        environment = confinement.environment(config.environment)
-        self._socket, theirs = socket.socketpair()
+        self.supervisor, self._socket = processes.start_parent("grpo.rewards.supervisor", config.environment)
         self._reader = self._socket.makefile("rb")
-        with theirs:
-            self.supervisor = subprocess.Popen(
-                [sys.executable, "-m", "grpo.rewards.workers.supervisor", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                process_group=0,  # killed with the driver's group, it could not end what the workers started
-                cwd=pathlib.Path(__file__).parents[3],  # only to be found: it goes to `cwd` and takes over `path`
-            )
-        self._send((config, max_completion_tokens, LOAD_SECONDS, os.getcwd(), sys.path))
-        self._group_level, lacking = self._receive(LOAD_SECONDS + SLACK_SECONDS)
-        if lacking:
-            print(f"warning: this kernel does not confine the processes of built-in rewards: {lacking}", flush=True)
+        self._send(pickle.dumps((config, max_completion_tokens, LOAD_SECONDS, os.getcwd(), sys.path)))
+        self._group_level = self._receive(LOAD_SECONDS + SLACK_SECONDS)["group_level"]
+        if True in split(config) and (missing := lockdown.missing_measures()):
+            print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined", flush=True)
         self._start_seconds = time.monotonic() - start
 
     def submit(self, rollouts: list[Rollout], group_size: int, step: int = 0) -> None:
@@ -77,8 +67,8 @@ class RewardPool:
         Each function is called with one completion, or with those of a group if it is group-level, and with the data
         set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step` as lists of one length.
 
-        Raises ValueError if the rollouts do not split into groups, RuntimeError if the last ones were not collected or
-        the processes are gone.
+        Raises ValueError if the rollouts do not split into groups or a column holds what JSON does not have,
+        RuntimeError if the last ones were not collected or the processes are gone.
         """
         if self._submitted is not None:
             raise RuntimeError(
@@ -86,7 +76,7 @@ class RewardPool:
             )
         if len(rollouts) % group_size:
             raise ValueError(f"{len(rollouts)} rollouts do not split into groups of {group_size}")
-        calls, messages = [], []
+        calls, heads, payloads = [], [], []
         for size, group_level in ((group_size, True), (1, False)):  # long calls first, short ones fill the gaps
             names = [name for name in self.config.functions if (name in self._group_level) == group_level]
             for start in range(0, len(rollouts) if names else 0, size):
@@ -96,11 +86,12 @@ class RewardPool:
                 columns["truncated"] = [r.completion.truncated for r in together]
                 columns["prompts"] = [r.prompt.content for r in together]
                 columns["step"] = [step] * len(together)
-                payload = pickle.dumps(([r.text for r in together], columns))
+                payload = _as_line([[r.text for r in together], columns])
                 calls += [(name, range(start, start + size)) for name in names]
-                messages += [(name, payload, size, self.config.timeout_seconds * size) for name in names]
+                heads += [[name, size, self.config.timeout_seconds * size] for name in names]
+                payloads += [payload] * len(names)
         if calls:
-            self._send(messages)
+            self._send(_as_line(heads) + b"".join(payloads))
         self._submitted = rollouts, calls
 
     def collect(self) -> list[Rollout]:
@@ -119,7 +110,7 @@ class RewardPool:
         # What the supervisor may take if every call runs into its deadline and costs a new process.
         seconds = [self.config.timeout_seconds * len(places) + 2 * self._start_seconds for _, places in calls]
         longest = sum(seconds) / self.config.num_workers + max(seconds) + MAX_FAILED_STARTS * LOAD_SECONDS
-        outcomes = self._receive(longest + SLACK_SECONDS)
+        outcomes = self._receive(longest + SLACK_SECONDS)["outcomes"]
 
         rewards: list[dict[str, float | None]] = [dict.fromkeys(self.config.functions) for _ in rollouts]
         failures: list[dict[str, str]] = [{} for _ in rollouts]
@@ -149,30 +140,30 @@ class RewardPool:
             self.supervisor.kill()
             self.supervisor.wait(SLACK_SECONDS)
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: bytes) -> None:
         if self._socket.fileno() < 0:
             raise RuntimeError("the reward pool is closed")
         self._socket.settimeout(SLACK_SECONDS)
         try:
-            self._socket.sendall(pickle.dumps(message))
+            self._socket.sendall(message)
         except TimeoutError as error:
             self.supervisor.kill()
             raise self._gone(f"does not read (waited {SLACK_SECONDS:g} s)") from error
         except OSError:
             self._receive(SLACK_SECONDS)  # raises: it ended, and may have said why
 
-    def _receive(self, seconds: float) -> Any:
+    def _receive(self, seconds: float) -> dict[str, Any]:
         try:
             self._socket.settimeout(seconds)
-            message = pickle.load(self._reader)
+            message = json.loads(self._reader.readline())
         except TimeoutError as error:
             self.supervisor.kill()
             raise self._gone(f"did not answer for {seconds:g} s") from error
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
+        except (OSError, ValueError) as error:  # an empty line: the end
             raise self._gone("hung up") from error
-        if isinstance(message, Exception):
+        if "failed" in message:
             self.close()
-            raise message
+            raise (ValueError if message["refused"] else RuntimeError)(message["failed"])
         return message
 
     def _gone(self, what: str) -> RuntimeError:
@@ -180,6 +171,16 @@ class RewardPool:
         return RuntimeError(
             f"the process that supervises the reward functions {what}; it ended with code {self.supervisor.returncode}"
         )
+
+
+def _as_line(values: list) -> bytes:
+    try:
+        return json.dumps(values).encode() + b"\n"
+    except TypeError as error:
+        raise ValueError(
+            f"reward functions get columns as JSON has them: {error}; convert it in a function of --data.row, or leave "
+            "the column out of data.columns"
+        ) from error
 
 
 def check_all_failed(rollouts: list[Rollout]) -> None:

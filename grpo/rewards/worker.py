@@ -1,0 +1,173 @@
+"""What happens in one reward process: loading, then one call after another; and what a call may come to.
+
+Left out: protection against what a user's own function does. Its worker is a process of the same user with the same
+files and network. Built-in functions run confined (workers/lockdown.py): a completion is text from a policy that will
+find every hole, and a library that evaluates formulas may run what stands in one.
+"""
+
+import json
+import math
+import numbers
+import os
+import pathlib
+import resource
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from grpo.config import RewardConfig
+from grpo.rewards.builtin import RewardFunction
+from grpo.rewards.loading import call_arguments, is_group_level, load_functions
+from grpo.text import one_line, shorten
+from grpo.workers import lockdown
+
+# Characters of an error message, repr or completion that are shown.
+SHOWN_CHARACTERS = 500
+# No reward is larger: sums and squares of such numbers are finite in any precision.
+LARGEST_VALUE = 1e9
+
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
+
+
+def work(
+    config: RewardConfig, confined: bool, max_completion_tokens: int, parent: int, connection: socket.socket
+) -> None:
+    """Load the reward functions, confined or not, then make calls until the supervisor is gone. On the main thread:
+    math-verify's own time limit is a SIGALRM, which Python handles there."""
+    pid = os.getpid()
+
+    def reply(**message) -> None:
+        if os.getpid() != pid:
+            os._exit(0)  # a forked child that came back from the verifier: one voice per worker
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+    try:
+        if confined:
+            confine(config, parent)
+        functions = load_functions(config, None, max_completion_tokens)
+        reply(loaded=[name for name, (function, _) in functions.items() if is_group_level(function)])
+    except BaseException as error:  # a user's file may raise anything, and the driver must hear what
+        reply(load_failure=describe(error), refused=isinstance(error, ValueError))
+        return
+    with connection.makefile("rb") as reader:
+        while head := reader.readline():
+            call, name = json.loads(head)
+            outcome, retire = make_call(functions[name][0], reader.readline())
+            reply(call=call, outcome=outcome, retire=retire)
+
+
+def confine(config: RewardConfig, parent: int) -> None:
+    """Take from the calling process, for good, what built-in functions do not need; call it with a single thread."""
+    for name in config.environment:  # for the user's own functions
+        os.environ.pop(name, None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # writes nothing even where a kernel lacks Landlock
+    lockdown.lock(readable_places(), (), parent)
+
+
+def readable_places() -> tuple[str, ...]:
+    """What programs may read, installed packages that lie elsewhere, and this package."""
+    packages = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    return tuple(sorted({*lockdown.interpreter_places(), *packages, "/dev/urandom", _PACKAGE}))
+
+
+def make_call(function: RewardFunction, payload: bytes) -> tuple[list[float | None] | str, bool]:
+    """The values of one call or what went wrong, and whether this process is better replaced afterwards."""
+    # A verifier may raise anything, SystemExit and KeyboardInterrupt too, and all of it belongs to this one call.
+    try:
+        completions, columns = json.loads(payload)
+        number = len(completions)  # the function may change the list
+        try:
+            arguments, named = call_arguments(function, completions, columns)
+            values = function(*arguments, **named)
+        finally:
+            for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+                signal.setitimer(timer, 0)  # an alarm left behind would strike a later call
+        return plain_values(values, number), False
+    except BaseException as error:
+        return describe(error), isinstance(error, MemoryError)  # what filled the memory may still be there
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a call comes to
+
+
+def plain_values(values: Any, number: int) -> list[float | None] | str:
+    """The values of `number` completions as floats, or what is wrong with them.
+
+    values: a list or tuple, or a one-dimensional numpy array or torch tensor. Each of them None, or a number of Python,
+    numpy or torch, finite and not beyond LARGEST_VALUE.
+    """
+    if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        return f"returned {_described(values)}, not a list with {number} values"
+    if len(values) != number:
+        return f"returned {len(values)} values for {number} completions"
+    plain = [None if value is None else _as_float(value) for value in values]
+    for value, as_float in zip(values, plain, strict=True):
+        if as_float is not None and not abs(as_float) <= LARGEST_VALUE:
+            return f"returned {_described(value)}, not None or a finite number of at most {LARGEST_VALUE:g}"
+    return plain
+
+
+def _as_float(value: Any) -> float:
+    """NaN for what is no real number."""
+    is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
+    if isinstance(value, str | bytes) or is_complex or getattr(value, "ndim", 0):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):  # a table; a signalling NaN; 10**400
+        return math.nan
+
+
+def is_outcome(outcome: Any, number: int) -> bool:
+    """Whether it is what a call for `number` completions may come to: a failure, or as many floats in range or Nones.
+
+    `make_call` sends nothing else; but a completion may have taken its process over.
+    """
+    if isinstance(outcome, str):
+        return True
+    return (
+        isinstance(outcome, list)
+        and len(outcome) == number
+        and all(value is None or (isinstance(value, float) and abs(value) <= LARGEST_VALUE) for value in outcome)
+    )
+
+
+def _described(value: Any) -> str:
+    """`nan (float)`; only the type where the value cannot be shown."""
+    kind = type(value).__name__
+    try:
+        return f"{shown(repr(value))} ({kind})"
+    except Exception:  # a user's __repr__ may raise anything, and so does that of an int of 5000 digits
+        return f"a value that cannot be shown ({kind})"
+
+
+def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+    """The text as a message shows it: short, one line, nothing in it that acts on a terminal."""
+    return one_line(shorten(text, limit))
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError: message (file.py:12)`: the innermost line of the file that this module called into."""
+    if isinstance(error, MemoryError):
+        return "MemoryError"
+    try:
+        message = shown(str(error))
+    except Exception:  # a user's exception may have a __str__ that fails
+        message = ""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    theirs = [frame for frame in frames if not frame[0].startswith((_PACKAGE, "<frozen"))] or frames[1:]
+    inside = [frame for frame in theirs if frame[0] == theirs[0][0]]
+    place = f" ({inside[-1][0]}:{inside[-1][1]})" if inside else ""
+    way_out = "; reward functions get few environment variables, others if reward.environment names them"
+    return f"{type(error).__name__}{': ' if message else ''}{message}{place}{way_out if _of_environment(error) else ''}"
+
+
+def _of_environment(error: BaseException) -> bool:
+    """Whether it says that `os.environ` lacks a variable."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if isinstance(error, KeyError) else []
+    return bool(frames) and frames[-1].f_locals.get("self") is os.environ

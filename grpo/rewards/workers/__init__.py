@@ -1,1 +1,0 @@
-"""The processes that call the reward functions: calls with a deadline, workers that can be killed."""

@@ -1,1 +1,0 @@
-"""Programs that no person has read, run where they can do no harm."""
