@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,9 +17,7 @@ from safetensors.torch import save
 from grpo.types import TrainBatch
 
 BATCHES = "batches"
-FORMAT = "1"
 REWARDS = ("rewards_S", "has_reward_S")
-REQUIRED = ("ids_N", "loss_mask_N", "lengths_S", "sequence_S", "temperatures_S", "versions_S", "truncated_S")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +48,7 @@ def save_batch(
     known = {name: tensor.contiguous() for name, tensor in known.items() if tensor is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
-    partial.write_bytes(save(known, {"format": FORMAT, **facts}))
+    partial.write_bytes(save(known, facts))
     os.replace(partial, path)
 
 
@@ -75,17 +73,23 @@ def read_step(run_dir: str, step: int) -> RecordedStep:
         metrics, group_size = json.loads(facts["metrics"]), int(facts["group_size"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is no recorded batch ({type(error).__name__}: {error}); record it again") from error
-    names = [field.name for field in fields(TrainBatch)]
-    _check_tensors(path, tensors, {*names, *REWARDS})
-    batch = TrainBatch(**{name: tensors.get(name) for name in names})
+    required = [*REWARDS, *(field.name for field in fields(TrainBatch) if field.default is MISSING)]
+    names = [*REWARDS, *(field.name for field in fields(TrainBatch))]
+    if wrong := sorted({*required} - tensors.keys()) + sorted(tensors.keys() - {*names}):
+        raise ValueError(f"{path} has other tensors than this version writes: {', '.join(wrong)}; record it again")
+    lengths_S = tensors["lengths_S"]
+    sizes = {"S": len(lengths_S), "N": int(lengths_S.sum())}  # a field's last letter says what it is laid out by
+    for name, tensor in tensors.items():
+        if tensor.shape != (sizes[name[-1]],):
+            raise ValueError(f"{path} has {name} of shape {tuple(tensor.shape)}, not ({sizes[name[-1]]},)")
+    batch = TrainBatch(**{name: tensors.get(name) for name in names if name not in REWARDS})
     return RecordedStep(batch, tensors["rewards_S"], tensors["has_reward_S"], group_size, metrics)
 
 
 def check_recorded(run_dir: str, steps: Iterable[int], group_size: int, needs_reference: str = "") -> None:
-    """Refuse a run whose recorded batches cannot be trained on, from the heads of its files.
+    """Refuse a run whose recorded batches cannot be trained on: a step is missing, or the first one does not fit.
 
-    needs_reference: why the reference's log-probs must be there; empty if they need not. Raises ValueError if there is
-    no such folder, a step is missing, or was recorded in groups of another size or without the log-probs.
+    needs_reference: why the reference's log-probs must be there; empty if they need not. Raises ValueError.
     """
     steps, folder = list(steps), pathlib.Path(run_dir) / BATCHES
     there = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-" + "[0-9]" * 8 + ".safetensors"))
@@ -98,33 +102,11 @@ def check_recorded(run_dir: str, steps: Iterable[int], group_size: int, needs_re
             f"{folder} has {len(there)} steps, from {there[0]} to {there[-1]}, and step {missing[0]} "
             f"is not among them; {way_out}"
         )
-    for step in steps:
-        path = batch_path(run_dir, step)
-        try:
-            with safe_open(path, "pt") as file:
-                recorded_size = int((file.metadata() or {})["group_size"])
-                has_reference = "ref_logprobs_N" in file.keys()  # noqa: SIM118 it is no dict
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(f"{path} is no recorded batch ({type(error).__name__}); record it again") from error
-        if recorded_size != group_size:
-            raise ValueError(f"{path} has groups of {recorded_size}, not of group_size={group_size}; set it to that")
-        if needs_reference and not has_reference:
-            raise ValueError(
-                f"{path} has no log-probs of a reference, which {needs_reference} needs; set it to 0, or record a run "
-                "that has one"
-            )
-
-
-def _check_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor], known: set[str]) -> None:
-    missing = [name for name in (*REQUIRED, *REWARDS) if name not in tensors]
-    if unknown := sorted(tensors.keys() - known):
+    first = read_step(run_dir, steps[0])
+    if first.group_size != group_size:
+        raise ValueError(f"{folder} has groups of {first.group_size}, not of group_size={group_size}; set it to that")
+    if needs_reference and first.batch.ref_logprobs_N is None:
         raise ValueError(
-            f"{path} has {', '.join(unknown)}, which this version does not know; use the one that wrote it"
+            f"{folder} has no log-probs of a reference, which {needs_reference} needs; set it to 0, or record a run "
+            "that has one"
         )
-    if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)}; record it again")
-    lengths_S = tensors["lengths_S"]
-    sizes = {"S": len(lengths_S), "N": int(lengths_S.sum())}  # a field's last letter says what it is laid out by
-    for name, tensor in tensors.items():
-        if tensor.shape != (sizes[name[-1]],):
-            raise ValueError(f"{path} has {name} of shape {tuple(tensor.shape)}, not ({sizes[name[-1]]},)")

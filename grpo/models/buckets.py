@@ -1,6 +1,6 @@
 """Weights in flat buckets, as they travel from trainers to engines: what lies where, and full tensors out of them.
 
-Nobody puts full tensors together on the way. A `Layout` says of which block of which tensor each stretch of a bucket
+Nobody puts full tensors together on the way. A `BucketMap` says of which block of which tensor each stretch of a bucket
 is, and whoever takes a bucket copies the blocks to where they belong. It is made once, by gather.py, for a whole run.
 """
 
@@ -44,7 +44,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketMap:
     """What lies where in which bucket."""
 
     dtype: torch.dtype
@@ -57,15 +57,15 @@ class Layout:
         return torch.empty(max(bucket.numel for bucket in self.buckets), dtype=self.dtype, device=device)
 
 
-def whole_tensors(layout: Layout, fill: Fill, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_tensors(bucket_map: BucketMap, fill: Fill, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, full tensor), each with memory of its own. Collective as `fill`: iterate to the end."""
-    bucket, tensors = layout.empty_bucket(device), {}
-    missing = {name: math.prod(shape) for name, shape in layout.shapes.items()}
-    for index, described in enumerate(layout.buckets):
+    bucket, tensors = bucket_map.empty_bucket(device), {}
+    missing = {name: math.prod(shape) for name, shape in bucket_map.shapes.items()}
+    for index, described in enumerate(bucket_map.buckets):
         fill(index, bucket[: described.numel])
         for piece in described.pieces:
             if piece.name not in tensors:
-                tensors[piece.name] = torch.empty(layout.shapes[piece.name], dtype=layout.dtype, device=device)
+                tensors[piece.name] = torch.empty(bucket_map.shapes[piece.name], dtype=bucket_map.dtype, device=device)
             piece.place(tensors[piece.name]).copy_(piece.values(bucket))
             missing[piece.name] -= math.prod(piece.shape)
             if missing[piece.name] == 0:

@@ -27,7 +27,7 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, t
     role's ranks: all iterate in lock step, and to the end.
     """
     weights = WeightBuckets(model, dtype)
-    return whole_tensors(weights.layout, weights.fill, model.device)
+    return whole_tensors(weights.bucket_map, weights.fill, model.device)
 
 
 def export_hf(

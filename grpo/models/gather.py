@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from grpo.models.buckets import Bucket, Layout, Piece
+from grpo.models.buckets import Bucket, BucketMap, Piece
 from grpo.models.build import ShardedModel
 from grpo.models.lora import LoRALinear, adapted_layers, merged_weight
 
@@ -74,11 +74,11 @@ class WeightBuckets:
             if mine and mine[1] != shape:
                 raise RuntimeError(f"{name}: this rank holds a shard of {shape}, where {mine[1]} was expected")
         buckets = tuple(_bucket(slots, names, blocks) for slots in self._slots)
-        self.layout = Layout(dtype, dict(zip(names, shapes, strict=True)), buckets)
+        self.bucket_map = BucketMap(dtype, dict(zip(names, shapes, strict=True)), buckets)
 
     @torch.no_grad()
     def fill(self, index: int, bucket: torch.Tensor) -> None:
-        """Put bucket `index` of the layout into `bucket`. Collective over the role's ranks, bucket after bucket.
+        """Put bucket `index` of the map into `bucket`. Collective over the role's ranks, bucket after bucket.
 
         Shards are cast before they are gathered, which halves the traffic of bfloat16. On a GPU it is only queued.
         """

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo.models.buckets import Layout, Piece
+from grpo.models.buckets import BucketMap, Piece
 
 aten = torch.ops.aten
 
@@ -39,20 +39,20 @@ class Home:
 class EngineWeights:
     """The parameters of a model in a running engine, as places to copy buckets to."""
 
-    def __init__(self, model: nn.Module, layout: Layout):
+    def __init__(self, model: nn.Module, bucket_map: BucketMap):
         """Ask `model.load_weights` where it would put tensors of these names and shapes. Changes no weight.
 
         Raises NotCopies if that cannot be told.
         """
-        self._homes, self._filled = find_homes(model, layout)
+        self._homes, self._filled = find_homes(model, bucket_map)
         self._copies = [
             [copy for piece in bucket.pieces for home in self._homes[piece.name] if (copy := _copy(piece, home))]
-            for bucket in layout.buckets
+            for bucket in bucket_map.buckets
         ]
 
     @torch.no_grad()
     def load(self, index: int, bucket: torch.Tensor) -> None:
-        """Copy bucket `index` of the layout to its places. On a GPU it is only queued."""
+        """Copy bucket `index` of the map to its places. On a GPU it is only queued."""
         if index == 0:
             for memory, value in self._filled:
                 memory.fill_(value)
@@ -71,14 +71,14 @@ class EngineWeights:
 
 
 def load_and_learn(
-    model: nn.Module, layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]]
+    model: nn.Module, bucket_map: BucketMap, tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> EngineWeights | None:
-    """Load all tensors of the layout by vLLM's own means; returns where they went, None if that cannot be told.
+    """Load all tensors of the map by vLLM's own means; returns where they went, None if that cannot be told.
 
     Nothing is believed that the load does not confirm: each tensor must then lie where it was said to be.
     """
     try:
-        learned = EngineWeights(model, layout)
+        learned = EngineWeights(model, bucket_map)
     except NotCopies as reason:
         print(f"weights are loaded by vLLM's own means, which is slower: {reason}", flush=True)
         model.load_weights(tensors)
@@ -93,7 +93,7 @@ def load_and_learn(
 
     model.load_weights(compared())
     if elsewhere:
-        found = f"{len(elsewhere)} of {len(layout.shapes)} tensors are not where expected, {elsewhere[0]} first"
+        found = f"{len(elsewhere)} of {len(bucket_map.shapes)} tensors are not where expected, {elsewhere[0]} first"
         print(f"weights are loaded by vLLM's own means, which is slower: {found}", flush=True)
     return None if elsewhere else learned
 
@@ -112,19 +112,21 @@ class Copy:
     """Neither side has gaps."""
 
 
-def find_homes(model: nn.Module, layout: Layout) -> tuple[dict[str, list[Home]], list[tuple[torch.Tensor, Any]]]:
+def find_homes(model: nn.Module, bucket_map: BucketMap) -> tuple[dict[str, list[Home]], list[tuple[torch.Tensor, Any]]]:
     """Where `model.load_weights` puts which block of each tensor; and what it fills with a number meanwhile.
 
     Raises NotCopies as EngineWeights does.
     """
-    sizes = [math.prod(shape) for shape in layout.shapes.values()]
+    sizes = [math.prod(shape) for shape in bucket_map.shapes.values()]
     ends = list(itertools.accumulate(sizes))
     # one after the other in one range, so that the place of a view there says whose view it is
-    everything = torch.empty(ends[-1], dtype=layout.dtype, device="meta")
-    tensors = [part.view(shape) for part, shape in zip(everything.split(sizes), layout.shapes.values(), strict=True)]
+    everything = torch.empty(ends[-1], dtype=bucket_map.dtype, device="meta")
+    tensors = [
+        part.view(shape) for part, shape in zip(everything.split(sizes), bucket_map.shapes.values(), strict=True)
+    ]
     with torch.no_grad(), _Watch() as watch:
-        model.load_weights(zip(layout.shapes, tensors, strict=True))
-    names = list(layout.shapes)
+        model.load_weights(zip(bucket_map.shapes, tensors, strict=True))
+    names = list(bucket_map.shapes)
     homes: dict[str, list[Home]] = {name: [] for name in names}
     for memory, block in watch.copies:
         index = bisect.bisect_right(ends, block.storage_offset())

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
-from grpo.models.buckets import Fill, Layout, whole_tensors
+from grpo.models.buckets import BucketMap, Fill, whole_tensors
 from grpo.roles import engine, engine_speed, gpu_memory
 from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
 from grpo.roles.engine_weights import EngineWeights, load_and_learn
@@ -46,7 +46,7 @@ class Generator:
         self.config, self.seed, self.roles = config, seed, roles
         self.version = 0
         self.asleep = False
-        self.layout: Layout | None = None  # of the buckets of weights, from the first sync on
+        self.bucket_map: BucketMap | None = None  # of the buckets of weights, from the first sync on
         self.live_weights: EngineWeights | None = None  # where to copy them, once that is known
         engine.import_vllm(roles)
         more = engine.in_vllms_types(config.sampling)
@@ -143,22 +143,22 @@ class Generator:
             ended=stretch.reason != "abort",
         )
 
-    def load_weights(self, layout: Layout, fill: Fill, version: int) -> None:
-        """Take new weights, all buckets of the layout in order, as `fill` gives them; forget every cached prefix.
+    def load_weights(self, bucket_map: BucketMap, fill: Fill, version: int) -> None:
+        """Take new weights, all buckets of the map in order, as `fill` gives them; forget every cached prefix.
 
         Collective over the replica's ranks, each of which takes every bucket, and as `fill` is.
         """
         self._wake("weights")
         if self.live_weights:
-            in_pipeline([fill, self.live_weights.load], layout, self.roles.device)
+            in_pipeline([fill, self.live_weights.load], bucket_map, self.roles.device)
         else:
-            self._load_tensors(layout, whole_tensors(layout, fill, self.roles.device))
+            self._load_tensors(bucket_map, whole_tensors(bucket_map, fill, self.roles.device))
         self._wake("kv_cache")
         self.asleep = False
         self.forget_prefixes()
         self.version = version
 
-    def _load_tensors(self, layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _load_tensors(self, bucket_map: BucketMap, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """vLLM's own loading, each time on a CPU and with quantized weights, and else once, to be learned from.
 
         Each tensor owns its memory: vLLM may hold on to it until its layer is complete.
@@ -173,7 +173,7 @@ class Generator:
         # into the live parameters, in place, so that captured CUDA graphs stay valid
         (model,) = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
         if self.learns_weights:
-            self.live_weights = load_and_learn(model, layout, tensors)
+            self.live_weights = load_and_learn(model, bucket_map, tensors)
             self.learns_weights = self.live_weights is not None
         else:
             model.load_weights(tensors)

@@ -11,7 +11,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from grpo.models.buckets import Layout
+from grpo.models.buckets import BucketMap
 from grpo.models.gather import WeightBuckets
 from grpo.roles.comm import broadcast, wait_for_all
 from grpo.roles.generator import Generator
@@ -26,20 +26,20 @@ def sync_weights(trainer: Trainer | None, generator: Generator | None, version: 
 
     Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.
     """
-    layout = agree_on_layout(trainer, generator, roles)
+    bucket_map = agree_on_map(trainer, generator, roles)
 
     def transfer(index: int, bucket: torch.Tensor) -> None:
         """From rank 0 to every generator rank."""
         dist.broadcast(bucket, group_src=0, group=roles.weights)
 
     if generator:
-        generator.load_weights(layout, trainer.weights.fill if trainer else transfer, version)
+        generator.load_weights(bucket_map, trainer.weights.fill if trainer else transfer, version)
     elif trainer:
-        in_pipeline([trainer.weights.fill, *([transfer] if roles.weights else [])], layout, roles.device)
+        in_pipeline([trainer.weights.fill, *([transfer] if roles.weights else [])], bucket_map, roles.device)
     wait_for_all(roles)  # done everywhere, so that the time of a sync is its own
 
 
-def agree_on_layout(trainer: Trainer | None, generator: Generator | None, roles: Roles) -> Layout | None:
+def agree_on_map(trainer: Trainer | None, generator: Generator | None, roles: Roles) -> BucketMap | None:
     """What lies where in the buckets, which follows from the trainers' sharding and stays; None on other ranks.
 
     The first call makes it on the trainers and is a collective over `roles.weights`.
@@ -48,11 +48,11 @@ def agree_on_layout(trainer: Trainer | None, generator: Generator | None, roles:
         if trainer.weights is None:
             trainer.weights = WeightBuckets(trainer.model, trainer.dtype)
             if roles.weights:
-                broadcast(trainer.weights.layout, roles.weights)
-        return trainer.weights.layout
-    if generator and generator.layout is None:
-        generator.layout = broadcast(None, roles.weights)
-    return generator.layout if generator else None
+                broadcast(trainer.weights.bucket_map, roles.weights)
+        return trainer.weights.bucket_map
+    if generator and generator.bucket_map is None:
+        generator.bucket_map = broadcast(None, roles.weights)
+    return generator.bucket_map if generator else None
 
 
 def check_sync(metrics: StepMetrics, tolerance: float) -> None:

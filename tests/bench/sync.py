@@ -168,22 +168,22 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
         if version in (1, num_syncs):
             differences.append(difference(version, config, trainer, generator, roles))
 
-    layout_of = trainer.weights.layout if trainer else generator.layout if generator else None
-    num_bytes = sum(math.prod(s) for s in layout_of.shapes.values()) * layout_of.dtype.itemsize
+    bucket_map = trainer.weights.bucket_map if trainer else generator.bucket_map if generator else None
+    num_bytes = sum(math.prod(s) for s in bucket_map.shapes.values()) * bucket_map.dtype.itemsize
 
     def transfer(index: int, bucket: torch.Tensor) -> None:
         dist.broadcast(bucket, group_src=0, group=roles.weights)
 
     live, wrong = generator.live_weights if generator else None, 0
     # one thing after the other, so that what streams and buffers in turns did wrong shows
-    for index, described in enumerate(layout_of.buckets if not generator else ()):
-        bucket = torch.empty(described.numel, dtype=layout_of.dtype, device=roles.device)
+    for index, described in enumerate(bucket_map.buckets if not generator else ()):
+        bucket = torch.empty(described.numel, dtype=bucket_map.dtype, device=roles.device)
         trainer.weights.fill(index, bucket)
         if roles.weights:
             transfer(index, bucket)
         synchronize()
     if generator:
-        tensors = whole_tensors(layout_of, trainer.weights.fill if trainer else transfer, roles.device)
+        tensors = whole_tensors(bucket_map, trainer.weights.fill if trainer else transfer, roles.device)
         wrong = sum(live is not None and not live.holds(name, tensor) for name, tensor in tensors)
 
     flat = torch.empty(min(FLAT_BYTES, num_bytes), dtype=torch.uint8, device=roles.device)
@@ -194,10 +194,10 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
 
     flat_seconds = [timed(broadcast_flat) for _ in range(REPEATS)]
     gathers = [trainer.weights.fill] if trainer else []
-    gather_seconds = [timed(lambda: in_pipeline(gathers, layout_of, roles.device)) for _ in range(REPEATS)]
+    gather_seconds = [timed(lambda: in_pipeline(gathers, bucket_map, roles.device)) for _ in range(REPEATS)]
     # last, since it leaves the engine with whatever lies in the buffers
     loads = [live.load] if live else []
-    load_seconds = [timed(lambda: in_pipeline(loads, layout_of, roles.device)) for _ in range(REPEATS)]
+    load_seconds = [timed(lambda: in_pipeline(loads, bucket_map, roles.device)) for _ in range(REPEATS)]
 
     facts = (roles.trains, roles.generates, bool(loads), max(extra[1:]), wrong)
     all_facts = [None] * roles.control.size()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo.models.buckets import Bucket, Layout, Piece, whole_tensors
+from grpo.models.buckets import Bucket, BucketMap, Piece, whole_tensors
 from grpo.models.gather import _bucket, _slots
 from grpo.roles.pipeline import BUFFERS, in_pipeline
 
@@ -48,7 +48,7 @@ def test_a_row_larger_than_a_bucket_gets_a_bucket_of_its_own():
     assert [bucket.numel for slots in _slots(BLOCKS[:1], 1) for bucket in [_bucket(slots, NAMES, BLOCKS)]] == [128, 128]
 
 
-LAYOUT = Layout(
+LAYOUT = BucketMap(
     torch.float32,
     {"a": (2, 3), "b": (2,)},
     (
@@ -83,7 +83,7 @@ def test_every_bucket_passes_the_stages_in_order():
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_no_stage_on_a_gpu_sees_a_bucket_too_early_or_overwritten(slow):
     buckets = 5 * BUFFERS
-    layout = Layout(torch.float32, {}, (Bucket(1000, ()),) * buckets)
+    bucket_map = BucketMap(torch.float32, {}, (Bucket(1000, ()),) * buckets)
     seen = torch.full((2, buckets, 1000), torch.nan, device="cuda")
 
     def stage(number):
@@ -94,5 +94,5 @@ def test_no_stage_on_a_gpu_sees_a_bucket_too_early_or_overwritten(slow):
 
         return run
 
-    in_pipeline([stage(0), stage(1), stage(2)], layout, torch.device("cuda"))
+    in_pipeline([stage(0), stage(1), stage(2)], bucket_map, torch.device("cuda"))
     assert torch.equal(seen, torch.arange(buckets, device="cuda", dtype=torch.float32)[:, None].expand(2, -1, 1000))

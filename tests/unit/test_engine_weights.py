@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from grpo.models.buckets import Bucket, Layout, Piece
+from grpo.models.buckets import Bucket, BucketMap, Piece
 from grpo.roles.engine_weights import EngineWeights, NotCopies, load_and_learn
 
-LAYOUT = Layout(
+LAYOUT = BucketMap(
     torch.float32,
     {"q": (2, 3), "k": (1, 3), "norm": (3,)},
     (

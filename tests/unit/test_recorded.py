@@ -47,9 +47,9 @@ def test_a_step_comes_back_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("there", "steps", "message"),
     [
-        ([], [1], "has no recorded batches; train that run with --record first"),
-        ([1, 2, 4], [1, 2, 3, 4], "has 3 steps, from 1 to 4, and step 3 is not among them; use --num-steps 2"),
-        ([3, 4], [1, 2, 3, 4], "step 1 is not among them; record that run from its first step"),
+        ([], [1], "--record"),
+        ([1, 2, 4], [1, 2, 3, 4], "3 steps, from 1 to 4, and step 3 .*--num-steps 2"),
+        ([3, 4], [1, 2, 3, 4], "step 1 is not among them"),
     ],
 )
 def test_missing_steps_are_refused(tmp_path, there, steps, message):
@@ -62,33 +62,27 @@ def test_missing_steps_are_refused(tmp_path, there, steps, message):
 def test_other_groups_and_a_missing_reference_are_refused(tmp_path):
     save_step(tmp_path, 1, recorded(with_reference=False))
     check_recorded(tmp_path, [1], group_size=2)
-    with pytest.raises(ValueError, match="has groups of 2, not of group_size=4"):
+    with pytest.raises(ValueError, match="groups of 2, not of group_size=4"):
         check_recorded(tmp_path, [1], group_size=4)
-    with pytest.raises(ValueError, match="has no log-probs of a reference, which algorithm.kl_coef=0.1 needs"):
+    with pytest.raises(ValueError, match="reference, which algorithm.kl_coef=0.1 needs"):
         check_recorded(tmp_path, [1], 2, "algorithm.kl_coef=0.1")
 
 
-def test_a_broken_file_is_refused_by_name(tmp_path):
-    save_step(tmp_path, 1, recorded())
-    path = batch_path(tmp_path, 1)
-    path.write_bytes(path.read_bytes()[:-4])
-    for read in (lambda: read_step(tmp_path, 1), lambda: check_recorded(tmp_path, [1], 2)):
-        with pytest.raises(ValueError, match="step-00000001.safetensors is no recorded batch"):
-            read()
-
-
-def test_tensors_that_do_not_fit_together_are_refused(tmp_path):
+def test_what_save_step_did_not_write_is_refused_by_name(tmp_path):
     step = recorded()
     rewards = {"rewards_S": step.rewards_S, "has_reward_S": step.has_reward_S}
-    facts = {"group_size": "2", "metrics": "{}"}
     for tensors, message in (
-        ({"rewards_S": step.rewards_S}, "has no has_reward_S"),
-        (rewards | {"rewards_S": torch.zeros(3)}, r"has rewards_S of shape \(3,\), not \(2,\)"),
-        (rewards | {"further_N": torch.zeros(5)}, "has further_N, which this version does not know"),
+        ({"rewards_S": step.rewards_S}, "has_reward_S"),
+        (rewards | {"rewards_S": torch.zeros(3)}, r"rewards_S of shape \(3,\), not \(2,\)"),
+        (rewards | {"further_N": torch.zeros(5)}, "further_N"),
     ):
-        save_batch(step.batch, batch_path(tmp_path, 1), tensors, **facts)
+        save_batch(step.batch, batch_path(tmp_path, 1), tensors, group_size="2", metrics="{}")
         with pytest.raises(ValueError, match=message):
             read_step(tmp_path, 1)
+    path = batch_path(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=path.name):
+        check_recorded(tmp_path, [1], 2)
 
 
 def test_the_config_of_a_replay_has_only_trainers():

@@ -17,7 +17,7 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from grpo.models.buckets import Bucket, Layout, Piece
+from grpo.models.buckets import Bucket, BucketMap, Piece
 from grpo.roles.engine_weights import EngineWeights, NotCopies, load_and_learn
 from grpo.roles.process_groups import setup_trainers
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
@@ -56,12 +56,12 @@ def check(config: VllmConfig, folder: str) -> None:
     first, second = (
         {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()} for _ in range(2)
     )
-    layout, buckets = cut(second)
+    bucket_map, buckets = cut(second)
     model = filled(initialize_model(config))
     model.load_weights(iter(second.items()))
     wanted = {name: parameter.clone() for name, parameter in model.named_parameters()}
 
-    live = load_and_learn(filled(model), layout, iter(first.items()))
+    live = load_and_learn(filled(model), bucket_map, iter(first.items()))
     assert live is not None, f"{folder}: vLLM's loading was not understood"
     assert all(live.holds(name, tensor) for name, tensor in first.items())
     for index, bucket in enumerate(buckets):
@@ -75,16 +75,18 @@ def check(config: VllmConfig, folder: str) -> None:
 
     refused = Doubling(model)
     try:
-        EngineWeights(refused, layout)
+        EngineWeights(refused, bucket_map)
     except NotCopies as reason:
         assert "mul" in str(reason), reason
     else:
         raise AssertionError("a model that changes its weights while it loads them was taken for one that copies")
-    assert load_and_learn(refused, layout, iter(second.items())) is None
+    assert load_and_learn(refused, bucket_map, iter(second.items())) is None
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, 2 * wanted[name]), f"{folder}: {name}"
     if dist.get_rank() == 0:
-        print(f"{folder}: {len(wanted)} parameters by {sum(len(b.pieces) for b in layout.buckets)} pieces", flush=True)
+        print(
+            f"{folder}: {len(wanted)} parameters by {sum(len(b.pieces) for b in bucket_map.buckets)} pieces", flush=True
+        )
 
 
 class Doubling(nn.Module):
@@ -106,7 +108,7 @@ def filled(model: nn.Module) -> nn.Module:
     return model
 
 
-def cut(tensors: dict[str, torch.Tensor], limit: int = 5000) -> tuple[Layout, list[torch.Tensor]]:
+def cut(tensors: dict[str, torch.Tensor], limit: int = 5000) -> tuple[BucketMap, list[torch.Tensor]]:
     """Tensors in blocks of uneven rows and columns, as buckets of about `limit` elements with gaps in between."""
     pieces, values, buckets, flat = [], [], [], []
     offset = 0
@@ -128,7 +130,7 @@ def cut(tensors: dict[str, torch.Tensor], limit: int = 5000) -> tuple[Layout, li
         buckets.append(Bucket(offset, tuple(pieces)))
         flat.append(torch.cat(values))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Layout(torch.bfloat16, shapes, tuple(buckets)), flat
+    return BucketMap(torch.bfloat16, shapes, tuple(buckets)), flat
 
 
 if __name__ == "__main__":

@@ -44,11 +44,11 @@ def check_case(case: str, roles: Roles) -> None:
         wanted = full_tensors(model, dtype)
         for bucket_bytes in BUCKETS:
             weights = WeightBuckets(model, dtype, bucket_bytes)
-            tensors = dict(whole_tensors(weights.layout, weights.fill, roles.device))
+            tensors = dict(whole_tensors(weights.bucket_map, weights.fill, roles.device))
             assert list(tensors) == list(wanted), f"{case}: {tensors.keys() ^ wanted.keys()}"
             for name, tensor in tensors.items():
                 assert torch.equal(tensor, wanted[name]), f"{case}: {name}, {dtype}, buckets of {bucket_bytes} bytes"
-            found.append(len(weights.layout.buckets))
+            found.append(len(weights.bucket_map.buckets))
     assert found[0] > found[1] > found[2] == 1, found
     if dist.get_rank() == 0:
         ranks = dist.get_world_size()
