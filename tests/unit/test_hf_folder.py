@@ -10,9 +10,6 @@ from grpo.models.hf_folder import FAMILIES, read_hf_config, resolve_folder, stop
 
 QWEN2_5_7B = {
     "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
     "hidden_act": "silu",
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -26,13 +23,10 @@ QWEN2_5_7B = {
     "rope_theta": 1000000.0,
     "sliding_window": 131072,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
     "use_sliding_window": False,
     "vocab_size": 152064,
 }
 R1_DISTILL_QWEN_7B = QWEN2_5_7B | {
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
     "max_position_embeddings": 131072,
     "rope_theta": 10000,
     "sliding_window": 4096,
@@ -41,8 +35,6 @@ R1_DISTILL_QWEN_7B = QWEN2_5_7B | {
 LLAMA3_1_8B = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
     "hidden_act": "silu",
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -52,7 +44,6 @@ LLAMA3_1_8B = {
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
     "num_key_value_heads": 8,
-    "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
         "factor": 8.0,
@@ -65,11 +56,8 @@ LLAMA3_1_8B = {
     "tie_word_embeddings": False,
     "vocab_size": 128256,
 }
-R1_DISTILL_LLAMA_8B = LLAMA3_1_8B | {"eos_token_id": 128001}
 MISTRAL_7B_V0_3 = {
     "architectures": ["MistralForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "hidden_act": "silu",
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -111,7 +99,6 @@ ACCEPTED = {  # config.json, (rope type, rope theta)
     "Qwen2.5-7B, YaRN": (QWEN2_5_7B | YARN, ("yarn", 1e6)),
     "R1-Distill-Qwen-7B": (R1_DISTILL_QWEN_7B, ("default", 1e4)),
     "Llama-3.1-8B": (LLAMA3_1_8B, ("llama3", 5e5)),
-    "R1-Distill-Llama-8B": (R1_DISTILL_LLAMA_8B, ("llama3", 5e5)),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, ("default", 1e6)),
     "Qwen3-1.7B": (QWEN3_1_7B, ("default", 1e6)),
 }
