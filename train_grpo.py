@@ -24,15 +24,13 @@ A suffix on a tensor's name spells its dimensions: B rows and T positions of a m
 its completion), N tokens of all sequences laid end to end. grpo/types.py has them all.
 """
 
-import pathlib
 from dataclasses import replace
 from functools import partial
 
 from grpo.config import AlgorithmConfig, GRPOConfig
 from grpo.run.command_line import read_config
 
-DEFAULT_RECIPE = pathlib.Path(__file__).parent / "configs" / "qwen3_1_7b_gsm8k.py"
-CONFIG = read_config(GRPOConfig, DEFAULT_RECIPE) if __name__ == "__main__" else None  # a typo does not wait for torch
+CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # a typo does not wait for torch
 
 import torch
 
@@ -43,35 +41,23 @@ from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
-from grpo.folder import checkpoint
-from grpo.models.export import export_hf
-from grpo.models.hf_folder import fetch_folder
 from grpo.roles.ahead import check_probe, gather_ahead, generate_ahead
-from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, send_batch, wait_for_all
-from grpo.roles.compile_ahead import compile_ahead, compiles_ahead
-from grpo.roles.engine import import_vllm
+from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, send_batch
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
-from grpo.roles.process_groups import Roles, close_roles, setup_roles
-from grpo.roles.reference import Reference
+from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Objective, Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
-from grpo.run.driver import Driver, Start
-from grpo.run.profiler import profile_step
-from grpo.run.replay import ReplayDriver
+from grpo.run.driver import Driver
+from grpo.run.inputs import read_grpo
 from grpo.run.sampled import Sampled
-from grpo.run.scorer import evaluate
-from grpo.run.step_timer import StepTimer
+from grpo.run.session import Session, run
 from grpo.types import MicroBatch, Pending, Plan, TrainBatch
-from grpo.watch.failures import run_script, set_place
-from grpo.watch.watchdog import watched
+from grpo.watch.failures import run_script
 
 
 def main(config: GRPOConfig) -> None:
-    roles = setup_roles(config)
-    set_place(role=roles.name)
-    with watched(roles, config.deadlines):
-        train(config, roles)
+    run(config, "train_grpo.py", read_grpo, train)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,19 +65,16 @@ def main(config: GRPOConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def train(config: GRPOConfig, roles: Roles) -> None:
+def train(config: GRPOConfig, session: Session) -> None:
     """Run the GRPO steps up to `config.num_steps`, from the checkpoint's or from 0."""
-    timer = StepTimer(roles.is_driver)
-    driver = (ReplayDriver if config.replay else Driver)(config, roles, timer)
-    start, trainer, reference, generator = start_up(config, driver, timer, roles)
-    saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
+    roles, timer, driver = session.roles, session.timer, Driver(session)
+    trainer, reference, generator = session.start_up(driver.start)
     pending = driver.first_pending  # with overlap_steps: what was sampled ahead for the next step
 
-    for step in profile_step(range(start.step, config.num_steps), config.profile, config.run_dir, roles):
+    for step in session.steps():
         plan = driver.plan(step, pending)  # prompts; whether to check, sync, evaluate, save: the same on all ranks
         if plan.stop:  # by a signal, or the file `stop` in the run folder
-            if plan.save and trainer:
-                saver.save(step, trainer, *driver.state(step, pending))
+            session.save(step, trainer, *driver.state(step, pending))
             break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
         if plan.probe:  # the sync check of a step whose batch was sampled ahead, by older weights
@@ -127,17 +110,13 @@ def train(config: GRPOConfig, roles: Roles) -> None:
 
         if plan.evaluate:  # only in steps that sync
             with timer.phase("evaluate"):
-                evaluate(driver, generator, start.eval_prompts, config.evaluation, step + 1, roles)
+                session.evaluate(generator, step + 1)
         driver.log(step + 1, sampled, batch, metrics, pending)
-        if plan.save and trainer:  # last: dying before the save is complete repeats the step, its log line too
-            with timer.phase("save"):
-                saver.save(step + 1, trainer, *driver.state(step + 1, pending))
+        if plan.save:
+            session.save(step + 1, trainer, *driver.state(step + 1, pending))
     else:  # not stopped
-        if config.checkpoint.export and trainer:
-            export_hf(trainer.model, pathlib.Path(config.run_dir) / "model", trainer.dtype)
-    saver.wait()  # on the trainers, for what their threads still write with checkpoint.in_background
-    driver.finish()
-    close_roles(roles, generator.close if generator else None)
+        session.export(trainer)
+    session.end(generator)
 
 
 def sample(
@@ -271,51 +250,6 @@ def policy_loss(x: LossInputs, algorithm: AlgorithmConfig) -> tuple[torch.Tensor
     else:
         loss_BT, metrics = named_loss(algorithm)(x)
     return loss_BT, {f"loss/{name}": value_BT for name, value_BT in metrics.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Before the first step
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def start_up(
-    config: GRPOConfig, driver: Driver, timer: StepTimer, roles: Roles
-) -> tuple[Start, Trainer | None, Reference | None, Generator | None]:
-    """Check everything on rank 0, then load this rank's models. Every rank calls it."""
-    trainer = reference = generator = None
-    if roles.generates and not roles.is_driver:  # which is busy with the checks that follow
-        with timer.startup("importing vLLM"):
-            import_vllm(roles)
-    with timer.startup("checking data, tokenizer and model, starting the reward processes"):
-        start = driver.start()
-        folder = fetch_folder(start.model_folder, roles.control)
-        reference_folder = fetch_folder(start.reference_folder, roles.control) if config.needs_reference else None
-    if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
-        with timer.startup("starting vLLM"):
-            generator = Generator(
-                config.generator, config.model, config.data, config.seed, folder, start.stop_token_ids, roles
-            )
-    with timer.startup("loading the models"):
-        if roles.trains:
-            trainer = Trainer(config.model, start.trainer, folder, config.num_steps, roles, config.seed)
-        if roles.references:
-            base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters
-            reference = Reference(config, reference_folder, roles, base)
-    if compiles_ahead(config, roles):
-        with timer.startup("compiling, while vLLM starts on other ranks"):
-            compile_ahead(config, trainer, reference, roles)
-    with timer.startup("waiting for the other ranks"):
-        wait_for_all(roles)
-    if start.checkpoint is not None:
-        with timer.startup("loading the checkpoint"):
-            if trainer:
-                checkpoint.load_checkpoint(start.checkpoint, trainer)
-            sync_weights(trainer, generator, start.step, roles)
-    if start.eval_prompts and start.step == 0:
-        with timer.startup("evaluating before the first step"):
-            evaluate(driver, generator, start.eval_prompts, config.evaluation, 0, roles)
-    timer.close_startup(roles)
-    return start, trainer, reference, generator
 
 
 if __name__ == "__main__":

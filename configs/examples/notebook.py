@@ -49,8 +49,7 @@ print(loss_BT)  # -0.8484 where the ratio exp(0.5) is clipped to 1.2, 1.1657 whe
 # %% The toy's two scripts, in this process
 import train_grpo
 import train_sft
-from grpo.roles.process_groups import setup_roles, setup_trainers
 
-train_sft.train(sft_config, setup_trainers(sft_config))
+train_sft.main(sft_config)
 grpo_config = change(grpo_config, {"model.path": f"{RUNS}/sft/model"})
-train_grpo.train(grpo_config, setup_roles(grpo_config))
+train_grpo.main(grpo_config)

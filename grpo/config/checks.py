@@ -23,8 +23,7 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
             _check_engines(config, config.num_trainers)
     else:
         _check_trainers(config, config.roles.num_trainers)
-        if not config.replay:
-            _check_roles(config)
+        _check_roles(config)
         _check_algorithm(config.algorithm.resolved, config)
         _check_advantages(config.algorithm.resolved, config)
         if config.overlap_steps:

@@ -530,6 +530,12 @@ class RunConfig:
     """Resume although fields differ on which the result depends; they are shown in any case."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
+    dry_run: Annotated[bool, Harmless] = False
+    """Check data, model, rewards, memory and disk as a start does, say what fits, and stop: nothing is written."""
+    gpus: Annotated[int, AtLeast(0), Harmless] = 0
+    """With `dry_run`: GPUs of the machine to judge for; 0 looks at this one."""
+    gpu_gib: Annotated[float, Above(0), Harmless] = 80.0
+    """With `gpus`: GiB of each."""
     profile: Annotated[Interval, Harmless] = 0
     """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
 
@@ -559,9 +565,7 @@ class GRPOConfig(RunConfig):
     sync_check_interval: Annotated[Interval, Harmless] = 20
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
     record: Annotated[bool, Harmless] = False
-    """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for `replay`."""
-    replay: str = ""
-    """Folder of a run with recorded batches to train on; nothing is sampled, and all ranks are trainers."""
+    """Write each step's batch, with rewards and the reference's log-probs, to `RUN_DIR/batches`, for grpo.replay."""
 
     @property
     def completions_per_step(self) -> int:
@@ -590,8 +594,8 @@ class GRPOConfig(RunConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any rank holds a frozen reference; in a replay its log-probs were recorded."""
-        return not self.replay and (self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0)
+        """Whether any rank holds a frozen reference."""
+        return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
 
     @property
     def largest_tensor_parallel(self) -> int:
@@ -670,6 +674,14 @@ class SFTConfig(RunConfig):
     """Longest example in tokens; what becomes of longer ones is `too_long`."""
     seed: int = 0
     """The order of the data and, for a toy model, its first weights follow from it."""
+
+    needs_reference = False  # without an annotation it is no field
+
+    @property
+    def roles(self) -> RolesConfig:
+        """Every rank trains, and generates too if held-out prompts are completed between steps."""
+        evaluates = self.evaluation.interval > 0
+        return RolesConfig(colocated=evaluates, num_trainers=self.num_trainers, num_references=0, num_generators=0)
 
     @property
     def num_ranks(self) -> int:

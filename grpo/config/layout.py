@@ -39,23 +39,6 @@ def for_one_process(config: Config) -> Config:
     )
 
 
-def for_replay(config: GRPOConfig, num_trainers: int) -> GRPOConfig:
-    """The config of a replay on so many ranks: all train, none samples, so nothing is evaluated or recorded either.
-
-    A toy model is the one that the recorded run built, because its tokenizer may come from data that is not read now.
-    """
-    path = f"{config.replay}/initial_model" if config.model.path.startswith("toy:") else config.model.path
-    return replace(
-        config,
-        model=replace(config.model, path=path),
-        roles=replace(config.roles, colocated=False, num_trainers=num_trainers, num_references=0, num_generators=0),
-        evaluation=replace(config.evaluation, interval=0),
-        checkpoint=replace(config.checkpoint, keep_best=""),
-        overlap_steps=0,
-        record=False,
-    )
-
-
 def describe_layout(config: GRPOConfig) -> str:
     """One phrase that names the ranks of each role, such as `2 trainer + 1 reference + 1 generator`."""
     roles = config.roles

@@ -37,14 +37,17 @@ class Opened:
         return self.state.get("step", 0)
 
 
-def open_run_folder(config: GRPOConfig | SFTConfig, script: str, inputs: tuple[str, ...]) -> Opened:
+def open_run_folder(config: GRPOConfig | SFTConfig, script: str, inputs: tuple[str, ...], take: bool = True) -> Opened:
     """Take the folder for this run and find the newest checkpoint that can be used, if the run is to be resumed.
+
+    Without `take`, nothing in the folder changes.
 
     inputs: paths and hub names that the run reads. Raises ValueError if the folder is not for this run (see
     `check_run_folder`), if no checkpoint can be used, or if the run would go on as another one.
     """
     check_run_folder(config.run_dir, script, inputs, resume=config.resume, overwrite=config.overwrite)
-    mark_run_folder(config.run_dir, script)
+    if take:
+        mark_run_folder(config.run_dir, script)
     checkpoint, state, broken = newest_usable(config.run_dir) if config.resume else (None, {}, [])
     if checkpoint is not None and not is_same_run(config):
         state = without_pending(state)  # old values, or old groups, are not for a step of this one

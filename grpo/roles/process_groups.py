@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from grpo.config import DeadlinesConfig, GRPOConfig, RolesConfig, SFTConfig
-from grpo.config.generation import generating
+from grpo.config import RolesConfig
 
 # Between two looks of rank 0 for ranks that have started
 MEETING_SECONDS = 0.02
@@ -88,18 +87,21 @@ class Roles:
         return tuple(ranks[0] for ranks in self.replicas)
 
 
-def setup_roles(config: GRPOConfig) -> Roles:
+def setup_roles(
+    layout: RolesConfig, needs_reference: bool = False, engine_ranks: int = 1, start_minutes: float = 20.0
+) -> Roles:
     """Create this rank's groups from torchrun's environment. Collective: every rank of the torchrun calls it once.
 
+    needs_reference: whether trainers hold a reference if no other rank does. engine_ranks: ranks of one vLLM engine.
     Without torchrun this process is a world of one. Raises TimeoutError on rank 0 if ranks do not start within
-    `deadlines.phase_minutes`.
+    `start_minutes`.
 
     The caller has compared the world size with the layout (`config.check_world_size`). RANK and WORLD_SIZE are
     rewritten to the role's own world, because torchtitan and vLLM read them; LOCAL_RANK stays, it selects the GPU.
     """
     start_alone()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    layout, timeout = config.roles, datetime.timedelta(minutes=config.roles.timeout_minutes)
+    timeout = datetime.timedelta(minutes=layout.timeout_minutes)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -108,47 +110,20 @@ def setup_roles(config: GRPOConfig) -> Roles:
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # torchrun's own, no further port
     store.set_timeout(timeout)
     # nobody is watched yet, see grpo/watch
-    soon = datetime.timedelta(minutes=min(config.deadlines.phase_minutes, layout.timeout_minutes))
+    soon = datetime.timedelta(minutes=min(start_minutes, layout.timeout_minutes))
     store = meet(store, rank, world_size, soon)
 
-    trainer_ranks = tuple(range(layout.num_trainers))
-    num_references = 0 if layout.colocated else layout.num_references
-    own_reference_ranks = tuple(range(layout.num_trainers, layout.num_trainers + num_references))
-    reference_ranks = own_reference_ranks or (trainer_ranks if config.needs_reference else ())
-    first_generator = 0 if layout.colocated else layout.num_trainers + num_references
-    tensor_parallel = config.generator.tensor_parallel
-    replicas = tuple(tuple(range(r, r + tensor_parallel)) for r in range(first_generator, world_size, tensor_parallel))
+    trainer_ranks, own_reference_ranks, replicas = ranks_of_roles(layout, engine_ranks, world_size)
     generator_ranks = tuple(r for ranks in replicas for r in ranks)
-    my_world = next(world for world in (trainer_ranks, own_reference_ranks, *replicas) if rank in world)
     if on_gpu and rank not in generator_ranks:  # vLLM decides for its own
         _let_segments_grow()
-
-    control = _bridge("control", tuple(range(world_size)), rank, store, "gloo", timeout)
-    learners, learner_ranks = None, (*trainer_ranks, *own_reference_ranks)
-    if len(learner_ranks) == world_size:
-        learners = control
-    elif rank in learner_ranks:
-        learners = _bridge("learners", learner_ranks, rank, store, "gloo", timeout)
-    weights = None
-    if generator_ranks and not layout.colocated and rank in (0, *generator_ranks):
-        weights = _bridge("weights", (0, *generator_ranks), rank, store, backend, timeout)
-
-    saving = _bridge("saving", trainer_ranks, rank, store, "gloo", timeout) if rank in trainer_ranks else None
-
-    os.environ.update(RANK=str(my_world.index(rank)), WORLD_SIZE=str(len(my_world)))
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # so that nothing meets on torchrun's own store by env://
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"world/{my_world[0]}", store),
-        rank=my_world.index(rank),
-        world_size=len(my_world),
-        timeout=timeout,
-    )
-    # No `device_id` above: torch 2.13 would split the groups of TP and of replicas off this one, and crashes there
-    # because the bridges were made before it. So NCCL connects here, before an engine changes its environment.
-    if on_gpu:
+    bridges = _bridges(rank, world_size, trainer_ranks, own_reference_ranks, generator_ranks, store, backend, timeout)
+    my_world = next(world for world in (trainer_ranks, own_reference_ranks, *replicas) if rank in world)
+    _join_own_world(my_world, rank, store, backend, timeout)
+    if on_gpu:  # NCCL connects here, before an engine changes its environment
         dist.barrier(device_ids=[device.index])
 
+    reference_ranks = own_reference_ranks or (trainer_ranks if needs_reference else ())
     trains, generates = rank in trainer_ranks, rank in generator_ranks
     name = "colocated" if layout.colocated else "trainer" if trains else "generator" if generates else "reference"
     return Roles(
@@ -161,13 +136,70 @@ def setup_roles(config: GRPOConfig) -> Roles:
         trainer_ranks=trainer_ranks,
         reference_ranks=reference_ranks,
         replicas=replicas,
-        control=control,
-        learners=learners,
-        weights=weights,
         store=store,
         timeout_minutes=layout.timeout_minutes,
-        saving=saving,
+        **bridges,
     )
+
+
+def ranks_of_roles(
+    layout: RolesConfig, engine_ranks: int, world_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """(trainer ranks, ranks that are only a reference, ranks of each engine), as the picture above has them."""
+    num_references = 0 if layout.colocated else layout.num_references
+    first_generator = 0 if layout.colocated else layout.num_trainers + num_references
+    return (
+        tuple(range(layout.num_trainers)),
+        tuple(range(layout.num_trainers, layout.num_trainers + num_references)),
+        tuple(tuple(range(r, r + engine_ranks)) for r in range(first_generator, world_size, engine_ranks)),
+    )
+
+
+def _bridges(
+    rank: int,
+    world_size: int,
+    trainer_ranks: tuple[int, ...],
+    own_reference_ranks: tuple[int, ...],
+    generator_ranks: tuple[int, ...],
+    store: PrefixStore,
+    backend: str,
+    timeout: datetime.timedelta,
+) -> dict[str, ProcessGroup | None]:
+    """This rank's bridges by their names in `Roles`, made in one order on all ranks. Collective over all ranks."""
+    everyone, learner_ranks = tuple(range(world_size)), (*trainer_ranks, *own_reference_ranks)
+    bridges: dict[str, ProcessGroup | None] = dict.fromkeys(("learners", "weights", "saving"))
+    bridges["control"] = _bridge("control", everyone, rank, store, "gloo", timeout)
+    if learner_ranks == everyone:
+        bridges["learners"] = bridges["control"]
+    elif rank in learner_ranks:
+        bridges["learners"] = _bridge("learners", learner_ranks, rank, store, "gloo", timeout)
+    is_split = bool(generator_ranks) and 0 not in generator_ranks
+    if is_split and rank in (0, *generator_ranks):
+        bridges["weights"] = _bridge("weights", (0, *generator_ranks), rank, store, backend, timeout)
+    if rank in trainer_ranks:
+        bridges["saving"] = _bridge("saving", trainer_ranks, rank, store, "gloo", timeout)
+    return bridges
+
+
+def _join_own_world(
+    ranks: tuple[int, ...], rank: int, store: PrefixStore, backend: str, timeout: datetime.timedelta
+) -> None:
+    """Make the default process group of this rank's role. Collective over its `ranks`.
+
+    Without a `device_id`: torch 2.13 would split the groups of TP and of replicas off this one, and crashes there
+    because the bridges were made before it.
+    """
+    own_rank = ranks.index(rank)
+    os.environ.update(RANK=str(own_rank), WORLD_SIZE=str(len(ranks)))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # so that nothing meets on torchrun's own store by env://
+    own_store = PrefixStore(f"world/{ranks[0]}", store)
+    dist.init_process_group(backend, store=own_store, rank=own_rank, world_size=len(ranks), timeout=timeout)
+
+
+def setup_trainers() -> Roles:
+    """Make every rank a trainer, and nothing else. Collective over all ranks."""
+    start_alone()
+    return setup_roles(RolesConfig(num_trainers=int(os.environ["WORLD_SIZE"]), num_references=0, num_generators=0))
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> PrefixStore:
@@ -208,18 +240,6 @@ def start_alone() -> None:
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-
-
-def setup_trainers(config: SFTConfig | None = None) -> Roles:
-    """The form for `train_sft.py`: every rank is a trainer, and a generator too if `config` evaluates by generating.
-
-    Collective over all ranks.
-    """
-    start_alone()
-    if config and config.evaluation.interval:
-        return setup_roles(generating(config, config.num_trainers))
-    layout = RolesConfig(num_trainers=int(os.environ["WORLD_SIZE"]), num_references=0, num_generators=0)
-    return setup_roles(GRPOConfig(roles=layout, deadlines=config.deadlines if config else DeadlinesConfig()))
 
 
 def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:

@@ -1,43 +1,127 @@
-"""A script's command line as a checked config, before anything slow is imported: the standard library and tyro only."""
+"""A script's command line as a checked config, and the process made ready, before anything slow is imported.
 
+Only the standard library and tyro are needed for it. What compilers keep (torch.compile, Triton, vLLM and
+FlashAttention 4) goes into one folder, with which the next run starts: by default `grpo` in the user's cache folder,
+where torch alone would take /tmp, which machines empty. Ranks, runs and nodes share it: entries are found by a hash of
+what was compiled, for which GPU, and appear whole. Those of vLLM and of FlashAttention are not found by the GPU, so
+both have folders in it: one for each index of a GPU, and one for each kind too (engine.py, attention.py). All of it can
+be deleted at any time.
+"""
+
+import logging
 import os
 import pathlib
+import sys
+import warnings
 from functools import partial
 
 from grpo.config.checks import validate
-from grpo.config.fields import Config, GRPOConfig
-from grpo.config.layout import check_world_size, for_one_process, for_replay
+from grpo.config.fields import Config, GRPOConfig, SFTConfig
+from grpo.config.layout import check_world_size, for_one_process
 from grpo.config.recipes import load
 from grpo.report.wandb_log import check_wandb
-from grpo.run.caches import keep_caches
-from grpo.run.quiet import quiet_libraries
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.watch.stopping import end_with_launcher
 
+RECIPES = pathlib.Path(__file__).parents[2] / "configs"
+# What a script or tool takes without a recipe
+DEFAULT_RECIPES = {
+    GRPOConfig: str(RECIPES / "qwen3_1_7b_gsm8k.py"),
+    SFTConfig: str(RECIPES / "sft_llama3_1_8b.py"),
+}
+# The user's choice of the folder for compiled code
+CACHE_VARIABLE = "GRPO_CACHE_DIR"
+# Variables of the libraries, and each one's part of that folder
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention",
+}
+# Logger (torchtitan's is the root): parts of messages that it need not print.
+KNOWN_NOISE = {
+    None: ("model.safetensors.index.json not found",),  # its own way of saving, which is not used
+    "torch.distributed.tensor._redistribute": ("_NormPartial",),  # the gradient's norm, a scalar, in two reductions
+    "torch._inductor.codecache": ("unable to serialize compiled graph",),  # of tensor parallelism; it is compiled anew
+    "vllm.triton_utils.importing": ("Triton is installed",),  # there is none for a CPU
+}
 
-def read_config(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
+
+def read_config(config_type: type[Config]) -> Config:
     """Read `[RECIPE.py] [--field value ...]`, checked also against the number of processes that torchrun started.
 
-    Without torchrun the layout becomes that of one process; a replay takes all processes as trainers. Ends the process
-    with one message if that cannot work.
+    Without torchrun the layout becomes that of one process, except in a dry run, which looks at the one configured.
+    Ends the process with one message if that cannot work.
     """
     quiet_libraries()
     end_with_launcher()
-    return run_rank(partial(_read, config_type, default_recipe))
+    return run_rank(partial(_read, config_type))
 
 
-def _read(config_type: type[Config], default_recipe: pathlib.Path) -> Config:
+def _read(config_type: type[Config]) -> Config:
     with refuse_bad_input():
         keep_caches()
-        config = load(config_type, str(default_recipe))
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        if isinstance(config, GRPOConfig) and config.replay:
-            config = for_replay(config, world_size)
-            validate(config)
+        config = load(config_type, DEFAULT_RECIPES[config_type])
+        if config.dry_run:
+            return config
         if "RANK" not in os.environ and config.num_ranks > 1:
             print(f"no torchrun: one process has all roles of the {config.num_ranks} ranks configured", flush=True)
             config = for_one_process(config)
             validate(config)
-        check_world_size(config, world_size)
+        check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
         check_wandb(config.metrics.wandb_project)
     return config
+
+
+def subject_of(doc: str) -> tuple[str, list[str]]:
+    """The first word of a tool's command line, what the tool is about, and the words behind it.
+
+    With --help, or where no word comes first, it prints the tool's docstring and ends the process.
+    """
+    words = sys.argv[1:]
+    if not words or words[0].startswith("-"):
+        print(doc)
+        raise SystemExit(0 if words[:1] in (["--help"], ["-h"]) else 2)
+    quiet_libraries()
+    with refuse_bad_input():
+        keep_caches()
+    return words[0], words[1:]
+
+
+def keep_caches() -> None:
+    """Point the libraries to the folder, before they are used; one whose own variable is set stays where it is.
+
+    Raises ValueError if the folder that GRPO_CACHE_DIR names cannot be written; the default one is then not used.
+    """
+    inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if inductor and os.environ.get("TORCHINDUCTOR_CACHE_DIR") == inductor.default_cache_dir():
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]  # torch sets its default while it is imported
+    chosen = os.environ.get(CACHE_VARIABLE)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = pathlib.Path(chosen or f"{home}/grpo").absolute()
+    parts = {variable: folder / part for variable, part in CACHES.items() if not os.environ.get(variable)}
+    try:
+        for part in parts.values():
+            part.mkdir(parents=True, exist_ok=True)
+            if not os.access(part, os.W_OK):
+                raise PermissionError(f"{part} is not writable")
+    except OSError as error:
+        if chosen:
+            raise ValueError(
+                f"{CACHE_VARIABLE}={chosen} cannot hold the compilers' caches: {error}; name another"
+            ) from error
+        return
+    os.environ.update({variable: str(part) for variable, part in parts.items()})
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # it keeps nothing otherwise
+
+
+def quiet_libraries() -> None:
+    """Call it before torch and transformers are imported, which read these variables; those already set stay."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NUMA binding
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # one bar for each local file
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    warnings.filterwarnings("ignore", message=r"Argument aux_data .* cannot be converted")  # flash-attn-4's compiler
+    for name, parts in KNOWN_NOISE.items():
+        logging.getLogger(name).addFilter(lambda record, parts=parts: not any(p in record.getMessage() for p in parts))

@@ -5,27 +5,17 @@ for its decisions (`comm.on_driver`, `comm.from_driver`). Within a step nothing 
 was sampled is a value that the loop passes on. Left out: everything that several ranks do together.
 """
 
-import pathlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from grpo.algorithm.trial import try_algorithm
-from grpo.config import GRPOConfig, TrainerConfig
 from grpo.config.layout import describe_layout
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.draw_ahead import DrawAhead
-from grpo.data.prepare import load_sources, reward_columns, texts_of, usable_prompts
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.data.streams import PromptStream
 from grpo.folder.checkpoint import saves
 from grpo.folder.pending import pending_state, pending_tensors, read_pending
-from grpo.folder.resume import begin, open_run_folder, resumed_stream
-from grpo.folder.run_folder import unlock_run_folder
-from grpo.models import hf_folder
-from grpo.report.ledger import Ledger
-from grpo.report.log import RunLog
 from grpo.report.measured import measured_metrics, sequence_advantages
 from grpo.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.report.sampling_work import nonfinite_frac, sampling_work, stale_frac
@@ -33,102 +23,39 @@ from grpo.rewards.pool import check_all_failed
 from grpo.roles.ahead import PROBE_PROMPTS
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
-from grpo.roles.process_groups import Roles
 from grpo.run.carried import CarryOver
-from grpo.run.machine import fit_to_machine
-from grpo.run.model_folder import open_model_folder
+from grpo.run.inputs import read_grpo
 from grpo.run.past_lengths import PastLengths
-from grpo.run.profiler import check_profile
 from grpo.run.sampled import Sampled, informative_groups
-from grpo.run.scorer import Scorer, check_functions, check_version, held_out_prompts
-from grpo.run.skipped import SkippedSteps
-from grpo.run.step_timer import StepTimer
+from grpo.run.scorer import check_version
+from grpo.run.session import Session, Start
 from grpo.types import Completion, Pending, Plan, Prompt, Rollout, TrainBatch
 from grpo.watch.failures import refuse_bad_input
-from grpo.watch.stopping import forget_old_stop, obey_stop, stop_reason
-
-SCRIPT = "train_grpo.py"  # as run.json names it
-
-
-@dataclass(frozen=True)
-class Start:
-    """What every rank must know before the first step."""
-
-    step: int
-    trainer: TrainerConfig
-    """The config's, fitted to the machine."""
-    model_folder: str
-    reference_folder: str
-    stop_token_ids: list[int]
-    eval_prompts: list[Prompt]
-    checkpoint: pathlib.Path | None
 
 
 class Driver:
     """Prompts, rewards, decisions and the log."""
 
-    def __init__(self, config: GRPOConfig, roles: Roles, timer: StepTimer):
-        self.config, self.roles, self.timer = config, roles, timer
-        self.ledger = Ledger(roles)
+    def __init__(self, session: Session):
+        self.session, self.config, self.roles, self.timer = session, session.config, session.roles, session.timer
         self.first_pending: Pending | None = None
         """What the checkpoint has that was sampled ahead, for the first step; on the driver, and read by `start`."""
 
-    @from_driver
     def start(self) -> Start:
-        """Refuse bad input before any model is loaded, open the run folder, start the reward processes."""
-        config = self.config
+        """Refuse bad input before any model is loaded, open the run folder, start the reward processes. On rank 0."""
+        config, session = self.config, self.session
         with refuse_bad_input():
-            data = config.data
-            check_functions(config)
-            try_algorithm(config.algorithm)
-            sources = load_sources(data)
-            if data.row:  # which columns it makes is known only now
-                check_functions(config, reward_columns(sources))
-            evaluates = config.evaluation.interval > 0
-            read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
-            inputs = (config.model.path, config.model.reference_path, *(source.path for source in read))
-            opened = open_run_folder(config, SCRIPT, inputs)
-            folder, tokenizer = open_model_folder(config, config.largest_tensor_parallel, texts_of(sources))
-            if config.needs_reference and config.model.reference_path:
-                reference = hf_folder.resolve_folder(config.model.reference_path)
-                hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
-                hf_folder.check_reference(reference, folder, tokenizer)
-            rows = usable_prompts(sources, config, tokenizer)
-            stream = resumed_stream(lambda: PromptStream(rows, config, tokenizer), opened, config.allow_changes)
-            self.lengths = PastLengths(keeps_rows=not data.streaming)
-            self.lengths.load_state_dict(opened.state.get("lengths", self.lengths.state_dict()))
+            inputs = read_grpo(session)
+            self.scorer, state, stream = session.scorer, session.opened.state, inputs.stream
+            self.lengths = PastLengths(keeps_rows=not config.data.streaming)
+            self.lengths.load_state_dict(state.get("lengths", self.lengths.state_dict()))
             self.carried = CarryOver(config.prompts_per_step, config.sampling.carry_over, config.group_size)
-            if "carried" in opened.state:
-                self.carried.load(opened.checkpoint, opened.state["carried"], stream)
-            if "pending" in opened.state:
-                self.first_pending = read_pending(opened.checkpoint, opened.state["pending"], stream)
+            if "carried" in state:
+                self.carried.load(session.opened.checkpoint, state["carried"], stream)
+            if "pending" in state:
+                self.first_pending = read_pending(session.opened.checkpoint, state["pending"], stream)
             self.stream = DrawAhead(stream)
-            eval_prompts = held_out_prompts(config, tokenizer) if evaluates else []
-            self.first_step = opened.step
-            check_profile(config.profile, self.first_step)
-            self.scorer = Scorer(config, folder, tokenizer)
-        # only now that nothing is refused any more may an earlier run be deleted
-        begin(config, SCRIPT, opened)
-        trainer = fit_to_machine(config, folder)
-        forget_old_stop(config.run_dir)
-        self.saved_step, self.last_line = self.first_step, f"done; everything is in {config.run_dir}"
-        self.run_log = RunLog(
-            config.metrics, config.run_dir, config.num_steps, self.first_step, config.warnings, asdict(config)
-        )
-        self.skipped = SkippedSteps(config.run_dir)
-        print(
-            f"{describe_layout(config)} ranks; {config.run_dir}, starting at step {self.first_step}",
-            flush=True,
-        )
-        return Start(
-            step=self.first_step,
-            trainer=trainer,
-            model_folder=folder,
-            reference_folder=config.model.reference_path or folder,
-            stop_token_ids=self.scorer.stop_token_ids,
-            eval_prompts=eval_prompts,
-            checkpoint=opened.checkpoint,
-        )
+        return session.start(f"{describe_layout(config)} ranks", inputs.eval_prompts, inputs.reference_folder)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -140,20 +67,18 @@ class Driver:
         was asked to stop goes on to the next sync, because a resumed one begins with fresh weights.
         """
         config, last = self.config, step + 1 == self.config.num_steps
-        if step % config.sync_interval == 0 and (reason := stop_reason(config.run_dir)):
-            self.last_line = obey_stop(reason, step, config.run_dir)
-            return plan_to_stop(step, self.saved_step)
+        session, first_step = self.session, self.session.first_step
+        if step % config.sync_interval == 0 and session.is_stopped(step):
+            return plan_to_stop(step)
 
         def due(interval: int) -> bool:
             return interval > 0 and (step + 1) % interval == 0
 
         # the generators hold the weights of the last sync, or those the run started with
-        version = max(self.first_step, step - step % config.sync_interval)
-        first_syncs = step <= self.first_step + config.sync_interval
+        version = max(first_step, step - step % config.sync_interval)
+        first_syncs = step <= first_step + config.sync_interval
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
         check = config.sync_check_interval > 0 and version == step and check_due
-        if save := saves(config.checkpoint, step + 1, last):
-            self.saved_step = step + 1
         older_weights = pending is not None or self.carried.has_begun  # sampled a part of what is trained on
         prompts, carried = [], None
         if config.sampling.carry_over:
@@ -172,7 +97,7 @@ class Driver:
             generator_version=version,
             sync_check=check and not older_weights,
             sync=last or due(config.sync_interval),
-            save=save,
+            save=saves(config.checkpoint, step + 1, last),
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
             next_prompts=next_prompts,
             next_place=next_place,
@@ -302,7 +227,7 @@ class Driver:
         times = self.timer.close_step()
         if pending:
             times |= {"time/ahead": pending.seconds, "time/overlap": pending.overlap_seconds}
-        self._log(step, sampled, batch, measured, times, self.ledger.exchange(step, self.timer.worked))
+        self._log(step, sampled, batch, measured, times, self.session.ledger.exchange(step, self.timer.worked))
 
     @on_driver
     def _log(
@@ -316,13 +241,13 @@ class Driver:
     ) -> None:
         num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
         metrics = self._sampling_metrics(step, sampled, batch) | measured_metrics(measured, times, num_tokens)
-        self.run_log.log(step, metrics | self.run_log.ledger(ledger))
+        self.session.run_log.log(step, metrics | self.session.run_log.ledger(ledger))
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
             values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
             rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
-            self.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
-        self.skipped.look(step, metrics, batch)
+            self.session.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
+        self.session.skipped.look(step, metrics, batch)
 
     def _sampling_metrics(self, step: int, sampled: Sampled, batch: TrainBatch) -> dict[str, float]:
         config = self.config
@@ -339,24 +264,8 @@ class Driver:
             metrics["lag/stale_frac"] = stale_frac([r.completion for r in sampled.rollouts], step - 1)
         return metrics | self.stream.metrics()
 
-    @on_driver
-    def log_evaluation(
-        self, prompts: list[Prompt], greedy: list[Completion], samples: list[Completion], step: int
-    ) -> None:
-        """Score held-out completions and log them."""
-        self.scorer.log_evaluation(self.run_log, prompts, greedy, samples, step)
 
-    @on_driver
-    def finish(self) -> None:
-        """Close the log and end the reward processes."""
-        self.scorer.pool.close()
-        self.run_log.ledger(self.ledger.collect())
-        self.run_log.close()
-        unlock_run_folder(self.config.run_dir)
-        print(self.last_line, flush=True)
-
-
-def plan_to_stop(step: int, saved_step: int) -> Plan:
-    """Save the steps before `step`, unless they are, and begin no other."""
+def plan_to_stop(step: int) -> Plan:
+    """The plan that ends the run before the step begins."""
     nothing = {"prompts": [], "generator_version": step, "sync_check": False, "sync": False, "evaluate": False}
-    return Plan(step=step, save=step > saved_step, stop=True, **nothing)
+    return Plan(step=step, save=False, stop=True, **nothing)

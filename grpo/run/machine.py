@@ -1,6 +1,6 @@
 """What a config asks of the machine: versions that fit together, GPUs, memory and disk.
 
-`python -m grpo.preflight` shows all of it; a run prints what would go wrong as warnings (`fit_to_machine`). Arithmetic
+A run prints what would go wrong as warnings (`fit_to_machine`), `--dry-run` all of it (`tell_what_fits`). Arithmetic
 only: nothing is loaded, and what one look costs is below half a second.
 """
 
@@ -12,7 +12,6 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import transformers
@@ -43,18 +42,16 @@ FOREIGN_FRAC = 0.1
 
 
 @dataclass(frozen=True)
-class Row:
-    """One check and what came of it."""
+class Verdict:
+    """One thing that a run needs, whether this machine has it, what was found and what to do if it does not."""
 
     check: str
-    status: Literal["ok", "problem", "not checked"]
+    fits: bool
     found: str
     to_do: str = ""
 
-    @classmethod
-    def of(cls, check: str, is_ok: bool, found: str, to_do: str) -> "Row":
-        """`to_do` is told only of a problem."""
-        return cls(check, "ok", found) if is_ok else cls(check, "problem", found, to_do)
+    def __str__(self) -> str:
+        return f"{self.check}: {self.found}" + ("" if self.fits or not self.to_do else f"; {self.to_do}")
 
 
 @dataclass(frozen=True)
@@ -92,16 +89,39 @@ def fit_to_machine(config: GRPOConfig | SFTConfig, folder: str) -> TrainerConfig
     config.json. Returns config.trainer with nothing "auto" any more.
     """
     hf, device = read_hf_config(folder), look_at_device(torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    for row in (check_versions(), *check_memory(config, hf, device), check_disk(config, hf)):
-        if row.status == "problem":
-            print(f"warning: {row.check}: {row.found}; {row.to_do}", flush=True)
+    for verdict in (check_versions(), *check_memory(config, hf, device), check_disk(config, hf)):
+        if not verdict.fits:
+            print(f"warning: {verdict}", flush=True)
+    return _tell_choices(config, hf, device).trainer
+
+
+def tell_what_fits(config: GRPOConfig | SFTConfig, folder: str) -> bool:
+    """Print a verdict on each thing that the run needs of this machine, or of one with `config.gpus`.
+
+    folder: the model's, of which config.json is read. Returns whether there is no problem.
+    """
+    hf, gpus = read_hf_config(folder), config.gpus
+    device = Device(gpus, "GPU", config.gpu_gib, config.gpu_gib) if gpus else look_at_device()
+    verdicts = [check_versions(), check_gpus(config, device), *check_memory(config, hf, device), check_disk(config, hf)]
+    for verdict in verdicts:
+        print(f"{'fits' if verdict.fits else 'PROBLEM'}  {verdict}")
+    _tell_choices(config, hf, device)
+    num_problems = sum(not verdict.fits for verdict in verdicts)
+    print(f"dry run: nothing was written; {num_problems or 'no'} problem{'' if num_problems == 1 else 's'}", flush=True)
+    return not num_problems
+
+
+def _tell_choices(
+    config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig, device: Device
+) -> GRPOConfig | SFTConfig:
+    """The config with nothing "auto" any more; what was chosen for GPUs is printed."""
     decided = fit_trainer(hf, config, device.total_gib if device.num_gpus else None)
     for choice in choices_told(config, decided) if device.num_gpus else ():
         print(f"{choice}, by arithmetic", flush=True)
-    return decided.trainer
+    return decided
 
 
-def check_versions() -> Row:
+def check_versions() -> Verdict:
     """Python, and the packages that move only together, against what requirements*.txt pin."""
     pins: dict[str, str] = {}
     for path in sorted(ROOT.glob("requirements*.txt")):
@@ -114,7 +134,7 @@ def check_versions() -> Row:
         f"{name} {found[name] or 'missing'}" + (f", pinned is {pins[name]}" if name in wrong else "") for name in pins
     ]
     to_do = "install what requirements-gpu.txt or requirements-cpu.txt pins: bash launch/setup.sh"
-    return Row.of("versions", is_right_python and not wrong, "; ".join(told), to_do)
+    return Verdict("versions", is_right_python and not wrong, "; ".join(told), to_do)
 
 
 def _installed(package: str) -> str | None:
@@ -126,27 +146,26 @@ def _installed(package: str) -> str | None:
     return None
 
 
-def check_gpus(config: GRPOConfig | SFTConfig, device: Device, local_ranks: int | None = None) -> Row:
-    """GPUs of this host against the layout, or against the `local_ranks` that torchrun started here; is one in use?"""
-    count, needed = device.num_gpus, local_ranks or config.num_ranks
+def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
+    """The GPUs of one host against the layout, whose ranks may fill several such hosts; and is one in use?"""
+    count, needed = device.num_gpus, config.num_ranks
     if not count:
         built_for_gpus = torch.version.cuda is not None
         found = "torch is built for CUDA and sees no GPU" if built_for_gpus else f"none: {device.name}"
         to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
-        return Row.of("GPUs", not built_for_gpus, found, to_do)
+        return Verdict("GPUs", not built_for_gpus, found, to_do)
     held = device.total_gib - device.free_gib
     found = f"{count} x {device.name} of {device.total_gib:.1f} GiB, {needed} needed"
     if held > FOREIGN_FRAC * device.total_gib:
         found = f"{found}; other processes hold {held:.1f} GiB of one"
-        return Row("GPUs", "problem", found, "end them (nvidia-smi lists them), or choose others: CUDA_VISIBLE_DEVICES")
-    if needed <= count or (local_ranks is None and needed % count == 0):
-        nodes = f", so {needed // count} such nodes" if needed > count else ""
-        return Row("GPUs", "ok", found + nodes)
+        return Verdict("GPUs", False, found, "end them (nvidia-smi lists them), or choose others: CUDA_VISIBLE_DEVICES")
+    if needed > count:
+        found += f", so {needed // count} such nodes" if needed % count == 0 else ""
     other = f"--num-trainers {count}" if isinstance(config, SFTConfig) else suggest_layout(config, count)
-    return Row("GPUs", "problem", found, f"for {count}: {other}")
+    return Verdict("GPUs", needed <= count or needed % count == 0, found, f"for {count}: {other}")
 
 
-def check_memory(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig, device: Device) -> list[Row]:
+def check_memory(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig, device: Device) -> list[Verdict]:
     """The arithmetic of each role against a GPU; on a CPU, of all ranks against the host's free memory."""
     config = fit_trainer(hf, config, device.total_gib if device.num_gpus else None)
     parts = memory_of_roles(hf, config)
@@ -154,7 +173,7 @@ def check_memory(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConf
         num_ranks = _ranks_of_roles(config)
         total = sum(num_ranks[role] * sum(values.values()) for role, values in parts.items())
         found = f"all ranks {total:.1f} GiB, free on this host {device.free_gib:.1f}"
-        return [Row.of("memory", total <= device.free_gib, found, "a smaller model or --trainer.micro-batch-tokens")]
+        return [Verdict("memory", total <= device.free_gib, found, "a smaller model or --trainer.micro-batch-tokens")]
     rows = [_trainer_memory(hf, config, parts["trainer"], device)]
     room = config.generator.gpu_memory_utilization * device.total_gib
     if (generator := parts.get("generator")) is not None:
@@ -163,25 +182,25 @@ def check_memory(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConf
             f"{weights:.1f} GiB of weights in its share of {room:.1f}: {max(room - weights, 0):.1f} for the KV cache"
         )
         to_do = "raise --generator.tensor-parallel or --generator.gpu-memory-utilization"
-        rows.append(Row.of("memory of a generator", weights < room, found, to_do))
+        rows.append(Verdict("memory of a generator", weights < room, found, to_do))
     if (reference := parts.get("reference")) is not None:
         to_do = "raise --roles.num-references, or lower --trainer.micro-batch-tokens"
         rows.append(
-            Row.of("memory of a reference", sum(reference.values()) < device.total_gib, _sum(reference, device), to_do)
+            Verdict("memory of a reference", sum(reference.values()) < device.total_gib, _sum(reference, device), to_do)
         )
     return rows
 
 
 def _trainer_memory(
     hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig, parts: dict[str, float], device: Device
-) -> Row:
+) -> Verdict:
     """Of a trainer, and the engine that may share its GPU."""
     found = f"{_sum(parts, device)}; activation checkpointing: {config.trainer.activation_checkpointing}"
     to_do = "lower --trainer.micro-batch-tokens, take --trainer.activation-checkpointing full or more trainers"
     if engine := engine_gib(hf, config, device.total_gib):
         found += f"; and {engine:.1f} of an engine" + (" that sleeps meanwhile" if config.generator.sleep else "")
         to_do = f"lower --generator.gpu-memory-utilization or set --generator.sleep, {to_do}"
-    return Row.of("memory of a trainer", peak_gib(hf, config, device.total_gib) < device.total_gib, found, to_do)
+    return Verdict("memory of a trainer", peak_gib(hf, config, device.total_gib) < device.total_gib, found, to_do)
 
 
 def _sum(parts: dict[str, float], device: Device) -> str:
@@ -190,14 +209,12 @@ def _sum(parts: dict[str, float], device: Device) -> str:
 
 
 def _ranks_of_roles(config: GRPOConfig | SFTConfig) -> dict[str, int]:
-    if isinstance(config, SFTConfig):
-        return {"trainer": config.num_trainers}
     roles = config.roles
     num_generators = roles.num_trainers if roles.colocated else roles.num_generators
     return {"trainer": roles.num_trainers, "generator": num_generators, "reference": roles.num_references}
 
 
-def check_disk(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig) -> Row:
+def check_disk(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig) -> Verdict:
     """Room in the run folder's file system for the checkpoints that are kept, one being written, and the export."""
     one, count, export = checkpoint_gib(hf, config), num_checkpoints(config), 0.0
     if config.checkpoint.export:
@@ -209,7 +226,7 @@ def check_disk(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig
     needed, free = max(one * count + export - replaced, 0), shutil.disk_usage(place).free / 2**30
     found = f"{count} checkpoints of {one:.2f} GiB and an export of {export:.2f}, free in {place}: {free:.1f} GiB"
     to_do = "another --run-dir, or a lower --checkpoint.keep"
-    return Row.of("disk", needed <= free, found, to_do)
+    return Verdict("disk", needed <= free, found, to_do)
 
 
 def checkpoint_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig) -> float:

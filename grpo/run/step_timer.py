@@ -1,16 +1,40 @@
-"""Where the wall time of a step goes, phase by phase. Left out: time on the GPU, spans inside a phase (profiler.py)."""
+"""Where the wall time of a step goes: seconds of each phase, and on request a profiler's trace of one step.
+
+Open traces in Perfetto (ui.perfetto.dev) or chrome://tracing. Left out: what an engine does in processes of its own.
+"""
 
 import contextlib
+import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import torch
 from rich.console import Console
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from grpo.report.startup import startup_lines
 from grpo.roles.process_groups import Roles
 from grpo.roles.timed_collectives import seconds_waited
 from grpo.watch.failures import BEGAN, set_place
+
+PROFILE = "profile"  # the folder of traces in the run's
+
+
+def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) -> Iterator[int]:
+    """The `steps`, each the number of steps before it; while that of the `chosen`-th step runs, a trace is taken.
+
+    Each rank writes its own to `RUN_DIR/profile`, with the phases as ranges. With `chosen` 0 there is none.
+    """
+    for step in steps:
+        if step + 1 != chosen:
+            yield step
+            continue
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        with profile(activities=activities) as trace:
+            yield step
+        path = pathlib.Path(run_dir) / PROFILE / f"step-{chosen:08d}-rank-{roles.rank:03d}-{roles.name}.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(path))
 
 
 class StepTimer:

@@ -115,7 +115,8 @@ def own_engine(variant: str, engine: dict[str, Any], options: argparse.Namespace
         ),
         group_size=options.group_size,
     )
-    generator = Generator(config.generator, config.model, config.data, config.seed, folder, [], setup_roles(config))
+    roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
+    generator = Generator(config.generator, config.model, config.data, config.seed, folder, [], roles)
 
     def generate(prompts: list[list[int]], number: int) -> int:
         rows = [Prompt(ids=ids, index=number * len(prompts) + i) for i, ids in enumerate(prompts)]

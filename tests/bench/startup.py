@@ -28,7 +28,7 @@ from speed import ROOT, checkpoint, report, run_child, run_limited
 
 sys.path.insert(0, str(ROOT))
 
-from grpo.run.caches import PARTS
+from grpo.run.command_line import CACHES
 
 LAYOUTS = ("colocated", "split", "rows")
 ROLE_LINE = re.compile(r"^starting +\d+ s  (\w+): (.*)", re.MULTILINE)
@@ -60,7 +60,7 @@ def main() -> None:
         rows_of_many_lengths(options.shape)
         return
     checkpoint(options.shape)
-    for variable in PARTS:  # the run sets them itself
+    for variable in CACHES:  # the run sets them itself
         os.environ.pop(variable, None)
     rows = []
     for layout in options.layouts:
@@ -155,7 +155,7 @@ def rows_of_many_lengths(shape: str) -> None:
     from grpo.roles.metrics import StepMetrics
     from grpo.roles.process_groups import setup_trainers
     from grpo.roles.trainer import Trainer
-    from grpo.run.caches import keep_caches
+    from grpo.run.command_line import keep_caches
 
     keep_caches()
     roles, folder = setup_trainers(), str(checkpoint(shape))

@@ -132,7 +132,7 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
         trainer=TrainerConfig(tensor_parallel=num_trainers if kind == "tp" else 1, lora_rank=lora_rank, compile=False),
         group_size=GROUP_SIZE,
     )
-    roles = setup_roles(config)
+    roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
     generator = (
         Generator(config.generator, config.model, config.data, config.seed, folder, [], roles)
         if roles.generates

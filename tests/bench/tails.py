@@ -115,7 +115,8 @@ def forced_lengths(slots: int, options: argparse.Namespace):
         group_size=options.group_size,
         sampling=SamplingConfig(carry_over=options.carry_over),
     )
-    return ForcedLengths(config.generator, config.model, config.data, config.seed, folder, [], setup_roles(config))
+    roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
+    return ForcedLengths(config.generator, config.model, config.data, config.seed, folder, [], roles)
 
 
 def median_of(prompt: int, options: argparse.Namespace) -> float:

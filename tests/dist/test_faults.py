@@ -101,14 +101,14 @@ def check_cell(rank: str, phase: str, kind: str, result: subprocess.CompletedPro
 
 LATE = """
 import os, sys, time
-from grpo.config import DeadlinesConfig, SFTConfig
-from grpo.roles.process_groups import setup_trainers
+from grpo.config import RolesConfig
+from grpo.roles.process_groups import setup_roles
 from grpo.watch.failures import run_script
 
 if os.environ["RANK"] == "2":
     print(f"fault at {time.time()}", flush=True)
     time.sleep(600)
-run_script(lambda: setup_trainers(SFTConfig(deadlines=DeadlinesConfig(phase_minutes=0.1))))
+run_script(lambda: setup_roles(RolesConfig(num_trainers=3, num_references=0, num_generators=0), start_minutes=0.1))
 """
 
 

@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-import train_sft
 from grpo import evaluate
 from grpo.config import DataConfig, GRPOConfig, ModelConfig, SFTConfig, change
 from grpo.config.layout import check_world_size
@@ -18,7 +17,8 @@ from grpo.config.recipes import load, load_recipe
 from grpo.data import toy
 from grpo.folder.run_folder import mark_run_folder
 from grpo.run.driver import Driver
-from grpo.run.step_timer import StepTimer
+from grpo.run.session import Session
+from grpo.run.sft_driver import SFTDriver
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY, read_metrics
 from tests.tiny_models import SMALL
@@ -286,13 +286,14 @@ def test_rows_that_sft_cannot_use(model: pathlib.Path, tmp_path: pathlib.Path, c
         model=ModelConfig(path=str(model)), data=data, run_dir=str(tmp_path / "run"), max_sequence_tokens=64
     )
     with pytest.raises(BadInput) as refused:
-        train_sft.Driver.start.__wrapped__(train_sft.Driver(config, roles=None, timer=StepTimer()))
+        SFTDriver(Session(config, "train_sft.py", None)).start()
     assert "2 of 3 rows" in str(refused.value) and "row 2: column 'completion' is missing" in str(refused.value)
     assert "row 3: column 'question' holds int, not text" in str(refused.value)
     assert not (tmp_path / "run").exists()
     config = change(config, {"data.bad_rows": "skip"})
-    train_sft.Driver.start.__wrapped__(driver := train_sft.Driver(config, roles=None, timer=StepTimer()))
-    driver.run_log.close()
+    driver = SFTDriver(Session(config, "train_sft.py", None))
+    driver.start()
+    driver.session.run_log.close()
     assert "warning: 2 of 3 rows of" in capsys.readouterr().out
     assert len(driver.stream.draw(4)) == 4
     marker = json.loads((tmp_path / "run/run.json").read_text())
@@ -320,7 +321,7 @@ def test_evaluations_of_sft_that_cannot_work(flags: tuple[str, ...], model: path
     arguments += ["--evaluation.interval", 1, "--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 32]
     config = load(SFTConfig, "configs/toy_sft.py", [*map(str, arguments), *flags])
     with pytest.raises(BadInput) as refused:
-        train_sft.Driver.start.__wrapped__(train_sft.Driver(config, roles=None, timer=StepTimer()))
+        SFTDriver(Session(config, "train_sft.py", None)).start()
     for part in BAD_EVALUATIONS[flags]:
         assert part in str(refused.value)
 
@@ -328,10 +329,9 @@ def test_evaluations_of_sft_that_cannot_work(flags: tuple[str, ...], model: path
 def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_path: pathlib.Path):
     def start(name: str) -> None:
         flags = ("--run-dir", tmp_path / name, "--data.answer-column", "answer", "--evaluation.num-prompts", 2)
-        config = evaluate.load_config(str(model), [TINY, *map(str, flags)], world_size=1)
-        driver = evaluate.Driver(config, roles=None)
-        evaluate.Driver.start.__wrapped__(driver)
-        driver.scorer.pool.close()
+        config = evaluate.load_config(str(model), [TINY, *map(str, flags)], num_ranks=1)
+        evaluate.start(session := Session(config, "grpo.evaluate", None))
+        session.scorer.pool.close()
 
     start("alone")
     (tmp_path / "alone/evaluation.jsonl").write_text("{}\n")
@@ -357,9 +357,9 @@ def refusal(*arguments: object) -> str:
 
 def start_and_finish(config: GRPOConfig) -> None:
     """What rank 0 does before the first and after the last step, without the other ranks."""
-    driver = Driver(config, roles=None, timer=StepTimer())
-    Driver.start.__wrapped__(driver)
-    Driver.finish.__wrapped__(driver)
+    session = Session(config, "train_grpo.py", None)
+    Driver(session).start()
+    Session._finish.__wrapped__(session)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import train_sft
 from grpo.config import SFTConfig
 from grpo.config.recipes import load
 from grpo.data import toy
-from grpo.run.step_timer import StepTimer
+from grpo.run.session import Session
+from grpo.run.sft_driver import SFTDriver
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import read_metrics, without_clocks
 from tests.torchrun import run_python, torchrun
@@ -138,7 +139,7 @@ def test_resume_with_adapters_of_a_run_without_is_refused(finished: pathlib.Path
     flags = [*arguments, "--num-trainers", 1, "--run-dir", finished, "--resume", "--trainer.lora-rank", 2]
     config = load(SFTConfig, "", [str(flag) for flag in flags])
     with pytest.raises(BadInput, match="this run trains adapters of rank 2 for"):
-        train_sft.Driver.start.__wrapped__(train_sft.Driver(config, roles=None, timer=StepTimer()))
+        SFTDriver(Session(config, "train_sft.py", None)).start()
 
 
 def test_validation_is_the_mean_over_tokens_of_each_set(finished: pathlib.Path):

@@ -8,10 +8,10 @@ import torch
 
 from grpo.models import attention
 from grpo.roles import engine
-from grpo.run.caches import PARTS, VARIABLE, keep_caches
+from grpo.run.command_line import CACHE_VARIABLE, CACHES, keep_caches
 
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-OWN_VARIABLES = (*PARTS, VARIABLE, ENABLED, "XDG_CACHE_HOME")
+OWN_VARIABLES = (*CACHES, CACHE_VARIABLE, ENABLED, "XDG_CACHE_HOME")
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pyte
 
 
 def folders() -> dict[str, str]:
-    return {name: os.environ.get(name, "") for name in PARTS}
+    return {name: os.environ.get(name, "") for name in CACHES}
 
 
 def test_default_is_in_the_users_cache(environment, tmp_path):
@@ -36,7 +36,7 @@ def test_default_is_in_the_users_cache(environment, tmp_path):
 
 def test_one_folder_for_all(environment, tmp_path):
     environment.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    environment.setenv(VARIABLE, str(tmp_path / "mine"))
+    environment.setenv(CACHE_VARIABLE, str(tmp_path / "mine"))
     keep_caches()
     assert folders() == {
         "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/mine/inductor",
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_made(environment, tmp_path):
     keep_caches()  # the libraries' own defaults do
     assert set(folders().values()) == {""}
     assert ENABLED not in os.environ
-    environment.setenv(VARIABLE, str(tmp_path / "file"))
+    environment.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     with pytest.raises(ValueError, match="GRPO_CACHE_DIR=.*/file cannot hold .* name another"):
         keep_caches()
 

@@ -21,8 +21,8 @@ FLOORS = (
     ("run",),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-SCRIPTS = ("train_grpo", "train_sft", "grpo.summary", "grpo.evaluate", "grpo.export", "grpo.memory")
-SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.look", "grpo.preflight")
+SCRIPTS = ("train_grpo", "train_sft", "grpo.summary", "grpo.evaluate", "grpo.export", "grpo.replay")
+SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.look")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "grpo").rglob("*.py")

@@ -1,10 +1,8 @@
 """The memory arithmetic against sizes that are published and peaks that were measured, and the tables made with it."""
 
-import json
 import pathlib
 import re
 import shlex
-import sys
 
 import pytest
 import transformers
@@ -12,7 +10,6 @@ import transformers
 from grpo import config as c
 from grpo.config.layout import describe_layout
 from grpo.config.recipes import load, load_recipe
-from grpo.memory import DEFAULT_RECIPE, GPU_GIB, main
 from grpo.models.memory import (
     choices_told,
     fit_trainer,
@@ -22,10 +19,12 @@ from grpo.models.memory import (
     reference_gib,
     trainer_gib,
 )
+from grpo.run.command_line import DEFAULT_RECIPES
 from tests.unit.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B
 from tests.unit.test_readme import table
 
 ROOT = pathlib.Path(__file__).parents[2]
+GPU_GIB = 79.2  # of an H100, of 80 GB
 QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
 QWEN3_4B = QWEN3_1_7B | {
     "hidden_size": 2560,
@@ -63,7 +62,7 @@ def test_number_of_parameters_is_the_published_one(name):
 
 
 def config_of(*flags: str) -> c.GRPOConfig:
-    return load(c.GRPOConfig, DEFAULT_RECIPE, [str(flag) for flag in flags])
+    return load(c.GRPOConfig, DEFAULT_RECIPES[c.GRPOConfig], [str(flag) for flag in flags])
 
 
 # Peaks in torch (configs/RESULTS.md; the 8B one on two of four H200), GiB, with micro-batches of 16,384 tokens and
@@ -224,27 +223,3 @@ def test_lora_of_8b_colocated_fits_one_gpu_because_the_engine_sleeps():
     assert config.generator.sleep and "reference" not in trainer
     assert sum(trainer.values()) + engine > 79.2 > 70 > at_rest + engine
     assert engine - generator_gib(hf(QWEN3_8B), config)["weights"] == pytest.approx(32, abs=0.5)
-
-
-def test_the_command_takes_recipes_of_sft(tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_1_8B))
-    recipe = str(ROOT / "configs" / "sft_llama3_1_8b.py")
-    monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--num-trainers", "4"])
-    main()
-    about, chosen, trainer = capsys.readouterr().out.splitlines()[-3:]  # no engine, no reference
-    assert chosen.startswith("trainer.activation_checkpointing: selective")
-    assert about == f"{tmp_path}: 8.03 billion parameters"
-    # 8.03e9 x 16 / 4
-    assert trainer.startswith("each trainer rank: 66.6 GiB = 29.9 weights, gradients and moments + ")
-
-
-def test_the_command_prints_what_each_role_holds(tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_7B))
-    recipe = str(ROOT / "configs" / "qwen2_5_7b_gsm8k.py")
-    monkeypatch.setattr(sys, "argv", ["memory", recipe, "--model.path", str(tmp_path), "--algorithm.kl-coef", "0.1"])
-    main()
-    about, _, trainer, generator = capsys.readouterr().out.splitlines()[-4:]  # after what differs from the recipe
-    assert about == f"{tmp_path}: 7.62 billion parameters"
-    assert trainer.startswith("each trainer rank: 52.7 GiB = 28.4 weights, gradients and moments + ")
-    assert trainer.endswith(" + 3.5 reference")
-    assert generator.startswith("each generator rank: 24.7 GiB = 14.2 weights + 10.5 KV cache")

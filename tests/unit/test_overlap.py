@@ -15,6 +15,7 @@ from grpo.roles.ahead import PROBE_PROMPTS, shared_seconds
 from grpo.run.carried import CarryOver
 from grpo.run.driver import Driver
 from grpo.run.past_lengths import PastLengths
+from grpo.run.session import Session
 from grpo.types import Completion, Pending, Plan, Prompt
 from grpo.watch import stopping
 
@@ -43,7 +44,9 @@ def fake_driver(config: GRPOConfig, stream: Stream) -> SimpleNamespace:
     """What `Driver.plan` and `Driver.state` read of a driver whose run begins."""
     carried = CarryOver(config.prompts_per_step, config.sampling.carry_over, config.group_size)
     parts = {"lengths": PastLengths(keeps_rows=True), "carried": carried}
-    return SimpleNamespace(config=config, stream=stream, first_step=0, saved_step=0, _draw=stream.draw, **parts)
+    session = Session(config, "train_grpo.py", None)
+    session.first_step = 0
+    return SimpleNamespace(config=config, stream=stream, session=session, _draw=stream.draw, **parts)
 
 
 def plans(config: GRPOConfig, num_steps: int) -> list[Plan]:
@@ -93,7 +96,7 @@ def test_a_stop_leaves_what_was_pending_to_the_checkpoint(tmp_path, monkeypatch)
     (tmp_path / "stop").touch()
     monkeypatch.setattr(stopping, "_asked", [])
     plan = Driver.plan.__wrapped__(driver, 1, pending)
-    assert plan.stop and plan.save and not plan.prompts + plan.next_prompts
+    assert plan.stop and not plan.prompts + plan.next_prompts
     state, tensors = Driver.state(driver, 1, pending)
     assert state["data"] == {"num_drawn": 4} and state["pending"]["place"] == {"num_drawn": 2}
     assert tensors["ids"].tolist() == [3, 1, 2, 9, 9, 9]

@@ -9,8 +9,8 @@ import torch
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.checks import validate
-from grpo.run.profiler import check_profile, profile_step
-from grpo.run.step_timer import StepTimer
+from grpo.run.session import check_profile
+from grpo.run.step_timer import StepTimer, profile_step
 
 ROLES = types.SimpleNamespace(rank=3, name="generator")
 

@@ -5,11 +5,11 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from grpo.config import GRPOConfig, ModelConfig
-from grpo.config.checks import validate
-from grpo.config.layout import for_replay
+from grpo.config import GRPOConfig, ModelConfig, RolesConfig
+from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step, save_batch, save_step
+from grpo.replay import load_config
 from grpo.types import Sample, TrainBatch
 
 
@@ -85,10 +85,11 @@ def test_what_save_step_did_not_write_is_refused_by_name(tmp_path):
         check_recorded(tmp_path, [1], 2)
 
 
-def test_the_config_of_a_replay_has_only_trainers():
-    config = for_replay(GRPOConfig(replay="runs/a", record=True, model=ModelConfig(path="toy:addition")), 2)
-    validate(config)  # without generators
-    assert config.num_ranks == config.roles.num_trainers == 2
-    assert not config.record and not config.needs_reference
-    assert config.model.path == "runs/a/initial_model"
-    assert for_replay(GRPOConfig(replay="runs/a"), 2).model.path == GRPOConfig().model.path
+def test_the_config_of_a_replay_is_the_recorded_runs_with_other_trainers(tmp_path):
+    alone = RolesConfig(colocated=True, num_trainers=1, num_references=0)
+    config = GRPOConfig(model=ModelConfig(path="toy:addition"), roles=alone, run_dir=str(tmp_path / "a"))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.py").write_text(as_recipe(config))
+    replayed = load_config(str(tmp_path / "a"), ["--num-steps", "2"], num_trainers=2)
+    assert replayed.roles.num_trainers == 2 and replayed.num_steps == 2
+    assert replayed.run_dir == f"{tmp_path}/a-replay" and replayed.model.path == f"{tmp_path}/a/initial_model"

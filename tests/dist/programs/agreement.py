@@ -45,7 +45,7 @@ LEARNING_RATE = 0.05
 
 def main() -> None:
     config = make_config(sys.argv[1], *map(int, sys.argv[2:]))
-    roles = setup_roles(config)
+    roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
     folder = config.model.path
     generator = (
         Generator(config.generator, config.model, config.data, config.seed, folder, [1], roles)

@@ -32,7 +32,7 @@ def main(folder: str, how: str, output: str) -> None:
             engine={"max_num_seqs": 16, "kv_cache_memory_bytes": CACHED_SEQUENCES * 128 * BYTES_PER_TOKEN},
         ),
     )
-    roles = setup_roles(config)
+    roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
     generator = Generator(config.generator, config.model, config.data, config.seed, folder, STOP_TOKENS, roles)
     num_preempted, scheduler = 0, generator.llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from grpo.config import AlgorithmConfig, DeadlinesConfig, GRPOConfig, RolesConfig
+from grpo.config import DeadlinesConfig, RolesConfig
 from grpo.roles.comm import broadcast, gather_completions, wait_for_all
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.run.step_timer import StepTimer
@@ -55,7 +55,7 @@ def forced(*_) -> None:
 
 
 def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
-    roles = setup_roles(GRPOConfig(roles=LAYOUT, algorithm=AlgorithmConfig(kl_coef=0.1)))
+    roles = setup_roles(LAYOUT, needs_reference=True)
     set_place(role=roles.name)
     minutes = seconds / 60
     deadlines = DeadlinesConfig(startup_minutes=1, generate_minutes=minutes, phase_minutes=minutes)

@@ -36,7 +36,7 @@ def main(folder: str, tensor_parallel: int) -> None:
         ),
         sampling=SamplingConfig(carry_over=CARRIED),
     )
-    roles = setup_roles(config)
+    roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
     generator = Generator(config.generator, config.model, config.data, config.seed, folder, STOP_TOKENS, roles)
 
     def sample(prompts: list[Prompt], carried: Carried | None = None) -> list[Completion] | None:

@@ -1,0 +1,102 @@
+"""Train once more on the batches that a run recorded (`--record`): the same losses, or those of another algorithm.
+
+    torchrun --nproc_per_node=2 -m grpo.replay RUN [--field value ...]
+
+The config is RUN/config.py with the flags, and all ranks are trainers; nothing is sampled, scored or evaluated. On as
+many trainer ranks the recorded run's losses come out again to the last digit. Results go to `--run-dir`, by default
+RUN-replay. Left out: rollouts as text, which the recorded run's folder has.
+"""
+
+import os
+from functools import partial
+
+from grpo.algorithm.trial import try_algorithm
+from grpo.config import GRPOConfig, RolesConfig, change
+from grpo.config.checks import validate
+from grpo.config.recipes import load
+from grpo.data.recorded import batch_path, check_recorded, read_step
+from grpo.folder.checkpoint import saves
+from grpo.models.hf_folder import read_hf_config, resolve_folder
+from grpo.report.measured import measured_metrics
+from grpo.roles.metrics import StepMetrics
+from grpo.run.command_line import subject_of
+from grpo.run.driver import plan_to_stop
+from grpo.run.session import Session, Start, run
+from grpo.watch.failures import refuse_bad_input, run_script
+from grpo.watch.stopping import end_with_launcher
+from train_grpo import add_advantages, update
+
+
+def main() -> None:
+    recorded, flags = subject_of(__doc__)
+    end_with_launcher()
+    num_trainers = int(os.environ.get("WORLD_SIZE", "1"))
+    with refuse_bad_input():
+        config = load_config(recorded, flags, num_trainers)
+    layout = RolesConfig(num_trainers=num_trainers, num_references=0, num_generators=0)
+    run(config, "grpo.replay", partial(read, recorded), partial(replay, recorded), layout)
+
+
+def load_config(recorded: str, flags: list[str], num_trainers: int) -> GRPOConfig:
+    """The recorded run's config with the flags, on so many trainers. Raises ValueError if that cannot work."""
+    if not any(flag.partition("=")[0] in ("--run-dir", "--run_dir") for flag in flags):
+        flags = ["--run-dir", f"{recorded.rstrip('/')}-replay", *flags]
+    config = load(GRPOConfig, f"{recorded}/config.py", [f"{recorded}/config.py", *flags])
+    changes = {"roles.num_trainers": num_trainers, "checkpoint.keep_best": ""}
+    if config.model.path.startswith("toy:"):  # its tokenizer may come from data that is not read now
+        changes["model.path"] = f"{recorded}/initial_model"
+    config = change(config, changes)
+    validate(config)
+    return config
+
+
+def read(recorded: str, session: Session) -> None:
+    """Check the loss, the recorded batches and the model. On rank 0."""
+    config, algorithm = session.config, session.config.algorithm
+    try_algorithm(algorithm)
+    session.open((str(batch_path(recorded, 1).parent),), config.trainer.tensor_parallel)
+    coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
+    needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
+    steps = range(session.opened.step + 1, config.num_steps + 1)
+    check_recorded(recorded, steps, config.group_size, needs_reference)
+
+
+def start(recorded: str, session: Session) -> Start:
+    """Refuse bad input before the model is loaded, open the run folder. On rank 0."""
+    with refuse_bad_input():
+        read(recorded, session)
+    num_trainers = session.config.roles.num_trainers
+    return session.start(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates")
+
+
+def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
+    """Take the recorded run's steps. Every rank calls it, and reads the batches for itself."""
+    timer, kl_coef = session.timer, config.algorithm.kl_coef
+    trainer, _, _ = session.start_up(partial(start, recorded, session))
+    vocab_size = read_hf_config(resolve_folder(config.model.path)).vocab_size
+    for step in session.steps():
+        state = {"step": step, "data": {}}
+        if session.ask_driver(session.is_stopped, step):
+            session.save(step, trainer, state)
+            break
+        found = read_step(recorded, step + 1)
+        if (largest := int(found.batch.ids_N.max())) >= vocab_size:
+            raise ValueError(
+                f"{batch_path(recorded, step + 1)} has token {largest}, and the model has {vocab_size} tokens; use a "
+                "model with the tokenizer of the recorded run"
+            )
+        metrics = StepMetrics(found.batch.num_sequences)
+        with timer.phase("train"), timer.compilation_in_startup():
+            batch = add_advantages(config, found.batch, found.rewards_S, found.has_reward_S, kl_coef, metrics)
+            update(config, plan_to_stop(step), trainer, batch, kl_coef, metrics)
+        measured = measured_metrics(metrics, timer.close_step(), batch.num_tokens)
+        session.log(step + 1, found.metrics | measured, batch)
+        if saves(config.checkpoint, step + 1, is_last=step + 1 == config.num_steps):
+            session.save(step + 1, trainer, state | {"step": step + 1})
+    else:  # not stopped
+        session.export(trainer)
+    session.end(None)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,130 @@
+"""What each script checks and reads before its first step, on rank 0. Bad input is refused here, before GPUs are used.
+
+Every function raises ValueError or FileNotFoundError with the reason and the way out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo.algorithm.trial import try_algorithm
+from grpo.config import GRPOConfig, SFTConfig
+from grpo.config.fields import RunConfig
+from grpo.data.held_out import load_eval_prompts, load_validation
+from grpo.data.prepare import load_chat_sources, load_sources, reward_columns, texts_of, usable_chats, usable_prompts
+from grpo.data.streams import ChatStream, Labelled, PromptStream
+from grpo.models import hf_folder
+from grpo.models.hf_folder import ChatForm
+from grpo.rewards.loading import load_functions
+from grpo.run.model_folder import learned_form
+from grpo.run.scorer import Scorer
+from grpo.run.session import Session
+from grpo.types import Prompt
+
+
+@dataclass(frozen=True)
+class GRPOInputs:
+    """What GRPO draws from, scores with and is measured on."""
+
+    stream: PromptStream
+    eval_prompts: list[Prompt]
+    reference_folder: str
+    """Empty if there is no reference."""
+
+
+@dataclass(frozen=True)
+class SFTInputs:
+    """What SFT draws from and is measured on."""
+
+    stream: ChatStream
+    validation: dict[str, list[Labelled]]
+    """Name -> examples of each held-out set; one empty name if there is only one."""
+    form: ChatForm
+    """For the exported folder."""
+    eval_prompts: list[Prompt]
+
+
+def read_grpo(session: Session) -> GRPOInputs:
+    """Open the session, the data, the reference and the rewards of a GRPO run."""
+    config: GRPOConfig = session.config
+    data, evaluates = config.data, config.evaluation.interval > 0
+    check_functions(config)
+    try_algorithm(config.algorithm)
+    sources = load_sources(data)
+    if data.row:  # which columns it makes is known only now
+        check_functions(config, reward_columns(sources))
+    read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
+    inputs = (config.model.reference_path, *(source.path for source in read))
+    session.open(inputs, config.largest_tensor_parallel, texts_of(sources))
+    reference_folder = _check_reference(session) if config.needs_reference else ""
+    rows = usable_prompts(sources, config, session.tokenizer)
+    stream = session.resumed(lambda: PromptStream(rows, config, session.tokenizer))
+    eval_prompts = held_out_prompts(session) if evaluates else []
+    session.scorer = Scorer(config.reward, config.generator, session.model_folder, session.tokenizer)
+    return GRPOInputs(stream, eval_prompts, reference_folder)
+
+
+def read_sft(session: Session) -> SFTInputs:
+    """Open the session, the data and, if the run generates between steps, the rewards of supervised fine-tuning."""
+    config: SFTConfig = session.config
+    validates, evaluates = config.validation.interval > 0, config.evaluation.interval > 0
+    if evaluates:
+        check_functions(config)
+    sources = load_chat_sources(config)
+    read = [*config.data.all_sources, *(config.validation.held_out(config.data) if validates else [])]
+    read += config.evaluation.held_out(config.data) if evaluates else []
+    session.open([source.path for source in read], config.trainer.tensor_parallel, texts_of(sources))
+    form = learned_form(config, session.tokenizer)
+    rows = usable_chats(sources, config, session.tokenizer)
+    stream = session.resumed(lambda: ChatStream(rows, config, session.tokenizer))
+    validation = load_validation(config, session.tokenizer) if validates else {}
+    return SFTInputs(stream, validation, form, read_evaluation(session, form.end_token_ids) if evaluates else [])
+
+
+def _check_reference(session: Session) -> str:
+    """The reference's folder, which is the policy's unless another one is named."""
+    config, path = session.config, session.config.model.reference_path
+    if not path:
+        return session.model_folder
+    reference = hf_folder.resolve_folder(path)
+    hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
+    hf_folder.check_reference(reference, session.model_folder, session.tokenizer)
+    return path
+
+
+def read_evaluation(session: Session, end_token_ids: Sequence[int] = ()) -> list[Prompt]:
+    """The held-out prompts of a session that trains by other rows or not at all; the reward processes start.
+
+    end_token_ids: further tokens that end an answer.
+    """
+    config, data, generator = session.config, session.config.data, session.config.generator
+    longest = data.max_prompt_tokens + generator.max_completion_tokens
+    hf_folder.check_folder(session.model_folder, longest, generator.tensor_parallel)
+    try:
+        prompts = held_out_prompts(session)
+    except ValueError as error:
+        raise ValueError(
+            f"evaluation reads rows as GRPO does, prompts from data.prompt_column={data.prompt_column} and what "
+            f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
+        ) from error
+    session.scorer = Scorer(config.reward, generator, session.model_folder, session.tokenizer, end_token_ids)
+    return prompts
+
+
+def held_out_prompts(session: Session) -> list[Prompt]:
+    """The prompts that evaluation completes, with all columns that the reward functions need."""
+    config = session.config
+    prompts = load_eval_prompts(config.data, config.evaluation, session.tokenizer)
+    if config.data.row:
+        check_functions(config, list(prompts[0].columns))
+    return prompts
+
+
+def check_functions(config: RunConfig, columns: list[str] | None = None) -> None:
+    """Load the reward functions once, so that one that cannot be called is refused before anything starts.
+
+    columns: those that the rows give; None, before they are read, takes those that `data` names. Which ones `data.row`
+    makes is known only from the rows.
+    """
+    if columns is None and not config.data.row:
+        columns = config.data.reward_columns
+    load_functions(config.reward, columns, config.generator.max_completion_tokens)

@@ -1,0 +1,284 @@
+"""The way into a run and out of it, for every script: `Session`, of which every rank holds one.
+
+Rank 0 opens the run folder, the model's folder and the log; then every rank loads the models of its roles. A check that
+every run needs belongs in `Session.open`; what one script alone checks and reads is in inputs.py.
+"""
+
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
+from grpo.config.fields import Config
+from grpo.config.user_files import near_miss
+from grpo.folder import checkpoint
+from grpo.folder.resume import Stream, begin, open_run_folder, resumed_stream
+from grpo.folder.run_folder import unlock_run_folder
+from grpo.models.export import export_hf
+from grpo.models.hf_folder import ChatForm, fetch_folder
+from grpo.report.ledger import Ledger
+from grpo.report.log import RunLog
+from grpo.report.rollout_metrics import evaluation_metrics_of_sets
+from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
+from grpo.roles.compile_ahead import compile_ahead, compiles_ahead
+from grpo.roles.engine import import_vllm
+from grpo.roles.generator import Generator
+from grpo.roles.process_groups import Roles, close_roles, setup_roles
+from grpo.roles.reference import Reference
+from grpo.roles.trainer import Trainer
+from grpo.roles.weight_sync import sync_weights
+from grpo.run.machine import fit_to_machine, tell_what_fits
+from grpo.run.model_folder import open_model_folder
+from grpo.run.scorer import Scorer, check_version
+from grpo.run.skipped import SkippedSteps
+from grpo.run.step_timer import StepTimer, profile_step
+from grpo.types import Completion, Prompt, TrainBatch
+from grpo.watch.failures import refuse_bad_input, set_place
+from grpo.watch.stopping import forget_old_stop, obey_stop, stop_reason
+from grpo.watch.watchdog import watched
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What every rank must know before the first step."""
+
+    step: int
+    trainer: TrainerConfig
+    """The config's, fitted to the machine."""
+    model_folder: str
+    checkpoint: pathlib.Path | None
+    stop_token_ids: list[int]
+    """Empty without generators."""
+    eval_prompts: list[Prompt]
+    """Empty without evaluations."""
+    reference_folder: str = ""
+    """Empty if no rank holds a reference."""
+
+
+def run(
+    config: Config,
+    script: str,
+    read: Callable[["Session"], Any],
+    train: Callable[[Config, "Session"], None],
+    layout: RolesConfig | None = None,
+) -> None:
+    """Run a script on this rank: `train`, or with `dry_run` its checks alone, which `read` makes on rank 0.
+
+    script: its name in run.json. layout: which ranks do what, by default as the config says.
+    """
+    if config.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            with refuse_bad_input(), tempfile.TemporaryDirectory() as toy_dir:
+                session = Session(config, script, None, toy_dir)
+                read(session)
+                fits = tell_what_fits(config, session.model_folder)
+            if session.scorer:
+                session.scorer.pool.close()
+            raise SystemExit(0 if fits else 1)
+        return
+    engine_ranks, minutes = config.generator.tensor_parallel, config.deadlines.phase_minutes
+    roles = setup_roles(layout or config.roles, config.needs_reference and not layout, engine_ranks, minutes)
+    set_place(role=roles.name)
+    with watched(roles, config.deadlines):
+        train(config, Session(config, script, roles))
+
+
+class Session:
+    """One run, from its first check to its last line."""
+
+    def __init__(self, config: GRPOConfig | SFTConfig, script: str, roles: Roles | None, toy_dir: str = "") -> None:
+        """script: its name in run.json. toy_dir: of a dry run, without roles, the one place where it may write."""
+        self.config, self.script, self.roles, self.toy_dir = config, script, roles, toy_dir
+        self.timer, self.ledger = StepTimer(roles is not None and roles.is_driver), Ledger(roles)
+        self.scorer: Scorer | None = None  # on rank 0, if completions are scored
+
+    # ---- before the first step, on rank 0 -------------------------------------------------------------------------
+
+    def open(self, inputs: Iterable[str], tensor_parallel: int, texts: Iterable[str] = ()) -> None:
+        """Take the run folder, find the checkpoint to continue from, open the model's folder and tokenizer.
+
+        inputs: paths and hub names that the run reads besides its model. tensor_parallel: what the model's heads and
+        vocabulary must divide by. texts: the data's, which a toy model's tokenizer may need. Raises ValueError if one
+        of them cannot be used; see `open_run_folder` and `open_model_folder`.
+        """
+        config = self.config
+        self.opened = open_run_folder(config, self.script, (config.model.path, *inputs), take=not self.toy_dir)
+        check_profile(config.profile, self.opened.step)
+        self.model_folder, self.tokenizer = open_model_folder(config, tensor_parallel, texts, self.toy_dir)
+
+    def resumed(self, make: Callable[[], Stream]) -> Stream:
+        """A stream of data at the place where the checkpoint was taken; see `resumed_stream`."""
+        return resumed_stream(make, self.opened, self.config.allow_changes)
+
+    def start(self, ranks: str, eval_prompts: Iterable[Prompt] = (), reference_folder: str = "") -> Start:
+        """Begin a training run, fit its config to the machine, and print on which `ranks` and where it starts."""
+        begun = self.begin(eval_prompts, self.config.num_steps)
+        trainer = fit_to_machine(self.config, self.model_folder)
+        print(f"{ranks}; {self.config.run_dir}, starting at step {begun.step}", flush=True)
+        return replace(begun, trainer=trainer, reference_folder=reference_folder)
+
+    def begin(self, eval_prompts: Iterable[Prompt], num_steps: int) -> Start:
+        """Begin to write, now that nothing is refused any more: only here may an earlier run be deleted."""
+        config, step = self.config, self.opened.step
+        begin(config, self.script, self.opened)
+        forget_old_stop(config.run_dir)
+        self.last_line = f"done; everything is in {config.run_dir}"
+        self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, config.warnings, asdict(config))
+        self.skipped = SkippedSteps(config.run_dir)
+        return Start(
+            step=step,
+            trainer=config.trainer,
+            model_folder=self.model_folder,
+            checkpoint=self.opened.checkpoint,
+            stop_token_ids=self.scorer.stop_token_ids if self.scorer else [],
+            eval_prompts=list(eval_prompts),
+        )
+
+    # ---- before the first step, on every rank -----------------------------------------------------------------------
+
+    def start_up(self, start: Callable[[], Start]) -> tuple[Trainer | None, Reference | None, Generator | None]:
+        """Check everything on rank 0, then load the models of this rank's roles and the checkpoint.
+
+        start: the script's checks, for rank 0. Held-out prompts are completed before the first step. Collective over
+        `roles.control`.
+        """
+        config, roles, timer = self.config, self.roles, self.timer
+        trainer = reference = generator = None
+        if roles.generates and not roles.is_driver:  # which is busy with the checks that follow
+            with timer.startup("importing vLLM"):
+                import_vllm(roles)
+        rewards = ", starting the reward processes" if roles.replicas else ""
+        with timer.startup(f"checking data, tokenizer and model{rewards}"):
+            begun = self.ask_driver(start)
+            folder = fetch_folder(begun.model_folder, roles.control)
+            reference_folder = fetch_folder(begun.reference_folder, roles.control) if begun.reference_folder else ""
+        self.first_step = self.saved_step = begun.step
+        self.eval_prompts = begun.eval_prompts
+        if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
+            with timer.startup("starting vLLM"):
+                generator = Generator(
+                    config.generator, config.model, config.data, config.seed, folder, begun.stop_token_ids, roles
+                )
+        with timer.startup("loading the models"):
+            if roles.trains:
+                trainer = Trainer(config.model, begun.trainer, folder, config.num_steps, roles, config.seed)
+            if roles.references:
+                base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters
+                reference = Reference(config, reference_folder, roles, base)
+        if compiles_ahead(config, roles):
+            with timer.startup("compiling, while vLLM starts on other ranks"):
+                compile_ahead(config, trainer, reference, roles)
+        with timer.startup("waiting for the other ranks"):
+            wait_for_all(roles)
+        if begun.checkpoint is not None:
+            with timer.startup("loading the checkpoint"):
+                if trainer:
+                    checkpoint.load_checkpoint(begun.checkpoint, trainer)
+                if roles.replicas:
+                    sync_weights(trainer, generator, begun.step, roles)
+        if begun.eval_prompts and begun.step == 0:
+            with timer.startup("evaluating before the first step" if roles.trainer_ranks else "evaluating"):
+                self.evaluate(generator, 0)
+        self.saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
+        return trainer, reference, generator
+
+    @from_driver
+    def ask_driver(self, decide: Callable[..., Result], *arguments: Any) -> Result:
+        """What `decide(*arguments)` says on rank 0, for every rank. Collective over `roles.control`."""
+        return decide(*arguments)
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[int]:
+        """The steps to do, each the number of those done before; the one that `profile` names leaves a trace.
+
+        Collective over `roles.control` before the first one, where it prints what the start took.
+        """
+        self.timer.close_startup(self.roles)
+        steps = range(self.first_step, self.config.num_steps)
+        yield from profile_step(steps, self.config.profile, self.config.run_dir, self.roles)
+
+    def is_stopped(self, step: int) -> bool:
+        """Whether the run was asked to end after `step` steps, by a signal or a file. On rank 0 alone."""
+        if reason := stop_reason(self.config.run_dir):
+            self.last_line = obey_stop(reason, step, self.config.run_dir)
+        return bool(reason)
+
+    def save(self, step: int, trainer: Trainer | None, *state: Any) -> None:
+        """Save what `step` steps made, unless that was done; `state`: the driver's on rank 0, see `Saver.save`.
+
+        Every rank calls it, last in a step: dying before it is complete repeats the step, its log line too.
+        """
+        if trainer and step > self.saved_step:
+            with self.timer.phase("save"):
+                self.saver.save(step, trainer, *state)
+        self.saved_step = step
+
+    def evaluate(self, generator: Generator | None, step: int) -> None:
+        """Complete the held-out prompts, score and log; training does not notice. Collective over `roles.control`."""
+        greedy, samples = generator.evaluate(self.eval_prompts, self.config.evaluation) if generator else (None, None)
+        self._log_evaluation(gather_completions(greedy, self.roles), gather_completions(samples, self.roles), step)
+
+    @on_driver
+    def _log_evaluation(self, greedy: list[Completion], samples: list[Completion], step: int) -> None:
+        """Write metrics and completions of the weights after `step` steps."""
+        scored = {"greedy": [], "sample": []}
+        for kind, completions in (("greedy", greedy), ("sample", samples)):
+            if completions:  # perhaps no samples were asked for
+                check_version(completions, step)
+                self.scorer.submit(self.eval_prompts, completions, step)
+                scored[kind] = self.scorer.collect("evaluation: ")
+                texts = self.scorer.prompt_texts(scored[kind])
+                self.run_log.evaluation_completions(step, kind, scored[kind], texts)
+        scorer, num_samples = self.scorer, self.config.evaluation.num_samples
+        metrics = evaluation_metrics_of_sets(*scored.values(), num_samples, scorer.pass_function, scorer.answer_format)
+        names = [name.removeprefix("eval/") for name in metrics]
+        best = self.config.checkpoint.keep_best.removeprefix("eval/")
+        if best and best not in names:
+            raise ValueError(
+                f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, names)}: "
+                f"{', '.join(names)}"
+            )
+        self.run_log.log_evaluation(step, metrics)
+
+    @on_driver
+    def log(self, step: int, metrics: dict[str, float], batch: TrainBatch) -> None:
+        """The one log call of the `step`-th step, which tells of a skipped update. Collective over `roles.control`."""
+        self.run_log.log(step, metrics)
+        self.skipped.look(step, metrics, batch)
+
+    # ---- after the last step ------------------------------------------------------------------------------------
+
+    def export(self, trainer: Trainer | None, form: ChatForm | None = None) -> None:
+        """Write the model's folder, if the run is to leave one. Collective over the trainers."""
+        if self.config.checkpoint.export and trainer:
+            export_hf(trainer.model, pathlib.Path(self.config.run_dir) / "model", trainer.dtype, form)
+
+    def end(self, generator: Generator | None) -> None:
+        """Wait for what is still written, close the log, leave the groups. Collective over `roles.control`."""
+        self.saver.wait()
+        self._finish()
+        close_roles(self.roles, generator.close if generator else None)
+
+    @on_driver
+    def _finish(self) -> None:
+        if self.scorer:
+            self.scorer.pool.close()
+        self.run_log.ledger(self.ledger.collect())
+        self.run_log.close()
+        unlock_run_folder(self.config.run_dir)
+        print(self.last_line, flush=True)
+
+
+def check_profile(chosen: int, first_step: int) -> None:
+    """Refuse to trace a step that this run does not train any more. Raises ValueError."""
+    if 0 < chosen <= first_step:
+        raise ValueError(
+            f"profile={chosen} is a step before step {first_step + 1}, with which this run continues; name that or a "
+            "later one"
+        )
