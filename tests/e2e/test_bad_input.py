@@ -3,7 +3,6 @@
 import json
 import pathlib
 import re
-import shlex
 import shutil
 import subprocess
 import time
@@ -12,8 +11,7 @@ import pytest
 
 from grpo import evaluate
 from grpo.config import DataConfig, GRPOConfig, ModelConfig, SFTConfig, change
-from grpo.config.layout import check_world_size
-from grpo.config.recipes import load, load_recipe
+from grpo.config.recipes import load
 from grpo.data import toy
 from grpo.folder.run_folder import mark_run_folder
 from grpo.run.driver import Driver
@@ -39,62 +37,6 @@ def config_of(*arguments: object) -> GRPOConfig:
     return load(GRPOConfig, TINY, [TINY, *map(str, arguments)])
 
 
-# flags: what the message must contain
-BAD_FLAGS = {
-    ("--group-size", "1"): ["group_size=1", "at least 2"],
-    ("--prompts-per-step", "1", "--group-size", "3"): ["1 x group_size=3 = 3", "2 data-parallel trainer", "is 4"],
-    ("--generator.tensor-parallel", "2"): ["1 generator ranks", "tensor_parallel=2", "use 2 generator ranks"],
-    ("--generator.max-completion-tokens", "4000"): ["4016 tokens", "micro_batch_tokens=128"],
-    ("--roles.num-generators", "0"): ["num_generators=0", "at least 1"],
-    ("--algorithm.kl-coef", "0"): ["num_references=1", "--roles.num-references 0"],
-}
-
-
-@pytest.mark.parametrize("flags", BAD_FLAGS, ids=" ".join)
-def test_flags_that_cannot_work(flags: tuple[str, ...]):
-    with pytest.raises(ValueError) as refused:
-        config_of(*flags)
-    for part in BAD_FLAGS[flags]:
-        assert part in str(refused.value)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 8])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        (),
-        ("--generator.tensor-parallel", "2", "--roles.num-generators", "2"),
-        ("--trainer.tensor-parallel", "2"),
-        ("--overlap-steps", "1"),
-    ],
-    ids=["plain", "generator TP 2", "trainer TP 2", "overlap"],
-)
-def test_world_size_that_does_not_fit(world_size: int, flags: tuple[str, ...]):
-    """The message has both numbers; the flags it suggests validate and fit, whenever it suggests some."""
-    config = config_of(*flags)
-    if world_size == config.num_ranks:
-        pytest.skip("fits")
-    with pytest.raises(ValueError) as refused:
-        check_world_size(config, world_size)
-    message = str(refused.value)
-    assert f"needs {config.num_ranks} processes" in message
-    assert f"torchrun started {world_size}" in message
-    suggested = message.rpartition("processes: ")[2]
-    if suggested.startswith("--"):
-        check_world_size(config_of(*flags, *shlex.split(suggested)), world_size)
-    else:
-        assert suggested == "no layout fits these tensor_parallel degrees; lower them"
-        assert world_size % 2 and config.largest_tensor_parallel == 2  # 1, or too few for both
-
-
-def test_recipes_that_are_none(tmp_path: pathlib.Path):
-    with pytest.raises(ValueError, match=r"no\.py does not exist; recipes in that folder: none"):
-        load_recipe(str(tmp_path / "no.py"), GRPOConfig)
-    (tmp_path / "other.py").write_text("configuration = 1\n")
-    with pytest.raises(ValueError, match="must bind `config` to a GRPOConfig, it binds NoneType"):
-        load_recipe(str(tmp_path / "other.py"), GRPOConfig)
-
-
 def copy_of(model: pathlib.Path, target: pathlib.Path, *, without: str = "", **changes: object) -> pathlib.Path:
     """The model folder without one file, or with changes in config.json."""
     shutil.copytree(model, target)
@@ -106,41 +48,39 @@ def copy_of(model: pathlib.Path, target: pathlib.Path, *, without: str = "", **c
     return target
 
 
-def no_chat_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+def with_file(folder: pathlib.Path, name: str, text: str) -> pathlib.Path:
+    (folder / name).write_text(text)
+    return folder
+
+
+def without_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     tokenizer = toy.addition_tokenizer()
     tokenizer.chat_template = None
-    copy_of(model, target, without="chat_template*")
-    tokenizer.save_pretrained(target)
-    return target
-
-
-def endless_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    copy_of(model, target)
-    (target / "chat_template.jinja").write_text("{% for i in range(10**9) %}a{% endfor %}")
+    tokenizer.save_pretrained(copy_of(model, target, without="chat_template*"))
     return target
 
 
 def linked_tokenizer(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    copy_of(model, target, without="tokenizer.json")
-    (target / "tokenizer.json").symlink_to(model / "tokenizer.json")
+    (copy_of(model, target, without="tokenizer.json") / "tokenizer.json").symlink_to(model / "tokenizer.json")
     return target
 
 
-def pickled_weights(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    copy_of(model, target, without="*.safetensors")
-    (target / "pytorch_model.bin").write_bytes(b"")
-    return target
-
-
+ENDLESS = "{% for i in range(10**9) %}a{% endfor %}"
 # name: (how to spoil a copy of the model, what the message must contain in addition to the folder)
 BAD_MODELS = {
     "no folder": (lambda model, target: target, []),
     "no config.json": (lambda model, target: copy_of(model, target, without="config.json"), ["config.json"]),
     "no weights": (lambda model, target: copy_of(model, target, without="*.safetensors"), [".safetensors"]),
-    "endless chat template": (endless_template, ["the chat template of", "OverflowError: Range too big"]),
+    "weights that are a pickle": (
+        lambda model, target: with_file(copy_of(model, target, without="*.safetensors"), "pytorch_model.bin", ""),
+        [".safetensors"],
+    ),
+    "endless chat template": (
+        lambda model, target: with_file(copy_of(model, target), "chat_template.jinja", ENDLESS),
+        ["the chat template of", "OverflowError"],
+    ),
     "a link out of the folder": (linked_tokenizer, ["tokenizer.json is a link to", "put a copy of it there"]),
-    "weights that are a pickle": (pickled_weights, [".safetensors"]),
-    "no chat template": (no_chat_template, ["has no chat template"]),
+    "no chat template": (without_template, ["has no chat template"]),
     "no tokenizer": (lambda model, target: copy_of(model, target, without="*token*"), ["tokenizer"]),
     "too short": (
         lambda model, target: copy_of(model, target, max_position_embeddings=20),
@@ -159,10 +99,42 @@ def test_models_that_cannot_be_used(name: str, model: pathlib.Path, tmp_path: pa
         assert part in message
 
 
-def test_tensor_parallel_that_does_not_divide_the_heads(model: pathlib.Path, tmp_path: pathlib.Path):
-    degree = ("--generator.tensor-parallel", 3, "--roles.num-generators", 3)
-    message = refusal("--model.path", model, "--run-dir", tmp_path / "run", *degree)
-    assert "2 key-value heads" in message and "tensor_parallel=3" in message
+OVERLONG = "--reward.functions overlong_penalty 1 --reward.options"
+# flags, {here} in them is a folder with files.py: what the message must contain
+BAD_FLAGS = {
+    "--data.path {here}/no.jsonl": "no.jsonl does not exist",
+    "--data.path {here}/rows.jsonl": "rows.jsonl",
+    "--data.path {here}/rows.jsonl --data.prompt-column q": "columns there: question",
+    "--generator.tensor-parallel 3 --roles.num-generators 3": "2 key-value heads and",
+    "--reward.functions math 1": "unknown reward function 'math'",
+    "--reward.functions {here}/no.py:f 1": "no.py does not exist",
+    "--reward.functions {here}/files.py:f 1": "functions there: one_argument, mean",
+    "--reward.functions regex_match 1": "regex_match needs pattern; give it with --reward.options regex_match",
+    OVERLONG + ' overlong_penalty {{"tokens":13}}': "tokens is 13, but completions end at .* = 12",
+    OVERLONG + ' overlong_penalty {{"token":5}}': "no option 'token' .did you mean tokens",
+    OVERLONG + ' overlong {{"tokens":5}}': "'overlong', which is not in reward.functions .overlong_penalty",
+    "--algorithm.loss {here}/no.py:f": "no.py does not exist",
+    "--algorithm.loss {here}/files.py:f": "functions there: one_argument, mean",
+    "--algorithm.loss {here}/files.py:one_argument": "cannot be called with two arguments",
+    "--algorithm.loss {here}/files.py:mean": "files.py:mean returned a loss .* one floating number per position",
+}
+FILES = """
+def one_argument(inputs):
+    return inputs
+
+
+def mean(inputs, config):  # the most likely mistake
+    return inputs.logprobs_BT.mean(), {}
+"""
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS)
+def test_what_a_run_reads_is_looked_at_before_models_load(flags: str, model: pathlib.Path, tmp_path: pathlib.Path):
+    (tmp_path / "files.py").write_text(FILES)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+2", "answer": "3"}\n{"question": "1+2"}\n')
+    arguments = flags.format(here=tmp_path).split(" ")
+    message = refusal("--model.path", model, "--run-dir", tmp_path / "run", *arguments)
+    assert re.search(BAD_FLAGS[flags], message), message
 
 
 def test_references_that_read_other_tokens(model: pathlib.Path, tmp_path: pathlib.Path):
@@ -179,71 +151,6 @@ def test_references_that_read_other_tokens(model: pathlib.Path, tmp_path: pathli
     larger = toy.make_model(tmp_path / "larger", toy.addition_tokenizer(), 0, SMALL | {"vocab_size": 64})
     assert f"reference {model} has 32 vocabulary entries and {larger} 64" in refused(larger, model)
     start_and_finish(config_of("--model.path", model, "--model.reference-path", larger, "--run-dir", tmp_path / "run"))
-
-
-GOOD_LINE = '{"question": "1+2", "answer": "3"}\n'
-# name: (content of the data file or None, what the message must contain in addition to the path)
-BAD_DATA = {
-    "no file": (None, ["does not exist"]),
-    "no rows": ("\n", ["no rows"]),
-    "broken line": (GOOD_LINE + "\n" + '{"question": "1+2", "ans\n', ["line 3", "not JSON"]),
-    "missing column": ('{"question": "1+2", "solution": "3"}\n', ["'answer'", "columns there: question, solution"]),
-    "missing in one row": (
-        GOOD_LINE + '{"question": "1+2"}\n',
-        ["'answer'", "1 of 2 rows", "row 2", "--data.bad-rows"],
-    ),
-    "no text": (
-        GOOD_LINE + '{"question": ["1+2"], "answer": "3"}\n',
-        ["row 2: column 'question', message 1 is str, not a table with role and content"],
-    ),
-    "half a character": (GOOD_LINE + '{"question": "1", "answer": "\\ud800"}\n', ["row 2", "'answer'", "surrogate"]),
-}
-
-
-@pytest.mark.parametrize("name", BAD_DATA)
-def test_data_that_cannot_be_used(name: str, model: pathlib.Path, tmp_path: pathlib.Path):
-    content, parts = BAD_DATA[name]
-    path = tmp_path / "data.jsonl"
-    if content is not None:
-        path.write_text(content)
-    message = refusal("--model.path", model, "--data.path", path, "--run-dir", tmp_path / "run")
-    for part in (str(path), *parts):
-        assert part in message
-
-
-def test_rewards_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path):
-    def refused(function: str) -> str:
-        return refusal("--model.path", model, "--run-dir", tmp_path / "run", "--reward.functions", function, 1.0)
-
-    assert "unknown reward function 'math'" in refused("math")
-    assert f"{tmp_path}/no.py does not exist" in refused(f"{tmp_path}/no.py:f")
-    assert "functions there: digit_share, always_raises, one_too_few" in refused(f"{REWARDS}:f")
-    assert "regex_match needs pattern; give it with --reward.options regex_match" in refused("regex_match")
-
-
-def test_reward_options_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path):
-    def refused(function: str, options: str) -> str:
-        table = ("--reward.functions", "overlong_penalty", 1.0, "--reward.options", function, options)
-        return refusal("--model.path", model, "--run-dir", tmp_path / "run", *table)
-
-    assert "tokens is 13, but completions end at generator.max_completion_tokens = 12" in refused(
-        "overlong_penalty", '{"tokens": 13}'
-    )
-    assert "no option 'token' (did you mean tokens?)" in refused("overlong_penalty", '{"token": 5}')
-    assert "'overlong', which is not in reward.functions (overlong_penalty)" in refused("overlong", '{"tokens": 5}')
-
-
-def test_losses_that_cannot_be_used(model: pathlib.Path, tmp_path: pathlib.Path):
-    def refused(loss: str) -> str:
-        return refusal("--model.path", model, "--run-dir", tmp_path / "run", "--algorithm.loss", loss)
-
-    assert f"{tmp_path}/no.py does not exist" in refused(f"{tmp_path}/no.py:f")
-    assert "functions there: digit_share" in refused(f"{REWARDS}:f")
-    (tmp_path / "loss.py").write_text("def f(inputs):\n    return inputs\n")
-    assert "cannot be called with two arguments" in refused(f"{tmp_path}/loss.py:f")
-    (tmp_path / "mean.py").write_text("def f(inputs, config):\n    return inputs.logprobs_BT.mean(), {}\n")
-    message = refused(f"{tmp_path}/mean.py:f")  # the most likely mistake
-    assert "mean.py:f returned a loss that is" in message and "one floating number per position" in message
 
 
 def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib.Path):
@@ -409,18 +316,8 @@ def test_unknown_field():
 def test_missing_data_file(model: pathlib.Path, tmp_path: pathlib.Path):
     """In the driver, when the groups exist."""
     layout = ("--roles.num-trainers", 1, "--roles.num-references", 0)
-    output = failing_run(
-        TINY,
-        *layout,
-        "--model.path",
-        model,
-        "--data.path",
-        "no.jsonl",
-        "--run-dir",
-        tmp_path / "run",
-        nproc=2,
-        within=60,
-    )
+    flags = ("--model.path", model, "--data.path", "no.jsonl", "--run-dir", tmp_path / "run")
+    output = failing_run(TINY, *layout, *flags, nproc=2, within=60)
     check_refused(output, "no.jsonl does not exist")
 
 
