@@ -3,7 +3,6 @@
 Standard library only; lockdown.py puts it together.
 """
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER = 1, 8, 36
-_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 22, 24, 38, 47
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 22, 38, 47
 _SECCOMP_MODE_FILTER = 2
 
 
@@ -198,35 +197,21 @@ def _checks(conditions: tuple[If | Unless, ...]) -> list[tuple[int, int, int, in
 
 CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_KILL, CAP_SETGID, CAP_SETUID = 0, 1, 2, 5, 6, 7
 _CAPABILITY_VERSION_3 = 0x20080522
-_CAP_AMBIENT_RAISE, _CAP_AMBIENT_CLEAR_ALL = 2, 4
+_CAP_AMBIENT_RAISE = 2
 
 
 def drop_capabilities(keep: Collection[int] = ()) -> None:
-    """Give up all capabilities except `keep`: permitted, effective, inheritable, ambient, and the bounding set.
+    """Give up all capabilities except `keep`: permitted, effective, inheritable and, with them, ambient.
 
-    What is kept is kept by programs started from here too. The bounding set, out of which only a privileged program
-    could fill the others again, stays where this process may not change it; no_new_privs, which this sets, makes it
-    meaningless. Raises OSError if one of `keep` is not there to be kept.
+    What is kept is kept by programs started from here too. The bounding set stays: no_new_privs, which this sets, makes
+    it meaningless. Raises OSError if one of `keep` is not there to be kept.
     """
     forbid_new_privileges()
-    permitted = permitted_capabilities()
-    _set_capabilities(permitted, permitted, 0)  # a change of user has left them permitted at most
-    with contextlib.suppress(OSError):  # EINVAL after the last capability, EPERM where it may not
-        for capability in range(64):
-            if capability not in keep:
-                prctl(_PR_CAPBSET_DROP, capability)
-    with contextlib.suppress(OSError):  # Linux 4.3
-        prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL)
     kept = sum(1 << capability for capability in keep)
-    _set_capabilities(kept, kept, kept)
+    halves = 3 * [kept & 0xFFFFFFFF] + 3 * [kept >> 32]
+    libc("capset", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", *halves))
     for capability in keep:
         prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_RAISE, capability)
-
-
-def _set_capabilities(*sets: int) -> None:
-    """Set the effective, permitted and inheritable ones, as bit masks."""
-    halves = [value & 0xFFFFFFFF for value in sets] + [value >> 32 for value in sets]
-    libc("capset", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", *halves))
 
 
 def permitted_capabilities() -> int:

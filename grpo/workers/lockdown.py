@@ -64,12 +64,8 @@ def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> N
 
     Call it with a single thread. Raises OSError if the kernel refuses a measure that it offers.
     """
-    keep, user = [], other_user()
+    user, keep = identity(readable)
     if user is not None:
-        if closed_place(readable):
-            able = [kernel.CAP_DAC_READ_SEARCH]
-            able += [kernel.CAP_DAC_OVERRIDE] if landlock_version() else []  # which confines it to reading
-            keep = [c for c in able if kernel.permitted_capabilities() >> c & 1][:1]
         for folder in filter(os.path.isdir, writable):
             os.chown(folder, user, user)
     if landlock_version():
@@ -85,19 +81,29 @@ def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> N
         kernel.deny_calls(kernel.DENIED | kernel.others_signals(os.getpid()))
 
 
-def other_user() -> int | None:
-    """The id that `lock` makes this process's own; None if it is not root or cannot change to any.
+def identity(readable: tuple[str, ...]) -> tuple[int | None, list[int]]:
+    """The user id that root's process goes on with, and the capabilities that it keeps; None is the id that it has.
 
-    A number that no other process has, or that of `nobody` in a container without such numbers. Root without the
-    capabilities for it, or of a user namespace with a single id, stays what it is.
+    A number that no other process has, or that of `nobody` in a container without such numbers. Who is not root, has
+    not the capabilities to change, has no other id (a user namespace may have a single one), or could not read any
+    more what is `readable`, stays what it is.
     """
+    permitted, landlock = kernel.permitted_capabilities(), landlock_version() > 0
     needed = kernel.CAP_CHOWN, kernel.CAP_DAC_OVERRIDE, kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID
-    if os.geteuid() != 0 or not all(kernel.permitted_capabilities() >> c & 1 for c in needed):
-        return None
+    if os.geteuid() != 0 or not all(permitted >> c & 1 for c in needed):
+        return None, []
+    keep = []
+    if closed_place(readable):
+        # Landlock confines the second one to reading
+        able = [kernel.CAP_DAC_READ_SEARCH, *([kernel.CAP_DAC_OVERRIDE] if landlock else [])]
+        keep = [c for c in able if permitted >> c & 1][:1]
+        if not keep:
+            return None, []
     with open("/proc/self/uid_map") as lines:
         ranges = [tuple(map(int, line.split())) for line in lines]
     numbers = (_FIRST_ID + os.getpid(), NOBODY)
-    return next((n for n in numbers if any(first <= n < first + count for first, _, count in ranges)), None)
+    user = next((n for n in numbers if any(first <= n < first + count for first, _, count in ranges)), None)
+    return user, keep if user is not None else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -98,10 +98,10 @@ def check_programs(allow_without_landlock: bool) -> str:
     if trial.stdout != "42\n":
         raise ValueError(f"a program that prints 42 does not run here: {(trial.stdout + trial.stderr).strip()[-2000:]}")
     files = f"only its own and the interpreter's files (Landlock {version})" if version else "ALL FILES OF ITS USER"
-    leaves_root = lockdown.other_user() is not None
-    user = "another user than root" if leaves_root else "this user" if os.geteuid() else "ROOT WITHOUT CAPABILITIES"
-    closed = leaves_root and lockdown.closed_place(lockdown.interpreter_places())
-    capability = f", the capability to read {closed}, which is closed to others" if closed else ""
+    other, kept = lockdown.identity(lockdown.interpreter_places())
+    user = "this user" if os.geteuid() else "ROOT WITHOUT CAPABILITIES" if other is None else "another user than root"
+    closed = lockdown.closed_place(lockdown.interpreter_places())
+    capability = f", the capability to read {closed}, which is closed to others" if kept else ""
     return (
         f"programs run with: no network, {files}, threads but no processes, system calls filtered, {user}{capability}"
     )
@@ -275,7 +275,7 @@ def _sealed(content: bytes) -> int:
 
 def _num_other_tasks() -> int:
     """Tasks that the limit on threads counts with the program's: all of its user."""
-    user = lockdown.other_user()
+    user, _ = lockdown.identity(lockdown.interpreter_places())
     if user not in (None, lockdown.NOBODY):
         return 0  # it has not run before
     user, count = os.geteuid() if user is None else user, 0
