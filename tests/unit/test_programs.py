@@ -100,8 +100,14 @@ def test_the_limits_are_set_and_cannot_be_raised():
         "for name in ('CPU', 'AS', 'FSIZE', 'CORE', 'NOFILE'): print(r.getrlimit(getattr(r, f'RLIMIT_{name}')))\n"
         "r.setrlimit(r.RLIMIT_AS, (r.RLIM_INFINITY, r.RLIM_INFINITY))"
     )
-    outcome = run(code, timeout_seconds=30.5, memory_gib=0.5, file_bytes=1000)
-    assert outcome.stdout.splitlines() == ["(31, 32)", "(536870912, 536870912)", "(1000, 1000)", "(0, 0)", "(64, 64)"]
+    outcome = run(code, timeout_seconds=30.5, memory_gib=0.5, file_bytes=100_000)
+    assert outcome.stdout.splitlines() == [
+        "(31, 32)",
+        "(536870912, 536870912)",
+        "(100000, 100000)",
+        "(0, 0)",
+        "(64, 64)",
+    ]
     assert "not allowed to raise maximum limit" in outcome.stderr
 
 
