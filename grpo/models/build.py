@@ -50,7 +50,6 @@ class ShardedModel:
     """Hugging Face folder the weights came from."""
     name: str
     """What others would call that folder: its hub name, if it has one."""
-    spmd_context: object
     holds_copy: bool = False
     """Whether FSDP keeps its copy of the parameters in the compute dtype from one forward or backward to the next."""
 
@@ -103,10 +102,9 @@ class ShardedModel:
 
         The micro-batch lies on this rank's device. Collective over the role's ranks.
         """
-        with self.spmd_context():
-            masks = self.module.masks(micro)
-            inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
-            return self.module(*inputs)
+        masks = self.module.masks(micro)
+        inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
+        return self.module(*inputs)
 
 
 def compiles(trainer: TrainerConfig, device: torch.device) -> bool:
@@ -172,9 +170,8 @@ def build_model(
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
-    spmd_context = titan_dist.get_spmd_context(parallel_dims=parallel_dims)
     name = folder if model.path.startswith("toy:") else model.path
-    return ShardedModel(module, names, parallel_dims, device, folder, name, spmd_context, holds_copy)
+    return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
 
 
 def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:

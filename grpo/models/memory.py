@@ -124,11 +124,6 @@ def num_adapter_parameters(hf: transformers.PretrainedConfig, trainer: TrainerCo
     return trainer.lora_rank * sum(linear.in_features + linear.out_features for linear in adapted)
 
 
-def num_trainers_of(config: GRPOConfig | SFTConfig) -> int:
-    """Trainer ranks."""
-    return (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
-
-
 def choices_told(config: GRPOConfig | SFTConfig, decided: GRPOConfig | SFTConfig) -> list[str]:
     """What `fit_trainer` decided, a text each."""
     is_auto = config.trainer.activation_checkpointing == "auto"
@@ -142,7 +137,7 @@ def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfi
     micro-batch on, all gradients.
     """
     trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
-    num_trainers = num_trainers_of(config)
+    num_trainers = (config.roles if isinstance(config, GRPOConfig) else config).num_trainers
     parameters, shards = num_parameters(hf), num_trainers // trainer.data_replicas
     kept = trainer.micro_batch_tokens * _saved_values(hf, trainer)
     states = {"weights, gradients and moments": STATE_BYTES * parameters / shards}
@@ -154,15 +149,10 @@ def trainer_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfi
         **_of_a_forward(hf, config, num_trainers, trainer.tensor_parallel, trains=True),
         "activations": dtype_bytes * kept / trainer.tensor_parallel,
     }
-    if isinstance(config, GRPOConfig) and _reference_on_trainers(config):
+    has_reference = isinstance(config, GRPOConfig) and config.needs_reference and not config.reference_is_base
+    if has_reference and (config.roles.colocated or not config.roles.num_references):  # on the trainer ranks
         parts["reference"] = dtype_bytes * parameters / num_trainers
     return _gib(parts)
-
-
-def _reference_on_trainers(config: GRPOConfig) -> bool:
-    """Whether the trainer ranks hold a second model."""
-    on_trainers = config.roles.colocated or not config.roles.num_references
-    return config.needs_reference and on_trainers and not config.reference_is_base
 
 
 def reference_gib(hf: transformers.PretrainedConfig, config: GRPOConfig) -> dict[str, float]:
@@ -202,10 +192,10 @@ def _of_a_forward(
     if alone:
         gathered = sizes.parameters if trains and not trainer.lora_rank else 0
     chunk = min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens) * hf.vocab_size
-    parts = {
-        "gathered weights": dtype_bytes * gathered,
-        "logits of a chunk": chunk * _bytes_of_a_logit(trainer, dtype_bytes, trains),
-    }
+    # Compiled, float32 values exist only in registers: the product h W^T is there and, in the backward, its gradient; a
+    # frozen head (LoRA) has both already in the forward. Otherwise three float32 tensors come on top of the product.
+    bytes_of_a_logit = dtype_bytes * (2 if trains else 1) if trainer.compile else 3 * 4 + dtype_bytes
+    parts = {"gathered weights": dtype_bytes * gathered, "logits of a chunk": chunk * bytes_of_a_logit}
     trains_head = trains and not trainer.lora_rank
     if (trains_head or (trains and tensor_parallel > 1)) and trainer.activation_checkpointing == "none":
         others = max(trainer.micro_batch_tokens - trainer.logprob_chunk_tokens, 0)
@@ -213,17 +203,6 @@ def _of_a_forward(
     if trains_head:  # summed over the chunks in float32
         parts["gradient of the LM head"] = 4 * sizes.head
     return {part: size / tensor_parallel for part, size in parts.items()}
-
-
-def _bytes_of_a_logit(trainer: TrainerConfig, dtype_bytes: int, trains: bool) -> int:
-    """What is held at one time for each token and vocabulary entry of a chunk.
-
-    Compiled, float32 values exist only in registers: the product h W^T is there and, in the backward, its gradient; a
-    frozen head (LoRA) has both already in the forward. Without compilation three float32 tensors come on top of the
-    product.
-    """
-    compiled = dtype_bytes * (2 if trains else 1)
-    return compiled if trainer.compile else 3 * 4 + dtype_bytes
 
 
 def _saved_values(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> int:
