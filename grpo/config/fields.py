@@ -120,7 +120,7 @@ class TrainerConfig:
     activation_checkpointing: Annotated[Literal["auto", "none", "logits", "selective", "full"], Harmless] = "auto"
     """What the backward recomputes to save memory. none: nothing; logits: the LM head's product, chunk by chunk;
     selective: that and cheap operations; full: that and every block; auto: the first of them that fits the GPU by
-    arithmetic (`python -m grpo.memory`); on a CPU none."""
+    arithmetic (`--dry-run` shows it); on a CPU none."""
     compile: Annotated[bool, Harmless] = True
     """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
     logprob_chunk_tokens: Annotated[int, AtLeast(1), Harmless] = 4096

@@ -5,7 +5,7 @@ import math
 import torch
 
 from grpo.algorithm.importance import with_effective_sample_size
-from grpo.roles import gpu_memory
+from grpo.roles.engine import peak_bytes
 from grpo.roles.metrics import StepMetrics
 from grpo.types import TrainBatch
 
@@ -15,7 +15,7 @@ def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens:
     metrics = with_effective_sample_size(measured.means()) | times
     metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
     if torch.cuda.is_available():
-        metrics["memory/peak_gib"] = gpu_memory.peak_bytes() / 2**30
+        metrics["memory/peak_gib"] = peak_bytes() / 2**30
     return metrics
 
 

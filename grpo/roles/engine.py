@@ -202,3 +202,23 @@ def in_vllms_types(sampling: Mapping[str, Any]) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         raise ValueError(f"generator.sampling {dict(sampling)}: vLLM says: {error}") from error
     return {name: getattr(params, name) for name in sampling}
+
+
+# GPU memory of this process, in bytes
+_peak = 0  # of the times that are over: torch counts anew from each change
+_given_back = 0  # now
+
+
+def set_given_back(num_bytes: int) -> None:
+    """Say how much of what torch counts is not held from now on: an engine's when it falls asleep, 0 when it wakes."""
+    global _peak, _given_back
+    _peak, _given_back = peak_bytes(), num_bytes
+    torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes() -> int:
+    """The most memory that this process held of its GPU at one time, since it began.
+
+    torch goes on counting what a sleeping engine has given back (`generator.sleep`), which this does not.
+    """
+    return max(_peak, torch.cuda.max_memory_allocated() - _given_back)

@@ -13,11 +13,10 @@ import torch
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
-from grpo.models.buckets import BucketMap, Fill, whole_tensors
-from grpo.roles import engine, engine_speed, gpu_memory
+from grpo.models.buckets import BucketMap, Fill, in_pipeline, whole_tensors
+from grpo.roles import engine, engine_speed
 from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
 from grpo.roles.engine_weights import EngineWeights, load_and_learn
-from grpo.roles.pipeline import in_pipeline
 from grpo.roles.process_groups import Roles
 from grpo.roles.requests import Request, continuation_seed, enough_groups, one_by_one, request_seed, share_out
 from grpo.types import Carried, Completion, Prompt
@@ -188,13 +187,13 @@ class Generator:
         if self.config.sleep and self.roles.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=2)  # the weights come back with the next sync, so they need no copy on the host
-            gpu_memory.set_given_back(torch.cuda.mem_get_info()[0] - free)
+            engine.set_given_back(torch.cuda.mem_get_info()[0] - free)
             self.asleep = True
 
     def _wake(self, tag: str) -> None:
         if self.asleep:
             torch.cuda.empty_cache()  # the trainer's cached blocks would take the room
-            gpu_memory.set_given_back(0)
+            engine.set_given_back(0)
             self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:

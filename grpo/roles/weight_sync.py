@@ -11,12 +11,11 @@ import math
 import torch
 import torch.distributed as dist
 
-from grpo.models.buckets import BucketMap
+from grpo.models.buckets import BucketMap, in_pipeline
 from grpo.models.gather import WeightBuckets
 from grpo.roles.comm import broadcast, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
-from grpo.roles.pipeline import in_pipeline
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Trainer
 

@@ -104,10 +104,9 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
     import torch.distributed as dist
 
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
-    from grpo.models.buckets import whole_tensors
+    from grpo.models.buckets import in_pipeline, whole_tensors
     from grpo.roles.comm import wait_for_all
     from grpo.roles.generator import Generator
-    from grpo.roles.pipeline import in_pipeline
     from grpo.roles.process_groups import close_roles, setup_roles
     from grpo.roles.trainer import Trainer
     from grpo.roles.weight_sync import sync_weights

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from grpo.models.buckets import Bucket, BucketMap, Piece, whole_tensors
+from grpo.models.buckets import BUFFERS, Bucket, BucketMap, Piece, in_pipeline, whole_tensors
 from grpo.models.gather import _bucket, _slots
-from grpo.roles.pipeline import BUFFERS, in_pipeline
 
 NAMES = ("a", "b", "c")
 # over two shards: a [3, 4] in rows 2 + 1, b [5] in 3 + 2, c [2] on the first alone, as a copy lies on the second

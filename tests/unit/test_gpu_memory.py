@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo.roles import gpu_memory
+from grpo.roles import engine
 
 
 class Counters:
@@ -25,28 +25,28 @@ def counters(monkeypatch) -> Counters:
     made = Counters()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: made.highest)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", made.reset)
-    monkeypatch.setattr(gpu_memory, "_highest", 0)
-    monkeypatch.setattr(gpu_memory, "_given_back", 0)
+    monkeypatch.setattr(engine, "_peak", 0)
+    monkeypatch.setattr(engine, "_given_back", 0)
     return made
 
 
 def test_what_a_sleeping_engine_gave_back_is_not_held(counters):
     counters.add(47)  # the engine
     counters.add(16)  # the trainer at rest
-    assert gpu_memory.peak_bytes() == 63
+    assert engine.peak_bytes() == 63
     for activations, peak in ((30, 63), (50, 66), (41, 66)):
-        gpu_memory.set_given_back(47)
+        engine.set_given_back(47)
         counters.add(activations)
         counters.add(-activations)
-        assert gpu_memory.peak_bytes() == peak  # 16 + activations, or 63 while the engine was awake
-        gpu_memory.set_given_back(0)
-        assert gpu_memory.peak_bytes() == peak
+        assert engine.peak_bytes() == peak  # 16 + activations, or 63 while the engine was awake
+        engine.set_given_back(0)
+        assert engine.peak_bytes() == peak
     counters.add(10)
-    assert gpu_memory.peak_bytes() == 73
+    assert engine.peak_bytes() == 73
 
 
 def test_without_a_sleeping_engine_it_is_torchs_own(counters):
     counters.add(5)
     counters.add(-4)
     counters.add(2)
-    assert gpu_memory.peak_bytes() == 5
+    assert engine.peak_bytes() == 5
