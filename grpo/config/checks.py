@@ -14,15 +14,10 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
     """Refuse what cannot work, before anything is loaded. Raises ValueError with the numbers and the way out."""
     check_fields(config)
     _check_data(config.data)
-    for held_out in (config.evaluation, config.validation if isinstance(config, SFTConfig) else None):
-        if held_out and held_out.interval:
-            _check_held_out(held_out, config.data)
+    _check_trainers(config)
     if isinstance(config, SFTConfig):
-        _check_trainers(config, config.num_trainers)
-        if config.evaluation.interval:
-            _check_engines(config, config.num_trainers)
+        _check_held_out(config.validation, config.data)
     else:
-        _check_trainers(config, config.roles.num_trainers)
         _check_roles(config)
         _check_algorithm(config.algorithm.resolved, config)
         _check_advantages(config.algorithm.resolved, config)
@@ -31,6 +26,9 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
         if config.sampling.carry_over:
             _check_carry_over(config.algorithm.resolved, config)
         _check_sampling(config)
+    _check_held_out(config.evaluation, config.data)
+    if isinstance(config, GRPOConfig) or config.evaluation.interval:
+        _check_engines(config)
     _check_rewards(config)
     _check_intervals(config)
 
@@ -67,6 +65,8 @@ def _check_data(data: DataConfig) -> None:
 
 
 def _check_held_out(config: HeldOutConfig, data: DataConfig) -> None:
+    if not config.interval:
+        return
     config.held_out(data)
     section = config.section
     _check_labels(f"{section}.sets", [*config.sets])
@@ -84,8 +84,8 @@ def _check_labels(field: str, labels: list[str]) -> None:
             raise ValueError(f"{field} has the name {label!r}; use letters, digits, '_', '-' and '.', as in gsm8k")
 
 
-def _check_trainers(config: GRPOConfig | SFTConfig, num_trainers: int) -> None:
-    trainer = config.trainer
+def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
+    trainer, num_trainers = config.trainer, config.roles.num_trainers
     shards = trainer.tensor_parallel * trainer.data_replicas
     if num_trainers % shards:
         raise ValueError(
@@ -112,12 +112,18 @@ def _check_trainers(config: GRPOConfig | SFTConfig, num_trainers: int) -> None:
         )
 
 
-def _check_engines(config: GRPOConfig | SFTConfig, num_ranks: int) -> None:
-    generator = config.generator
-    if num_ranks % generator.tensor_parallel:
-        fit = num_ranks - num_ranks % generator.tensor_parallel or generator.tensor_parallel
+def _check_engines(config: GRPOConfig | SFTConfig) -> None:
+    roles, generator = config.roles, config.generator
+    num_generators = roles.num_trainers if roles.colocated else roles.num_generators
+    if not num_generators:
         raise ValueError(
-            f"{num_ranks} generator ranks do not split into replicas of generator.tensor_parallel="
+            "roles.num_generators=0 leaves no rank to sample; use at least "
+            f"{generator.tensor_parallel} (generator.tensor_parallel) or --roles.colocated"
+        )
+    if num_generators % generator.tensor_parallel:
+        fit = num_generators - num_generators % generator.tensor_parallel or generator.tensor_parallel
+        raise ValueError(
+            f"{num_generators} generator ranks do not split into replicas of generator.tensor_parallel="
             f"{generator.tensor_parallel}; use {fit} generator ranks or another tensor_parallel"
         )
     if "" in generator.stop:
@@ -127,13 +133,6 @@ def _check_engines(config: GRPOConfig | SFTConfig, num_ranks: int) -> None:
 
 def _check_roles(config: GRPOConfig) -> None:
     roles, generator = config.roles, config.generator
-    num_generators = roles.num_trainers if roles.colocated else roles.num_generators
-    if not num_generators:
-        raise ValueError(
-            "roles.num_generators=0 leaves no rank to sample; use at least "
-            f"{generator.tensor_parallel} (generator.tensor_parallel) or --roles.colocated"
-        )
-    _check_engines(config, num_generators)
     if roles.num_references and not config.needs_reference:
         raise ValueError(
             f"roles.num_references={roles.num_references} ranks would idle, because algorithm.kl_coef=0 and "

@@ -17,8 +17,8 @@ from functools import partial
 
 from grpo.config.checks import validate
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
-from grpo.config.layout import check_world_size, for_one_process
 from grpo.config.recipes import load
+from grpo.config.roles import check_world_size, for_one_process
 from grpo.report.wandb_log import check_wandb
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.watch.stopping import end_with_launcher

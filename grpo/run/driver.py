@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from grpo.config.layout import describe_layout
+from grpo.config.roles import describe_roles
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.draw_ahead import DrawAhead
 from grpo.data.recorded import RecordedStep, save_step
@@ -55,7 +55,7 @@ class Driver:
             if "pending" in state:
                 self.first_pending = read_pending(session.opened.checkpoint, state["pending"], stream)
             self.stream = DrawAhead(stream)
-        return session.start(f"{describe_layout(config)} ranks", inputs.eval_prompts, inputs.reference_folder)
+        return session.start(f"{describe_roles(config)} ranks", inputs.eval_prompts, inputs.reference_folder)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 

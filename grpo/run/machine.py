@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
-from grpo.config.layout import suggest_layout
+from grpo.config.roles import suggest_roles
 from grpo.folder.run_folder import CHECKPOINTS
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.memory import (
@@ -161,7 +161,7 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
         return Verdict("GPUs", False, found, "end them (nvidia-smi lists them), or choose others: CUDA_VISIBLE_DEVICES")
     if needed > count:
         found += f", so {needed // count} such nodes" if needed % count == 0 else ""
-    other = f"--num-trainers {count}" if isinstance(config, SFTConfig) else suggest_layout(config, count)
+    other = f"--num-trainers {count}" if isinstance(config, SFTConfig) else suggest_roles(config, count)
     return Verdict("GPUs", needed <= count or needed % count == 0, found, f"for {count}: {other}")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from grpo.config import GeneratorConfig, GRPOConfig, RolesConfig, SFTConfig
 from grpo.config.checks import validate
-from grpo.config.layout import SHARED_GPU, check_world_size, for_one_process
+from grpo.config.roles import SHARED_GPU, check_world_size, for_one_process
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -24,8 +24,8 @@ from grpo.config import (
     fields,
 )
 from grpo.config.checks import cautions, validate
-from grpo.config.layout import check_world_size, describe_layout, suggest_layout
 from grpo.config.recipes import as_recipe, load, load_recipe
+from grpo.config.roles import check_world_size, describe_roles, suggest_roles
 from grpo.config.user_files import load_function
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -270,7 +270,7 @@ def test_suggested_layouts_are_valid(world_size, trainer_parallel, generator_par
         trainer=TrainerConfig(tensor_parallel=trainer_parallel),
         generator=GeneratorConfig(tensor_parallel=generator_parallel),
     )
-    suggestion = suggest_layout(config, world_size)
+    suggestion = suggest_roles(config, world_size)
     if suggestion.startswith("no layout"):
         assert world_size < trainer_parallel + generator_parallel or world_size % max(
             trainer_parallel, generator_parallel
@@ -283,9 +283,9 @@ def test_suggested_layouts_are_valid(world_size, trainer_parallel, generator_par
 
 
 def test_layouts_in_words():
-    assert describe_layout(GRPOConfig(roles=RolesConfig(colocated=True, num_trainers=2))) == "2 colocated"
+    assert describe_roles(GRPOConfig(roles=RolesConfig(colocated=True, num_trainers=2))) == "2 colocated"
     split = RolesConfig(num_trainers=2, num_references=1, num_generators=1)
-    assert describe_layout(GRPOConfig(roles=split)) == "2 trainer + 1 reference + 1 generator"
+    assert describe_roles(GRPOConfig(roles=split)) == "2 trainer + 1 reference + 1 generator"
 
 
 def test_derived_values():

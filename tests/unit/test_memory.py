@@ -8,8 +8,8 @@ import pytest
 import transformers
 
 from grpo import config as c
-from grpo.config.layout import describe_layout
 from grpo.config.recipes import load, load_recipe
+from grpo.config.roles import describe_roles
 from grpo.models.memory import (
     choices_told,
     fit_trainer,
@@ -179,7 +179,7 @@ def test_the_table_of_layouts_has_the_memory_and_fits():
         assert words[:3] == ["torchrun", f"--nproc_per_node={gpus}", "train_grpo.py"]
         config = config_of(*words[3:])
         assert config.num_ranks == int(gpus) and config.model.path == "Qwen/Qwen3-1.7B"
-        for part in describe_layout(config).split(" + ") if gpus != "1" else ():
+        for part in describe_roles(config).split(" + ") if gpus != "1" else ():
             assert part in roles
         config = fit_trainer(hf(QWEN3_1_7B), config, GPU_GIB)
         assert config.trainer.activation_checkpointing == "none"

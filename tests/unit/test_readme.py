@@ -11,8 +11,8 @@ import pytest
 
 from grpo import config as c
 from grpo.config.checks import validate
-from grpo.config.layout import check_world_size, describe_layout
 from grpo.config.recipes import field_paths, load, load_recipe
+from grpo.config.roles import check_world_size, describe_roles
 from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.builtin import BUILT_INS
 
@@ -305,7 +305,7 @@ def test_every_recipe_is_listed_with_its_ranks():
         config = load_recipe(str(ROOT / "configs" / name), config_type)
         assert int(gpus) == (0 if "toy" in name else config.num_ranks)
         if config_type is c.GRPOConfig and config.generator.tensor_parallel == 1:
-            for part in describe_layout(config).split(" + "):
+            for part in describe_roles(config).split(" + "):
                 assert part in layout, f"{name}: {part}"
 
 

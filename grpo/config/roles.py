@@ -1,4 +1,4 @@
-"""Layout arithmetic: how many processes a config needs, in words, and flags of a layout that fits a number of them."""
+"""Who runs where: how many processes the roles of a config need, in words, and flags of roles that fit a number."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from grpo.config.fields import SHARED_GPU, Config, GRPOConfig, SFTConfig
 
 
 def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
-    """Compare torchrun's number of processes with the layout. Raises ValueError that names both and a way out."""
+    """Compare torchrun's number of processes with the config's. Raises ValueError that names both and a way out."""
     if world_size == config.num_ranks:
         return
     if isinstance(config, SFTConfig):
@@ -15,16 +15,17 @@ def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
             f"use --nproc_per_node={config.num_ranks} or --num-trainers {world_size}"
         )
     raise ValueError(
-        f"the layout ({describe_layout(config)}) needs {config.num_ranks} processes, but torchrun started "
+        f"the layout ({describe_roles(config)}) needs {config.num_ranks} processes, but torchrun started "
         f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
-        f"{suggest_layout(config, world_size)}"
+        f"{suggest_roles(config, world_size)}"
     )
 
 
 def for_one_process(config: Config) -> Config:
-    """The config with all roles on one rank, which is what a script is without torchrun; as it is if it is so already.
+    """Return the config with all roles on one rank, which is what a script is without torchrun.
 
-    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest.
+    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest. A config that needs one
+    rank is returned as it is.
     """
     if config.num_ranks == 1:
         return config
@@ -39,8 +40,8 @@ def for_one_process(config: Config) -> Config:
     )
 
 
-def describe_layout(config: GRPOConfig) -> str:
-    """One phrase that names the ranks of each role, such as `2 trainer + 1 reference + 1 generator`."""
+def describe_roles(config: GRPOConfig) -> str:
+    """Name the ranks of each role in one phrase, such as `2 trainer + 1 reference + 1 generator`."""
     roles = config.roles
     if roles.colocated:
         return f"{roles.num_trainers} colocated"
@@ -48,8 +49,8 @@ def describe_layout(config: GRPOConfig) -> str:
     return " + ".join(f"{count} {name}" for count, name in parts if count)
 
 
-def suggest_layout(config: GRPOConfig, world_size: int) -> str:
-    """Command-line flags of a layout that `world_size` ranks can run with this config's parallel degrees."""
+def suggest_roles(config: GRPOConfig, world_size: int) -> str:
+    """Return command-line flags of roles that `world_size` ranks can have with this config's parallel degrees."""
     shards = config.trainer.tensor_parallel * config.trainer.data_replicas
     for references in dict.fromkeys([config.roles.num_references, 0]):
         for generators in range(config.generator.tensor_parallel, world_size, config.generator.tensor_parallel):
