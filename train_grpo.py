@@ -18,7 +18,7 @@ and all methods of `driver` except `state` are collective: every rank calls them
 runs on rank 0; the others get its decision or, where it is data that a next call sends, None. What is done only `if
 trainer` is collective over the trainers. A batch is whole on every trainer, which takes its own part of the
 micro-batches. What only learners (trainers and references) need, no generator waits for: with `overlap_steps=1` the
-generators sample the next step from `generate_ahead` to `gather_ahead`, while the learners score and train on this one.
+generators sample the next step from `launch` to `land`, while the learners score and train on this one.
 
 A suffix on a tensor's name spells its dimensions: B rows and T positions of a micro-batch, S sequences (a prompt with
 its completion), N tokens of all sequences laid end to end. grpo/types.py has them all.
@@ -41,7 +41,7 @@ from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
-from grpo.roles.ahead import check_probe, gather_ahead, generate_ahead
+from grpo.roles.ahead import land, launch
 from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, send_batch
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
@@ -50,9 +50,8 @@ from grpo.roles.trainer import Objective, Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run.driver import Driver
 from grpo.run.inputs import read_grpo
-from grpo.run.sampled import Sampled
 from grpo.run.session import Session, run
-from grpo.types import MicroBatch, Pending, Plan, TrainBatch
+from grpo.types import MicroBatch, Plan, Rollout, TrainBatch
 from grpo.watch.failures import run_script
 
 
@@ -69,40 +68,39 @@ def train(config: GRPOConfig, session: Session) -> None:
     """Run the GRPO steps up to `config.num_steps`, from the checkpoint's or from 0."""
     roles, timer, driver = session.roles, session.timer, Driver(session)
     trainer, reference, generator = session.start_up(driver.start)
-    pending = driver.first_pending  # with overlap_steps: what was sampled ahead for the next step
 
     for step in session.steps():
-        plan = driver.plan(step, pending)  # prompts; whether to check, sync, evaluate, save: the same on all ranks
+        plan = driver.plan(step)  # requests; whether to check, sync, evaluate, save: the same on all ranks
         if plan.stop:  # by a signal, or the file `stop` in the run folder
-            session.save(step, trainer, *driver.state(step, pending))
+            session.save(step, trainer, *driver.state(step))
             break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
-        if plan.probe:  # the sync check of a step whose batch was sampled ahead, by older weights
-            with timer.phase("sync"):
-                check_probe(plan.probe, trainer, generator, config.largest_mismatch, roles)
+        if plan.probe:  # do trainers and generators hold the same weights?
+            with timer.phase("sync"), timer.compilation_in_startup():
+                check_sync(plan.probe, trainer, generator, config.largest_mismatch, roles)
 
         with timer.phase("generate"):
-            sampled = sample(config, plan, pending, generator, driver, roles)  # generators -> driver; scoring begins
-            ahead = generate_ahead(plan.next_prompts, config.group_size, generator)  # overlap_steps: learners go on
-            batch = send_batch(driver.make_batch(sampled), roles)  # driver -> references and trainers
+            rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
+            ahead = launch(driver.request_ahead(), config.group_size, generator)  # overlap_steps: learners go on
+            batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
 
         with timer.phase("reference"):  # meanwhile worker processes of the driver score
             batch = add_ref_logprobs(batch, reference, roles)  # references -> trainers
 
         with timer.phase("reward"):
-            sampled = driver.collect_rewards(sampled)
-            rewards = broadcast_tensors(driver.reward_tensors(sampled), roles)  # driver -> references and trainers
+            rollouts = driver.collect_rewards()
+            rewards = broadcast_tensors(driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
             if config.record:
-                driver.record(step + 1, sampled, batch, rewards)  # a file, for --replay
+                driver.record(rollouts, batch, rewards)  # a file, for --replay
 
         with timer.phase("train"), timer.compilation_in_startup():
             metrics = StepMetrics(batch.num_sequences if trainer else 0)
             if trainer:
                 batch = add_advantages(config, batch, *rewards, kl_coef, metrics)
-                update(config, plan, trainer, batch, kl_coef, metrics)
+                update(config, trainer, batch, kl_coef, metrics)
 
         with timer.phase("generate"):
-            pending = gather_ahead(ahead, plan, roles)  # generators -> driver; None without overlap_steps
+            land(ahead, driver, roles)  # generators -> driver, for the next step
 
         with timer.phase("sync"):  # trainers -> generators, which then hold the weights after `step + 1` steps
             if plan.sync:
@@ -111,36 +109,25 @@ def train(config: GRPOConfig, session: Session) -> None:
         if plan.evaluate:  # only in steps that sync
             with timer.phase("evaluate"):
                 session.evaluate(generator, step + 1)
-        driver.log(step + 1, sampled, batch, metrics, pending)
+        driver.log(step + 1, rollouts, batch, metrics)
         if plan.save:
-            session.save(step + 1, trainer, *driver.state(step + 1, pending))
+            session.save(step + 1, trainer, *driver.state(step + 1))
     else:  # not stopped
         session.export(trainer)
     session.end(generator)
 
 
 def sample(
-    config: GRPOConfig,
-    plan: Plan,
-    pending: Pending | None,
-    generator: Generator | None,
-    driver: Driver,
-    roles: Roles,
-) -> Sampled | None:
-    """Complete the plan's prompts, `config.group_size` times each. Returns the rollouts on the driver, else None.
-
-    If the generators sampled ahead, that is done, and only dynamic sampling may have prompts left to complete.
-    """
-    sampled = driver.take_pending(plan, pending)
-    prompts = plan.prompts or driver.more_prompts(sampled)
-    while prompts:  # once; dynamic sampling takes other prompts until enough groups have rewards that are not all equal
-        completions = generator.generate(prompts, config.group_size, plan.carried) if generator else None
-        completions = gather_completions(completions, roles)
-        sampled = driver.take(sampled, plan, prompts, completions)
-        prompts = driver.more_prompts(sampled)
+    config: GRPOConfig, plan: Plan, generator: Generator | None, driver: Driver, roles: Roles
+) -> list[Rollout] | None:
+    """Complete groups of `config.group_size` until the step is full. Returns the rollouts on the driver, else None."""
+    requests = plan.requests  # nothing, if enough was sampled ahead
+    while requests:  # once; dynamic sampling asks until enough groups have rewards that are not all equal
+        completions = generator.generate(requests, config.group_size) if generator else None
+        requests = driver.land(gather_completions(completions, roles))
     if generator:
         generator.sleep()  # only if generator.sleep is set: colocated, with a sync in every step, which wakes it
-    return sampled
+    return driver.rollouts()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,9 +173,7 @@ def add_advantages(
     return replace(batch, advantages_N=advantages_N, loss_mask_N=batch.loss_mask_N & trained_S[batch.owner_N])
 
 
-def update(
-    config: GRPOConfig, plan: Plan, trainer: Trainer, batch: TrainBatch, kl_coef: float, metrics: StepMetrics
-) -> None:
+def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> None:
     """Make the step's optimizer updates: one for each mini-batch of each epoch, by default one in all."""
     algorithm = config.algorithm.resolved
     if algorithm.old_logprobs == "generator":
@@ -199,8 +184,6 @@ def update(
     for _ in range(algorithm.num_epochs):
         for mini_batch in split_groups(batch, config.group_size, algorithm.num_mini_batches):
             trainer.forward_backward(mini_batch, grpo_objective(config, mini_batch, kl_coef, first_update), metrics)
-            if plan.sync_check and first_update:
-                check_sync(metrics, config.largest_mismatch)  # over all trainers' tokens; stops them before the update
             metrics.record(**trainer.optimizer_step())
             first_update = False
     trainer.schedule.step()  # the learning rate follows steps, not updates

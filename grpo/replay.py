@@ -20,7 +20,6 @@ from grpo.models.hf_folder import read_hf_config, resolve_folder
 from grpo.report.measured import measured_metrics
 from grpo.roles.metrics import StepMetrics
 from grpo.run.command_line import subject_of
-from grpo.run.driver import plan_to_stop
 from grpo.run.session import Session, Start, run
 from grpo.watch.failures import refuse_bad_input, run_script
 from grpo.watch.stopping import end_with_launcher
@@ -88,7 +87,7 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
         metrics = StepMetrics(found.batch.num_sequences)
         with timer.phase("train"), timer.compilation_in_startup():
             batch = add_advantages(config, found.batch, found.rewards_S, found.has_reward_S, kl_coef, metrics)
-            update(config, plan_to_stop(step), trainer, batch, kl_coef, metrics)
+            update(config, trainer, batch, kl_coef, metrics)
         measured = measured_metrics(metrics, timer.close_step(), batch.num_tokens)
         session.log(step + 1, found.metrics | measured, batch)
         if saves(config.checkpoint, step + 1, is_last=step + 1 == config.num_steps):

@@ -10,7 +10,6 @@ per-token fields stay aligned from where they are made (`Sample`) over the wire 
 """
 
 import functools
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -55,6 +54,16 @@ class Piece:
     def sampled(cls, ids_T: torch.Tensor, logprobs_T: torch.Tensor, version: int) -> "Piece":
         """Sampled tokens are in the loss, except those whose log-prob is not finite: they would make it NaN."""
         return cls(ids_T, logprobs_T.isfinite(), logprobs_T, version)
+
+    @classmethod
+    def nothing(cls) -> "Piece":
+        """No token."""
+        return cls.sampled(torch.empty(0, dtype=torch.int64), torch.empty(0), 0)
+
+    def then(self, further: "Piece") -> "Piece":
+        """Both as one; they are sampled by the same version of the weights."""
+        logprobs_T = torch.cat([self.logprobs_T, further.logprobs_T])
+        return Piece.sampled(torch.cat([self.ids_T, further.ids_T]), logprobs_T, self.version)
 
     @property
     def num_tokens(self) -> int:
@@ -113,30 +122,14 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What sampling takes over from the steps before, and how much it may leave to the next (`sampling.carry_over`)."""
-
-    begun: dict[int, list[int] | None]
-    """Completions of groups that were begun before, by `Completion.index`: their tokens so far; None: it has ended."""
-    num_groups: int
-    """Sampling ends once so many groups are complete."""
-
-
-@dataclass(frozen=True, eq=False)
-class Pending:
-    """What the generators sampled ahead for a step to come (`overlap_steps`): neither scored nor trained on yet."""
+class Requests:
+    """What the generators are asked for: groups of completions that are not complete."""
 
     prompts: list[Prompt]
-    completions: list[Completion]
-    """Group after group."""
-    version: int
-    """Steps in the weights that sampled it."""
-    place: dict[str, Any]
-    """In the data, where the prompts were drawn; fit for JSON."""
-    seconds: float = math.nan
-    """Wall time of the generators, from the first that began to the last that ended; NaN if read from a checkpoint."""
-    overlap_seconds: float = math.nan
-    """For how much of it the driver was scoring and training."""
+    begun: dict[int, list[int] | None] = field(default_factory=dict)
+    """Completions of groups that were begun before, by `Completion.index`: their tokens so far; None: it has ended."""
+    num_left: int = 0
+    """Sampling ends once all but so many of the groups are complete (`sampling.carry_over`)."""
 
 
 @dataclass(frozen=True)
@@ -309,25 +302,15 @@ class Plan:
 
     step: int
     """Steps finished before this one."""
-    prompts: list[Prompt]
-    """Of the first round of sampling; none if it was sampled ahead, see `Pending`."""
-    generator_version: int
-    """Steps in the weights that the generators hold."""
-    sync_check: bool
-    """Compare the policy's log-probs of the step's batch with the generator's before the first update."""
+    requests: Requests | None
+    """What is sampled first; None if enough is there already."""
     sync: bool
     """Give the generators the new weights after the last update."""
     save: bool
     """Write a checkpoint after the step."""
     evaluate: bool
     """Evaluate after the step."""
-    next_prompts: list[Prompt] = field(default_factory=list)
-    """Of the next step, for the generators to sample ahead while the learners train; none unless `overlap_steps`."""
-    next_place: dict[str, Any] = field(default_factory=dict)
-    """The place in the data at which they were drawn, as a checkpoint has it; empty without them."""
     probe: list[Prompt] = field(default_factory=list)
-    """Prompts to complete for a sync check because the step's batch is of older weights; none if no check is due."""
-    carried: Carried | None = None
-    """What the step goes on with, if groups may be carried over; `prompts` are then those of all groups in flight."""
+    """Prompts to complete for a sync check before the step; none if no check is due."""
     stop: bool = False
     """Do not begin the step: a user asked the run to stop; `save` then is about the steps before."""

@@ -225,11 +225,6 @@ def _check_carry_over(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             f"sampling.carry_over={number} must be below prompts_per_step={config.prompts_per_step}, so that a step "
             "samples at all; a quarter of it is a good deal"
         )
-    for name, asked in (("overlap_steps=1", config.overlap_steps), ("sampling.dynamic", config.sampling.dynamic)):
-        if asked:
-            raise ValueError(
-                f"sampling.carry_over={number} and {name} both decide which groups a step trains on; drop one"
-            )
     for name, values in (("stop", generator.stop), ("sampling", needing_texts(generator.sampling))):
         if values:
             raise ValueError(

@@ -12,7 +12,6 @@ from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe
 from grpo.config.saved import Change, changes_since
 from grpo.folder.checkpoint import newest_usable, remove_unfinished, set_aside
-from grpo.folder.pending import without_pending
 from grpo.folder.run_folder import CONFIG, begin_run, check_run_folder, mark_run_folder
 
 Stream = TypeVar("Stream")
@@ -50,8 +49,17 @@ def open_run_folder(config: GRPOConfig | SFTConfig, script: str, inputs: tuple[s
         mark_run_folder(config.run_dir, script)
     checkpoint, state, broken = newest_usable(config.run_dir) if config.resume else (None, {}, [])
     if checkpoint is not None and not is_same_run(config):
-        state = without_pending(state)  # old values, or old groups, are not for a step of this one
+        state = without_groups(state)
     return Opened(checkpoint, state, tuple(broken))
+
+
+def without_groups(state: dict[str, Any]) -> dict[str, Any]:
+    """A driver's state with no groups in flight: they are not for another config. Prints how many they were."""
+    flight = state.get("flight", {})
+    if groups := flight.get("groups"):
+        print(f"{len(groups)} groups in flight are left out: they are of the old config", flush=True)
+        state = state | {"flight": flight | {"groups": [], "draws": [], "work": [0, 0]}}
+    return state
 
 
 def is_same_run(config: GRPOConfig | SFTConfig) -> bool:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo.config import GRPOConfig
 from grpo.roles.requests import one_by_one, share_out, slot_steps
-from grpo.types import Carried, Completion, Prompt
+from grpo.types import Completion, Requests
 
 
 @dataclass(frozen=True)
@@ -27,22 +26,18 @@ class Work:
 
 
 def sampling_work(
-    prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
-    config: GRPOConfig,
-    num_replicas: int,
-    carried: Carried | None,
+    requests: Requests, completions: Sequence[Completion], group_size: int, num_replicas: int, num_slots: int
 ) -> Work:
-    """Of one round, from the lengths of what its engines sampled; see `slot_steps`.
+    """One round's work, from the lengths of what its engines sampled; see `slot_steps`.
 
     As if a step of an engine gave each running sequence one token, and the KV cache had room for all of them.
     """
     length_of = {completion.index: completion.num_tokens for completion in completions}
     lengths = [
-        [length_of.get(prompts[r.prompt].index * config.group_size + r.first, 0) for r in one_by_one(requests)]
-        for requests in share_out(prompts, config.group_size, num_replicas, carried)
+        [length_of.get(requests.prompts[r.prompt].index * group_size + r.first, 0) for r in one_by_one(of_replica)]
+        for of_replica in share_out(requests, group_size, num_replicas)
     ]
-    return Work(sum(length_of.values()), slot_steps(lengths, config.generator.max_num_seqs))
+    return Work(sum(length_of.values()), slot_steps(lengths, num_slots))
 
 
 def stale_frac(completions: Sequence[Completion], version: int) -> float:

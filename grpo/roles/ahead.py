@@ -1,13 +1,10 @@
-"""Sampling ahead (`overlap_steps=1`): generators sample the next step while the learners train on this one.
+"""Sampling ahead (`overlap_steps=1`): generators sample for the next step while the learners train on this one.
 
 The weights of version k are those after k steps. In the iteration of step k the generators hold version k (synced at
-the end of the one before) and sample the prompts of step k + 1 with it, so that a step trains on completions of weights
-that are one step older than its own; the first step of a run, for which nothing was sampled ahead, on those of its own.
-Between `generate_ahead` and `gather_ahead` nothing passes over the bridge `control`: the generators are busy, and
-trainers and references talk over `learners`.
-
-A sync check compares log-probs of the same tokens under the same weights, which a step's batch then no longer has.
-`check_probe` completes a few prompts for it, when it is due, before the generators begin with the next step.
+the end of the one before) and sample for step k + 1 with it, so that a step trains on completions of weights that are
+one step older than its own; the first step of a run, for which nothing was sampled ahead, on those of its own. Between
+`launch` and `land` nothing passes over the bridge `control`: the generators are busy, and trainers and references talk
+over `learners`.
 """
 
 import time
@@ -16,17 +13,10 @@ from dataclasses import dataclass
 import torch
 
 import grpo.roles.timed_collectives as dist
-from grpo.data.batches import make_batch, sample_of
-from grpo.roles.comm import gather_completions, send_batch
+from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
-from grpo.roles.trainer import Trainer
-from grpo.roles.weight_sync import check_distance
-from grpo.types import Completion, Pending, Plan, Prompt
-
-# Prompts and tokens of a probe: enough to tell other weights from these, few enough to cost a step next to nothing.
-PROBE_PROMPTS = 8
-PROBE_TOKENS = 64
+from grpo.types import Completion, Requests
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,56 +30,33 @@ class Ahead:
     """When it had sampled; `began` on the learners, which do not wait."""
 
 
-def generate_ahead(prompts: list[Prompt], group_size: int, generator: Generator | None) -> Ahead | None:
-    """Sample the next step's first round on the generators; the learners go on at once. None without prompts."""
-    if not prompts:
+def launch(requests: Requests | None, group_size: int, generator: Generator | None) -> Ahead | None:
+    """Sample ahead on the generators; the learners go on at once. None if nothing is asked for."""
+    if requests is None:
         return None
     began = time.time()
-    completions = generator.generate(prompts, group_size) if generator else None
+    completions = generator.generate(requests, group_size) if generator else None
     return Ahead(completions, began, time.time() if generator else began)
 
 
-def gather_ahead(ahead: Ahead | None, plan: Plan, roles: Roles) -> Pending | None:
-    """Bring what was sampled ahead to the driver, once it and the generators are done; None elsewhere, or if nothing.
+def land(ahead: Ahead | None, driver, roles: Roles) -> None:
+    """Bring what was sampled ahead to the driver, once it and the generators are done.
 
-    Collective over `roles.control`, if anything was sampled ahead.
+    `driver` has a method `land_ahead(completions, seconds, overlap_seconds)` that runs on rank 0. Collective over
+    `roles.control`, if anything was sampled ahead.
     """
     if ahead is None:
-        return None
+        return
     arrived = time.time()  # on the driver: when it had trained
     times = [torch.empty(2, dtype=torch.float64) for _ in range(roles.control.size())]
     dist.all_gather(times, torch.tensor([ahead.began, ahead.ended], dtype=torch.float64), group=roles.control)
     completions = gather_completions(ahead.completions, roles)
-    if not roles.is_driver:
-        return None
     began, ended = torch.stack([times[head] for head in roles.heads]).unbind(1)
     sampling = began.min().item(), ended.max().item()
-    seconds, overlap = sampling[1] - sampling[0], shared_seconds(sampling, (ahead.began, arrived))
-    return Pending(plan.next_prompts, completions, plan.generator_version, plan.next_place, seconds, overlap)
+    overlap = shared_seconds(sampling, (ahead.began, arrived))  # counts on the driver
+    driver.land_ahead(completions, sampling[1] - sampling[0], overlap)
 
 
 def shared_seconds(first: tuple[float, float], second: tuple[float, float]) -> float:
     """For how long two spans of time, (began, ended) in seconds, were both going on."""
     return max(0.0, min(first[1], second[1]) - max(first[0], second[0]))
-
-
-def check_probe(
-    prompts: list[Prompt], trainer: Trainer | None, generator: Generator | None, tolerance: float, roles: Roles
-) -> None:
-    """Complete `prompts` once each and compare the log-probs of generator and trainer; leaves nothing behind.
-
-    Collective over all ranks, while both hold the same version. Raises RuntimeError, see `check_distance`.
-    """
-    completions = None
-    if generator:
-        completions = generator.generate(prompts, 1, max_tokens=PROBE_TOKENS)
-        generator.forget_prefixes()
-    completions = gather_completions(completions, roles)
-    batch = None
-    if roles.is_driver:
-        batch = make_batch([sample_of(*pair) for pair in zip(prompts, completions, strict=True)])
-    batch = send_batch(batch, roles)
-    if trainer:
-        difference_N = (trainer.logprobs(batch) - batch.generator_logprobs_N)[batch.loss_mask_N].abs()
-        if len(difference_N):
-            check_distance(difference_N.mean().item(), difference_N.max().item(), tolerance)

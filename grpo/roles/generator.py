@@ -19,7 +19,7 @@ from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
 from grpo.roles.engine_weights import EngineWeights, load_and_learn
 from grpo.roles.process_groups import Roles
 from grpo.roles.requests import Request, continuation_seed, enough_groups, one_by_one, request_seed, share_out
-from grpo.types import Carried, Completion, Prompt
+from grpo.types import Completion, Prompt, Requests
 
 # Of sampling, before its progress is shown
 SILENT_SECONDS = 20
@@ -57,20 +57,18 @@ class Generator:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        requests: Requests,
         group_size: int,
-        carried: Carried | None = None,
         *,
         temperatures: Sequence[float] | None = None,
         held_out: bool = False,
         max_tokens: int | None = None,
     ) -> list[Completion] | None:
-        """Sample this replica's part of `group_size` completions per prompt.
+        """Sample this replica's part of `group_size` completions per prompt, until enough groups are complete.
 
-        With `carried`, what is missing of them, until enough groups are complete: of a completion that was begun before
-        or is not complete now, the tokens of this call. `temperatures` (default: the run's) take turns within a group;
-        0 is greedy. `held_out` takes seeds that training never uses. `max_tokens` ends completions earlier than the run
-        does, but not before its `min_tokens`.
+        What was begun before goes on: its tokens are those of this call. `temperatures` (default: the run's) take turns
+        within a group; 0 is greedy. `held_out` takes seeds that training never uses. `max_tokens` ends completions
+        earlier than the run does, but not before its `min_tokens`.
 
         Returns completions on the replica's first rank, in the order of their `index`, None on its other ranks. An
         exception in here is fatal for the rank: vLLM keeps unfinished requests queued.
@@ -81,20 +79,19 @@ class Generator:
         limit = self.config.max_completion_tokens
         if max_tokens is not None:
             limit = min(limit, max(max_tokens, self.least_tokens))
-        shares = share_out(prompts, group_size, len(self.roles.replicas), carried)
-        requests, enough = shares[self.roles.replica], None
-        if carried and not (enough := enough_groups(shares, carried.num_groups)[self.roles.replica]):
-            requests = []
-        requests = one_by_one(requests)
+        prompts = requests.prompts
+        shares = share_out(requests, group_size, len(self.roles.replicas))
+        enough = enough_groups(shares, requests.num_left)[self.roles.replica]
+        mine = one_by_one(shares[self.roles.replica]) if enough else []
         with no_collection():
-            for request in requests:
+            for request in mine:
                 prompt = prompts[request.prompt]
                 seed = request_seed(self.seed, prompt, request.first, group_size, held_out)
                 seed = continuation_seed(seed, len(request.begun))
                 temperature = temperatures[request.first % len(temperatures)]
                 params = self._parameters(temperature, seed, max_tokens=limit - len(request.begun))
                 self.loop.add((request, temperature), prompt.ids + request.begun, params)
-            stretches = self._decode(requests, enough)
+            stretches = self._decode(mine, enough)
         if self.roles.rank not in self.roles.heads:
             return None
         completions = []
@@ -104,8 +101,8 @@ class Generator:
             completions.append(self._completion(stretch, temperature, index))
         return sorted(completions, key=lambda completion: completion.index)
 
-    def _decode(self, requests: list[Request], enough: int | None) -> list[Stretch]:
-        """Run the engine until all requests have ended, or those of `enough` groups; then end the others."""
+    def _decode(self, requests: list[Request], enough: int) -> list[Stretch]:
+        """Run the engine until the requests of `enough` groups have ended; then end the others."""
         num_left, ended = collections.Counter(request.prompt for request in requests), []
         first = self.roles.rank == self.roles.heads[0]
         progress = tqdm(total=len(requests), delay=SILENT_SECONDS, mininterval=5, leave=False, disable=not first)
@@ -115,7 +112,7 @@ class Generator:
                 ended += stretches
                 progress.update(len(stretches))
                 num_left.subtract(stretch.request[0].prompt for stretch in stretches)
-                if enough is not None and sum(not left for left in num_left.values()) >= enough:
+                if sum(not left for left in num_left.values()) >= enough:
                     return ended + self.loop.end()
         return ended
 
@@ -126,8 +123,9 @@ class Generator:
 
         Leaves nothing behind that training could notice: other seeds, and no prefixes in the cache.
         """
-        greedy = self.generate(prompts, 1, temperatures=(0.0,))
-        samples = self.generate(prompts, options.num_samples, temperatures=(options.temperature,), held_out=True)
+        requests = Requests(list(prompts))
+        greedy = self.generate(requests, 1, temperatures=(0.0,))
+        samples = self.generate(requests, options.num_samples, temperatures=(options.temperature,), held_out=True)
         self.forget_prefixes()
         return greedy, samples
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from grpo.types import Carried, Prompt
+from grpo.types import Prompt, Requests
 
 # Request seeds: one run's seeds lie in a block of its own, far above any number of samples a run can draw.
 SEEDS_PER_RUN = 2**40
@@ -31,20 +31,18 @@ class Request:
     """Tokens that the completion has already; only with a count of 1."""
 
 
-def share_out(
-    prompts: Sequence[Prompt], group_size: int, num_replicas: int, carried: Carried | None = None
-) -> list[list[Request]]:
+def share_out(requests: Requests, group_size: int, num_replicas: int) -> list[list[Request]]:
     """Each replica's part of a step's completions, in the order in which it begins them: the longest first.
 
     Replicas get equal numbers of expected tokens, and groups whole as far as that allows, because a group shares the
-    computation of its prompt. With `carried`, every group whole, and first those that were begun before.
+    computation of its prompt. If groups may be left, every group whole, and first those that were begun before.
     """
-    costs = [prompt.expected_tokens or 1.0 for prompt in prompts]
+    costs = [prompt.expected_tokens or 1.0 for prompt in requests.prompts]
     if not group_size:  # an evaluation without samples
         return [[] for _ in range(num_replicas)]
-    if carried is None:
-        return _split(costs, group_size, num_replicas)
-    return _whole_groups(prompts, costs, group_size, num_replicas, carried)
+    if requests.begun or requests.num_left:
+        return _whole_groups(requests, costs, group_size, num_replicas)
+    return _split(costs, group_size, num_replicas)
 
 
 def _split(costs: list[float], group_size: int, num_replicas: int) -> list[list[Request]]:
@@ -75,27 +73,26 @@ def _split(costs: list[float], group_size: int, num_replicas: int) -> list[list[
     return [sorted(of_replica, key=lambda r: -costs[r.prompt]) for of_replica in requests]
 
 
-def _whole_groups(
-    prompts: Sequence[Prompt], costs: list[float], group_size: int, num_replicas: int, carried: Carried
-) -> list[list[Request]]:
+def _whole_groups(requests: Requests, costs: list[float], group_size: int, num_replicas: int) -> list[list[Request]]:
     """Longest processing time first; a completion that was begun counts as one that was not."""
-    groups = [_requests_of(number, prompt, group_size, carried) for number, prompt in enumerate(prompts)]
+    prompts, begun = requests.prompts, requests.begun
+    groups = [_requests_of(number, prompt, group_size, begun) for number, prompt in enumerate(prompts)]
     group_costs = [costs[number] * sum(r.count for r in group) for number, group in enumerate(groups)]
     loads, shares = [0.0] * num_replicas, [[] for _ in range(num_replicas)]
     for number in _longest_first(group_costs):
         replica = loads.index(min(loads))
         shares[replica].append(number)
         loads[replica] += group_costs[number]
-    is_fresh = [prompt.index * group_size not in carried.begun for prompt in prompts]
+    is_fresh = [prompt.index * group_size not in begun for prompt in prompts]
     return [[r for number in sorted(share, key=is_fresh.__getitem__) for r in groups[number]] for share in shares]
 
 
-def _requests_of(number: int, prompt: Prompt, group_size: int, carried: Carried) -> list[Request]:
-    """Of one group: its completions that have not ended, each by itself if the group was begun before."""
+def _requests_of(number: int, prompt: Prompt, group_size: int, begun: dict[int, list[int] | None]) -> list[Request]:
+    """A group's completions that have not ended, each by itself if the group was begun before."""
     first = prompt.index * group_size
-    if first not in carried.begun:
+    if first not in begun:
         return [Request(number, 0, group_size)]
-    so_far = [carried.begun[first + i] for i in range(group_size)]
+    so_far = [begun[first + i] for i in range(group_size)]
     return [Request(number, i, 1, ids) for i, ids in enumerate(so_far) if ids is not None]
 
 
@@ -108,15 +105,15 @@ def one_by_one(requests: list[Request]) -> list[Request]:
     return [replace(r, first=r.first + i, count=1) for r in requests for i in range(r.count)]
 
 
-def enough_groups(shares: list[list[Request]], num_groups: int) -> list[int]:
-    """How many of its groups each replica completes, so that `num_groups` are complete in all.
+def enough_groups(shares: list[list[Request]], num_left: int) -> list[int]:
+    """How many of its groups each replica completes, so that `num_left` are left in all.
 
-    What is left to the next step is spread over the replicas in proportion to their groups.
+    These are spread over the replicas in proportion to their groups.
     """
     numbers = [len({request.prompt for request in requests}) for requests in shares]
     total, before, enough = sum(numbers), 0, []
     for number in numbers:
-        left = [(total - num_groups) * edge // total for edge in (before, before + number)]
+        left = [num_left * edge // max(total, 1) for edge in (before, before + number)]
         enough.append(number - (left[1] - left[0]))
         before += number
     return enough

@@ -4,6 +4,9 @@ Whatever the sharding on either side, the trainers gather packed shards in the c
 rank 0 broadcasts it over the `weights` bridge as it lies; the generators copy from it into their engines. On GPUs the
 next bucket is gathered, one is sent and the one before is loaded, all at once. What lies where in the buckets is sent
 once, at the first sync. Colocated, every rank gathers and loads, and nothing is sent.
+
+A sync check compares log-probs of the same tokens under the same weights. A step's batch need not be of these, so a few
+prompts are completed for it, right after a sync.
 """
 
 import math
@@ -11,13 +14,19 @@ import math
 import torch
 import torch.distributed as dist
 
+from grpo.data.batches import make_batch, sample_of
 from grpo.models.buckets import BucketMap, in_pipeline
 from grpo.models.gather import WeightBuckets
-from grpo.roles.comm import broadcast, wait_for_all
+from grpo.roles.comm import broadcast, gather_completions, send_batch, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Trainer
+from grpo.types import MicroBatch, Prompt, Requests
+
+# Prompts and tokens of a sync check: enough to tell other weights from these, few enough to cost a step next to nothing
+PROBE_PROMPTS = 8
+PROBE_TOKENS = 32
 
 
 def sync_weights(trainer: Trainer | None, generator: Generator | None, version: int, roles: Roles) -> None:
@@ -54,15 +63,39 @@ def agree_on_map(trainer: Trainer | None, generator: Generator | None, roles: Ro
     return generator.bucket_map if generator else None
 
 
-def check_sync(metrics: StepMetrics, tolerance: float) -> None:
-    """Compare what trainer and generator say of the same completions, after the step's first forward.
+def check_sync(
+    prompts: list[Prompt], trainer: Trainer | None, generator: Generator | None, tolerance: float, roles: Roles
+) -> None:
+    """Complete `prompts` once each and compare the log-probs of generator and trainer; leaves nothing behind.
 
-    Raises RuntimeError if their log-probs differ by more than `tolerance` (nats) on average. A difference that is not
-    finite is the policy's own, since other tokens are excluded, and no fault of the sync: that update is skipped.
+    Collective over all ranks, while both hold the same version. Raises RuntimeError on the trainers if they differ by
+    more than `tolerance` (nats) on average. A difference that is not finite is the policy's own, since other tokens are
+    excluded, and no fault of the sync: the step's update will be skipped.
     """
-    measured = metrics.means()
-    if metrics.num_loss_tokens:
-        check_distance(measured["mismatch/mean"], measured["mismatch/max"], tolerance)
+    completions = None
+    if generator:
+        completions = generator.generate(Requests(prompts), 1, max_tokens=PROBE_TOKENS)
+        generator.forget_prefixes()
+    completions = gather_completions(completions, roles)
+    batch = None
+    if roles.is_driver:
+        batch = make_batch([sample_of(*pair) for pair in zip(prompts, completions, strict=True)])
+    batch = send_batch(batch, roles)
+    if trainer:
+        metrics = StepMetrics(batch.num_sequences)
+        trainer.forward_backward(batch, _compare, metrics)  # as in training, so that nothing else is compiled
+        trainer.zero_gradient()
+        measured = metrics.means()
+        if metrics.num_loss_tokens:
+            check_distance(measured["mismatch/mean"], measured["mismatch/max"], tolerance)
+
+
+def _compare(
+    micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """An objective without a gradient, which measures how far log-probs are from the generator's."""
+    difference_BT = (logprobs_BT.detach() - micro.generator_logprobs_BT).abs()
+    return (logprobs_BT * 0).sum(), {"mismatch/mean": difference_BT, "mismatch/max": difference_BT}
 
 
 def check_distance(mean: float, largest: float, tolerance: float) -> None:

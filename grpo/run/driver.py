@@ -1,8 +1,8 @@
 """What rank 0 alone does: draw prompts, score completions, decide, log.
 
 Every rank holds a `Driver` and calls the same methods in the order of the loop; rank 0 runs them, and the others wait
-for its decisions (`comm.on_driver`, `comm.from_driver`). Within a step nothing is kept from one call to the next: what
-was sampled is a value that the loop passes on. Left out: everything that several ranks do together.
+for its decisions (`comm.on_driver`, `comm.from_driver`). What was sampled is in its buffer of groups (flight.py). Left
+out: everything that several ranks do together.
 """
 
 from dataclasses import replace
@@ -14,22 +14,19 @@ from grpo.config.roles import describe_roles
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.draw_ahead import DrawAhead
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.folder.checkpoint import saves
-from grpo.folder.pending import pending_state, pending_tensors, read_pending
+from grpo.folder.checkpoint import read_driver_tensors, saves
 from grpo.report.measured import measured_metrics, sequence_advantages
 from grpo.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
 from grpo.report.sampling_work import nonfinite_frac, sampling_work, stale_frac
 from grpo.rewards.pool import check_all_failed
-from grpo.roles.ahead import PROBE_PROMPTS
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
-from grpo.run.carried import CarryOver
+from grpo.roles.weight_sync import PROBE_PROMPTS
+from grpo.run.flight import Flight
 from grpo.run.inputs import read_grpo
-from grpo.run.past_lengths import PastLengths
-from grpo.run.sampled import Sampled, informative_groups
 from grpo.run.scorer import check_version
 from grpo.run.session import Session, Start
-from grpo.types import Completion, Pending, Plan, Prompt, Rollout, TrainBatch
+from grpo.types import Completion, Plan, Prompt, Requests, Rollout, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
 
@@ -38,8 +35,7 @@ class Driver:
 
     def __init__(self, session: Session):
         self.session, self.config, self.roles, self.timer = session, session.config, session.roles, session.timer
-        self.first_pending: Pending | None = None
-        """What the checkpoint has that was sampled ahead, for the first step; on the driver, and read by `start`."""
+        self.times_ahead: dict[str, float] = {}
 
     def start(self) -> Start:
         """Refuse bad input before any model is loaded, open the run folder, start the reward processes. On rank 0."""
@@ -47,225 +43,187 @@ class Driver:
         with refuse_bad_input():
             inputs = read_grpo(session)
             self.scorer, state, stream = session.scorer, session.opened.state, inputs.stream
-            self.lengths = PastLengths(keeps_rows=not config.data.streaming)
-            self.lengths.load_state_dict(state.get("lengths", self.lengths.state_dict()))
-            self.carried = CarryOver(config.prompts_per_step, config.sampling.carry_over, config.group_size)
-            if "carried" in state:
-                self.carried.load(session.opened.checkpoint, state["carried"], stream)
-            if "pending" in state:
-                self.first_pending = read_pending(session.opened.checkpoint, state["pending"], stream)
+            settings = config.sampling, config.prompts_per_step, config.group_size
+            self.flight = Flight(*settings, keeps_rows=not config.data.streaming)
+            if "flight" in state:
+                self.flight.load(state["flight"], read_driver_tensors(session.opened.checkpoint), stream)
             self.stream = DrawAhead(stream)
         return session.start(f"{describe_roles(config)} ranks", inputs.eval_prompts, inputs.reference_folder)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
     @from_driver
-    def plan(self, step: int, pending: Pending | None) -> Plan:
+    def plan(self, step: int) -> Plan:
         """Everything that is decided about a step before it starts. A filter on prompts belongs here.
 
-        The last step samples ahead too: what it leaves is in its checkpoint, should the run be made longer. A run that
-        was asked to stop goes on to the next sync, because a resumed one begins with fresh weights.
+        A run that was asked to stop goes on to the next sync, because a resumed one begins with fresh weights.
         """
         config, last = self.config, step + 1 == self.config.num_steps
         session, first_step = self.session, self.session.first_step
         if step % config.sync_interval == 0 and session.is_stopped(step):
-            return plan_to_stop(step)
+            return Plan(step=step, requests=None, sync=False, save=False, evaluate=False, stop=True)
 
         def due(interval: int) -> bool:
             return interval > 0 and (step + 1) % interval == 0
 
         # the generators hold the weights of the last sync, or those the run started with
-        version = max(first_step, step - step % config.sync_interval)
+        self.step, self.version = step, max(first_step, step - step % config.sync_interval)
         first_syncs = step <= first_step + config.sync_interval
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
-        check = config.sync_check_interval > 0 and version == step and check_due
-        older_weights = pending is not None or self.carried.has_begun  # sampled a part of what is trained on
-        prompts, carried = [], None
-        if config.sampling.carry_over:
-            place = self.stream.state_dict()
-            self.carried.begin(self._draw(self.carried.num_missing), place)
-            prompts, carried = self.carried.to_sample()
-            prompts = self.lengths.expect(prompts)  # what is expected now, of those that were drawn before too
-        elif not pending:
-            prompts = self._draw(config.prompts_per_step)
-        next_place, next_prompts = {}, []
-        if config.overlap_steps:
-            next_place, next_prompts = self.stream.state_dict(), self._draw(config.prompts_per_step)
+        check = config.sync_check_interval > 0 and self.version == step and check_due
+        self.times_ahead = {}
+        self.flight.begin_step()
+        requests = self._fill()
+        prompts = requests.prompts if requests else [group.prompt for group in self.flight.taken]
         return Plan(
             step=step,
-            prompts=prompts,
-            generator_version=version,
-            sync_check=check and not older_weights,
+            requests=requests,
             sync=last or due(config.sync_interval),
             save=saves(config.checkpoint, step + 1, last),
             evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
-            next_prompts=next_prompts,
-            next_place=next_place,
-            probe=(pending.prompts if pending else prompts)[:PROBE_PROMPTS] if check and older_weights else [],
-            carried=carried,
+            probe=prompts[:PROBE_PROMPTS] if check else [],
         )
-
-    @on_driver_for_learners
-    def take_pending(self, plan: Plan, pending: Pending | None) -> Sampled | None:
-        """What was sampled ahead for this step, whose rewards are being computed from here on; None if nothing was."""
-        if pending is None:
-            return None
-        return self._take(None, plan, pending.prompts, pending.completions, pending.version)
-
-    @on_driver
-    def take(
-        self, sampled: Sampled | None, plan: Plan, prompts: list[Prompt], completions: list[Completion]
-    ) -> Sampled:
-        """`sampled` and one more round of sampling, whose rewards are being computed from here on.
-
-        Only dynamic sampling waits for them, because it trains on groups whose rewards differ.
-        """
-        return self._take(sampled, plan, prompts, completions, plan.generator_version)
-
-    def _take(
-        self, sampled: Sampled | None, plan: Plan, prompts: list[Prompt], completions: list[Completion], version: int
-    ) -> Sampled:
-        config = self.config
-        check_version(completions, version)
-        work = sampling_work(prompts, completions, config, len(self.roles.replicas), plan.carried)
-        if plan.carried:
-            prompts, completions = self.carried.take(completions)
-        self.lengths.record(prompts, completions)
-        rollouts = informative = self.scorer.submit(prompts, completions, plan.step + 1)
-        if config.sampling.dynamic:
-            with self.timer.phase("reward"):
-                rollouts = self._collect()
-            informative = informative_groups(rollouts, config.group_size)
-        before = sampled or Sampled([], [], config.completions_per_step)
-        return before.with_round(rollouts, informative, len(prompts), work)
-
-    def more_prompts(self, sampled: Sampled | None) -> list[Prompt]:
-        """Prompts of another round: as many as dynamic sampling expects to need; none once the step is full.
-
-        After `sampling.max_rounds` the step goes on with the groups it has. Without dynamic sampling no rank waits.
-        """
-        return self._more_prompts(sampled) if self.config.sampling.dynamic else []
 
     @from_driver
-    def _more_prompts(self, sampled: Sampled) -> list[Prompt]:
+    def land(self, completions: list[Completion]) -> Requests | None:
+        """Take in what was sampled; their scoring begins. Returns what the step needs besides; None once it is full."""
+        self._add(completions)
+        return self._fill()
+
+    def request_ahead(self) -> Requests | None:
+        """What the generators sample for the next step, while this one trains; None without `overlap_steps`.
+
+        In the last step too: it is in its checkpoint, should the run be made longer.
+        """
+        return self._request_ahead() if self.config.overlap_steps else None
+
+    @from_driver
+    def _request_ahead(self) -> Requests | None:
+        self.requests = self.flight.ask(self.config.prompts_per_step, self._draw)
+        return self.requests
+
+    @on_driver
+    def land_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:
+        """Take in what was sampled ahead, in so many seconds; so many of them the driver was scoring and training."""
+        self._add(completions)
+        self.times_ahead = {"time/ahead": seconds, "time/overlap": overlap_seconds}
+
+    def _fill(self) -> Requests | None:
+        """What must be sampled before the step is full; None if it is."""
+        flight, num_groups = self.flight, self.config.prompts_per_step
+        self.requests = flight.fill(self._draw, self._score)
+        if self.requests is None and flight.num_informative < num_groups:
+            print(
+                f"dynamic sampling: {flight.num_informative} of {num_groups} groups have different rewards after "
+                f"{flight.num_rounds} rounds with {len(flight.taken)} prompts; the step goes on with "
+                + ("these" if flight.num_informative else "groups of equal rewards"),
+                flush=True,
+            )
+        return self.requests
+
+    def _draw(self, num_prompts: int) -> tuple[list[Prompt], dict[str, Any]]:
+        place = self.stream.state_dict()
+        with refuse_bad_input():  # rows that are streamed are checked as they come
+            return self.stream.draw(num_prompts), place
+
+    def _score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
+        """Begin to score. Only dynamic sampling waits for it, because it trains on groups whose rewards differ."""
+        rollouts = self.scorer.submit(prompts, completions, self.step + 1)
+        if self.config.sampling.dynamic:
+            with self.timer.phase("reward"):
+                rollouts = self._collect()
+        return rollouts
+
+    def _add(self, completions: list[Completion]) -> None:
         config = self.config
-        num_informative = sampled.num_informative(config.group_size)
-        if num_informative >= config.prompts_per_step:
-            return []
-        if sampled.num_rounds < config.sampling.max_rounds:
-            return self._draw(sampled.prompts_to_draw(config.prompts_per_step, config.group_size))
-        print(
-            f"dynamic sampling: {num_informative} of {config.prompts_per_step} groups have different rewards after "
-            f"{sampled.num_rounds} rounds with {sampled.num_prompts} prompts; the step goes on with "
-            + ("these" if num_informative else "groups of equal rewards"),
-            flush=True,
-        )
-        return []
+        check_version(completions, self.version)
+        settings = config.group_size, len(self.roles.replicas), config.generator.max_num_seqs
+        self.flight.add(completions, self.requests, sampling_work(self.requests, completions, *settings))
+
+    def rollouts(self) -> list[Rollout] | None:
+        """What the step trains on; None on other ranks. Not collective."""
+        return self.flight.rollouts() if self.roles.is_driver else None
 
     @on_driver_for_learners
-    def make_batch(self, sampled: Sampled) -> TrainBatch:
+    def make_batch(self, rollouts: list[Rollout]) -> TrainBatch:
         """The step's rollouts laid end to end."""
-        if not any(r.completion.loss_mask_T.any() for r in sampled.rollouts):
+        if not any(r.completion.loss_mask_T.any() for r in rollouts):
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
-        return make_batch([sample_of(r.prompt, r.completion) for r in sampled.rollouts])
+        return make_batch([sample_of(r.prompt, r.completion) for r in rollouts])
 
     @on_driver_for_learners
-    def collect_rewards(self, sampled: Sampled) -> Sampled:
-        """Wait for the rewards of the step's rollouts, which workers computed meanwhile.
+    def collect_rewards(self) -> list[Rollout]:
+        """The step's rollouts with their rewards, which workers computed meanwhile.
 
         Now that no more prompts are needed, those of the next plan are read while this step trains.
         """
-        config = self.config
+        config, flight = self.config, self.flight
         if not config.sampling.dynamic:
-            rollouts = self._collect()
-            sampled = replace(sampled, everything=rollouts, informative=rollouts)
-        check_all_failed(sampled.everything)
-        self.stream.begin(self.carried.num_missing if config.sampling.carry_over else config.prompts_per_step)
-        return sampled
+            flight.everything = self._collect()
+        check_all_failed(flight.everything)
+        self.stream.begin(flight.num_missing(config.prompts_per_step))
+        return flight.rollouts()
 
     @on_driver_for_learners
-    def reward_tensors(self, sampled: Sampled) -> tuple[torch.Tensor, torch.Tensor]:
+    def reward_tensors(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
         """(float32 [S], bool [S]): rewards, and which there are."""
-        return reward_tensors(sampled.rollouts)
+        return reward_tensors(rollouts)
 
     @on_driver_for_learners
-    def record(
-        self, step: int, sampled: Sampled, batch: TrainBatch, rewards: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Write what the trainers get in the `step`-th step, for a replay; rewards as `reward_tensors` gives them."""
-        metrics = self._sampling_metrics(step, sampled, batch)
-        recorded = RecordedStep(batch, *rewards, self.config.group_size, metrics)
-        save_step(self.config.run_dir, step, recorded)
-
-    def _draw(self, num_prompts: int) -> list[Prompt]:
-        with refuse_bad_input():  # rows that are streamed are checked as they come
-            return self.lengths.expect(self.stream.draw(num_prompts))
+    def record(self, rollouts: list[Rollout], batch: TrainBatch, rewards: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Write what the trainers get in this step, for a replay; rewards as `reward_tensors` gives them."""
+        metrics = self._sampling_metrics(rollouts, batch)
+        save_step(self.config.run_dir, self.step + 1, RecordedStep(batch, *rewards, self.config.group_size, metrics))
 
     def _collect(self) -> list[Rollout]:
         rollouts = self.scorer.collect()
         self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
         return rollouts
 
-    def state(self, step: int, pending: Pending | None) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
+    def state(self, step: int) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
         """What a checkpoint after `step` steps must hold of the driver, plain values and tensors; None on other ranks.
 
         Not collective.
         """
         if not self.roles.is_driver:
             return None, None
-        state = {"step": step, "data": self.stream.state_dict(), "lengths": self.lengths.state_dict()}
-        if self.carried.has_begun:
-            return state | {"carried": self.carried.state()}, self.carried.tensors()
-        return (state | {"pending": pending_state(pending)}, pending_tensors(pending)) if pending else (state, None)
+        state = {"step": step, "data": self.stream.state_dict(), "flight": self.flight.state()}
+        return state, self.flight.tensors()
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
-    def log(
-        self, step: int, sampled: Sampled, batch: TrainBatch, measured: StepMetrics, pending: Pending | None
-    ) -> None:
+    def log(self, step: int, rollouts: list[Rollout], batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
-        times = self.timer.close_step()
-        if pending:
-            times |= {"time/ahead": pending.seconds, "time/overlap": pending.overlap_seconds}
-        self._log(step, sampled, batch, measured, times, self.session.ledger.exchange(step, self.timer.worked))
+        times = self.timer.close_step() | self.times_ahead
+        self._log(step, rollouts, batch, measured, times, self.session.ledger.exchange(step, self.timer.worked))
 
     @on_driver
     def _log(
         self,
         step: int,
-        sampled: Sampled,
+        rollouts: list[Rollout],
         batch: TrainBatch,
         measured: StepMetrics,
         times: dict[str, float],
         ledger: tuple[int, torch.Tensor] | None,
     ) -> None:
-        num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in sampled.everything)
-        metrics = self._sampling_metrics(step, sampled, batch) | measured_metrics(measured, times, num_tokens)
+        num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in self.flight.everything)
+        metrics = self._sampling_metrics(rollouts, batch) | measured_metrics(measured, times, num_tokens)
         self.session.run_log.log(step, metrics | self.session.run_log.ledger(ledger))
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
-            values = zip(sampled.rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
+            values = zip(rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
             rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
             self.session.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
         self.session.skipped.look(step, metrics, batch)
 
-    def _sampling_metrics(self, step: int, sampled: Sampled, batch: TrainBatch) -> dict[str, float]:
-        config = self.config
-        metrics = rollout_metrics(sampled.everything, config.group_size, self.scorer.answer_format)
-        metrics["mismatch/nonfinite_frac"] = nonfinite_frac([r.completion for r in sampled.rollouts])
-        if config.sampling.dynamic:
-            metrics |= sampled.dynamic_metrics(config.prompts_per_step, config.group_size)
+    def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> dict[str, float]:
+        config, completions = self.config, [r.completion for r in rollouts]
+        metrics = rollout_metrics(self.flight.everything, config.group_size, self.scorer.answer_format)
+        metrics["mismatch/nonfinite_frac"] = nonfinite_frac(completions)
         if config.has_lag:
-            lag_S = (step - 1 - batch.versions_S).double()
+            lag_S = (self.step - batch.versions_S).double()
             metrics |= {"lag/mean": lag_S.mean().item(), "lag/max": lag_S.max().item()}
-        metrics["sampling/tail_frac"] = sampled.work.idle_frac
         if config.sampling.carry_over:
-            metrics["sampling/carried"] = len(self.carried.groups)
-            metrics["lag/stale_frac"] = stale_frac([r.completion for r in sampled.rollouts], step - 1)
-        return metrics | self.stream.metrics()
-
-
-def plan_to_stop(step: int) -> Plan:
-    """The plan that ends the run before the step begins."""
-    nothing = {"prompts": [], "generator_version": step, "sync_check": False, "sync": False, "evaluate": False}
-    return Plan(step=step, save=False, stop=True, **nothing)
+            metrics["lag/stale_frac"] = stale_frac(completions, self.step)
+        return metrics | self.flight.metrics() | self.stream.metrics()

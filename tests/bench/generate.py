@@ -102,7 +102,7 @@ def own_engine(variant: str, engine: dict[str, Any], options: argparse.Namespace
     from grpo.roles import engine_speed
     from grpo.roles.generator import Generator
     from grpo.roles.process_groups import setup_roles
-    from grpo.types import Prompt
+    from grpo.types import Prompt, Requests
 
     engine_speed.CHANGES -= {"unchanged": engine_speed.CHANGES}.get(variant, {variant.removeprefix("without-")})
     folder = str(checkpoint(options.shape))
@@ -120,7 +120,7 @@ def own_engine(variant: str, engine: dict[str, Any], options: argparse.Namespace
 
     def generate(prompts: list[list[int]], number: int) -> int:
         rows = [Prompt(ids=ids, index=number * len(prompts) + i) for i, ids in enumerate(prompts)]
-        completions = generator.generate(rows, options.group_size)
+        completions = generator.generate(Requests(rows), options.group_size)
         generator.forget_prefixes()
         return sum(len(completion.ids_T) for completion in completions)
 

@@ -243,10 +243,10 @@ def difference(version: int, config, trainer, generator, roles) -> float | None:
     """Mean |trainer - generator| of the log-probs of new completions, nats, on the trainers. Every rank calls it."""
     from grpo.data.batches import make_batch, sample_of
     from grpo.roles.comm import gather_completions, send_batch
-    from grpo.types import Prompt
+    from grpo.types import Prompt, Requests
 
     prompts = [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
-    completions = gather_completions(generator.generate(prompts, GROUP_SIZE) if generator else None, roles)
+    completions = gather_completions(generator.generate(Requests(prompts), GROUP_SIZE) if generator else None, roles)
     batch = None
     if roles.is_driver:
         repeated = [prompt for prompt in prompts for _ in range(GROUP_SIZE)]

@@ -88,8 +88,8 @@ def forced_lengths(slots: int, options: argparse.Namespace):
     from grpo.roles.process_groups import setup_roles
 
     class ForcedLengths(Generator):
-        def generate(self, prompts, *arguments):
-            add = self.loop.add
+        def generate(self, requests, *arguments):
+            add, prompts = self.loop.add, requests.prompts
 
             def add_forced(key, ids, params):
                 request, _ = key
@@ -99,7 +99,7 @@ def forced_lengths(slots: int, options: argparse.Namespace):
 
             self.loop.add = add_forced
             try:
-                return super().generate(prompts, *arguments)
+                return super().generate(requests, *arguments)
             finally:
                 self.loop.add = add
 
@@ -133,33 +133,37 @@ class Steps:
     """One variant's steps, one after the other; a new prompt for each that is drawn."""
 
     def __init__(self, generator, variant: str, options: argparse.Namespace):
-        from grpo.run.carried import CarryOver
+        from grpo.config import SamplingConfig
+        from grpo.run.flight import Flight
 
         self.generator, self.options, self.variant = generator, options, variant
-        carry_over = options.carry_over if variant == "carried over" else 0
-        self.carried = CarryOver(options.prompts, carry_over, options.group_size)
+        sampling = SamplingConfig(carry_over=options.carry_over if variant == "carried over" else 0)
+        self.flight = Flight(sampling, options.prompts, options.group_size, keeps_rows=False)
         self.num_drawn = 0
+
+    def draw(self, count: int):
+        from grpo.types import Prompt
+
+        numbers = range(self.num_drawn, self.num_drawn + count)
+        self.num_drawn = numbers.stop
+        return [Prompt(n, [random.Random(f"ids {n}").randrange(1000) for _ in range(128)]) for n in numbers], {}
 
     def next(self):
         """(Seconds, what was sampled) of the next step."""
         from grpo.report.sampling_work import sampling_work
-        from grpo.types import Prompt
 
-        numbers = range(self.num_drawn, self.num_drawn + self.carried.num_missing)
-        self.num_drawn = numbers.stop
-        draws = [[random.Random(f"ids {n}").randrange(1000) for _ in range(128)] for n in numbers]
-        self.carried.begin([Prompt(n, ids) for n, ids in zip(numbers, draws, strict=True)], {})
-        prompts, carried = self.carried.to_sample()
-        if self.variant != "as drawn":
-            prompts = [replace(p, expected_tokens=median_of(p.index, self.options)) for p in prompts]
-        if self.variant != "carried over":
-            carried = None
+        options = self.options
+        requests = self.flight.ask(options.prompts, self.draw)
+        known = (0.0 if self.variant == "as drawn" else median_of(p.index, options) for p in requests.prompts)
+        prompts = [replace(p, expected_tokens=tokens) for p, tokens in zip(requests.prompts, known, strict=True)]
+        requests = replace(requests, prompts=prompts)
         began = time.perf_counter()
-        completions = self.generator.generate(prompts, self.options.group_size, carried)
+        completions = self.generator.generate(requests, options.group_size)
         seconds = time.perf_counter() - began
         self.generator.forget_prefixes()
-        work = sampling_work(prompts, completions, self.generator.config, 1, carried)
-        self.carried.take(completions)
+        work = sampling_work(requests, completions, options.group_size, 1, self.generator.config.max_num_seqs)
+        self.flight.add(completions, requests, work)
+        self.flight.take(options.prompts)
         return seconds, work
 
 

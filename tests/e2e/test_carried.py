@@ -32,7 +32,7 @@ def test_every_completion_is_trained_once_with_all_of_its_tokens(run: tuple[path
     times = Counter(line["row"] for line in completions)
     assert set(times.values()) == {4} and len(times) == 24 and len(completions) == 6 * 16
     state = json.loads((run[0] / "checkpoints/step-00000006/driver.json").read_text())
-    assert sum(len(draw["prompts"]) for draw in state["carried"]["draws"]) == 2
+    assert len(state["flight"]["groups"]) == 2
     assert sum(source["num_drawn"] for source in state["data"]["sources"].values()) == 26
     went_on = [line for line in completions if "earlier" in line]
     assert len(went_on) > 5

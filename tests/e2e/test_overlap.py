@@ -73,7 +73,8 @@ def test_6_steps_equal_3_a_crash_and_3(run: tuple[pathlib.Path, list[object]], t
     crashed = tmp_path / "run"
     shutil.copytree(run_dir, crashed)
     shutil.rmtree(crashed / "checkpoints/step-00000006")
-    assert json.loads((crashed / "checkpoints/step-00000003/driver.json").read_text())["pending"]["version"] == 2
+    state = json.loads((crashed / "checkpoints/step-00000003/driver.json").read_text())
+    assert [num_completions for *_, num_completions in state["flight"]["groups"]] == [4] * 4
 
     output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3, deadline=240)
 

@@ -28,6 +28,7 @@ EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)
 LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
 NO_KL = ("--algorithm.kl-coef", 0)
 OVERLAP = ("--overlap-steps", 1)
+CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
 BACKGROUND = ("--checkpoint.in-background", "--checkpoint.interval", 3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher} and {recorded} folders
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
@@ -72,8 +73,11 @@ MODES = {
         2, (*split(1, 0, 1), *OVERLAP, *DYNAMIC, *UPDATES, *BACKGROUND)
     ),
     "overlap, LoRA, mixed and streamed prompts": Mode(2, (*split(1, 0, 1), *OVERLAP, *LORA, *MIXED, *STREAMED)),
-    "groups carried over": Mode(
-        3, (*split(1, 0, 2), "--sampling.carry-over", 2, "--generator.max-completion-tokens", 40, *NO_KL), rank=2
+    "groups carried over": Mode(3, (*split(1, 0, 2), *CARRIED, *NO_KL), rank=2),
+    "groups carried over, overlap": Mode(3, (*split(1, 0, 2), *CARRIED, *OVERLAP, *NO_KL), phase="reference"),
+    "groups carried over, dynamic sampling": Mode(3, (*split(1, 0, 2), *CARRIED, *DYNAMIC, *NO_KL), rank=2),
+    "groups carried over, overlap, dynamic sampling, in the background": Mode(
+        2, (*split(1, 0, 1), *CARRIED, *OVERLAP, *DYNAMIC, *BACKGROUND, *NO_KL)
     ),
     "LoRA, FSDP 2": Mode(3, (*split(2, 0, 1), *LORA, *UPDATES), rank=1),
     "LoRA, colocated": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *LORA, *DYNAMIC)),

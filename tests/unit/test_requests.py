@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 
-from grpo.config import GeneratorConfig, GRPOConfig
 from grpo.report.sampling_work import Work, sampling_work
 from grpo.roles.requests import (
     Request,
@@ -16,7 +15,7 @@ from grpo.roles.requests import (
     share_out,
     slot_steps,
 )
-from grpo.types import Carried, Completion, Prompt
+from grpo.types import Completion, Prompt, Requests
 from tests.unit.completions import completion
 
 
@@ -29,34 +28,34 @@ def parts(requests: list[Request]) -> list[tuple[int, int, int]]:
 
 
 def test_one_replica_begins_the_longest_first():
-    [requests] = share_out(prompts_of(10, 30, 20, 30), 2, 1)
+    [requests] = share_out(Requests(prompts_of(10, 30, 20, 30)), 2, 1)
     assert parts(requests) == [(1, 0, 2), (3, 0, 2), (2, 0, 2), (0, 0, 2)]
 
 
 def test_nothing_known_keeps_the_order_and_equal_counts():
-    assert [parts(r) for r in share_out(prompts_of(0, 0, 0), 4, 1)] == [[(0, 0, 4), (1, 0, 4), (2, 0, 4)]]
-    assert [parts(r) for r in share_out(prompts_of(0, 0), 4, 2)] == [[(0, 0, 4)], [(1, 0, 4)]]
+    assert [parts(r) for r in share_out(Requests(prompts_of(0, 0, 0)), 4, 1)] == [[(0, 0, 4), (1, 0, 4), (2, 0, 4)]]
+    assert [parts(r) for r in share_out(Requests(prompts_of(0, 0)), 4, 2)] == [[(0, 0, 4)], [(1, 0, 4)]]
 
 
 def test_nothing_is_asked_for():
-    assert share_out(prompts_of(7, 7), 0, 2) == share_out([], 8, 2) == [[], []]
+    assert share_out(Requests(prompts_of(7, 7)), 0, 2) == share_out(Requests([]), 8, 2) == [[], []]
 
 
 def test_a_group_is_cut_where_replicas_outnumber_prompts():
-    assert [parts(r) for r in share_out(prompts_of(7), 8, 2)] == [[(0, 0, 4)], [(0, 4, 4)]]
-    counts = [sum(r.count for r in requests) for requests in share_out(prompts_of(0), 10, 4)]
+    assert [parts(r) for r in share_out(Requests(prompts_of(7)), 8, 2)] == [[(0, 0, 4)], [(0, 4, 4)]]
+    counts = [sum(r.count for r in requests) for requests in share_out(Requests(prompts_of(0)), 10, 4)]
     assert sorted(counts) == [2, 2, 3, 3]
 
 
 def test_whole_groups_first_and_the_rest_is_cut_to_equal_shares():
     """5 groups of 8 over 4 replicas: 10 completions each, so that one group is cut in four."""
-    found = [parts(r) for r in share_out(prompts_of(0, 0, 0, 0, 0), 8, 4)]
+    found = [parts(r) for r in share_out(Requests(prompts_of(0, 0, 0, 0, 0)), 8, 4)]
     assert found == [[(0, 0, 8), (4, 0, 2)], [(1, 0, 8), (4, 2, 2)], [(2, 0, 8), (4, 4, 2)], [(3, 0, 8), (4, 6, 2)]]
 
 
 def test_replicas_get_equal_numbers_of_expected_tokens():
     """Groups of 2 of 50, 30, 20, 10 and 10 tokens: 120 for each replica; one has 2 x 50 + 2 x 10."""
-    found = share_out(prompts_of(10, 50, 20, 30, 10), 2, 2)
+    found = share_out(Requests(prompts_of(10, 50, 20, 30, 10)), 2, 2)
     assert [parts(r) for r in found] == [[(1, 0, 2), (0, 0, 2)], [(3, 0, 2), (2, 0, 2), (4, 0, 2)]]
 
 
@@ -64,7 +63,7 @@ def test_no_replica_is_far_from_its_share_and_nothing_is_lost():
     """The bound of the longest-first rule here: within one completion of the equal share."""
     expected = [float(1 + (i * i * 37) % 400) for i in range(33)]
     for num_replicas in (1, 2, 3, 7, 16):
-        shares = share_out(prompts_of(*expected), 8, num_replicas)
+        shares = share_out(Requests(prompts_of(*expected)), 8, num_replicas)
         found = Counter((r.prompt, r.first) for requests in shares for r in one_by_one(requests))
         assert found == Counter((prompt, i) for prompt in range(33) for i in range(8))
         loads = [sum(expected[r.prompt] * r.count for r in requests) for requests in shares]
@@ -73,25 +72,26 @@ def test_no_replica_is_far_from_its_share_and_nothing_is_lost():
             assert requests == sorted(requests, key=lambda r: -expected[r.prompt])
 
 
-CARRIED = Carried(begun={2: [7, 7], 3: None, 4: None, 5: []}, num_groups=3)
+BEGUN = {2: [7, 7], 3: None, 4: None, 5: []}
 
 
 def test_what_was_begun_comes_first_and_whole():
     """Prompts 1 and 2 (groups of 2) were begun; a completion of each has ended. Then fresh ones, the longest first."""
     prompts = [Prompt(index, [5], expected_tokens=tokens) for index, tokens in ((1, 10), (2, 10), (6, 15), (7, 25))]
-    [requests] = share_out(prompts, 2, 1, CARRIED)
+    asked = Requests(prompts, BEGUN, num_left=1)
+    [requests] = share_out(asked, 2, 1)
     assert requests == [Request(0, 0, 1, [7, 7]), Request(1, 1, 1, []), Request(3, 0, 2), Request(2, 0, 2)]
     # expected tokens: 50 and 30 of the fresh groups, 10 of each that was begun
-    found = share_out(prompts, 2, 2, CARRIED)
+    found = share_out(asked, 2, 2)
     assert [parts(r) for r in found] == [[(3, 0, 2)], [(0, 0, 1), (1, 1, 1), (2, 0, 2)]]
 
 
 def test_what_is_left_over_is_spread_over_replicas():
     shares = [[Request(i, 0, 4) for i in range(n)] for n in (3, 3, 2)]
-    assert enough_groups(shares, 8) == [3, 3, 2]
-    assert enough_groups(shares, 6) == [3, 2, 1] and enough_groups(shares, 1) == [1, 0, 0]
-    for num_groups in range(1, 9):
-        assert sum(enough_groups(shares, num_groups)) == num_groups
+    assert enough_groups(shares, 0) == [3, 3, 2]
+    assert enough_groups(shares, 2) == [3, 2, 1] and enough_groups(shares, 7) == [1, 0, 0]
+    for num_left in range(9):
+        assert sum(enough_groups(shares, num_left)) == 8 - num_left
     # several requests of one group count as one
     assert enough_groups([[Request(0, 0, 1), Request(0, 1, 1), Request(1, 0, 4)]], 1) == [1]
 
@@ -129,8 +129,7 @@ def test_tail_frac_by_hand():
     prompts = [Prompt(0, [5], expected_tokens=3.0), Prompt(1, [5], expected_tokens=7.0)]
     completions: list[Completion] = [completion(index, length) for index, length in enumerate((2, 4, 6, 8))]
     for slots, expected in ((4, 1 - 20 / 32), (2, 1 - 20 / 24)):
-        config = GRPOConfig(group_size=2, generator=GeneratorConfig(engine={"max_num_seqs": slots}))
-        assert sampling_work(prompts, completions, config, 1, None).idle_frac == pytest.approx(expected)
+        assert sampling_work(Requests(prompts), completions, 2, 1, slots).idle_frac == pytest.approx(expected)
     # one group each: 2 x (2 slots), 8 steps
-    assert sampling_work(prompts, completions, GRPOConfig(group_size=2), 2, None) == Work(20, 4 * 8)
+    assert sampling_work(Requests(prompts), completions, 2, 2, 512) == Work(20, 4 * 8)
     assert Work(20, 24) + Work(4, 8) == Work(24, 32) and Work().idle_frac == 0

@@ -22,7 +22,6 @@ from grpo.config import (
 )
 from grpo.data.batches import make_batch, sample_of
 from grpo.models.export import hf_tensors
-from grpo.roles.ahead import check_probe
 from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
@@ -30,7 +29,7 @@ from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
-from grpo.types import Prompt, TrainBatch
+from grpo.types import Prompt, Requests, TrainBatch
 from train_grpo import grpo_objective
 
 TOLERANCE = 1e-4  # nats, in float32
@@ -123,7 +122,7 @@ def make_config(
 def sample(config: GRPOConfig, generator: Generator | None, version: int, roles: Roles) -> TrainBatch | None:
     """Completions as a batch on trainer and reference ranks, with some advantages. Every rank calls it."""
     prompts = [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
-    completions = generator.generate(prompts, config.group_size) if roles.generates else None
+    completions = generator.generate(Requests(prompts), config.group_size) if roles.generates else None
     completions = gather_completions(completions, roles)
     batch = None
     if roles.is_driver:
@@ -149,7 +148,7 @@ def assert_probe(
     prompts = [Prompt(index=version * len(PROMPTS) + i, ids=ids) for i, ids in enumerate(PROMPTS)]
     refused = False
     try:
-        check_probe(prompts, trainer, generator, config.largest_mismatch, roles)
+        check_sync(prompts, trainer, generator, config.largest_mismatch, roles)
     except RuntimeError as error:
         refused = "the generator does not hold the policy's weights" in str(error)
         if not refused:
@@ -168,11 +167,10 @@ def largest(difference_N: torch.Tensor, batch: TrainBatch) -> float:
 
 
 def step(trainer: Trainer, config: GRPOConfig, batch: TrainBatch) -> None:
-    """One update with its sync check, as in the loop. Collective over the trainer ranks."""
+    """One update, as in the loop. Collective over the trainer ranks."""
     trainer.zero_gradient()
     metrics = StepMetrics(batch.num_sequences)
     trainer.forward_backward(batch, grpo_objective(config, batch, config.algorithm.kl_coef, True), metrics)
-    check_sync(metrics, config.largest_mismatch)
     trainer.optimizer_step()
 
 

@@ -13,7 +13,7 @@ from grpo.roles import engine_speed
 from grpo.roles.engine import CPU_BLOCK_TOKENS
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import close_roles, setup_roles
-from grpo.types import Prompt
+from grpo.types import Prompt, Requests
 
 STOP_TOKENS = [1]  # of about 20, so that lengths differ
 CACHED_SEQUENCES, BYTES_PER_TOKEN = 3, 1024  # of a tiny model in float32
@@ -46,7 +46,7 @@ def main(folder: str, how: str, output: str) -> None:
     prompts = [Prompt(index, [5, 6, 7, 8 + index % 5] * (1 + index % 6)) for index in range(12)]
     lines = []
     for max_tokens in (None, CPU_BLOCK_TOKENS, 1):
-        completions = generator.generate(prompts, 4, max_tokens=max_tokens)
+        completions = generator.generate(Requests(prompts), 4, max_tokens=max_tokens)
         lines += [[c.index, c.ids_T.tolist(), c.logprobs_T.tolist(), c.truncated] for c in completions]
         generator.forget_prefixes()  # raises if blocks were not given back
     pathlib.Path(output).write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
+from grpo.report.sampling_work import Work
 from grpo.roles.comm import broadcast, gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import close_roles, setup_roles
-from grpo.run.carried import CarryOver
-from grpo.types import Carried, Completion, Prompt
+from grpo.run.flight import Flight
+from grpo.types import Completion, Prompt, Requests
 
 TRAINED, CARRIED, GROUP_SIZE, NUM_ROUNDS = 6, 3, 4, 4
 LONGEST, TEMPERATURES = 60, (1.0, 0.7)
@@ -39,20 +40,27 @@ def main(folder: str, tensor_parallel: int) -> None:
     roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
     generator = Generator(config.generator, config.model, config.data, config.seed, folder, STOP_TOKENS, roles)
 
-    def sample(prompts: list[Prompt], carried: Carried | None = None) -> list[Completion] | None:
-        completions = generator.generate(prompts, GROUP_SIZE, carried)
+    def sample(requests: Requests) -> list[Completion] | None:
+        completions = generator.generate(requests, GROUP_SIZE)
         generator.forget_prefixes()
         return gather_completions(completions, roles)
 
-    whole = sample(PROMPTS)
-    reordered = sample([dataclasses.replace(prompt, expected_tokens=1 + prompt.index * 7 % 27) for prompt in PROMPTS])
+    whole = sample(Requests(PROMPTS))
+    reordered = [dataclasses.replace(prompt, expected_tokens=1 + prompt.index * 7 % 27) for prompt in PROMPTS]
+    reordered = sample(Requests(reordered))
 
-    groups, fresh, trained = CarryOver(TRAINED, CARRIED, GROUP_SIZE), iter(PROMPTS), []
+    flight, fresh, trained = Flight(config.sampling, TRAINED, GROUP_SIZE, keeps_rows=False), iter(PROMPTS), []
+
+    def draw(count: int) -> tuple[list[Prompt], dict]:
+        return [next(fresh) for _ in range(count)], {}
+
     for version in range(NUM_ROUNDS):  # by name: the weights stay
-        groups.begin([next(fresh) for _ in range(groups.num_missing if roles.is_driver else 0)], {})
+        requests = broadcast(flight.ask(TRAINED, draw) if roles.is_driver else None, roles.control)
         generator.version = version
-        sampled = sample(*broadcast(groups.to_sample() if roles.is_driver else None, roles.control))
-        trained += groups.take(sampled)[1] if roles.is_driver else []
+        sampled = sample(requests)
+        if roles.is_driver:
+            flight.add(sampled, requests, Work())
+            trained += flight.take(TRAINED)[1]
     if roles.is_driver:
         check(folder, whole, reordered, trained)
     close_roles(roles, generator.close)

@@ -1,0 +1,290 @@
+"""Groups in flight, on the driver: drawn, being sampled, complete, until a step takes them to train on.
+
+A group is a prompt with its completions; the oldest come first. A step takes the oldest complete groups until it is
+full, and what it lacks is sampled before. Three rules of the config are rules of this one buffer, and combine:
+
+- `sampling.dynamic` says what is full: as many groups as `prompts_per_step` whose rewards are not all equal (DAPO,
+  arXiv:2503.14476, section 3.2), where a step else takes that many of any.
+- `sampling.carry_over` says what may be left: so many more groups are in flight, and those that are not complete when
+  enough are keep their tokens, with log-probs and versions, and go on in the next step.
+- `overlap_steps` says when sampling begins: for the next step, while this one trains.
+
+Each group is trained on once, with all of its tokens, except for those that dynamic sampling drops: of equal rewards,
+and without `carry_over` those for which the step has no room. A checkpoint has the whole buffer.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from grpo.algorithm.advantages import by_group, equal_rewards
+from grpo.config import SamplingConfig
+from grpo.data.streams import PromptStream
+from grpo.report.rollout_metrics import reward_tensors
+from grpo.report.sampling_work import Work
+from grpo.roles.comm import flatten_completions, unflatten_completions
+from grpo.types import Completion, Piece, Prompt, Requests, Rollout
+
+# A round asks for as many groups as the share of informative ones so far calls for, but expects no less.
+LEAST_INFORMATIVE_FRAC = 1 / 8
+Draws = Callable[[int], tuple[list[Prompt], dict[str, Any]]]
+"""Number -> so many further prompts, and the place in the data at which they were drawn, as a checkpoint has it."""
+Scores = Callable[[list[Prompt], list[Completion]], list[Rollout]]
+"""Prompts and their completions -> rollouts; with dynamic sampling, their rewards are there."""
+TENSORS = ("header", "temperatures", "pieces", "ids", "loss_mask", "logprobs")  # those of `flatten_completions`
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Prompts that were drawn together: so many, at a place in the data as a checkpoint has it."""
+
+    place: dict[str, Any]
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A prompt in flight and what there is of its completions; none before it was asked for."""
+
+    prompt: Prompt
+    draw: Draw
+    completions: tuple[Completion, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.completions) and all(completion.ended for completion in self.completions)
+
+
+class Flight:
+    """The buffer, and what the step at hand took out of it."""
+
+    def __init__(self, sampling: SamplingConfig, prompts_per_step: int, group_size: int, keeps_rows: bool):
+        """keeps_rows: lengths are remembered row by row; rows of streamed data would be too many."""
+        self.sampling, self.prompts_per_step, self.group_size = sampling, prompts_per_step, group_size
+        self.lengths = Lengths(keeps_rows)
+        self.groups: list[Group] = []
+        self.work = Work()
+        """What sampling did of what it could have done, since the last step was full."""
+        self.begin_step()
+
+    # ---- what to sample -----------------------------------------------------------------------------------------
+
+    def fill(self, draw: Draws, score: Scores) -> Requests | None:
+        """Take complete groups into the step until it is full; returns what must be sampled before, None if nothing."""
+        while num_groups := self.num_wanted:
+            if requests := self.ask(num_groups, draw):
+                return requests
+            self.score(score(*self.take(num_groups)))
+        self.end_step()
+        return None
+
+    def ask(self, num_groups: int, draw: Draws) -> Requests | None:
+        """What must be sampled so that `num_groups` groups are complete, None if they are; draws what is missing."""
+        if num_prompts := self.num_missing(num_groups):
+            prompts, place = draw(num_prompts)
+            drawn = Draw(place, num_prompts)
+            self.groups += [Group(prompt, drawn) for prompt in prompts]
+        groups = [group for group in self.groups if not group.is_complete]
+        num_complete = len(self.groups) - len(groups)
+        if num_complete >= num_groups:
+            return None
+        begun = {c.index: None if c.ended else c.ids_T.tolist() for group in groups for c in group.completions}
+        prompts = self.lengths.expect([group.prompt for group in groups])
+        return Requests(prompts, begun, num_left=len(self.groups) - num_groups)
+
+    def num_missing(self, num_groups: int) -> int:
+        """Prompts to draw before `num_groups` groups are asked for."""
+        return max(0, num_groups + self.sampling.carry_over - len(self.groups))
+
+    def add(self, completions: Sequence[Completion], requests: Requests, work: Work) -> None:
+        """Take in what was sampled on request: whole completions, or how those that were begun go on."""
+        sampled = {completion.index: completion for completion in completions}
+        asked = {prompt.index for prompt in requests.prompts}
+        self.groups = [self._longer(group, sampled) if group.prompt.index in asked else group for group in self.groups]
+        self.work += work
+
+    def _longer(self, group: Group, sampled: dict[int, Completion]) -> Group:
+        first = group.prompt.index * self.group_size
+        before: Sequence[Completion | None] = group.completions or [None] * self.group_size
+        return replace(
+            group,
+            completions=tuple(join(whole, sampled.get(first + i), first + i) for i, whole in enumerate(before)),
+        )
+
+    # ---- what a step trains on ----------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Nothing is taken yet."""
+        self.taken: list[Group] = []
+        self.everything: list[Rollout] = []
+        """Those of the groups taken, group after group."""
+        self._is_informative: list[bool] = []
+        self.num_rounds = 0
+        self.step_work, self.num_carried = Work(), 0
+
+    @property
+    def num_informative(self) -> int:
+        """Groups taken that a step may train on."""
+        return sum(self._is_informative)
+
+    @property
+    def num_wanted(self) -> int:
+        """Groups that the step takes in its next round; 0 if it is full, or has had `sampling.max_rounds`.
+
+        With dynamic sampling as many as it is expected to need, and no more than a step has.
+        """
+        num_lacking = self.prompts_per_step - self.num_informative
+        if num_lacking <= 0 or self.num_rounds >= self.sampling.max_rounds:
+            return 0
+        informative_frac = self.num_informative / len(self.taken) if self.taken else 1.0
+        return min(math.ceil(num_lacking / max(informative_frac, LEAST_INFORMATIVE_FRAC)), self.prompts_per_step)
+
+    def take(self, num_groups: int) -> tuple[list[Prompt], list[Completion]]:
+        """Prompts and completions of the oldest complete groups, which leave the buffer for the step at hand.
+
+        Raises RuntimeError if fewer are complete.
+        """
+        complete = [group for group in self.groups if group.is_complete][:num_groups]
+        if len(complete) < num_groups:
+            raise RuntimeError(f"only {len(complete)} of {num_groups} groups are complete: generators ended early")
+        self.groups = [group for group in self.groups if group not in complete]
+        self.taken += complete
+        self.num_rounds += 1
+        prompts, completions = (
+            [group.prompt for group in complete],
+            [c for group in complete for c in group.completions],
+        )
+        self.lengths.record(prompts, completions)
+        return prompts, completions
+
+    def score(self, rollouts: list[Rollout]) -> None:
+        """The rollouts of the last `take`: with dynamic sampling, their rewards say whether the step is full."""
+        self.everything += rollouts
+        same = [False] * (len(rollouts) // self.group_size)
+        if self.sampling.dynamic:
+            same = equal_rewards(*by_group(*reward_tensors(rollouts), self.group_size)).tolist()
+        self._is_informative += [not one for one in same]
+
+    def end_step(self) -> None:
+        """The step is full. With `carry_over`, informative groups that it has no room for go back into the buffer.
+
+        The step after takes them, and has them scored again.
+        """
+        if self.sampling.carry_over:
+            informative = [group for group, is_one in zip(self.taken, self._is_informative, strict=True) if is_one]
+            self.groups = informative[self.prompts_per_step :] + self.groups
+        self.step_work, self.work, self.num_carried = self.work, Work(), len(self.groups)
+
+    def rollouts(self) -> list[Rollout]:
+        """What the step trains on, group after group: informative groups; without any, some of the others."""
+        numbers = [number for number, is_one in enumerate(self._is_informative) if is_one] or range(len(self.taken))
+        size = self.group_size
+        groups = [self.everything[n * size : (n + 1) * size] for n in numbers[: self.prompts_per_step]]
+        return [rollout for group in groups for rollout in group]
+
+    def metrics(self) -> dict[str, float]:
+        """What the step's sampling was like, by name."""
+        metrics = {"sampling/tail_frac": self.step_work.idle_frac}
+        if self.sampling.carry_over:
+            metrics["sampling/carried"] = self.num_carried
+        if self.sampling.dynamic:
+            metrics |= {
+                "sampling/rounds": self.num_rounds,
+                "sampling/informative_frac": self.num_informative / len(self.taken),
+                "sampling/full_frac": min(1.0, self.num_informative / self.prompts_per_step),
+            }
+        return metrics
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds as JSON: of each group its draw, its prompt's index and the number of completions."""
+        draws = list({id(group.draw): group.draw for group in self.groups}.values())
+        return {
+            "draws": [[draw.place, draw.count] for draw in draws],
+            "groups": [[draws.index(g.draw), g.prompt.index, len(g.completions)] for g in self.groups],
+            "work": [self.work.num_tokens, self.work.num_slot_steps],
+            "lengths": self.lengths.state(),
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds as tensors: the completions, group after group; nothing without any."""
+        completions = [c for group in self.groups for c in group.completions]
+        return dict(zip(TENSORS, flatten_completions(completions), strict=True)) if completions else {}
+
+    def load(self, state: dict[str, Any], tensors: dict[str, torch.Tensor], stream: PromptStream) -> None:
+        """Undo `state` and `tensors`; prompts are drawn again. Raises ValueError if the two do not fit together."""
+        self.lengths.load(state["lengths"])
+        self.work = Work(*state["work"])
+        draws = [Draw(place, count) for place, count in state["draws"]]
+        prompts = {p.index: p for draw in draws for p in stream.draw_again(draw.place, draw.count)}
+        wanted = sum(count for *_, count in state["groups"])
+        completions = unflatten_completions(*(tensors[name] for name in TENSORS)) if wanted and tensors else []
+        if len(completions) != wanted:
+            raise ValueError(
+                f"the checkpoint has {len(completions)} completions in flight and its driver.json says {wanted}; "
+                "remove this checkpoint to resume from the one before"
+            )
+        rest = iter(completions)
+        self.groups = [
+            Group(prompts[index], draws[number], tuple(next(rest) for _ in range(count)))
+            for number, index, count in state["groups"]
+        ]
+
+
+def join(before: Completion | None, further: Completion | None, index: int) -> Completion:
+    """A completion with the tokens that were sampled now; either may be missing, or have none."""
+    if further is None or not (further.num_tokens or further.ended):
+        return before or further or Completion((Piece.nothing(),), truncated=False, index=index, ended=False)
+    if before is None or not before.num_tokens:
+        return further
+    *earlier, last = before.pieces
+    first, *later = further.pieces
+    if last.version == first.version:  # no sync in between: one stretch
+        return replace(further, pieces=(*earlier, last.then(first), *later))
+    return replace(further, pieces=before.pieces + further.pieces)
+
+
+class Lengths:
+    """How long the completions of each row were, which is what the next ones of the row are expected to be."""
+
+    def __init__(self, keeps_rows: bool):
+        self.keeps_rows = keeps_rows
+        # [completions, tokens] of all rows, and of each
+        self._of_all = [0, 0]
+        self._of_row: dict[str, list[int]] = {}
+
+    def expect(self, prompts: Iterable[Prompt]) -> list[Prompt]:
+        """The prompts with the mean length of their row's completions, of all rows' where it has none; 0 at first."""
+        expected = []
+        for prompt in prompts:
+            count, tokens = self._of_row.get(_key(prompt), self._of_all)
+            expected.append(replace(prompt, expected_tokens=tokens / count if count else 0.0))
+        return expected
+
+    def record(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
+        """Add completions that are whole, group after group."""
+        group_size = len(completions) // len(prompts)
+        for number, completion in enumerate(completions):
+            prompt, sums = prompts[number // group_size], [self._of_all]
+            if self.keeps_rows and prompt.row >= 0:
+                sums.append(self._of_row.setdefault(_key(prompt), [0, 0]))
+            for count_and_tokens in sums:
+                count_and_tokens[0] += 1
+                count_and_tokens[1] += completion.num_tokens
+
+    def state(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        return {"all": list(self._of_all), "rows": {key: list(sums) for key, sums in self._of_row.items()}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Undo `state`."""
+        self._of_all, self._of_row = list(state["all"]), {key: list(sums) for key, sums in state["rows"].items()}
+
+
+def _key(prompt: Prompt) -> str:
+    """A row's name for JSON; a source's name has no space."""
+    return f"{prompt.row} {prompt.source}".rstrip()

@@ -1,0 +1,280 @@
+"""Groups in flight: whatever ends when, and wherever a run is interrupted, each group is trained on once, whole."""
+
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from grpo.config import SamplingConfig
+from grpo.data.streams import PromptStream
+from grpo.report.sampling_work import Work, stale_frac
+from grpo.roles.ahead import shared_seconds
+from grpo.run.flight import Flight, Lengths, join
+from grpo.types import Completion, Prompt, Requests, Rollout
+from tests.unit.completions import completion, hands
+
+NUM_STEPS, PROMPTS, GROUP_SIZE = 10, 4, 2
+
+
+class Stream:
+    """Prompts 0, 1, 2, ... as `PromptStream` draws them."""
+
+    def __init__(self):
+        self.num_drawn = 0
+
+    def draw(self, count: int) -> list[Prompt]:
+        self.num_drawn += count
+        first = self.num_drawn - count
+        return [Prompt(index, [5, index], row=index % 7) for index in range(first, self.num_drawn)]
+
+    def state_dict(self) -> dict:
+        return {"num_drawn": self.num_drawn}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.num_drawn = state["num_drawn"]
+
+    draw_again = PromptStream.draw_again
+
+
+class Run:
+    """A run of the loop's steps, in which a made-up engine ends completions in an order of its own."""
+
+    def __init__(self, sampling: SamplingConfig, overlap: bool, seed: int):
+        self.sampling, self.overlap, self.seed = sampling, overlap, seed
+        self.stream, self.flight, self.version, self.dropped = Stream(), self.new_flight(), 0, set()
+        self.metrics: list[dict[str, float]] = []
+
+    def new_flight(self) -> Flight:
+        return Flight(self.sampling, PROMPTS, GROUP_SIZE, keeps_rows=True)
+
+    def steps(self, interrupted_after: tuple[int, ...] = ()) -> Iterator[list[Rollout]]:
+        """What each step trains on."""
+        for self.version in range(NUM_STEPS):
+            flight = self.flight
+            flight.begin_step()
+            while requests := flight.fill(self.draw, self.score):
+                self.sample(requests)
+            trained = flight.rollouts()
+            in_flight = {group.prompt.index for group in flight.groups} | {r.prompt.index for r in trained}
+            self.dropped |= {group.prompt.index for group in flight.taken} - in_flight
+            if self.overlap and (requests := flight.ask(PROMPTS, self.draw)):
+                self.sample(requests)
+            self.metrics.append(flight.metrics())
+            yield trained
+            if self.version in interrupted_after:
+                state = json.loads(json.dumps({"flight": flight.state(), "data": self.stream.state_dict()}))
+                tensors = {name: tensor.clone() for name, tensor in flight.tensors().items()}
+                self.stream, self.flight = Stream(), self.new_flight()
+                self.stream.load_state_dict(state["data"])
+                self.flight.load(state["flight"], tensors, self.stream)
+
+    def draw(self, count: int) -> tuple[list[Prompt], dict]:
+        place = self.stream.state_dict()
+        return self.stream.draw(count), place
+
+    def score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
+        owners = [prompt for prompt in prompts for _ in range(GROUP_SIZE)]
+        return [Rollout(p, c, "", reward=reward_of(c.index)) for p, c in zip(owners, completions, strict=True)]
+
+    def sample(self, requests: Requests) -> None:
+        """Enough groups are completed, perhaps more; of the others some tokens, or none."""
+        num_missing = len(requests.prompts) - requests.num_left
+        draw = random.Random(f"{self.seed} {self.version} {[p.index for p in requests.prompts]}")
+        order = draw.sample(range(len(requests.prompts)), len(requests.prompts))
+        num_ended = draw.randint(num_missing, len(order))
+        found = []
+        for place, number in enumerate(order):
+            for index in range(
+                requests.prompts[number].index * GROUP_SIZE, requests.prompts[number].index * GROUP_SIZE + GROUP_SIZE
+            ):
+                begun = requests.begun.get(index, [])
+                if begun is None:
+                    continue
+                left = length_of(index) - len(begun)
+                ended = place < num_ended
+                count = left if ended else draw.randint(0, left - 1)
+                if count or ended or draw.random() < 0.5:  # an engine tells nothing of what it was not asked for
+                    found.append(completion(index, count, self.version, ended=ended, first=len(begun)))
+        self.flight.add(draw.sample(found, len(found)), requests, Work(sum(c.num_tokens for c in found), 100))
+
+
+def length_of(index: int) -> int:
+    return 1 + index * 7 % 11
+
+
+def reward_of(index: int) -> float:
+    """Groups 0, 3, 6, ... have equal rewards."""
+    return 0.0 if index // GROUP_SIZE % 3 == 0 else float(index)
+
+
+RULES = {
+    f"{'dynamic' if dynamic else 'all'}, {carry_over} carried over, {'ahead' if overlap else 'in turns'}": (
+        SamplingConfig(dynamic=dynamic, carry_over=carry_over),
+        overlap,
+    )
+    for dynamic in (False, True)
+    for carry_over in (0, 1, 3)
+    for overlap in (False, True)
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rules", RULES)
+def test_each_group_is_trained_on_once_with_all_of_its_tokens(rules: str, seed: int):
+    sampling, overlap = RULES[rules]
+    run = Run(sampling, overlap, seed)
+    trained = [list(step) for step in run.steps()]
+    for step, rollouts in enumerate(trained):
+        assert len(rollouts) == PROMPTS * GROUP_SIZE
+        for rollout in rollouts:
+            whole, versions = rollout.completion, [version for version, _ in hands(rollout.completion)]
+            assert whole.ended and whole.ids_T.tolist() == list(range(length_of(whole.index)))
+            assert torch.equal(whole.logprobs_T, -torch.arange(length_of(whole.index)) / 100)
+            assert versions == sorted(set(versions)) and versions[-1] <= step
+            assert whole.index // GROUP_SIZE == rollout.prompt.index
+    indices = [r.completion.index for step in trained for r in step]
+    assert len(set(indices)) == len(indices)
+    # what was drawn was trained on, was dropped, or is in flight
+    in_flight = {group.prompt.index for group in run.flight.groups}
+    groups = {index // GROUP_SIZE for index in indices}
+    assert groups | run.dropped | in_flight == set(range(run.stream.num_drawn))
+    assert not groups & in_flight and not groups & run.dropped and not in_flight & run.dropped
+    if sampling.dynamic:  # those that differ
+        assert all(group % 3 for group in groups)
+    if not sampling.dynamic or sampling.carry_over:  # nothing is lost besides
+        assert all(sampling.dynamic and group % 3 == 0 for group in run.dropped)
+    if not sampling.dynamic:
+        assert len(in_flight) == sampling.carry_over + PROMPTS * overlap
+    lags = {
+        step - version for step, rollouts in enumerate(trained) for r in rollouts for version, _ in hands(r.completion)
+    }
+    assert (max(lags) > 0) == (overlap or sampling.carry_over > 0)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_a_run_that_is_interrupted_goes_on_as_without(rules: str):
+    """After every step, and after some."""
+    for interrupted_after in (tuple(range(NUM_STEPS)), (0,), (4, 7)):
+        runs = Run(*RULES[rules], seed=1), Run(*RULES[rules], seed=1)
+        whole = [list(map(facts, step)) for step in runs[0].steps()]
+        assert [list(map(facts, step)) for step in runs[1].steps(interrupted_after)] == whole
+        states = [json.dumps([run.flight.state(), run.stream.state_dict()]) for run in runs]
+        assert states[0] == states[1] and runs[0].metrics == runs[1].metrics
+
+
+def facts(rollout: Rollout) -> tuple:
+    c = rollout.completion
+    return c.index, c.ids_T.tolist(), c.logprobs_T.tolist(), hands(c), c.temperature, c.truncated, rollout.prompt
+
+
+def flight_of(**rules) -> tuple[Flight, Run]:
+    run = Run(SamplingConfig(**rules), overlap=False, seed=0)
+    return run.flight, run
+
+
+def indices(prompts: list[Prompt]) -> list[int]:
+    return [prompt.index for prompt in prompts]
+
+
+def test_groups_that_are_carried_over_by_hand():
+    """A step of 4 groups of 2 with one more in flight: completion 1, of the oldest, has 4 tokens when others end."""
+    flight, run = flight_of(carry_over=1)
+    requests = flight.fill(run.draw, run.score)
+    assert indices(requests.prompts) == [0, 1, 2, 3, 4] and requests.begun == {} and requests.num_left == 1
+    sampled = [completion(0, 3), completion(1, 4, ended=False), *(completion(i, 2) for i in range(2, 10))]
+    flight.add(sampled, requests, Work(23, 46))
+    assert flight.fill(run.draw, run.score) is None
+    assert [r.completion.index for r in flight.rollouts()] == list(range(2, 10))
+    assert flight.metrics() == {"sampling/tail_frac": 0.5, "sampling/carried": 1}
+
+    flight.begin_step()
+    requests = flight.fill(run.draw, run.score)
+    assert indices(requests.prompts) == [0, 5, 6, 7, 8] and requests.begun == {0: None, 1: [0, 1, 2, 3]}
+    # of the last a completion did not even begin
+    sampled = [completion(1, 2, version=1, first=4), *(completion(i, 5, version=1) for i in range(10, 17))]
+    flight.add(sampled, requests, Work())
+    assert flight.fill(run.draw, run.score) is None
+    completions = [r.completion for r in flight.rollouts()]
+    assert [c.index for c in completions] == [0, 1, *range(10, 16)]
+    assert hands(completions[1]) == [(0, 4), (1, 2)] and completions[1].ids_T.tolist() == [0, 1, 2, 3, 4, 5]
+    # 3 + 6 + 6 x 5 tokens, of which 3 + 4 are of version 0
+    assert stale_frac(completions, 1) == pytest.approx(7 / 39) and stale_frac(completions, 0) == 0
+
+
+def test_rounds_of_dynamic_sampling_by_hand():
+    """Of groups 0 to 3 two have rewards that differ: half, so that two more need four, of which (5, 7) do: enough."""
+    flight, run = flight_of(dynamic=True)
+    for expected, informative in (([0, 1, 2, 3], 2), ([4, 5, 6, 7], 5)):
+        requests = flight.fill(run.draw, run.score)
+        assert indices(requests.prompts) == expected and requests.num_left == 0
+        flight.add([completion(i * 2 + k, 3) for i in expected for k in (0, 1)], requests, Work())
+        flight.fill(run.draw, run.score) if informative == 5 else flight.score(run.score(*flight.take(4)))
+        assert flight.num_informative == informative
+    assert [r.prompt.index for r in flight.rollouts()[::2]] == [1, 2, 4, 5] and not flight.groups
+    expected = {"sampling/rounds": 2, "sampling/informative_frac": 5 / 8, "sampling/full_frac": 1}
+    assert flight.metrics().items() >= expected.items()
+
+
+def test_a_step_without_enough_groups_goes_on_after_the_last_round():
+    flight, run = flight_of(dynamic=True, max_rounds=1)
+    requests = flight.fill(run.draw, lambda *_: [])
+    flight.add([completion(i, 3) for i in range(8)], requests, Work())
+    assert flight.fill(run.draw, run.score) is None
+    assert [r.prompt.index for r in flight.rollouts()[::2]] == [1, 2] and flight.metrics()["sampling/full_frac"] == 0.5
+    flight.begin_step()
+    run.score = lambda prompts, completions: [Rollout(Prompt(0, []), c, "", reward=1.0) for c in completions]
+    requests = flight.fill(run.draw, run.score)
+    flight.add([completion(i, 3) for i in range(8, 16)], requests, Work())
+    assert flight.fill(run.draw, run.score) is None
+    assert [r.completion.index for r in flight.rollouts()] == list(range(8, 16))  # all rewards are equal
+
+
+def test_too_few_complete_groups_are_a_bug():
+    flight, run = flight_of(carry_over=1)
+    flight.add([completion(0, 1), completion(1, 1)], flight.fill(run.draw, run.score), Work())
+    with pytest.raises(RuntimeError, match="only 1 of 4 groups are complete"):
+        flight.take(4)
+
+
+def test_a_checkpoint_whose_parts_do_not_fit_is_refused():
+    flight, run = flight_of(carry_over=1)
+    requests = flight.fill(run.draw, run.score)
+    flight.add([completion(i, 2) for i in range(8)], requests, Work())
+    flight.fill(run.draw, run.score)
+    with pytest.raises(ValueError, match="has 0 completions in flight and its driver.json says 2; remove"):
+        run.new_flight().load(flight.state(), {}, run.stream)
+
+
+def test_join():
+    first, second = completion(5, 2, version=3, ended=False), completion(5, 1, version=4, ended=False, first=2)
+    third = completion(5, 3, version=4, first=3, truncated=True, temperature=0.5)
+    whole = join(join(first, second, 5), third, 5)
+    assert whole.ids_T.tolist() == [0, 1, 2, 3, 4, 5] and whole.loss_mask_T.all()
+    assert hands(whole) == [(3, 2), (4, 4)] and (whole.version, whole.oldest_version) == (4, 3)
+    assert whole.truncated and whole.ended and whole.temperature == 0.5 and whole.index == 5
+    nothing = join(None, None, 5)
+    assert not nothing.ended and nothing.num_tokens == 0 and join(nothing, second, 5) is second
+    assert len(third.pieces) == 1 and first.num_tokens == 2  # nothing was written into
+
+
+def test_lengths_of_a_row_are_expected_again():
+    """Row 7: 2, 4 and later 6, 8 tokens, mean 5. Row 8: 10, 10. An unknown row: 40 / 6."""
+    rows = {name: Prompt(0, [5], row=number, source="a b"[0]) for name, number in (("x", 7), ("y", 8), ("z", 9))}
+    lengths = Lengths(keeps_rows=True)
+    assert lengths.expect([rows["x"]])[0].expected_tokens == 0
+    lengths.record([rows["x"], rows["y"]], [completion(i, n) for i, n in enumerate((2, 4, 10, 10))])
+    lengths.record([rows["x"]], [completion(i, n) for i, n in enumerate((6, 8))])
+    assert [p.expected_tokens for p in lengths.expect(rows.values())] == [5, 10, 40 / 6]
+    streamed = Lengths(keeps_rows=False)
+    streamed.record([rows["x"]], [completion(0, 2), completion(1, 4)])
+    assert streamed.expect([rows["x"], rows["y"]])[1].expected_tokens == 3 and not streamed.state()["rows"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [((1, 4), (2, 9), 2), ((2, 9), (1, 4), 2), ((1, 9), (3, 4), 1), ((1, 2), (2, 3), 0), ((5, 6), (1, 2), 0)],
+)
+def test_shared_seconds(first, second, expected):
+    assert shared_seconds(first, second) == expected
