@@ -114,6 +114,8 @@ def plain_values(values: Any, number: int) -> list[float | None] | str:
 
 def _as_float(value: Any) -> float:
     """NaN for what is no real number."""
+    if isinstance(value, float):
+        return float(value)
     is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
     if isinstance(value, str | bytes) or is_complex or getattr(value, "ndim", 0):
         return math.nan
