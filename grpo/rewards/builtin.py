@@ -185,7 +185,7 @@ def code_reward(
 
     Python tests run in the program's own process, as anywhere in the field. So a program written to attack them, one
     that walks the interpreter's frames for the success marker or returns objects that equal everything, can win.
-    Against that use pairs: they are compared outside, and the expected output never enters the sandbox.
+    Against that use pairs: they are compared outside, and the program never sees the expected output.
     workers/programs.py says what the program itself can and cannot do.
 
     Raises ValueError if `tests` has none of these forms.
