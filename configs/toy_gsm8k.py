@@ -12,7 +12,7 @@ from grpo import config as c
 
 config = c.GRPOConfig(
     model=c.ModelConfig(path="toy:gsm8k", dtype="float32"),
-    roles=c.RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=10),
+    roles=c.RolesConfig(num_trainers=2, num_references=1, num_generators=1),
     data=c.DataConfig(max_prompt_tokens=384),
     generator=c.GeneratorConfig(max_completion_tokens=48),
     trainer=c.TrainerConfig(

@@ -66,9 +66,6 @@ class RolesConfig:
     """Generator ranks, split into replicas of `generator.tensor_parallel`; ignored when `colocated`."""
     colocated: bool = False
     """Every rank has every role, so one GPU is enough; `num_references` and `num_generators` are ignored."""
-    timeout_minutes: Annotated[float, Above(0, "it must exceed the longest step")] = 60.0
-    """A rank that waits for another one longer than this fails; it must exceed the longest step.
-    A rank that hangs is found by `deadlines`, which end at nine tenths of this at the latest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,20 +456,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeadlinesConfig:
-    """How long nothing may happen before the run ends with the name and the stack of the rank that hangs.
-
-    Something happens when any rank begins another phase or a collective operation, so a long step is no hang."""
-
-    startup_minutes: Annotated[float, Above(0)] = 60.0
-    """Loading data, models and checkpoints, starting vLLM, compiling."""
-    generate_minutes: Annotated[float, Above(0)] = 60.0
-    """What waits for vLLM or for reward functions: sampling, rewards, evaluation."""
-    phase_minutes: Annotated[float, Above(0)] = 20.0
-    """Every other phase: reference, train, sync, save, validate, what is between them, and until all ranks started."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """What a run shows and writes. Everything lands in the run folder."""
 
@@ -522,7 +505,6 @@ class RunConfig:
     evaluation: Annotated[EvaluationConfig, Harmless] = field(default_factory=EvaluationConfig)
     checkpoint: Annotated[CheckpointConfig, Harmless] = field(default_factory=CheckpointConfig)
     metrics: Annotated[MetricsConfig, Harmless] = field(default_factory=MetricsConfig)
-    deadlines: Annotated[DeadlinesConfig, Harmless] = field(default_factory=DeadlinesConfig)
     warnings: Annotated[WarningsConfig, Harmless] = field(default_factory=WarningsConfig)
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
@@ -530,6 +512,10 @@ class RunConfig:
     """Resume although fields differ on which the result depends; they are shown in any case."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
+    deadline_minutes: Annotated[float, Above(0), Harmless] = 20.0
+    """How long nothing may happen before the run ends with the name and the stack of the rank that hangs.
+    Three times as long while it starts, samples, scores or evaluates. Something happens when any rank begins another
+    phase or a collective operation, so a long step is no hang."""
     dry_run: Annotated[bool, Harmless] = False
     """Check data, model, rewards, memory and disk as a start does, say what fits, and stop: nothing is written."""
     gpus: Annotated[int, AtLeast(0), Harmless] = 0

@@ -35,6 +35,8 @@ from grpo.config import RolesConfig
 MEETING_SECONDS = 0.02
 # After which rank 0 says whom it waits for
 MEETING_NOTICE_SECONDS = 60
+# Timeout of a collective, in `deadline_minutes`: beyond the deadline of every phase, so that a hang is named first
+TIMEOUT_DEADLINES = 4
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,6 @@ class Roles:
     """Generator ranks, one tuple per vLLM engine."""
     store: Store
     """Keys and values that all ranks share, of this start alone."""
-    timeout_minutes: float
-    """Of a collective in any of the groups."""
 
     @property
     def is_driver(self) -> bool:
@@ -88,20 +88,21 @@ class Roles:
 
 
 def setup_roles(
-    layout: RolesConfig, needs_reference: bool = False, engine_ranks: int = 1, start_minutes: float = 20.0
+    layout: RolesConfig, needs_reference: bool = False, engine_ranks: int = 1, deadline_minutes: float = 20.0
 ) -> Roles:
     """Create this rank's groups from torchrun's environment. Collective: every rank of the torchrun calls it once.
 
     needs_reference: whether trainers hold a reference if no other rank does. engine_ranks: ranks of one vLLM engine.
     Without torchrun this process is a world of one. Raises TimeoutError on rank 0 if ranks do not start within
-    `start_minutes`.
+    `deadline_minutes`.
 
     The caller has compared the world size with the layout (`config.check_world_size`). RANK and WORLD_SIZE are
     rewritten to the role's own world, because torchtitan and vLLM read them; LOCAL_RANK stays, it selects the GPU.
     """
     start_alone()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = datetime.timedelta(minutes=layout.timeout_minutes)
+    soon = datetime.timedelta(minutes=deadline_minutes)
+    timeout = TIMEOUT_DEADLINES * soon
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -109,9 +110,7 @@ def setup_roles(
     backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # torchrun's own, no further port
     store.set_timeout(timeout)
-    # nobody is watched yet, see grpo/watch
-    soon = datetime.timedelta(minutes=min(start_minutes, layout.timeout_minutes))
-    store = meet(store, rank, world_size, soon)
+    store = meet(store, rank, world_size, soon)  # nobody is watched yet, see grpo/watch
 
     trainer_ranks, own_reference_ranks, replicas = ranks_of_roles(layout, engine_ranks, world_size)
     generator_ranks = tuple(r for ranks in replicas for r in ranks)
@@ -137,7 +136,6 @@ def setup_roles(
         reference_ranks=reference_ranks,
         replicas=replicas,
         store=store,
-        timeout_minutes=layout.timeout_minutes,
         **bridges,
     )
 

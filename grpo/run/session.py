@@ -81,10 +81,10 @@ def run(
                 session.scorer.pool.close()
             raise SystemExit(0 if fits else 1)
         return
-    engine_ranks, minutes = config.generator.tensor_parallel, config.deadlines.phase_minutes
+    engine_ranks, minutes = config.generator.tensor_parallel, config.deadline_minutes
     roles = setup_roles(layout or config.roles, config.needs_reference and not layout, engine_ranks, minutes)
     set_place(role=roles.name)
-    with watched(roles, config.deadlines):
+    with watched(roles, config.deadline_minutes):
         train(config, Session(config, script, roles))
 
 

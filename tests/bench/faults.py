@@ -35,13 +35,13 @@ import psutil
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from grpo.data import toy
+from grpo.watch.hangs import deadline_seconds
 from tests.tiny_models import SMALL
 from tests.torchrun import ROOT, SETTINGS
 
 STEP = 2
-PHASE_MINUTES = 0.25
-# Of a busy machine, after the deadline: rank 0 looks each second, torchrun each 0.1 s; the stacks take up to 5 s
-SOON, DEPUTY = 15.0, 25.0
+# Of a busy machine, after the deadline: rank 0 looks each second, torchrun each 0.1 s; the stacks take 3 s
+SOON, SECOND = 15.0, 25.0
 LOADING = 30.0  # while one rank is silent at the start, the others still load
 LEFT_SECONDS = 2.0
 LOOK_SECONDS = 0.5  # from one look at a run's processes to the next
@@ -53,14 +53,14 @@ class Setting:
     """What the runs are run with, and where they are."""
 
     folder: pathlib.Path
-    startup_minutes: float
+    deadline_minutes: float
     flags: tuple[str, ...] = ()
     shape: str = ""
     """Of a checkpoint that random_checkpoint.py makes; a tiny model if empty."""
 
 
 FOLDER = ROOT / "runs" / "faults"
-ON_CPU = Setting(FOLDER, startup_minutes=0.75)
+ON_CPU = Setting(FOLDER, deadline_minutes=0.25)
 
 
 def on_gpus(shape: str) -> Setting:
@@ -75,7 +75,7 @@ def on_gpus(shape: str) -> Setting:
         "true",
     )
     flags += ("--generator.gpu-memory-utilization", "0.3", "--trainer.micro-batch-tokens", "4096")
-    return Setting(ROOT / "runs" / f"faults-{shape}", startup_minutes=1.5, flags=flags, shape=shape)
+    return Setting(ROOT / "runs" / f"faults-{shape}", deadline_minutes=0.5, flags=flags, shape=shape)
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,7 @@ def run_cell(role: str, phase: str, kind: str, model: pathlib.Path, rows: pathli
     note.unlink(missing_ok=True)
     fault = {"rank": at.rank, "phase": phase, "step": STEP, "kind": kind, "note": str(note)}
     flags = [*at.flags, *setting.flags, "--run-dir", str(setting.folder / name), "--overwrite"]
-    minutes_of = {"startup": setting.startup_minutes, "generate": PHASE_MINUTES, "phase": PHASE_MINUTES}
-    for deadline, minutes in minutes_of.items():
-        flags += [f"--deadlines.{deadline}-minutes", str(minutes)]
+    flags += ["--deadline-minutes", str(setting.deadline_minutes)]
     process = start_run(at.nproc, flags, model, rows, log, FAULT=json.dumps(fault))
     family, shared, ended = follow(process)
     time.sleep(LEFT_SECONDS)
@@ -314,8 +312,8 @@ def limit_of(outcome: Outcome, setting: Setting) -> float:
     """Seconds in which all must be over."""
     if outcome.kind in ("raise", "SIGKILL"):
         return SOON
-    deadline = 60 * setting.startup_minutes + LOADING if outcome.phase == "start" else 60 * PHASE_MINUTES
-    return deadline + (DEPUTY if (outcome.role, outcome.kind) == ("driver", "SIGSTOP") else SOON)
+    deadline = deadline_seconds(outcome.phase, setting.deadline_minutes) + LOADING * (outcome.phase == "start")
+    return deadline + (SECOND if (outcome.role, outcome.kind) == ("driver", "SIGSTOP") else SOON)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------

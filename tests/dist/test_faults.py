@@ -108,7 +108,7 @@ from grpo.watch.failures import run_script
 if os.environ["RANK"] == "2":
     print(f"fault at {time.time()}", flush=True)
     time.sleep(600)
-run_script(lambda: setup_roles(RolesConfig(num_trainers=3, num_references=0, num_generators=0), start_minutes=0.1))
+run_script(lambda: setup_roles(RolesConfig(num_trainers=3, num_references=0, num_generators=0), deadline_minutes=0.1))
 """
 
 

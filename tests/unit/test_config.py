@@ -155,7 +155,7 @@ NOT_TAKEN = [
     ("num_steps", 0, "a whole number, at least 1"),
     ("num_steps", 1000.0, "a whole number, at least 1"),
     ("num_steps", True, "a whole number, at least 1"),  # True is an int to Python
-    ("roles.timeout_minutes", 0.0, "a number, above 0; it must exceed the longest step"),
+    ("deadline_minutes", 0.0, "must be a number, above 0"),
     ("generator.temperature", (1.0, 0.0), f"a tuple, each entry {TEMPERATURE}"),
     ("generator.temperature", 0.7, f"a tuple, each entry {TEMPERATURE}; write (0.7,)"),
     ("generator.gpu_memory_utilization", 1.5, "a number, above 0 and at most 1"),

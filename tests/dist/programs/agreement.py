@@ -96,9 +96,7 @@ def make_config(
 ) -> GRPOConfig:
     return GRPOConfig(
         model=ModelConfig(path=folder, dtype="float32"),
-        roles=RolesConfig(
-            num_trainers=num_trainers, num_references=1, num_generators=num_generators, timeout_minutes=3
-        ),
+        roles=RolesConfig(num_trainers=num_trainers, num_references=1, num_generators=num_generators),
         data=DataConfig(max_prompt_tokens=144),
         generator=GeneratorConfig(
             tensor_parallel=generator_tensor_parallel,

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from grpo.config import DeadlinesConfig, RolesConfig
+from grpo.config import RolesConfig
 from grpo.roles.comm import broadcast, gather_completions, wait_for_all
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.run.step_timer import StepTimer
@@ -24,7 +24,7 @@ from grpo.watch import watchdog
 from grpo.watch.failures import run_script, set_place
 from grpo.watch.stopping import end_with_launcher, stop_reason
 
-LAYOUT = RolesConfig(num_trainers=2, num_references=1, num_generators=1, timeout_minutes=1)
+LAYOUT = RolesConfig(num_trainers=2, num_references=1, num_generators=1)
 
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
@@ -57,14 +57,12 @@ def forced(*_) -> None:
 def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
     roles = setup_roles(LAYOUT, needs_reference=True)
     set_place(role=roles.name)
-    minutes = seconds / 60
-    deadlines = DeadlinesConfig(startup_minutes=1, generate_minutes=minutes, phase_minutes=minutes)
 
     def at(step: int, here: str) -> None:
         if (roles.rank, here, step) == (rank, phase, 1):
             fail(kind)
 
-    with watchdog.watched(roles, deadlines):
+    with watchdog.watched(roles, seconds / 60):
         if roles.generates:
             os.environ["LOCAL_WORLD_SIZE"] = "1"  # as vLLM's CPU backend does
         timer = StepTimer()
@@ -98,5 +96,4 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
 
 if __name__ == "__main__":
     end_with_launcher()
-    watchdog.STARVED_TICKS = 2  # the watchdog looks for its screen within each deadline
     run_script(partial(steps, int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])))

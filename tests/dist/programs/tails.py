@@ -26,7 +26,7 @@ TOLERANCE = 1e-4  # nats, in float32
 
 def main(folder: str, tensor_parallel: int) -> None:
     config = GRPOConfig(
-        roles=RolesConfig(colocated=True, num_trainers=2, timeout_minutes=3),
+        roles=RolesConfig(colocated=True, num_trainers=2),
         model=ModelConfig(path=folder, dtype="float32"),
         data=DataConfig(max_prompt_tokens=32),
         generator=GeneratorConfig(
