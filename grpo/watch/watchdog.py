@@ -241,12 +241,9 @@ def living_children(pid: int) -> set[int] | None:
         children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return None
-    return {child for child in map(int, children) if _is_running(child)}
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    alive = set()
+    for child in children:
+        with contextlib.suppress(OSError):  # it is gone
+            state = pathlib.Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+            alive |= {int(child)} if state not in ("Z", "X") else set()
+    return alive
