@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe
-from grpo.config.saved import Change, changes_since
+from grpo.config.saved import changes_since
 from grpo.folder.checkpoint import newest_usable, remove_unfinished, set_aside
 from grpo.folder.run_folder import CONFIG, begin_run, check_run_folder, mark_run_folder
 
 Stream = TypeVar("Stream")
 # Fields that decide which tensors a checkpoint has; --allow-changes does not help
-OF_ADAPTERS = ("trainer.lora_rank", "trainer.lora_targets")
+OF_ADAPTERS = ("trainer.lora_rank: ", "trainer.lora_targets: ")
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
     """
     path = pathlib.Path(config.run_dir) / CONFIG
     try:
-        changes = changes_since(path.read_text(encoding="utf-8"), config)
+        changes = changes_since(path.read_text(encoding="utf-8") if path.is_file() else "", config)
     except (OSError, ValueError) as error:
         print(f"warning: {path} cannot be compared with this run's config: {error}", flush=True)
         return False
-    told = [_in_words(change) for change in changes]
+    told = [f"{change.path}: {change.old} -> {change.new}" for change in changes]
     refused = [text for text, change in zip(told, changes, strict=True) if change.breaks_exactness]
-    if adapters := [text for text, change in zip(told, changes, strict=True) if change.path in OF_ADAPTERS]:
+    if adapters := [text for text in told if text.startswith(OF_ADAPTERS)]:
         raise ValueError(
             f"the checkpoints of {config.run_dir} have no place for other adapters: {'; '.join(adapters)}. Resume with "
             "the old values, or start a new run in another --run-dir"
@@ -118,7 +118,3 @@ def begin(config: GRPOConfig | SFTConfig, script: str, opened: Opened) -> None:
     remove_unfinished(config.run_dir)
     flags = {"resume": config.resume, "overwrite": config.overwrite}
     begin_run(config.run_dir, script, as_recipe(config), step=opened.step, **flags)
-
-
-def _in_words(change: Change) -> str:
-    return f"{change.path}: {change.old} -> {change.new}"
