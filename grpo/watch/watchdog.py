@@ -195,7 +195,7 @@ class Watchdog:
 
     def _hear(self, number: signal.Signals) -> None:
         """A stop, or torchrun's way of ending what is left."""
-        if failures.place()["ending"] or self._others_failed():
+        if self._others_failed() or failures.place()["ending"]:  # in this order: the first to see it tells
             self.tell_end(failed=True)  # or who looks next would take it for killed
             failures.exit_now(1)
         if not failures.place()["in_steps"]:
