@@ -155,7 +155,7 @@ NOT_TAKEN = [
     ("num_steps", 0, "a whole number, at least 1"),
     ("num_steps", 1000.0, "a whole number, at least 1"),
     ("num_steps", True, "a whole number, at least 1"),  # True is an int to Python
-    ("deadline_minutes", 0.0, "must be a number, above 0"),
+    ("deadline_minutes", 0.0, "a number, above 0"),
     ("generator.temperature", (1.0, 0.0), f"a tuple, each entry {TEMPERATURE}"),
     ("generator.temperature", 0.7, f"a tuple, each entry {TEMPERATURE}; write (0.7,)"),
     ("generator.gpu_memory_utilization", 1.5, "a number, above 0 and at most 1"),
@@ -578,7 +578,7 @@ def config_classes() -> list[ast.ClassDef]:
 
 def test_every_field_has_a_sentence():
     classes = {node.name: node for node in config_classes()}
-    assert len(classes) == 18 and {"GRPOConfig", "SFTConfig"} <= classes.keys()
+    assert {"GRPOConfig", "SFTConfig"} <= classes.keys()
     for name, node in classes.items():
         assert ast.get_docstring(node), f"{name} has no docstring"
         following = [*node.body[1:], None]
