@@ -26,7 +26,7 @@ from grpo.types import MicroBatch, Prompt, Requests
 
 # Prompts and tokens of a sync check: enough to tell other weights from these, few enough to cost a step next to nothing
 PROBE_PROMPTS = 8
-PROBE_TOKENS = 32
+PROBE_TOKENS = 16
 
 
 def sync_weights(trainer: Trainer | None, generator: Generator | None, version: int, roles: Roles) -> None:
