@@ -359,7 +359,7 @@ def test_generator_that_dies(model: pathlib.Path, tmp_path: pathlib.Path):
     """The other ranks wait for its completions; the job ends with its message alone."""
     recipe = tmp_path / "dying.py"
     recipe.write_text(DYING_GENERATOR)
-    layout = ("--roles.num-trainers", 2, "--roles.num-references", 0)
+    layout = ("--roles.num-trainers", 2, "--roles.num-references", 0, "--sync-check-interval", 0)
     arguments = (recipe, *layout, "--model.path", model, "--run-dir", tmp_path / "run")
     output = failing_run(*arguments, nproc=3, within=90)
     assert errors_in(output) == ["error: rank 2 (generator) failed in phase generate: forced"]
