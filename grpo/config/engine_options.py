@@ -96,18 +96,18 @@ def check_engine_options(generator: GeneratorConfig) -> None:
 
 
 def needing_texts(sampling: Table) -> list[str]:
-    """The names in `generator.sampling` for which vLLM may need a tokenizer, or all of a completion."""
+    """Return the names in `generator.sampling` for which vLLM may need a tokenizer, or all of a completion."""
     return [name for name in sampling if name not in TRUNCATING]
 
 
 def reshaping(sampling: Table) -> list[str]:
-    """The names in `generator.sampling` that change the distribution tokens are drawn from."""
+    """Return the names in `generator.sampling` that change the distribution tokens are drawn from."""
     return [name for name in sampling if name in RESHAPING]
 
 
 @functools.cache
 def argument_names(file: str, class_name: str) -> tuple[str, ...]:
-    """Public fields of a class of vLLM, read from its source file (`vllm/...`); empty if vLLM is not installed."""
+    """Return the fields of a class of vLLM, read from its source file (`vllm/...`); none if vLLM is not installed."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None:
         return ()

@@ -332,7 +332,7 @@ class SamplingConfig:
     min_pass_rate: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
     """A prompt whose share of passing completions was below this is skipped for `filter_epochs`; 0 skips none."""
     max_pass_rate: Annotated[float, AtLeast(0), AtMost(1)] = 1.0
-    """The same for a prompt whose share was above this; 1 skips none."""
+    """A prompt whose share was above this is skipped as well; 1 skips none."""
     filter_epochs: Annotated[int, AtLeast(1)] = 1
     """Epochs for which such a prompt is skipped before it is sampled again."""
     carry_over: Annotated[int, AtLeast(0)] = 0

@@ -49,7 +49,7 @@ def load(
 
 
 def _value_parsers():
-    """How to read the kinds of values that tyro does not know: JSON objects, scalars as JSON, and any JSON."""
+    """Tell tyro how to read the kinds of values it does not know: JSON objects, scalars as JSON, and any JSON."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -101,7 +101,7 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
 
 
 def _paths_as_text(config: Any) -> Any:
-    """The config, or one of its sections, with text where a recipe has a `pathlib.Path`."""
+    """Return the config, or one of its sections, with text where a recipe has a `pathlib.Path`."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     texts = {name: os.fspath(value) for name, value in values.items() if isinstance(value, pathlib.Path)}
     sections = {name: _paths_as_text(value) for name, value in values.items() if dataclasses.is_dataclass(value)}
@@ -120,7 +120,7 @@ def _cause(error: BaseException) -> str:
 
 
 def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
-    """A config with other values: `config = change("qwen3_1_7b_gsm8k.py", {"algorithm.loss": "dapo"})`.
+    """Return a config with other values: `config = change("qwen3_1_7b_gsm8k.py", {"algorithm.loss": "dapo"})`.
 
     `base` is a config, or a recipe file; a relative path starts in the folder of the file that calls. `changes` has new
     values by the dotted paths of their fields. Raises ValueError if there is no such field or recipe.
@@ -139,7 +139,7 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
 
 
 def field_paths(config: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all fields (`algorithm.kl_coef`), sections after their fields."""
+    """Yield the dotted paths of all fields (`algorithm.kl_coef`), sections after their fields."""
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(value := getattr(config, field.name)):
             yield from field_paths(value, f"{prefix}{field.name}.")
@@ -147,7 +147,7 @@ def field_paths(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def no_such_field(path: str, config: GRPOConfig | SFTConfig) -> str:
-    """What to tell the user who set a field that `config` does not have, by its dotted path."""
+    """Say what to tell the user who set a field that `config` does not have, by its dotted path."""
     paths = list(field_paths(config))
     name = path.rpartition(".")[2]
     near = [p for p in paths if p.rpartition(".")[2] == name] or difflib.get_close_matches(path, paths, n=1)
@@ -174,7 +174,7 @@ def derived(config: Config) -> list[str]:
 
 
 def as_recipe(config: GRPOConfig | SFTConfig) -> str:
-    """The config as the text of a recipe file, so that a run can be repeated from its own folder.
+    """Return the config as the text of a recipe file, so that a run can be repeated from its own folder.
 
     What was left open (None) stays open, so that `runs/a/config.py --algorithm.loss dapo` is all of DAPO.
     `resume`, `allow_changes` and `overwrite` are off in it: they were meant for that one start, and would continue or

@@ -21,8 +21,9 @@ class Change:
 
     path: str
     old: str
-    """As Python writes it, as the next one."""
+    """What the saved config says, as Python writes it."""
     new: str
+    """What this run's config says, as Python writes it."""
     breaks_exactness: bool
     """Whether what the run samples or learns depends on it."""
 

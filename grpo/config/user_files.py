@@ -15,7 +15,7 @@ from grpo.config.bounds import fits
 
 
 def load_function(spec: str, what: str) -> Callable:
-    """The function that `spec` (`path/file.py:function`) names; its file runs once, however many functions are taken.
+    """Return the function that `spec` (`path/file.py:function`) names; its file runs once for all its functions.
 
     Error messages begin with `what` the function is for, e.g. "loss". Raises ValueError if there is none such, or the
     file raises when it runs, with the line and the cause.
@@ -65,7 +65,7 @@ def check_options(function: Callable, options: Mapping[str, Any], what: str, whe
 
 
 def keyword_only(function: Callable) -> dict[str, inspect.Parameter]:
-    """The arguments behind a `*`."""
+    """Return the arguments behind a `*`."""
     return {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
 
@@ -76,7 +76,7 @@ def near_miss(name: str, names: Iterable[str]) -> str:
 
 
 def run_file(file: str) -> ModuleType:
-    """Run a Python file as a module, which replaces that of an earlier run; raises whatever the file raises.
+    """Run a Python file as a module, in place of that of an earlier run. Raises whatever the file raises.
 
     It may import its neighbours: its folder is searched after all others, now and when a function of it imports.
     """

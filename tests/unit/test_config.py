@@ -5,8 +5,6 @@ import dataclasses
 import math
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -261,28 +259,26 @@ def test_world_size_of_sft():
         check_world_size(SFTConfig(num_trainers=2), 3)
 
 
-@pytest.mark.parametrize("world_size", range(1, 17))
-@pytest.mark.parametrize("trainer_parallel, generator_parallel", [(1, 1), (2, 1), (1, 2), (2, 4)])
-def test_suggested_layouts_are_valid(world_size, trainer_parallel, generator_parallel):
-    config = GRPOConfig(
-        prompts_per_step=12,
-        algorithm=AlgorithmConfig(kl_coef=0.1),
-        trainer=TrainerConfig(tensor_parallel=trainer_parallel),
-        generator=GeneratorConfig(tensor_parallel=generator_parallel),
-    )
-    suggestion = suggest_roles(config, world_size)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 6, 8, 16])
+@pytest.mark.parametrize("trainer_parallel, generator_parallel, overlap", [(1, 1, 1), (2, 1, 0), (1, 2, 0), (2, 4, 1)])
+def test_suggested_roles_fit(num_ranks, trainer_parallel, generator_parallel, overlap):
+    degrees = [
+        "--trainer.tensor-parallel",
+        str(trainer_parallel),
+        "--generator.tensor-parallel",
+        str(generator_parallel),
+    ]
+    flags = [*degrees, "--overlap-steps", str(overlap), "--algorithm.kl-coef", "0.1", "--prompts-per-step", "12"]
+    config = load(GRPOConfig, DEFAULT, [*flags, "--roles.num-generators", "4"])
+    suggestion = suggest_roles(config, num_ranks)
     if suggestion.startswith("no layout"):
-        assert world_size < trainer_parallel + generator_parallel or world_size % max(
-            trainer_parallel, generator_parallel
-        )
-        return
-    degrees = ["--trainer.tensor-parallel", str(trainer_parallel)]
-    degrees += ["--generator.tensor-parallel", str(generator_parallel), "--algorithm.kl-coef", "0.1"]
-    suggested = load(GRPOConfig, DEFAULT, [*suggestion.split(), *degrees, "--prompts-per-step", "12"])
-    check_world_size(suggested, world_size)
+        largest = max(trainer_parallel, generator_parallel)
+        assert num_ranks < trainer_parallel + generator_parallel or num_ranks % largest
+    else:
+        check_world_size(load(GRPOConfig, DEFAULT, [*flags, *suggestion.split()]), num_ranks)
 
 
-def test_layouts_in_words():
+def test_roles_in_words():
     assert describe_roles(GRPOConfig(roles=RolesConfig(colocated=True, num_trainers=2))) == "2 colocated"
     split = RolesConfig(num_trainers=2, num_references=1, num_generators=1)
     assert describe_roles(GRPOConfig(roles=split)) == "2 trainer + 1 reference + 1 generator"
@@ -367,13 +363,6 @@ def test_without_arguments_the_default_recipe_runs():
     assert load(GRPOConfig, DEFAULT, []) == read(pathlib.Path(DEFAULT))
 
 
-def test_overrides_are_checked():
-    with pytest.raises(
-        ValueError, match=r"generator.temperature=\(0.0,\) must be a tuple, each entry a number, above 0"
-    ):
-        load(GRPOConfig, DEFAULT, ["--generator.temperature", "0"])
-
-
 def test_warnings_are_printed_by_the_first_rank_only(monkeypatch, capsys):
     load(GRPOConfig, DEFAULT, ["--generator.sampling", "top_p", "0.9"])
     assert "\nwarning: generator.sampling top_p" in capsys.readouterr().out
@@ -400,11 +389,6 @@ def test_options_are_json_on_the_command_line():
             ValueError, match="^algorithm.loss_options=.* must be a dict of options, .* one JSON object"
         ):
             load(GRPOConfig, DEFAULT, ["--algorithm.loss-options", word])
-
-
-def test_missing_recipe_lists_its_neighbours():
-    with pytest.raises(ValueError, match=r"recipe .*nothing.py does not exist; recipes in that folder: .*toy_sft.py"):
-        load(GRPOConfig, DEFAULT, [str(ROOT / "configs" / "nothing.py")])
 
 
 def test_recipe_must_bind_the_right_config(tmp_path):
@@ -602,11 +586,6 @@ def test_help_shows_every_field(config_type, recipe, capsys):
         names = [f"{field.name}.{f.name}" for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
         for name in names or [field.name]:
             assert f"--{name.replace('_', '-')}" in text
-
-
-def test_bad_input_is_refused_before_torch_is_loaded():
-    code = "import sys, grpo.config.recipes; sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'tyro')))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_a_recipe_may_have_paths(tmp_path):
