@@ -16,7 +16,7 @@ from grpo import config as c
 
 config = c.SFTConfig(
     model=c.ModelConfig(path="meta-llama/Llama-3.1-8B-Instruct"),
-    data=c.DataConfig(path="HuggingFaceH4/ultrachat_200k", split="train_sft", system_prompt="", bad_rows="skip"),
+    data=c.DataConfig(path="HuggingFaceH4/ultrachat_200k:train_sft", system_prompt="", bad_rows="skip"),
     trainer=c.TrainerConfig(
         micro_batch_tokens=16384,
         logprob_chunk_tokens=2048,
@@ -25,7 +25,7 @@ config = c.SFTConfig(
         schedule="cosine",
         min_lr_ratio=0.1,
     ),
-    validation=c.ValidationConfig(interval=100, split="test_sft"),
+    validation=c.ValidationConfig(interval=100, path="HuggingFaceH4/ultrachat_200k:test_sft"),
     checkpoint=c.CheckpointConfig(interval=200),
     run_dir="runs/sft_llama3_1_8b",
     num_trainers=8,

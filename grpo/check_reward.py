@@ -21,7 +21,7 @@ import time
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from grpo.data.columns import BadRow
-from grpo.data.examples import Example, row_reader
+from grpo.data.rows import Example, row_reader
 from grpo.data.sources import load_rows
 from grpo.rewards.answers.equality import parse_number
 from grpo.rewards.answers.extract import extract_answer

@@ -160,13 +160,8 @@ class DataConfig:
 
     path: str = "openai/gsm8k[main]"
     """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or a built-in task such as
-    `toy:addition`; `PATH[NAME]@REVISION:SPLIT` says also what the next three fields say."""
-    name: str = ""
-    """Configuration name of a hub data set that has several."""
-    revision: str = ""
-    """Branch, tag or commit of a hub data set; empty takes its newest."""
-    split: str = "train"
-    """Split, or an expression of splits such as train[:90%] or train+validation."""
+    `toy:addition`; in full PATH[NAME]@REVISION:SPLIT with the hub's configuration and branch, tag or commit, and a
+    split, or an expression of splits such as train[:90%] or train+validation. Without one it is train."""
     sources: Table[str] = field(default_factory=dict)
     """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
     weights: Table[Annotated[float, Above(0)]] = field(default_factory=dict)
@@ -202,19 +197,15 @@ class DataConfig:
     """Draw the prompts of each epoch in a new random order, which follows from `seed`; off takes the file's order."""
     streaming: bool = False
     """Read rows as they come and keep none: data sets of the hub, JSON lines and parquet larger than memory or disk.
-    Held-out data is then the first rows of its split."""
-    checked_rows: Annotated[int, AtLeast(1)] = 1000
-    """With `streaming`, how many first rows of each source are looked at before the start; later ones as they come."""
-    shuffle_buffer: Annotated[int, AtLeast(1)] = 10_000
-    """With `streaming` and `shuffle`, how many rows are read together and drawn in random order before others are."""
+    The first 1,000 are looked at before the start; 10,000 at a time are shuffled. Held-out data is the first rows."""
 
     @property
     def all_sources(self) -> list[Source]:
         """`sources`, or `path` as the only one. Raises ValueError if one is not written as it should be."""
         if not self.sources:
-            return [parse_source(self.path, "data.path", "", self.name, self.revision, self.split)]
+            return [parse_source(self.path, "data.path")]
         return [
-            parse_source(spec, f"data.sources {label}", label, split=self.split, weight=self.weights.get(label, 1.0))
+            parse_source(spec, f"data.sources {label}", label, weight=self.weights.get(label, 1.0))
             for label, spec in self.sources.items()
         ]
 
@@ -239,11 +230,8 @@ class HeldOutConfig:
     """Data that is not trained on; what evaluation and validation have in common."""
 
     path: str = ""
-    """Held-out data set, written like `data.path`; empty takes that (with its name and revision)."""
-    name: str = ""
-    """Configuration name of that data set on the hub."""
-    split: str = "test"
-    """Split of the held-out data, or an expression of splits."""
+    """Held-out data set, written like `data.path`, but its split is test if it has none; empty takes the split test of
+    `data.path`."""
     sets: Table[str] = field(default_factory=dict)
     """Several held-out data sets in place of `path`, as names for their metrics and PATH[NAME]@REVISION:SPLIT each."""
 
@@ -256,19 +244,15 @@ class HeldOutConfig:
         """
         if self.sets:
             sets = self.sets.items()
-            return [parse_source(spec, f"{self.section}.sets {label}", label, split=self.split) for label, spec in sets]
+            return [parse_source(spec, f"{self.section}.sets {label}", label, split="test") for label, spec in sets]
         if self.path:
-            same = not data.sources and self.path == data.path
-            name = self.name or (data.name if same else "")
-            return [
-                parse_source(self.path, f"{self.section}.path", "", name, data.revision if same else "", self.split)
-            ]
+            return [parse_source(self.path, f"{self.section}.path", split="test")]
         if data.sources:
             raise ValueError(
                 f"data.sources has {len(data.sources)} data sets, so it must be said what is held out: set "
                 f"{self.section}.path or {self.section}.sets"
             )
-        return [replace(data.all_sources[0], split=self.split, **({"name": self.name} if self.name else {}))]
+        return [replace(data.all_sources[0], split="test")]
 
 
 @dataclass(frozen=True, kw_only=True)

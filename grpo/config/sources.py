@@ -43,33 +43,23 @@ class Source:
         name = f"[{self.name}]" if self.name else ""
         return f"{self.path}{name}{'@' if self.revision else ''}{self.revision}:{self.split}"
 
+    @property
+    def name_and_text(self) -> str:
+        return f"{self.label} ({self.text})" if self.label else self.text
 
-def parse_source(
-    spec: str,
-    field: str,
-    label: str = "",
-    name: str = "",
-    revision: str = "",
-    split: str = "train",
-    weight: float = 1.0,
-) -> Source:
-    """`openai/gsm8k[main]@v1:train[:5%]` as a Source; `name`, `revision` and `split` fill in what it leaves open.
+
+def parse_source(spec: str, field: str, label: str = "", split: str = "train", weight: float = 1.0) -> Source:
+    """`openai/gsm8k[main]@v1:train[:5%]` as a Source; `split` is that of a text that leaves it open.
 
     A text that is the path of a file or folder is that and nothing else. Raises ValueError, which names the config's
-    `field`, for a text of another form, and for a configuration or revision that is given twice.
+    `field`, for a text of another form.
     """
     if os.path.exists(spec):
-        return Source(label, spec, name, revision, split, weight)
+        return Source(label, spec, split=split, weight=weight)
     parts = _PARTS.fullmatch(spec)
     if parts is None:
         raise ValueError(
             f"{field}={spec!r} is no data set; write PATH[NAME]@REVISION:SPLIT, of which only PATH must be there, such "
             "as openai/gsm8k[main]:train[:90%] or rows.jsonl"
         )
-    given = {"name": parts["name"] or "", "revision": parts["revision"] or ""}
-    for part, value in (("name", name), ("revision", revision)):
-        if given[part] and value and given[part] != value:
-            raise ValueError(f"{field}={spec!r} names another {part} than {value!r}, which is given too; drop one")
-    return Source(
-        label, parts["path"], given["name"] or name, given["revision"] or revision, parts["split"] or split, weight
-    )
+    return Source(label, parts["path"], parts["name"] or "", parts["revision"] or "", parts["split"] or split, weight)

@@ -2,17 +2,19 @@
 
 A chat template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
 attribute of Python's; a loop has at most 100,000 rounds there, but loops may be nested, and texts and numbers grow
-without a bound. So it is tried once in a process of its own before the run (`check_template`), and has a deadline and a
-longest result each time.
+without a bound. So it is tried before the run in a process of its own, on a text that it cannot know, and has a
+deadline and a longest result each time.
 """
 
 import contextlib
 import functools
-import json
+import math
+import multiprocessing
 import pathlib
+import re
+import resource
+import secrets
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,35 +31,17 @@ Item = TypeVar("Item")
 
 # A template takes a millisecond.
 TEMPLATE_SECONDS = 10
-# For the process that tries it, with its start, which is slow on a busy machine.
+# For the process that tries it, on a machine that is busy with others.
 TRIAL_SECONDS = 120
-# Beyond what the process that tries it has when it starts.
-TRIAL_BYTES = 2**30
+# Memory that a template may take beyond what its process has.
+TEMPLATE_BYTES = 2**30
 # What a template may write around a short message: those of current models, with their advice on tools, stay below
 # 10,000.
 TEMPLATE_CHARACTERS = 1_000_000
 QUOTED_CHARACTERS = 300
 # Tokenized together: 300 bytes of memory for each.
 TOKENIZED_CHARACTERS = 500_000
-# Stands for a prompt, to see whether a template writes it
-PROBE = "grpo probe 1867"
-# Run in a process of its own: {"messages", "template", "arguments", "seconds", "probe"} from stdin -> the number of
-# characters, and 1 if the probe is among them, else 0.
-TRIAL = f"""
-import json, math, resource, sys, time
-from transformers.utils.chat_template_utils import render_jinja_template
-job = json.load(sys.stdin)
-with open("/proc/self/statm") as file:
-    now = int(file.read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (now + {TRIAL_BYTES},) * 2)
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + job["seconds"]),) * 2)
-try:
-    rendered, _ = render_jinja_template([job["messages"]], chat_template=job["template"], **job["arguments"])
-except BaseException as error:
-    sys.exit(f"{{type(error).__name__}}: {{str(error)[:1000]}}".encode("ascii", "backslashreplace").decode())
-print(len(rendered[0]), int(job["probe"] in rendered[0]))
-"""
+HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class TooLong(Exception):
@@ -124,40 +108,96 @@ def _read_template(path: str) -> str:
 
 
 def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, seconds: float = TEMPLATE_SECONDS) -> None:
-    """Try the chat template on a short message, in a process with bounds. Takes about a second.
+    """Try the chat template on a short random message, in a process with bounds.
 
-    Raises ValueError if it needs more than `seconds` of the CPU's time, TRIAL_BYTES or TEMPLATE_CHARACTERS, or raises,
-    or leaves the message out.
+    Raises ValueError if it needs more than `seconds` of the CPU's time, TEMPLATE_BYTES or TEMPLATE_CHARACTERS, or
+    raises, or leaves the message out.
     """
     if config.is_text_template:  # nothing is run
         return
-    arguments = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **template_arguments(config, PROBE)}
-    template = tokenizer.get_chat_template(arguments.pop("chat_template", None))
-    messages = _messages(config, PROBE)
-    job = {"messages": messages, "template": template, "arguments": arguments, "seconds": seconds, "probe": PROBE}
+    probe = f"What is {secrets.token_hex(4)}?"  # which no template can know
+    messages = _messages(config, probe)
+    tried = _try_template(tokenizer, config, messages, seconds)
     wrong = template_name(tokenizer, config)
     way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
-    command = [sys.executable, "-P", "-c", TRIAL]  # -P: no module out of the folder that the run starts in
-    try:
-        done = subprocess.run(
-            command, input=json.dumps(job, default=str), capture_output=True, encoding="utf-8", timeout=TRIAL_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{wrong} could not be tried within {TRIAL_SECONDS} s; {way_out}") from None
-    if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):  # at the limit, a second later
+    if tried is None:
         raise ValueError(f"{wrong} was not done with one short message after {seconds:g} s; {way_out}")
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        reason = one_line(shorten(lines[-1], QUOTED_CHARACTERS))
-        raise ValueError(f"{wrong} failed with one short message within {TRIAL_BYTES >> 30} GiB: {reason}; {way_out}")
-    num_characters, has_probe = map(int, done.stdout.split()[-2:])
-    if num_characters > TEMPLATE_CHARACTERS + sum(len(message["content"]) for message in messages):
-        raise ValueError(f"{wrong} makes {num_characters} characters of one short message; {way_out}")
-    if not has_probe:
+    if isinstance(tried, Refused):
+        raise ValueError(f"{tried} (one short message, within {TEMPLATE_BYTES >> 30} GiB); {way_out}")
+    if len(tried) > TEMPLATE_CHARACTERS + sum(len(message["content"]) for message in messages):
+        raise ValueError(f"{wrong} makes {len(tried)} characters of one short message; {way_out}")
+    if probe not in tried:
         raise ValueError(
             f"{wrong} leaves the prompt out; write it as the content of `messages`"
             + (", or as {{ question }}" if config.prompt_template else "")
         )
+
+
+def _try_template(
+    tokenizer: "PreTrainedTokenizerBase", config: DataConfig, messages: list[Message], seconds: float
+) -> str | Refused | None:
+    """What `apply_template` makes of the messages or raises; None if its process had to be killed."""
+
+    def render() -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds),) * 2)
+        with bounded_memory():
+            try:
+                tried = apply_template(tokenizer, config, messages, opening=True)[0]
+            except Refused as error:
+                tried = error
+        theirs.send(tried)
+
+    fork = multiprocessing.get_context("fork")  # starts at once
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=render, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(TRIAL_SECONDS) else None
+    except EOFError:  # killed at its limit
+        return None
+    finally:
+        process.kill()
+        process.join()
+
+
+def apply_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+    messages: list[Message],
+    opening: bool,
+    tools: list[Any] | None = None,
+) -> tuple[str, list[tuple[int, int]] | None]:
+    """What the chat template makes of messages, and the characters inside its generation markers (None without such).
+
+    opening: with what begins an answer. Raises Refused if the template does not take the messages.
+    """
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    question = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+    arguments = tokenizer.special_tokens_map | ({"question": question} if config.prompt_template else {})
+    arguments |= dict(config.chat_template_kwargs)
+    template = tokenizer.get_chat_template(arguments.pop("chat_template", None), tools)
+    has_markers = HAS_MARKERS.search(template) is not None
+    try:
+        texts, spans = render_jinja_template(
+            [messages],
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=opening,
+            return_assistant_tokens_mask=has_markers,
+            **arguments,
+        )
+    # what the operators of a template raise when a row is not what they expect
+    except (
+        *(jinja2.TemplateError, TypeError, AttributeError, LookupError),
+        *(ArithmeticError, RecursionError, MemoryError),
+    ) as error:
+        reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
+        raise Refused(f"{template_name(tokenizer, config)} refuses it: {reason}") from error
+    return texts[0], spans[0] if has_markers else None
 
 
 def encode_prompt(
@@ -192,20 +232,13 @@ def render_prompt(
     `max_tokens` tokens stand for, Refused if the template does not take it, and ValueError if it takes longer than
     TEMPLATE_SECONDS.
     """
-    import jinja2
-
     messages = _messages(config, prompt)
     check_characters(tokenizer, "".join(message["content"] for message in messages), max_tokens)
     if config.is_text_template:
         chat = fill_in(config, messages, template_name(tokenizer, config))
     else:
-        arguments = template_arguments(config, _question(messages)) | ({"tools": tools} if tools else {})
-        try:
-            with deadline(TEMPLATE_SECONDS, template_name(tokenizer, config)):
-                chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
-        except (jinja2.TemplateError, TypeError) as error:
-            reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
-            raise Refused(f"the chat template refuses it ({reason})") from error
+        with deadline(TEMPLATE_SECONDS, template_name(tokenizer, config)):
+            chat, _ = apply_template(tokenizer, config, messages, opening=True, tools=tools)
     check_characters(tokenizer, chat, max_tokens)
     return chat
 
@@ -220,11 +253,6 @@ def fill_in(config: DataConfig, messages: list[Message], name: str) -> str:
     # the question last, so that nothing within it is taken for a placeholder
     filled = config.prompt_template.replace("{system_prompt}", "\n".join(systems))
     return filled.replace("{question}", others[0]["content"])
-
-
-def _question(messages: list[Message]) -> str:
-    """The user's last message."""
-    return next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
 
 
 def tokenize_prompts(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, texts: list[str]) -> list[list[int]]:
@@ -268,11 +296,6 @@ def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]])
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids in sequences]
 
 
-def template_arguments(config: DataConfig, text: str) -> dict[str, Any]:
-    """What a chat template gets besides messages and tools; `text` is the question, for templates of prompts."""
-    return ({"question": text} if config.prompt_template else {}) | dict(config.chat_template_kwargs)
-
-
 def template_name(tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> str:
     """The template as a message names it."""
     own = config.prompt_template
@@ -308,6 +331,19 @@ def with_system_prompt(config: DataConfig, messages: list[Message]) -> list[Mess
 
 def _messages(config: DataConfig, prompt: str | list[Message]) -> list[Message]:
     return with_system_prompt(config, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+
+
+@contextlib.contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Let the block take TEMPLATE_BYTES more and no more, then MemoryError; for all threads of this process."""
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + TEMPLATE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if before == resource.RLIM_INFINITY else min(before, limit), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
 
 
 @contextlib.contextmanager

@@ -3,10 +3,12 @@
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from grpo.text import has_surrogates
 
+Row = Mapping[str, Any]
 # One turn of a chat: role and content, perhaps tool_calls, reasoning_content or whatever else the chat template reads.
 Message = dict[str, Any]
 
@@ -112,6 +114,14 @@ def check_surrogates(value: Any, path: str) -> None:
             waiting += [*value, *value.values()]
         elif isinstance(value, list):
             waiting += value
+
+
+def kind_of(value: Any) -> str:
+    """The value's kind in words: text, a truth value, a number, a list, a table, or another type's name."""
+    for kind, types in (("text", str), ("a truth value", bool), ("a number", int | float), ("a list", list)):
+        if isinstance(value, types):
+            return kind
+    return "a table" if isinstance(value, dict) else type(value).__name__
 
 
 def _check_there(value: Any, path: str) -> None:

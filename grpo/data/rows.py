@@ -1,198 +1,213 @@
-"""All rows of a source, looked at once: which of them can be used, and why the others cannot."""
+"""One row -> what it gives: a prompt and what the rewards see of it, or a chat to learn (SFT); or why it gives none.
 
-import dataclasses
-import itertools
-import time
-from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+Left out of the formats: ShareGPT's `from` and `value`, images, weights of single messages.
+"""
 
-from grpo.config import DataConfig, SFTConfig
-from grpo.config.sources import Source
-from grpo.data.columns import ABSENT, BadRow, value_at
-from grpo.data.examples import Example, RowReader, chat_columns, chat_reader, row_reader
-from grpo.data.formats import detect_format, no_format
-from grpo.data.sources import Row, Rows, TableRows
-from grpo.text import printable
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
-Item = TypeVar("Item")
+from grpo.config import DataConfig, RowFormat, SFTConfig
+from grpo.config.user_files import load_function
+from grpo.data.columns import ABSENT, BadRow, Message, Row, any_value, messages_of, text_of, tools_of, value_at
+from grpo.text import one_line, shorten
 
-# Row numbers an error lists before it says "and N more".
-SHOWN_ROWS = 5
-# Rows that are looked at to list the columns there are.
-LISTED_ROWS = 100
-# A look at all rows says how far it is after so many seconds, and then every so many.
-FIRST_PROGRESS_SECONDS, PROGRESS_SECONDS = 2.0, 10.0
+# Of what a user's function raised.
+SHOWN_CHARACTERS = 200
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceRows:
-    """The rows of a source, and which of them are drawn."""
+@dataclass(frozen=True)
+class Example:
+    """What one row gives."""
 
-    source: Source
-    rows: Rows
-    read: RowReader
-    usable: Sequence[int]
-    left_out: dict[str, int]
-    """Why rows are left out -> how many."""
-    num_wanted: int
-    """All rows except those that `data.row` left out, which was meant so."""
+    prompt: str | list[Message] = ""
+    """The user's message, or a list of messages with `role` and `content`; for GRPO."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """What the reward functions get, by the names they get it by."""
+    chat: list[Message] = field(default_factory=list)
+    """What is to be learned (SFT): messages in their order; empty if it is plain text."""
+    text: str = ""
+    """Plain text to be learned, without turns."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the chat template may offer to the model, as JSON schemas."""
 
-    def example(self, row: int) -> Example:
-        """A usable row as it was when all were looked at; ValueError if `data.row` gives something else now."""
-        return self.read_again(row, self.rows[row])
+    @property
+    def texts(self) -> list[str]:
+        """All that the row says, as far as it is text."""
+        messages = self.chat if isinstance(self.prompt, str) else [*self.prompt, *self.chat]
+        columns = [value for value in self.columns.values() if value != self.prompt]
+        texts = (self.prompt, *(message["content"] for message in messages), *columns, self.text)
+        return [text for text in texts if text and isinstance(text, str)]
 
-    def read_again(self, number: int, row: Row) -> Example:
-        """The same of a row that is in memory."""
+
+RowReader = Callable[[Row], Example | None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def row_reader(data: DataConfig) -> RowReader:
+    """The function that turns a row into a prompt, or None where `data.row` leaves it out; it raises BadRow.
+
+    Raises ValueError, or whatever a user's file raises, if there is no such function `data.row`.
+    """
+    if data.row:
+        return functools.partial(_own_prompt, own_function(data.row))
+    return functools.partial(_prompt_row, data)
+
+
+def _prompt_row(data: DataConfig, row: Row) -> Example:
+    prompt = _prompt(value_at(row, data.prompt_column), data.prompt_column)
+    paths = data.reward_columns.items()
+    columns = {name: prompt if path == data.prompt_column else any_value(row, path) for name, path in paths}
+    tools = tools_of(value_at(row, data.tools_column, None), data.tools_column) if data.tools_column else None
+    return Example(prompt, columns, tools=tools)
+
+
+def _own_prompt(own: Callable[[Row], dict | None], row: Row) -> Example | None:
+    made = own(row)
+    if made is None:
+        return None
+    if "prompt" not in made:
+        keys = ", ".join(map(str, made))
+        raise BadRow(f"data.row gave the keys {keys}, and not a dict with `prompt`, or None")
+    columns = {name: any_value(made, name) for name in made if name not in ("prompt", "tools")}
+    return Example(_prompt(made["prompt"], "prompt"), columns, tools=tools_of(made.get("tools"), "tools"))
+
+
+def own_function(name: str) -> Callable[[Row], dict | None]:
+    """The user's function `data.row`; what it raises, and what is no dict, becomes BadRow."""
+    function = load_function(name, "data.row")
+
+    def call(row: Row) -> dict | None:
         try:
-            example = self.read(row)
-        except BadRow as error:
-            raise self.changed(number, error) from error
-        if example is None:
-            raise self.changed(number, "left out")
-        return example
+            made = function(dict(row))
+        except Exception as error:  # a user's function may raise anything; it is told with the row's number
+            text = shorten(one_line(f"{type(error).__name__}: {error}"), SHOWN_CHARACTERS)
+            raise BadRow(f"data.row raised {text}") from error
+        if made is not None and not isinstance(made, dict):
+            raise BadRow(f"data.row gave {type(made).__name__}, and not a dict with `prompt`, or None")
+        return made
 
-    def changed(self, row: int, now: object) -> ValueError:
-        return ValueError(
-            f"row {row + 1} of {self.source.path} could be used when the run started, and now: {now}; a function "
-            "data.row must give the same each time"
+    return call
+
+
+def _prompt(value: Any, path: str) -> str | list[Message]:
+    if not isinstance(value, list):
+        return text_of(value, path)
+    messages = messages_of(value, path)
+    if messages[-1]["role"] == "assistant":
+        raise BadRow(
+            f"column {path!r} ends with the assistant's answer, which is not a part of the prompt; take {path}.:-1"
         )
+    return messages
 
 
-def check_rows(source: Source, rows: Rows, data: DataConfig) -> SourceRows:
-    """Look once at every row; what is told about those that cannot be used goes to the console or into the error.
+# ---------------------------------------------------------------------------------------------------------------------
+# Chats
+# ---------------------------------------------------------------------------------------------------------------------
 
-    Raises ValueError if no row has one of the columns, if there are rows that cannot be used and `data.bad_rows` is
-    refuse, or if no row can be.
+
+@dataclass(frozen=True)
+class ChatColumns:
+    """Where a row holds what is to be learned; each may be a path, see `value_at`."""
+
+    prompt: str
+    completion: str
+    tools: str = "tools"
+
+    @classmethod
+    def of(cls, config: SFTConfig) -> "ChatColumns":
+        """Those that the config names; what `data.row` makes has `prompt` for the user's message."""
+        if config.data.row:
+            return cls("prompt", config.completion_column)
+        return cls(config.data.prompt_column, config.completion_column, config.data.tools_column or "tools")
+
+    def needed(self, row_format: RowFormat) -> tuple[str, ...]:
+        """The columns without which a row is not of this format."""
+        return {
+            "prompt_completion": (self.prompt, self.completion),
+            "messages": ("messages",),
+            "alpaca": ("instruction", "output"),
+            "text": ("text",),
+        }[row_format]
+
+
+# In the order in which `detect_format` tries them: the columns that the config names come first.
+ROW_FORMATS: tuple[RowFormat, ...] = ("prompt_completion", "messages", "alpaca", "text")
+
+
+def detect_format(rows: Iterable[Row], columns: ChatColumns) -> RowFormat | None:
+    """The first row format that some of these rows have all columns for; None if there is none."""
+    rows = list(rows)
+    for name in ROW_FORMATS:
+        needed = columns.needed(name)
+        if any(all(value_at(row, column, ABSENT) is not ABSENT for column in needed) for row in rows):
+            return name
+    return None
+
+
+def no_format(names: Iterable[str], columns: ChatColumns) -> str:
+    """The message about rows that have columns of these names, and no format."""
+    choices = ", or ".join(" and ".join(columns.needed(name)) for name in ROW_FORMATS)
+    return (
+        f"the columns {', '.join(map(str, names)) or 'none'} are no row format; there must be {choices}; rename "
+        "columns, or name those of prompt and completion"
+    )
+
+
+def chat_reader(config: SFTConfig, row_format: RowFormat) -> RowReader:
+    """The function that turns a row of this format into a chat, or None where `data.row` leaves it out.
+
+    row_format: `auto` only with `data.row`, of which each row is looked at for itself.
     """
-    if isinstance(rows, TableRows) and not data.row:
-        paths = [data.prompt_column, *data.reward_columns.values(), data.tools_column]
-        rows = _narrow(rows, [path for path in dict.fromkeys(paths) if path], source.path)
-    return _look_at(source, rows, data, row_reader(data))
+    columns = ChatColumns.of(config)
+    if config.data.row:
+        return functools.partial(_own_chat, own_function(config.data.row), row_format, columns)
+    return functools.partial(read_chat, row_format, columns)
 
 
-def check_chat_rows(source: Source, rows: Rows, config: SFTConfig) -> SourceRows:
-    """The same for SFT. The format of the rows, unless it is given, is that of the first rows for all of a source.
+def _own_chat(
+    own: Callable[[Row], dict | None], row_format: RowFormat, columns: ChatColumns, row: Row
+) -> Example | None:
+    if (made := own(row)) is None:
+        return None
+    its_format = detect_format([made], columns) if row_format == "auto" else row_format
+    if its_format is None:
+        raise BadRow(f"data.row gave no chat: {no_format(made, columns)}")
+    return read_chat(its_format, columns, made)
 
-    Raises ValueError also if they have columns of no format.
+
+def read_chat(row_format: RowFormat, columns: ChatColumns, row: Row) -> Example:
+    """One row as a chat, read as `row_format`, which is not `auto`. The row is left as it is.
+
+    Raises BadRow, without the row's number, if the row does not hold what the format asks for.
     """
-    data, columns, row_format = config.data, chat_columns(config), config.row_format
-    if row_format == "auto" and not data.row:
-        row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
-        if row_format is None:
-            raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
-        needed = " and ".join(columns.needed(row_format))
-        print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
-    if isinstance(rows, TableRows) and not data.row:
-        there = rows.table.column_names
-        optional = [path for path in ("input", columns.tools) if path.partition(".")[0] in there]
-        rows = _narrow(rows, [*columns.needed(row_format), *optional], source.path)
-    return _look_at(source, rows, data, chat_reader(config, row_format))
+    if row_format == "text":
+        return Example(text=_text(row, "text"))
+    if row_format == "alpaca":
+        return Example(chat=_alpaca(row))
+    tools = tools_of(value_at(row, columns.tools, None), columns.tools)
+    if row_format == "messages":
+        return Example(chat=messages_of(value_at(row, "messages"), "messages"), tools=tools)
+    messages = []
+    for column, role in ((columns.prompt, "user"), (columns.completion, "assistant")):
+        value = value_at(row, column)
+        is_list = isinstance(value, list)
+        messages += messages_of(value, column) if is_list else [{"role": role, "content": text_of(value, column)}]
+    return Example(chat=messages, tools=tools)
 
 
-def _look_at(source: Source, rows: Rows, data: DataConfig, read: RowReader) -> SourceRows:
-    usable, unusable, absent = [], {}, Counter()
-    num_dropped, has_tools = 0, False
-    first: Example | None = None
-    kinds: dict[str, dict[str, array]] = defaultdict(lambda: defaultdict(lambda: array("q")))
-    for index, row in enumerate(progress(rows, len(rows), f"rows of {source.path} read")):
-        try:
-            example = read(row)
-        except BadRow as error:
-            unusable[index] = str(error)
-            absent[error.absent] += 1
-            continue
-        if example is None:
-            num_dropped += 1
-            continue
-        first = first or example
-        if example.columns.keys() != first.columns.keys():
-            names = ", ".join(example.columns) or "none"
-            unusable[index] = f"data.row gave the columns {names}, and before {', '.join(first.columns) or 'none'}"
-            continue
-        has_tools = has_tools or bool(example.chat.tools if example.chat else example.tools)
-        for name, value in example.columns.items():
-            kinds[name][kind_of(value)].append(index)
-        usable.append(index)
-    for path, count in absent.items():
-        if path and count == len(rows):
-            raise _no_column(path, source.path, rows)
-    if data.tools_column and not data.row and not has_tools:
-        some = itertools.islice(rows, LISTED_ROWS)
-        if usable and all(value_at(row, data.tools_column, ABSENT) is ABSENT for row in some):
-            raise _no_column(data.tools_column, source.path, rows)
-    unusable |= _rare_kinds(kinds)
-    usable = [index for index in usable if index not in unusable]
-    tell_unusable(dict(sorted(unusable.items())), len(rows), source.path, data.bad_rows, bool(usable))
-    if not usable:
-        raise ValueError(f"data.row={data.row} left out all {len(rows)} rows of {source.path}; let it return a dict")
-    left_out = {f"left out by {data.row}": num_dropped, "that cannot be used": len(unusable)}
-    left_out = {why: count for why, count in left_out.items() if count}
-    return SourceRows(source, rows, read, usable, left_out, len(rows) - num_dropped)
+def _alpaca(row: Row) -> list[Message]:
+    """`instruction` and, where there is one, `input` below it are the user's; `output` is the assistant's."""
+    question = _text(row, "instruction")
+    if row.get("input"):
+        question = f"{question}\n\n{_text(row, 'input')}"
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}]
 
 
-def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """The items; says how many of `total` there were after 2 seconds, and then every 10."""
-    next_line = time.monotonic() + FIRST_PROGRESS_SECONDS
-    for number, item in enumerate(items):
-        if time.monotonic() >= next_line:
-            print(f"data: {number:,} of {total:,} {printable(what)}", flush=True)
-            next_line = time.monotonic() + PROGRESS_SECONDS
-        yield item
-
-
-def _narrow(rows: TableRows, paths: list[str], where: str) -> TableRows:
-    """Only the columns that are used: others may be large."""
-    there = rows.table.column_names
-    columns = {path: path if path in there else path.partition(".")[0] for path in paths}
-    for path, column in columns.items():
-        if column not in there:
-            raise _no_column(path, where, rows)
-    return TableRows(rows.table.select_columns(list(dict.fromkeys(columns.values()))))
-
-
-def _no_column(path: str, where: str, rows: Rows) -> ValueError:
-    return ValueError(f"column {path!r} is missing in {where}; columns there: {', '.join(_names(rows)) or 'none'}")
-
-
-def _names(rows: Rows) -> list[str]:
-    """The columns of the first rows, entries of tables as paths."""
-    there: dict[str, None] = {}
-    for row in itertools.islice(rows, LISTED_ROWS):
-        for name, value in row.items():
-            there |= dict.fromkeys([f"{name}.{key}" for key in value] if isinstance(value, dict) else [str(name)])
-    return list(there)
-
-
-def kind_of(value: Any) -> str:
-    """In words: text, a truth value, a number, a list, a table, or another type's name."""
-    for kind, types in (("text", str), ("a truth value", bool), ("a number", int | float), ("a list", list)):
-        if isinstance(value, types):
-            return kind
-    return "a table" if isinstance(value, dict) else type(value).__name__
-
-
-def _rare_kinds(kinds: dict[str, dict[str, array]]) -> dict[int, str]:
-    """Rows whose column holds another kind of value than most rows: a reward would meet it in the middle of a run."""
-    rare = {}
-    for name, rows_of in kinds.items():
-        usual = max(rows_of, key=lambda kind: len(rows_of[kind]))
-        for kind, rows in rows_of.items():
-            if kind != usual:
-                rare |= dict.fromkeys(rows, f"column {name!r} holds {kind}, and in most rows {usual}")
-    return rare
-
-
-def tell_unusable(unusable: dict[int, str], num_rows: int, where: str, bad_rows: str, some_left: bool) -> None:
-    """Warn of rows that cannot be used (index -> why), or raise ValueError if `bad_rows` is refuse or none is left."""
-    if not unusable:
-        return
-    shown = "; ".join(f"row {row + 1}: {why}" for row, why in itertools.islice(unusable.items(), SHOWN_ROWS))
-    more = f"; and {len(unusable) - SHOWN_ROWS} more" if len(unusable) > SHOWN_ROWS else ""
-    told = f"{len(unusable)} of {num_rows} rows of {where} cannot be used: {shown}{more} (counted from 1, without blank"
-    if not some_left:
-        raise ValueError(f"{told} lines); no row is left; name other columns or correct the rows")
-    if bad_rows == "refuse":
-        raise ValueError(f"{told} lines); correct these rows, or leave them out with --data.bad-rows skip")
-    print(printable(f"warning: {told} lines); they are left out"), flush=True)
+def _text(row: Row, column: str) -> str:
+    return text_of(value_at(row, column), column)

@@ -8,19 +8,22 @@ and to accept or refuse a mixture of types by where in the file it is. Rows that
 import csv
 import json
 import pathlib
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo.config.sources import KINDS, Source
+from grpo.data.columns import Row
 from grpo.text import one_line, shorten
 
 if TYPE_CHECKING:
     import datasets
 
-Row = Mapping[str, Any]
+
 # Rows that are read together: one by one takes five times as long.
 READ_ROWS = 1000
+# The column of a file that is read as lines.
+LINES = "text"
 # What the library says of a split without rows.
 NO_ROWS = "corresponds to no data"
 # Of a library's message.
@@ -38,51 +41,32 @@ OTHER_BEGINNINGS = {
 MOST_CELL_CHARACTERS = 2**31 - 1
 
 
-class JsonRows:
-    """Rows of JSON lines, which stay on disk and are parsed when they are read. Blank lines are none."""
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """All rows of a source, which stay on disk: a table of the library's, or lines of JSON as its only column."""
 
-    def __init__(self, lines: "datasets.Dataset", where: str):
-        """Reads every line once; raises ValueError for one that is not a JSON object."""
-        self.lines, self.positions = lines, array("q")
-        position = 0
-        for batch in lines.iter(batch_size=READ_ROWS):
-            for text in batch["text"]:
-                if text.strip():
-                    _parse(text, f"{where}, line {position + 1}")
-                    self.positions.append(position)
-                position += 1
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __getitem__(self, index: int) -> Row:
-        return json.loads(self.lines[self.positions[index]]["text"])
+    table: "datasets.Dataset"
+    where: str
+    """The source, as messages name it."""
+    is_json: bool = False
 
     def __iter__(self) -> Iterator[Row]:
-        for batch in self.lines.iter(batch_size=READ_ROWS):
-            yield from (json.loads(text) for text in batch["text"] if text.strip())
+        for start in range(0, len(self.table), READ_ROWS):
+            yield from self.rows_of(self.table[start : start + READ_ROWS], start)
 
+    def rows_of(self, batch: dict[str, list], start: int) -> list[Row]:
+        """The rows in a batch of the table that begins at place `start`. Blank lines are none.
 
-class TableRows:
-    """Rows of a `datasets.Dataset`, read in batches when all are asked for."""
+        Raises ValueError for a line that is not a JSON object.
+        """
+        if not self.is_json:
+            return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        lines = enumerate(batch[LINES], start=start + 1)
+        return [_parse(text, f"{self.where}, line {number}") for number, text in lines if text.strip()]
 
-    def __init__(self, table: "datasets.Dataset"):
-        self.table = table
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> Row:
-        return self.table[index]
-
-    def __iter__(self) -> Iterator[Row]:
-        names = self.table.column_names
-        for batch in self.table.iter(batch_size=READ_ROWS):
-            for values in zip(*(batch[name] for name in names), strict=True):
-                yield dict(zip(names, values, strict=True))
-
-
-Rows = Sequence[Row] | JsonRows | TableRows
+    def narrowed(self, columns: Iterable[str]) -> "Rows":
+        """Only these columns of a table: others may be large."""
+        return replace(self, table=self.table.select_columns(list(dict.fromkeys(columns))))
 
 
 def load_rows(source: Source) -> Rows:
@@ -95,14 +79,21 @@ def load_rows(source: Source) -> Rows:
     if source.kind == "toy":
         from grpo.data.toy import task_rows  # only toy runs need it
 
-        rows = task_rows(source.path.removeprefix("toy:"), source.split)
+        rows = in_memory(task_rows(source.path.removeprefix("toy:"), source.split), source.path)
     elif found := files_of(source):
         rows = _read_files(source, *found)
     else:
-        rows = TableRows(load_from_hub(source))
-    if len(rows) == 0:
+        rows = Rows(load_from_hub(source), source.path)
+    if len(rows.table) == 0:
         raise no_rows(source)
     return rows
+
+
+def in_memory(rows: list[Row], where: str) -> Rows:
+    """Rows that are a list of JSON objects."""
+    import datasets
+
+    return Rows(datasets.Dataset.from_dict({LINES: [json.dumps(row) for row in rows]}), where, is_json=True)
 
 
 def no_rows(source: Source) -> ValueError:
@@ -161,15 +152,15 @@ def _read_files(source: Source, kind: str, files: dict[str, list[str]]) -> Rows:
     if kind == "json":
         return _read_json(source, files)
     options = [_csv_options(path) for paths in files.values() for path in paths][0] if kind == "csv" else {}
-    return TableRows(load(source, kind, data_files=files, **options))
+    return Rows(load(source, kind, data_files=files, **options), source.path)
 
 
 def _read_json(source: Source, files: dict[str, list[str]]) -> Rows:
     paths = [path for names in files.values() for path in names]
     if not any(_beginning(path) for path in paths):
-        return []
+        raise no_rows(source)
     if are_lists(paths):
-        return _read_lists(source, files)
+        return in_memory(_read_lists(source, files), source.path)
     try:
         lines = load(source, "text", data_files=files)
     except UnicodeDecodeError:
@@ -177,7 +168,7 @@ def _read_json(source: Source, files: dict[str, list[str]]) -> Rows:
             _find_undecodable(path)
         raise
     where = source.path if len(paths) == 1 else f"{source.path} ({len(paths)} files, one after the other)"
-    return JsonRows(lines, where if "[" not in source.split else f"{where}:{source.split}")
+    return Rows(lines, where if "[" not in source.split else f"{where}:{source.split}", is_json=True)
 
 
 def are_lists(paths: Iterable[str]) -> bool:

@@ -1,133 +1,193 @@
-"""Prompts and chat examples, tokenized as they are drawn, in streams that resume exactly.
+"""The order in which encoded rows are drawn: epochs, windows, weights and a filter by pass rates; it resumes exactly.
 
 Only the driver (rank 0) reads data; generators and trainers see token ids.
 """
 
+import copy
+import json
 import random
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from grpo.config import GRPOConfig, SamplingConfig, SFTConfig
-from grpo.data.chat import Refused, TooLong, encode_prompt
-from grpo.data.examples import Example
-from grpo.data.rows import SourceRows
-from grpo.data.streaming import LEFT_OUT, StreamedOrder, Unlabelled, check_belongs
-from grpo.data.turns import encode_example
+from grpo.data.columns import BadRow
+from grpo.data.encode import Encoded, EncodedRows, Fate, Labelled, as_labelled, as_prompt
+from grpo.data.sources import READ_ROWS, no_rows
+from grpo.data.streaming import SHUFFLED_ROWS, RowStream
 from grpo.types import Prompt
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+# What is saved of a source's order: what its place belongs to, and the place.
+BELONGS_TO = ("num_rows", "window", "source", "weight", "seed", "shuffle")
+PLACE = ("epoch", "start", "position", "num_drawn", "left_out")
+# Rows of streams that were passed over since the start of the run, by the names of their metrics.
+LEFT_OUT = {
+    Fate.BAD: "data/bad_rows",
+    Fate.REFUSED: "data/bad_rows",
+    Fate.TOO_LONG: "data/too_long",
+    Fate.UNLABELLED: "data/unlabelled",
+}
 
 
-class Labelled(NamedTuple):
-    """An example of SFT as tokens."""
+class TableReader:
+    """The usable rows of a table, from any place."""
 
-    ids: list[int]
-    mask: list[bool]
-    """For each token whether it is a label."""
-    truncated: bool = False
-    """Its end was cut off."""
+    def __init__(self, rows: EncodedRows):
+        self.rows, self.label = rows, rows.source.label
+        self.num_rows: int | None = len(rows.usable)
+        self.seek(None)
+
+    def seek(self, place: dict[str, Any] | None) -> None:
+        """Go on from a `place`; None is the beginning."""
+        self.place = place or {"row": 0}
+
+    def read(self, count: int) -> Sequence[int]:
+        """The numbers of the next rows, fewer than `count` at the end."""
+        numbers = self.rows.usable[self.place["row"] :][:count]
+        self.place = {"row": self.place["row"] + len(numbers)}
+        return numbers
+
+    def get(self, number: int) -> Encoded:
+        """A row of those that were read last."""
+        return self.rows.get(number)
+
+    def order_seed(self, seed: int, epoch: int) -> str:
+        """What the order of the rows that were read last follows from."""
+        return f"{seed} {epoch} {self.label}".rstrip()
 
 
-Encoded = TypeVar("Encoded")
-# What is saved of a source's order: what its place belongs to, and the place. Of those that are streamed: streaming.py.
-BELONGS_TO = ("num_rows", "source", "weight", "seed", "shuffle")
-PLACE = ("epoch", "position", "num_drawn")
+class StreamReader(TableReader):
+    """The rows of a source that is streamed, usable or not."""
 
+    def __init__(self, rows: EncodedRows):
+        """rows: the first of the source, which say how all are encoded and what they must be like."""
+        self.stream = RowStream(rows.source)
+        super().__init__(rows)
+        self.num_rows = None  # not known
+        self._kinds = _kinds(rows.table[rows.usable[0]]["kinds"])
 
-class RowOrder:
-    """Goes through the usable rows of a source epoch after epoch, and can be saved and resumed.
+    def seek(self, place: dict[str, Any] | None) -> None:
+        self.stream.seek(place)
+        self.place = self.stream.place
 
-    Each epoch's order follows from (seed, epoch) alone, so its place is two numbers and no global RNG is touched.
-    """
+    def read(self, count: int) -> Sequence[int]:
+        self._first = self.place["row"]
+        numbers = self.stream.read(count)
+        self.place = self.stream.place
+        return numbers
 
-    def __init__(self, rows: SourceRows, seed: int, shuffle: bool):
-        self.rows = rows
-        self.num_rows, self.source, self.weight = len(rows.usable), rows.source.text, rows.source.weight
-        self.seed, self.shuffle = seed, int(shuffle)
-        self.epoch = 0
-        self.position = 0  # rows of this epoch that were taken or passed over
-        self.num_drawn = 0
-        self._order: list[int] | None = None
-
-    @property
-    def label(self) -> str:
-        return self.rows.source.label
-
-    def take(self, encode: Callable[[Example], Encoded]) -> tuple[int, Example, Encoded]:
-        """The next row: its number, what it gives, and that encoded."""
-        row = self.draw()
-        example = self.rows.example(row)
+    def get(self, number: int) -> Encoded:
         try:
-            return row, example, encode(example)
-        except (TooLong, Refused, Unlabelled) as error:
-            raise self.rows.changed(row, error) from error
+            row = self.stream.row(number)
+        except BadRow as error:
+            return Encoded(Fate.BAD, str(error))
+        (encoded,) = self.rows.encoder.encode([row], bounded=False)
+        # as the rows of a table: columns by the same names with the same kinds of values
+        if encoded.fate not in (Fate.DROPPED, Fate.BAD) and (kinds := _kinds(encoded.kinds)) != self._kinds:
+            reason = f"its columns hold {_list(kinds)}, and in the first rows {_list(self._kinds)}"
+            return Encoded(Fate.BAD, reason)
+        return encoded
 
-    def draw(self) -> int:
-        """The number of the next row."""
-        return self.next()
-
-    def next(self, skip: Callable[[int], bool] = lambda row: False) -> int | None:
-        """The next row. Those of which `skip` is true are passed over; None if it is true of a whole epoch."""
-        num_passed_over = 0  # of this epoch, by this call: an epoch with nothing to draw lies within one call
-        while num_passed_over < self.num_rows:
-            row = self._next_row()
-            if not skip(row):
-                self.num_drawn += 1
-                return row
-            num_passed_over = 1 if self.position == 1 else num_passed_over + 1
-        return None
-
-    def _next_row(self) -> int:
-        if self.position == self.num_rows:
-            self.epoch, self.position, self._order = self.epoch + 1, 0, None
-        if self._order is None:
-            self._order = list(self.rows.usable)
-            if self.shuffle:
-                random.Random(" ".join(map(str, (self.seed, self.epoch, self.label))).rstrip()).shuffle(self._order)
-        self.position += 1
-        return self._order[self.position - 1]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place in the rows and what it belongs to; plain numbers and one text, fit for JSON."""
-        return {name: getattr(self, name) for name in (*BELONGS_TO, *PLACE)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
-        check_belongs(state, self, BELONGS_TO)
-        for name in PLACE:
-            setattr(self, name, state[name])
-        self._order = None
+    def order_seed(self, seed: int, epoch: int) -> str:
+        return f"{seed} {epoch} {self._first} {self.label}".rstrip()
 
 
-class PromptOrder(RowOrder):
-    """Leaves out rows that were too hard or too easy when last sampled (`sampling.min_pass_rate`, `max_pass_rate`).
+class Order:
+    """Goes through a source epoch after epoch, window by window, and can be saved and resumed.
 
-    With pass rates recorded, such rows are filtered: left out of the next `sampling.filter_epochs` epochs after that
-    one, then tried again, since the policy has changed.
+    A window is what is shuffled together: all rows of a table, SHUFFLED_ROWS of a stream. Its order follows from the
+    seed, the epoch and its place alone, so no global RNG is touched and the order's own place is a few numbers.
+
+    With pass rates recorded, rows that were too hard or too easy when last sampled are filtered: left out of the next
+    `sampling.filter_epochs` epochs after that one, then tried again, since the policy has changed.
     """
 
-    def __init__(self, rows: SourceRows, config: GRPOConfig):
-        super().__init__(rows, config.seed, config.data.shuffle)
-        self.sampling: SamplingConfig = config.sampling
+    def __init__(self, rows: EncodedRows, config: GRPOConfig | SFTConfig, sampling: SamplingConfig | None = None):
+        """sampling: the filter's bounds; None has no filter."""
+        self.rows, self.bad_rows, is_streamed = rows, config.data.bad_rows, config.data.streaming
+        self.reader = StreamReader(rows) if is_streamed else TableReader(rows)
+        self.source, self.label, self.weight = rows.source.text, rows.source.label, rows.source.weight
+        self.seed, self.shuffle, self.num_rows = config.seed, int(config.data.shuffle), self.reader.num_rows
+        self.window = self.num_rows or (SHUFFLED_ROWS if self.shuffle else READ_ROWS)
+        self.sampling = sampling if sampling and sampling.filters else None
+        self.epoch = 0
+        self.start: dict[str, Any] | None = None  # the place where the window begins
+        self.position = 0  # rows of the window that were drawn or passed over
+        self.num_drawn = 0
+        self.left_out = dict.fromkeys(LEFT_OUT.values() if is_streamed else (), 0)
+        self._window: list[int] | None = None
         # Both are row: epoch in which it was last drawn; the filter's memory, empty without a filter.
         self._unrecorded: dict[int, int] = {}
         self._too_hard_or_easy: dict[int, int] = {}
         self._warned = False
 
+    def draw(self) -> tuple[int, Encoded]:
+        """The number of the next row that can be used and is not filtered, and the row.
+
+        Raises ValueError for a row that cannot be used if `data.bad_rows` is refuse, and if a whole epoch has none.
+        """
+        is_whole = False  # this call began the epoch that it is in
+        while True:
+            if not self._window_has_rows():
+                if is_whole:
+                    self._forget_filter()
+                is_whole = True
+                self.epoch += 1
+                self._open_window(None)
+                if not self._window:
+                    raise no_rows(self.rows.source)
+            row = self._window[self.position]
+            self.position += 1
+            if self._is_filtered(row):
+                continue
+            encoded = self.reader.get(row)
+            if encoded.fate == Fate.USED:
+                self.num_drawn += 1
+                if self.sampling:
+                    self._unrecorded[row] = self.epoch
+                return row, encoded
+            self._leave_out(row, encoded)
+
+    def _window_has_rows(self) -> bool:
+        """Whether a row of this epoch is left; opens its next window if this one is drawn."""
+        if self._window is None:
+            position = self.position
+            self._open_window(self.start)
+            self.position = position
+        while self.position == len(self._window):
+            if len(self._window) < self.window:
+                return False
+            self._open_window(self.reader.place)
+        return True
+
+    def _open_window(self, start: dict[str, Any] | None) -> None:
+        if start is not self.reader.place:
+            self.reader.seek(start)
+        self.start, self.position = self.reader.place, 0
+        self._window = list(self.reader.read(self.window))
+        if self.shuffle:
+            random.Random(self.reader.order_seed(self.seed, self.epoch)).shuffle(self._window)
+
+    def _leave_out(self, row: int, encoded: Encoded) -> None:
+        """Count a row of a stream that cannot be used; raises ValueError if it must not be left out."""
+        if encoded.fate == Fate.DROPPED:  # by data.row, which was meant so
+            return
+        name = LEFT_OUT[Fate(encoded.fate)]
+        self.left_out[name] += 1
+        if name != "data/bad_rows":
+            return
+        told = f"row {row + 1} of {self.source} cannot be used: {encoded.reason}"
+        if self.bad_rows == "refuse":
+            raise ValueError(
+                f"{told} (counted from 1, without blank lines); correct it, or leave such rows out with "
+                "--data.bad-rows skip, and go on from the last checkpoint with --resume"
+            )
+        if self.left_out[name] == 1:
+            print(f"warning: {told}; it is left out, and so are others, which data/bad_rows counts", flush=True)
+
     @property
     def num_filtered(self) -> int:
         """Rows left out of this epoch because of their pass rates."""
         return sum(map(self._is_filtered, self._too_hard_or_easy))
-
-    def draw(self) -> int:
-        """The next row that is not filtered."""
-        row = self.next(self._is_filtered)
-        if row is None:
-            row = self._draw_from_filtered()
-        if self.sampling.filters:
-            self._unrecorded[row] = self.epoch
-        return row
 
     def record(self, row: int, pass_rate: float) -> None:
         """Filter the row by the share of its completions that passed when it was last sampled."""
@@ -139,10 +199,14 @@ class PromptOrder(RowOrder):
             self._too_hard_or_easy[row] = epoch
 
     def _is_filtered(self, row: int) -> bool:
-        return 0 < self.epoch - self._too_hard_or_easy.get(row, self.epoch) <= self.sampling.filter_epochs
+        return bool(self.sampling) and (
+            0 < self.epoch - self._too_hard_or_easy.get(row, self.epoch) <= self.sampling.filter_epochs
+        )
 
-    def _draw_from_filtered(self) -> int:
-        """In an epoch in which all rows are filtered: forget the filter's memory, because a run needs prompts."""
+    def _forget_filter(self) -> None:
+        """After an epoch in which all rows are filtered, because a run needs prompts; ValueError without a filter."""
+        if not self.sampling:
+            raise ValueError(f"no row of epoch {self.epoch + 1} of {self.source} can be used; bring other rows")
         if not self._warned:
             self._warned = True
             print(
@@ -153,18 +217,27 @@ class PromptOrder(RowOrder):
                 flush=True,
             )
         self._too_hard_or_easy.clear()
-        return self.next()
 
     def state_dict(self) -> dict[str, Any]:
-        """See RowOrder.state_dict; with a filter also its memory."""
-        memory = {"unrecorded": dict(self._unrecorded), "too_hard_or_easy": dict(self._too_hard_or_easy)}
-        return super().state_dict() | (memory if self.sampling.filters else {})
+        """The place in the rows and what it belongs to, with a filter also its memory; fit for JSON."""
+        memory = {"unrecorded": self._unrecorded, "too_hard_or_easy": self._too_hard_or_easy}
+        place = {name: getattr(self, name) for name in (*BELONGS_TO, *PLACE)}
+        return copy.deepcopy(place | (memory if self.sampling else {}))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; see RowOrder.load_state_dict."""
-        super().load_state_dict(state)
+        """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
+        for name in BELONGS_TO:
+            if state.get(name) != getattr(self, name):
+                raise ValueError(
+                    f"the saved place in the data has {name}={state.get(name)!r}, this run has "
+                    f"{getattr(self, name)!r}; resume with the data sets, weights, limits, seed and shuffle it was "
+                    "saved with, or start a new run"
+                )
+        for name in PLACE:
+            setattr(self, name, copy.deepcopy(state[name]))
+        self._window = None
         self._unrecorded, self._too_hard_or_easy = (
-            {int(row): epoch for row, epoch in state.get(name, {}).items()} if self.sampling.filters else {}
+            {int(row): epoch for row, epoch in state.get(name, {}).items()} if self.sampling else {}
             for name in ("unrecorded", "too_hard_or_easy")
         )
 
@@ -176,7 +249,7 @@ class Mixture:
     share of n up to less than one row per source, with no randomness in it.
     """
 
-    def __init__(self, orders: Sequence[RowOrder | StreamedOrder]):
+    def __init__(self, orders: Sequence[Order]):
         self.orders = {order.label: order for order in orders}
         self._total_weight = sum(order.weight for order in orders)
 
@@ -186,17 +259,17 @@ class Mixture:
 
     def metrics(self) -> dict[str, int]:
         """Rows that were passed over because they cannot be used, by why; empty if all were looked at before."""
-        counts = [order.left_out for order in self.orders.values() if isinstance(order, StreamedOrder)]
-        return {name: sum(count[name] for count in counts) for name in (LEFT_OUT if counts else ())}
+        counts = [order.left_out for order in self.orders.values()]
+        return {name: sum(count[name] for count in counts) for name in counts[0]}
 
-    def next_order(self) -> RowOrder | StreamedOrder:
+    def next_order(self) -> Order:
         """The source whose turn it is."""
         number = self.num_drawn + 1
         # max takes the first of equals, so the order of the config decides
         return max(self.orders.values(), key=lambda o: o.weight / self._total_weight * number - o.num_drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in each source, see RowOrder.state_dict; fit for JSON."""
+        """The place in each source, see Order.state_dict; fit for JSON."""
         return {"sources": {label: order.state_dict() for label, order in self.orders.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -214,13 +287,10 @@ class Mixture:
 class PromptStream(Mixture):
     """The run's prompts, one after the other without end."""
 
-    def __init__(self, sources: Sequence[SourceRows], config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(self, sources: Sequence[EncodedRows], config: GRPOConfig):
         """sources: those of `usable_prompts`."""
-        streaming = config.data.streaming
-        super().__init__(
-            [StreamedOrder(r, config.seed, config.data) if streaming else PromptOrder(r, config) for r in sources]
-        )
-        self.data, self.sampling, self.tokenizer = config.data, config.sampling, tokenizer
+        super().__init__([Order(rows, config, config.sampling) for rows in sources])
+        self.filters = config.sampling.filters
 
     @property
     def num_filtered(self) -> int:
@@ -229,15 +299,15 @@ class PromptStream(Mixture):
 
     def metrics(self) -> dict[str, int]:
         """See Mixture.metrics; with a filter also how many rows it leaves out."""
-        return super().metrics() | ({"sampling/filtered": self.num_filtered} if self.sampling.filters else {})
+        return super().metrics() | ({"sampling/filtered": self.num_filtered} if self.filters else {})
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts, across epochs where needed; Prompt.index counts on through the whole run."""
         prompts = []
         for _ in range(count):
             index, order = self.num_drawn, self.next_order()
-            row, example, ids = order.take(self._encode)
-            prompts.append(Prompt(index, ids, example.columns, row, order.label, example.prompt))
+            row, encoded = order.draw()
+            prompts.append(as_prompt(encoded, index, row, order.label))
         return prompts
 
     def draw_again(self, place: dict[str, Any], count: int) -> list[Prompt]:
@@ -248,15 +318,12 @@ class PromptStream(Mixture):
         self.load_state_dict(here)
         return prompts
 
-    def _encode(self, example: Example) -> list[int]:
-        return encode_prompt(self.tokenizer, self.data, example.prompt, self.data.max_prompt_tokens, example.tools)
-
     def record(self, pass_rates: dict[tuple[str, int], float]) -> None:
         """Filter rows by what their completions achieved: (source, row) -> share that passed when it was last sampled.
 
         To resume exactly, take `state_dict` after it.
         """
-        if self.sampling.filters:
+        if self.filters:
             for (source, row), pass_rate in pass_rates.items():
                 self.orders[source].record(row, pass_rate)
 
@@ -264,29 +331,18 @@ class PromptStream(Mixture):
 class ChatStream(Mixture):
     """Chats and texts for SFT with their labels, one after the other without end."""
 
-    def __init__(self, sources: Sequence[SourceRows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(self, sources: Sequence[EncodedRows], config: SFTConfig):
         """sources: those of `usable_chats`."""
-        data, seed = config.data, config.seed
-        super().__init__(
-            [StreamedOrder(r, seed, data) if data.streaming else RowOrder(r, seed, data.shuffle) for r in sources]
-        )
-        self.config, self.tokenizer = config, tokenizer
+        super().__init__([Order(rows, config) for rows in sources])
 
     def draw(self, count: int) -> list[Labelled]:
         """The next `count` examples, across epochs where needed."""
-        return [self.next_order().take(self._encode)[2] for _ in range(count)]
-
-    def _encode(self, example: Example) -> Labelled:
-        labelled = encode_chat_row(example, self.config, self.tokenizer)
-        if not any(labelled.mask):
-            raise Unlabelled("no token is a label")
-        return labelled
+        return [as_labelled(self.next_order().draw()[1]) for _ in range(count)]
 
 
-def encode_chat_row(example: Example, config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> Labelled:
-    """What a row gave as token ids with their labels, cut off if `too_long` says so; raises TooLong and Refused."""
-    max_tokens, truncates = config.max_sequence_tokens, config.too_long == "truncate"
-    # one token more, if there is one, says that something is cut off
-    most = max_tokens + 1 if truncates else max_tokens
-    ids, mask = encode_example(tokenizer, config.data, example.chat, config.train_on, most, truncates)
-    return Labelled(ids[:max_tokens], mask[:max_tokens], truncated=len(ids) > max_tokens)
+def _kinds(text: str) -> dict[str, str]:
+    return json.loads(text or "{}")
+
+
+def _list(kinds: dict[str, str]) -> str:
+    return ", ".join(f"{kind} in {name!r}" for name, kind in kinds.items()) or "nothing"

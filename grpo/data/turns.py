@@ -11,41 +11,36 @@ that token. Left out: weights of single messages, images.
 import functools
 import itertools
 import os.path
-import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from grpo.config import DataConfig, TrainOn
 from grpo.data.chat import (
-    PROBE,
-    QUOTED_CHARACTERS,
     TEMPLATE_CHARACTERS,
     TEMPLATE_SECONDS,
     Refused,
     TooLong,
+    apply_template,
     by_characters,
     check_characters,
     deadline,
     fill_in,
     longest_token,
-    template_arguments,
     template_name,
     with_system_prompt,
 )
 from grpo.data.columns import Message
-from grpo.data.formats import Chat
-from grpo.text import has_surrogates, one_line, shorten
+from grpo.data.rows import Example
+from grpo.text import has_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Start and end among the characters of a text.
 Span = tuple[int, int]
-# (number of messages, whether the opening of an answer follows) -> the chat up to there as text, and what is inside
-# generation markers, None in a template without; see _write.
+# (number of messages, whether the opening of an answer follows) -> what `apply_template` makes of the chat up to there.
 Writer = Callable[..., tuple[str, list[Span] | None]]
 
-HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Of the text around the place where two writings of a chat part.
 SHOWN_CHARACTERS = 30
 
@@ -64,48 +59,18 @@ class Written(NamedTuple):
 def encode_example(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
-    chat: Chat,
+    example: Example,
     train_on: TrainOn,
     max_tokens: int,
     truncate: bool = False,
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of what a row gave, messages or plain text, and which are labels; see the two functions below."""
-    written = write_example(tokenizer, data, chat, train_on, max_tokens, truncate)
-    return _encode(tokenizer, written, max_tokens, truncate)
-
-
-def write_example(
-    tokenizer: "PreTrainedTokenizerBase",
-    data: DataConfig,
-    chat: Chat,
-    train_on: TrainOn,
-    max_tokens: int,
-    truncate: bool = False,
-) -> Written:
-    """The first half of `encode_example`; `tokenize_written` is the second one, for many examples at once.
-
-    Raises what that raises, TooLong only where the number of characters says so.
-    """
-    if not chat.messages:
-        return _write_plain(tokenizer, chat.text, max_tokens, truncate)
-    return _write_turns(tokenizer, data, chat.messages, train_on, max_tokens, chat.tools, truncate)
-
-
-def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase",
-    data: DataConfig,
-    messages: list[Message],
-    train_on: TrainOn,
-    max_tokens: int,
-    tools: list[dict[str, Any]] | None = None,
-    truncate: bool = False,
-) -> tuple[list[int], list[bool]]:
-    """Token ids of a chat, and for each whether it is a label. The first token never is: nothing predicts it.
+    """Token ids of a chat or a plain text, and for each whether it is a label. The first never is: nothing predicts it.
 
     train_on: `assistant` every assistant turn, `last` the last one, `all` every token. The token that ends a trained
     turn is a label, the line break that templates write after it is not. If the template writes no such token, EOS
     follows the last turn. Messages after the last assistant turn are left out, except with `all`. A chat without an
-    assistant turn has no label.
+    assistant turn has no label. In a plain text every token is one; the tokenizer's beginning of a text (BOS), if it
+    has one, comes first and EOS last.
 
     `data.system_prompt` comes first unless the chat brings a system message of its own. A template that writes prompts
     only (`data.prompt_template` as text, say) is followed by the answer and EOS; the chat then has one question.
@@ -118,65 +83,44 @@ def encode_chat(
     template writes them otherwise when more messages follow; ValueError if it takes longer than TEMPLATE_SECONDS, or
     the tokenizer cannot say which characters a token stands for.
     """
-    written = _write_turns(tokenizer, data, messages, train_on, max_tokens, tools, truncate)
-    return _encode(tokenizer, written, max_tokens, truncate)
+    written = write_example(tokenizer, data, example, train_on, max_tokens, truncate)
+    ((ids, mask),) = tokenize_written(tokenizer, [written])
+    if len(ids) > max_tokens and not truncate:
+        raise TooLong(len(ids), exact=True)
+    return ids[:max_tokens], mask[:max_tokens]
 
 
-def encode_text(
-    tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int, truncate: bool = False
-) -> tuple[list[int], list[bool]]:
-    """Token ids of a text without turns and whether each is a label: all but the first are.
-
-    The tokenizer's beginning of a text (BOS), if it has one, comes first and EOS last. `truncate` and what it raises as
-    in `encode_chat`.
-    """
-    return _encode(tokenizer, _write_plain(tokenizer, text, max_tokens, truncate), max_tokens, truncate)
-
-
-def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> int | None:
-    """The special token that ends an assistant's turn as `encode_chat` labels it; EOS where the template writes none.
-
-    None if another token does, or the template takes no chat of one question and one answer.
-    """
-    messages = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
-    try:
-        ids, mask = encode_chat(tokenizer, data, messages, "last", TEMPLATE_CHARACTERS)
-    except Refused:
-        return None
-    last = [token for token, is_label in zip(ids, mask, strict=True) if is_label][-1]
-    return last if tokenizer.convert_ids_to_tokens(last) in _special_texts(tokenizer) else None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Texts
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _write_plain(tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int, truncate: bool) -> Written:
-    return Written(_within(tokenizer, text, max_tokens, truncate), [(0, len(text))], bos=True, eos=True)
-
-
-def _write_turns(
+def write_example(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
-    messages: list[Message],
+    example: Example,
     train_on: TrainOn,
     max_tokens: int,
-    tools: list[dict[str, Any]] | None,
-    truncate: bool,
+    truncate: bool = False,
 ) -> Written:
-    messages = with_system_prompt(data, messages)
+    """The first half of `encode_example`; `tokenize_written` is the second one, for many examples at once.
+
+    Raises what that raises, TooLong only where the number of characters says so.
+    """
+    if not example.chat:
+        text = _within(tokenizer, example.text, max_tokens, truncate)
+        return Written(text, [(0, len(example.text))], bos=True, eos=True)
+    messages, tools = with_system_prompt(data, example.chat), example.tools
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if turns and train_on != "all":
         messages = messages[: turns[-1] + 1]
     if not truncate:
         check_characters(tokenizer, "".join(message.get("content") or "" for message in messages), max_tokens)
     name, ends = template_name(tokenizer, data), _special_texts(tokenizer)
-    with deadline(TEMPLATE_SECONDS, name):
-        if data.is_text_template:
-            text, spans = _fill_in(data, messages, name)
-        else:
-            write = functools.cache(functools.partial(_write, tokenizer, data, tools, messages))
+
+    @functools.cache
+    def write(num_messages: int, opening: bool = False) -> tuple[str, list[Span] | None]:
+        return apply_template(tokenizer, data, messages[:num_messages], opening, tools)
+
+    if data.is_text_template:
+        text, spans = _fill_in(data, messages, name)
+    else:
+        with deadline(TEMPLATE_SECONDS, name):
             text, spans = _write_chat(write, messages, train_on, ends, name)
     if train_on == "all":
         spans = [(0, len(text))]
@@ -187,36 +131,23 @@ def _write_turns(
     return Written(text, spans, bos=data.is_text_template, eos=not ended)
 
 
-def _write(
-    tokenizer: "PreTrainedTokenizerBase",
-    data: DataConfig,
-    tools: list[dict[str, Any]] | None,
-    messages: list[Message],
-    num_messages: int,
-    opening: bool = False,
-) -> tuple[str, list[Span] | None]:
-    """A Writer when it has its first arguments: what the chat template makes of the first messages of a chat."""
-    import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
+def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> int | None:
+    """The special token that ends an assistant's turn, as a label; EOS where the template writes none.
 
-    question = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
-    arguments = {**tokenizer.special_tokens_map, **template_arguments(data, question)}
-    template = tokenizer.get_chat_template(arguments.pop("chat_template", None), tools)
-    has_markers = HAS_MARKERS.search(template) is not None
+    None if another token does, or the template takes no chat of one question and one answer.
+    """
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     try:
-        texts, spans = render_jinja_template(
-            [messages[:num_messages]],
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=opening,
-            return_assistant_tokens_mask=has_markers,
-            **arguments,
-        )
-    # what the operators of a template raise when a row is not what they expect
-    except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
-        reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
-        raise Refused(f"{template_name(tokenizer, data)} refuses this chat: {reason}") from error
-    return texts[0], spans[0] if has_markers else None
+        ids, mask = encode_example(tokenizer, data, Example(chat=messages), "last", TEMPLATE_CHARACTERS)
+    except Refused:
+        return None
+    last = [token for token, is_label in zip(ids, mask, strict=True) if is_label][-1]
+    return last if tokenizer.convert_ids_to_tokens(last) in _special_texts(tokenizer) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Texts
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _write_chat(
@@ -334,22 +265,13 @@ def _special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
 
 
 def _within(tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int, truncate: bool) -> str:
-    """The text, without what lies behind the last token that is kept; Refused and TooLong as `encode_chat` says."""
+    """The text, without what lies behind the last token that is kept; Refused and TooLong as `encode_example` says."""
     if has_surrogates(text):
         raise Refused("the text has a lone surrogate (half of a character)")
     if truncate:
         return text[: (max_tokens + 2) * longest_token(tokenizer)]
     check_characters(tokenizer, text, max_tokens)
     return text
-
-
-def _encode(
-    tokenizer: "PreTrainedTokenizerBase", written: Written, max_tokens: int, truncate: bool
-) -> tuple[list[int], list[bool]]:
-    ((ids, mask),) = tokenize_written(tokenizer, [written])
-    if len(ids) > max_tokens and not truncate:
-        raise TooLong(len(ids), exact=True)
-    return ids[:max_tokens], mask[:max_tokens]
 
 
 def tokenize_written(

@@ -12,7 +12,6 @@ import torch
 
 from grpo.config.roles import describe_roles
 from grpo.data.batches import make_batch, sample_of
-from grpo.data.draw_ahead import DrawAhead
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.folder.checkpoint import read_driver_tensors, saves
 from grpo.report.measured import measured_metrics, sequence_advantages
@@ -47,7 +46,7 @@ class Driver:
             self.flight = Flight(*settings, keeps_rows=not config.data.streaming)
             if "flight" in state:
                 self.flight.load(state["flight"], read_driver_tensors(session.opened.checkpoint), stream)
-            self.stream = DrawAhead(stream)
+            self.stream = stream
         return session.start(f"{describe_roles(config)} ranks", inputs.eval_prompts, inputs.reference_folder)
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -153,15 +152,11 @@ class Driver:
 
     @on_driver_for_learners
     def collect_rewards(self) -> list[Rollout]:
-        """The step's rollouts with their rewards, which workers computed meanwhile.
-
-        Now that no more prompts are needed, those of the next plan are read while this step trains.
-        """
+        """The step's rollouts with their rewards, which workers computed meanwhile."""
         config, flight = self.config, self.flight
         if not config.sampling.dynamic:
             flight.everything = self._collect()
         check_all_failed(flight.everything)
-        self.stream.begin(flight.num_missing(config.prompts_per_step))
         return flight.rollouts()
 
     @on_driver_for_learners

@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import RunConfig
-from grpo.data.held_out import load_eval_prompts, load_validation
-from grpo.data.prepare import load_chat_sources, load_sources, reward_columns, texts_of, usable_chats, usable_prompts
-from grpo.data.streams import ChatStream, Labelled, PromptStream
+from grpo.data.encode import Labelled
+from grpo.data.prepare import (
+    load_chat_sources,
+    load_eval_prompts,
+    load_sources,
+    load_validation,
+    reward_columns,
+    texts_of,
+    usable_chats,
+    usable_prompts,
+)
+from grpo.data.streams import ChatStream, PromptStream
 from grpo.models import hf_folder
 from grpo.models.hf_folder import ChatForm
 from grpo.rewards.loading import load_functions
@@ -57,7 +66,7 @@ def read_grpo(session: Session) -> GRPOInputs:
     session.open(inputs, config.largest_tensor_parallel, texts_of(sources))
     reference_folder = _check_reference(session) if config.needs_reference else ""
     rows = usable_prompts(sources, config, session.tokenizer)
-    stream = session.resumed(lambda: PromptStream(rows, config, session.tokenizer))
+    stream = session.resumed(lambda: PromptStream(rows, config))
     eval_prompts = held_out_prompts(session) if evaluates else []
     session.scorer = Scorer(config.reward, config.generator, session.model_folder, session.tokenizer)
     return GRPOInputs(stream, eval_prompts, reference_folder)
@@ -75,7 +84,7 @@ def read_sft(session: Session) -> SFTInputs:
     session.open([source.path for source in read], config.trainer.tensor_parallel, texts_of(sources))
     form = learned_form(config, session.tokenizer)
     rows = usable_chats(sources, config, session.tokenizer)
-    stream = session.resumed(lambda: ChatStream(rows, config, session.tokenizer))
+    stream = session.resumed(lambda: ChatStream(rows, config))
     validation = load_validation(config, session.tokenizer) if validates else {}
     return SFTInputs(stream, validation, form, read_evaluation(session, form.end_token_ids) if evaluates else [])
 

@@ -1,19 +1,20 @@
 """What rank 0 alone does in the steps of SFT: draw examples, decide, log. Every rank holds one, as in driver.py."""
 
 import collections
+import itertools
 import tempfile
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from grpo.config import SFTConfig
 from grpo.data.batches import make_batch
-from grpo.data.draw_ahead import DrawAhead
+from grpo.data.encode import Labelled
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
-from grpo.data.show import show_chat
-from grpo.data.streams import ChatStream, Labelled
+from grpo.data.streams import ChatStream
 from grpo.folder.checkpoint import saves
 from grpo.models.hf_folder import ChatForm
 from grpo.report.measured import measured_metrics
@@ -22,8 +23,12 @@ from grpo.roles.metrics import StepMetrics
 from grpo.run.inputs import read_sft
 from grpo.run.model_folder import open_model_folder
 from grpo.run.session import Session, Start
+from grpo.text import printable
 from grpo.types import Sample, TrainBatch
 from grpo.watch.failures import refuse_bad_input
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
 
@@ -49,7 +54,7 @@ class SFTDriver:
         """Refuse bad input before the model is loaded, open the run folder. On rank 0."""
         with refuse_bad_input():
             inputs = read_sft(self.session)
-        self.stream, self.validation, self.form = DrawAhead(inputs.stream), inputs.validation, inputs.form
+        self.stream, self.validation, self.form = inputs.stream, inputs.validation, inputs.form
         recent_losses = self.session.opened.state.get("recent_losses", [])
         self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
         return self.session.start(f"{self.config.num_trainers} trainer ranks", inputs.eval_prompts)
@@ -74,11 +79,9 @@ class SFTDriver:
 
     @on_driver
     def next_batch(self) -> TrainBatch:
-        """The step's examples laid end to end; their labels count in the loss. Those of the next are read meanwhile."""
+        """The step's examples laid end to end; their labels count in the loss."""
         with refuse_bad_input():  # rows that are streamed are checked as they come
-            examples = self.stream.draw(self.config.sequences_per_step)
-        self.stream.begin(self.config.sequences_per_step)
-        return batch_of(examples)
+            return batch_of(self.stream.draw(self.config.sequences_per_step))
 
     @from_driver
     def due(self, step: int, measured: StepMetrics) -> Due:
@@ -133,8 +136,24 @@ def show_examples(config: SFTConfig) -> None:
     with refuse_bad_input(), tempfile.TemporaryDirectory() as toy_dir:
         sources = load_chat_sources(config)
         _, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources), toy_dir)
-        examples = ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer).draw(config.show)
+        examples = ChatStream(usable_chats(sources, config, tokenizer), config).draw(config.show)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for number, (ids, mask, _) in enumerate(examples, start=1):
-        console.rule(f"example {number}: {len(ids)} tokens, {sum(mask)} of them labels", align="left")
-        console.print(show_chat(ids, mask, tokenizer))
+    for number, example in enumerate(examples, start=1):
+        console.rule(f"example {number}: {len(example.ids)} tokens, {sum(example.mask)} of them labels", align="left")
+        console.print(show_chat(example, tokenizer))
+
+
+def show_chat(example: Labelled, tokenizer: "PreTrainedTokenizerBase") -> Text:
+    """Text of an example for rich's console, labels in bold green; a line break that is a label shows as ↵ too.
+
+    Special tokens are shown; what would act on a terminal is escaped.
+    """
+    shown, start, before = Text(), 0, ""
+    for is_label, run in itertools.groupby(example.mask):
+        start += len(list(run))
+        # From the beginning each time: some tokenizers drop a blank at the beginning of what they decode.
+        decoded = tokenizer.decode(example.ids[:start], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        piece = printable(decoded[len(before) :])
+        shown.append(piece.replace("\n", "↵\n") if is_label else piece, "bold green" if is_label else "dim")
+        before = decoded
+    return shown

@@ -15,8 +15,8 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from grpo.config import DataConfig
-from grpo.data.formats import Columns, row_to_chat
 from grpo.data.packing import plan_rows
+from grpo.data.rows import ChatColumns, read_chat
 from grpo.data.toy import trained_tokenizer
 from grpo.data.turns import encode_example
 
@@ -30,7 +30,7 @@ def main(path: str) -> None:
     rows = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
     tokenizer = trained_tokenizer(row[column] for row in rows for column in ("question", "answer"))
     start = time.process_time()
-    chats = [row_to_chat(row, "prompt_completion", Columns("question", "answer")) for row in rows]
+    chats = [read_chat("prompt_completion", ChatColumns("question", "answer"), row) for row in rows]
     encoded = [encode_example(tokenizer, DataConfig(), chat, "assistant", max(ROW_TOKENS)) for chat in chats]
     seconds = time.process_time() - start
     lengths = [len(ids) for ids, _ in encoded]

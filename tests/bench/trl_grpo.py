@@ -32,8 +32,7 @@ from trl import GRPOTrainer
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.data.held_out import load_eval_prompts
-from grpo.data.prepare import load_sources, usable_prompts
+from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
 from grpo.data.streams import PromptStream
 from grpo.rewards.loading import load_functions
 from grpo.run.model_folder import open_model_folder
@@ -52,7 +51,7 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     config = load(GRPOConfig, str(DEFAULT_RECIPE), rest)
     folder, tokenizer = open_model_folder(config, 1)
-    stream = PromptStream(usable_prompts(load_sources(config.data), config, tokenizer), config, tokenizer)
+    stream = PromptStream(usable_prompts(load_sources(config.data), config, tokenizer), config)
     prompts = stream.draw(config.num_steps * config.prompts_per_step)
     functions = load_functions(config.reward, config.data.reward_columns, config.generator.max_completion_tokens)
     rows = [as_row(prompt, tokenizer) for prompt in prompts]

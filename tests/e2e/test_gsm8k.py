@@ -29,7 +29,7 @@ def unigram_entropy(run_dir: pathlib.Path) -> float:
     """Of the labels that the run saw, in nats: the least loss of a model that ignores what stands before a token."""
     config = load_recipe(str(run_dir / "config.py"), SFTConfig)
     tokenizer = load_tokenizer(str(run_dir / "model"), config.data)
-    stream = ChatStream(usable_chats(load_chat_sources(config), config, tokenizer), config, tokenizer)
+    stream = ChatStream(usable_chats(load_chat_sources(config), config, tokenizer), config)
     examples = stream.draw(config.num_steps * config.sequences_per_step)
     labels = torch.cat([torch.tensor(ids)[torch.tensor(mask)] for ids, mask, _ in examples])
     shares = torch.bincount(labels).double() / len(labels)

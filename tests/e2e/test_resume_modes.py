@@ -32,9 +32,9 @@ CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
 BACKGROUND = ("--checkpoint.in-background", "--checkpoint.interval", 3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher} and {recorded} folders
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
-STREAMED = ("--data.streaming", "--data.shuffle-buffer", 3)
+STREAMED = ("--data.streaming",)
 PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
-VALIDATION = ("--validation.interval", 4, "--validation.split", "train", "--validation.sets", "a", "{a}")
+VALIDATION = ("--validation.interval", 4, "--validation.sets", "a", "{a}")
 
 
 @dataclass(frozen=True)

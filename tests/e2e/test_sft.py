@@ -43,9 +43,9 @@ def arguments(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     flags = ["configs/toy_sft.py", "--model.path", model, "--data.path", "", "--data.sources", *sources]
     flags += ["--data.weights", "chats", 2, "--sequences-per-step", 5, "--num-steps", 4, "--num-trainers", 2]
     flags += ["--trainer.micro-batch-tokens", 64, "--trainer.schedule", "linear", "--trainer.warmup-steps", 2]
-    flags += ["--validation.interval", 2, "--validation.split", "train", "--validation.sets", *sources]
+    flags += ["--validation.interval", 2, "--validation.sets", *sources]
     flags += ["--validation.num-examples", 4, "--checkpoint.interval", 2, "--metrics.no-tensorboard"]
-    flags += ["--data.streaming", "--data.shuffle-buffer", 4]
+    flags += ["--data.streaming"]
     # read only where a test evaluates by generating
     flags += ["--reward.functions", f"{REWARDS}:passes_by_chance", 1]
     flags += ["--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 12]

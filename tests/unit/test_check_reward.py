@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from grpo.check_reward import main, some_completions
-from grpo.data.examples import Example
+from grpo.data.rows import Example
 from grpo.rewards.builtin import math_reward
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig
 from grpo.data.chat import encode_prompt, load_tokenizer
-from grpo.data.held_out import load_eval_prompts
-from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
+from grpo.data.prepare import load_chat_sources, load_eval_prompts, load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.folder.resume import Opened, resumed_stream
 from grpo.rewards.answers.equality import parse_number
@@ -99,13 +98,13 @@ def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer, tmp_path):
 
 def prompts_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
     config = GRPOConfig(data=data, seed=seed, **{"prompts_per_step": 1} | fields)
-    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config, tokenizer)
+    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config)
 
 
 def chats_of(data: DataConfig, tokenizer, max_sequence_tokens=20, seed=0, completion_column="completion") -> ChatStream:
     fields = {"max_sequence_tokens": max_sequence_tokens, "completion_column": completion_column}
     config = SFTConfig(data=data, seed=seed, sequences_per_step=1, **fields)
-    return ChatStream(usable_chats(load_chat_sources(config), config, tokenizer), config, tokenizer)
+    return ChatStream(usable_chats(load_chat_sources(config), config, tokenizer), config)
 
 
 def test_prompts_have_ids_columns_and_a_running_index(tokenizer, ten_rows):
@@ -200,7 +199,7 @@ def test_prompts_that_are_too_long_are_never_drawn_and_counted_at_the_start(toke
     assert [p.index for p in prompts] == list(range(8))
     assert lines[0].startswith(
         f"data: {path}:train has 5 rows, 3 are used; an epoch is 1.5 steps of 2 prompts; tokens 4 to 9, median 6; "
-        "left out: 2 longer than data.max_prompt_tokens=6 (counted in "
+        "left out: 2 longer than data.max_prompt_tokens=6 (encoded in "
     )
     assert lines[1] == (
         f"warning: 40% of the rows of {path} are left out; with data.max_prompt_tokens=8, 95% of them fit"
@@ -439,7 +438,8 @@ def test_evaluation_on_the_training_file_is_said_aloud(tokenizer, ten_rows, caps
     ],
 )
 def test_two_parts_of_one_file_are_no_training_data(tokenizer, ten_rows, capsys, split, held_out, warns):
-    load_eval_prompts(config_of(ten_rows, split=split), EvaluationConfig(split=held_out), tokenizer)
+    evaluation = EvaluationConfig(path=f"{ten_rows}:{held_out}")
+    load_eval_prompts(config_of(f"{ten_rows}:{split}"), evaluation, tokenizer)
     assert ("evaluation uses the training data" in capsys.readouterr().out) == warns
 
 
@@ -450,24 +450,8 @@ def test_two_parts_of_one_file_are_no_training_data(tokenizer, ten_rows, capsys,
 def test_a_part_of_what_is_trained_on_is_training_data(tokenizer, monkeypatch, capsys, path, held_out, warns):
     rows = datasets.Dataset.from_list([{"question": "add n1", "answer": "1"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: rows)
-    load_eval_prompts(config_of("a/b[main]"), EvaluationConfig(path=path, split=held_out), tokenizer)
+    load_eval_prompts(config_of("a/b[main]"), EvaluationConfig(path=f"{path}:{held_out}"), tokenizer)
     assert ("evaluation uses the training data" in capsys.readouterr().out) == warns
-
-
-@pytest.mark.parametrize(
-    ("path", "loaded"),
-    [("", ("a/b", "main", "test")), ("a/b", ("a/b", "main", "test")), ("c/d", ("c/d", None, "test"))],
-)
-def test_the_training_data_s_name_is_not_used_for_another_data_set(tokenizer, monkeypatch, path, loaded):
-    calls = []
-
-    def load(path, name, split):
-        calls.append((path, name, split))
-        return datasets.Dataset.from_list([{"question": "add n1", "answer": "1"}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    load_eval_prompts(config_of("a/b", name="main"), EvaluationConfig(path=path, num_prompts=1), tokenizer)
-    assert calls == [loaded]
 
 
 # ---- real rows
@@ -477,6 +461,6 @@ def test_the_training_data_s_name_is_not_used_for_another_data_set(tokenizer, mo
 def test_gsm8k_rows_stream_and_have_numbers_for_answers(tokenizer):
     stream = prompts_of(config_of(str(GSM8K), max_prompt_tokens=10_000), tokenizer, seed=0)
     prompts = stream.draw(50)
-    assert len(stream.orders[""].rows.rows) == 7473
+    assert len(stream.orders[""].rows.table) == 7473
     assert len({p.columns["question"] for p in prompts}) == 50
     assert all(parse_number(extract_answer(p.columns["answer"], "hashes")) is not None for p in prompts)

@@ -3,16 +3,16 @@
 import pytest
 
 from grpo.data.columns import BadRow
-from grpo.data.formats import Chat, Columns, detect_format, no_format, row_to_chat
+from grpo.data.rows import ChatColumns, Example, detect_format, no_format, read_chat
 
 USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
 
 
-COLUMNS = Columns("question", "answer")
+COLUMNS = ChatColumns("question", "answer")
 
 
-def chat_of(row: dict, row_format: str = "auto") -> Chat:
-    return row_to_chat(row, detect_format([row], COLUMNS) if row_format == "auto" else row_format, COLUMNS)
+def chat_of(row: dict, row_format: str = "auto") -> Example:
+    return read_chat(detect_format([row], COLUMNS) if row_format == "auto" else row_format, COLUMNS, row)
 
 
 @pytest.mark.parametrize(
@@ -31,20 +31,20 @@ def chat_of(row: dict, row_format: str = "auto") -> Chat:
     ],
 )
 def test_rows_with_turns(row, messages):
-    assert chat_of(row) == Chat(messages)
+    assert chat_of(row) == Example(chat=messages)
 
 
 def test_plain_text():
-    assert chat_of({"text": "Once upon a time"}) == Chat([], text="Once upon a time")
+    assert chat_of({"text": "Once upon a time"}) == Example(text="Once upon a time")
 
 
 def test_the_first_format_that_fits_is_taken_unless_one_is_named():
     row = {"text": "t", "instruction": "i", "output": "o", "question": "q", "answer": "a", "messages": [USER]}
     expected = {
-        "messages": Chat([USER]),
-        "prompt_completion": Chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]),
-        "alpaca": Chat([{"role": "user", "content": "i"}, {"role": "assistant", "content": "o"}]),
-        "text": Chat([], text="t"),
+        "messages": Example(chat=[USER]),
+        "prompt_completion": Example(chat=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]),
+        "alpaca": Example(chat=[{"role": "user", "content": "i"}, {"role": "assistant", "content": "o"}]),
+        "text": Example(text="t"),
     }
     assert {name: chat_of(row, name) for name in expected} == expected
     needed = {"prompt_completion": ["question"], "messages": ["messages"], "alpaca": ["output"], "text": ["text"]}
@@ -59,9 +59,9 @@ def test_the_first_format_that_fits_is_taken_unless_one_is_named():
 
 def test_columns_may_be_paths():
     row = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "2"}], "also": {"tools": [{"a": 1}]}}
-    columns = Columns("messages.:-1", "messages.-1.content", "also.tools")
+    columns = ChatColumns("messages.:-1", "messages.-1.content", "also.tools")
     assert detect_format([row], columns) == "prompt_completion"
-    assert row_to_chat(row, "prompt_completion", columns) == Chat(row["messages"], tools=[{"a": 1}])
+    assert read_chat("prompt_completion", columns, row) == Example(chat=row["messages"], tools=[{"a": 1}])
 
 
 def test_what_a_table_adds_to_messages_is_left_out():
@@ -81,8 +81,8 @@ def test_what_a_table_adds_to_messages_is_left_out():
         "tools": '[{"type": "function", "function": {"name": "add"}}]',
     }
     before = repr(row)
-    assert chat_of(row) == Chat(
-        [
+    assert chat_of(row) == Example(
+        chat=[
             USER,
             {
                 "role": "assistant",

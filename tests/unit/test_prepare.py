@@ -9,8 +9,16 @@ import pytest
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig, ValidationConfig
 from grpo.data import toy
 from grpo.data.chat import Refused, encode_prompt
-from grpo.data.held_out import load_eval_prompts, load_validation
-from grpo.data.prepare import load_chat_sources, load_sources, reward_columns, texts_of, usable_chats, usable_prompts
+from grpo.data.prepare import (
+    load_chat_sources,
+    load_eval_prompts,
+    load_sources,
+    load_validation,
+    reward_columns,
+    texts_of,
+    usable_chats,
+    usable_prompts,
+)
 from grpo.data.streams import ChatStream, PromptStream
 from tests.unit.test_data import config_of, long_rows, word_tokenizer, write_rows
 
@@ -68,7 +76,7 @@ def test_what_the_template_refuses_is_a_row_that_cannot_be_used(tmp_path):
     data = config_of(write_rows(tmp_path / "rows.jsonl", rows))
     own = word_tokenizer()
     own.chat_template = strict
-    message = r"1 of 3 rows of .* row 2: the chat template refuses it \(TemplateError: not this\)"
+    message = "1 of 3 rows of .* row 2: the chat template of .* refuses it: TemplateError: not this"
     with pytest.raises(ValueError, match=message):
         prepared(data, own)
     found = prepared(config_of(data.path, bad_rows="skip"), own)
@@ -120,7 +128,7 @@ def two_sources(tmp_path) -> dict:
 
 def stream_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
     config = GRPOConfig(data=data, seed=seed, prompts_per_step=1, **fields)
-    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config, tokenizer)
+    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config)
 
 
 def test_sources_come_by_their_weights_each_through_epochs_of_its_own(tokenizer, two_sources, capsys):
@@ -175,7 +183,7 @@ def test_a_state_of_another_mixture_is_refused(tokenizer, two_sources):
 def test_chats_of_a_mixture_resume_exactly(tokenizer, two_sources):
     config = SFTConfig(data=config_of(**two_sources), sequences_per_step=4, max_sequence_tokens=20)
     sources = usable_chats(load_chat_sources(config), config, tokenizer)
-    stream, resumed = (ChatStream(sources, config, tokenizer) for _ in range(2))
+    stream, resumed = (ChatStream(sources, config) for _ in range(2))
     stream.draw(5)
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
     assert resumed.draw(15) == stream.draw(15)
@@ -254,7 +262,7 @@ def sft_of(path: str, **fields) -> SFTConfig:
 def chats(config: SFTConfig, tokenizer) -> list[tuple[str, str]]:
     """The examples of an epoch and their labels as texts."""
     sources = usable_chats(load_chat_sources(config), config, tokenizer)
-    examples = ChatStream(sources, config, tokenizer).draw(sum(len(rows.usable) for rows in sources))
+    examples = ChatStream(sources, config).draw(sum(len(rows.usable) for rows in sources))
     pairs = []
     for ids, mask, _ in examples:
         labels = [token for token, is_label in zip(ids, mask, strict=True) if is_label]
@@ -296,7 +304,7 @@ def test_a_set_without_any_label_is_refused(tokenizer, talks):
     with pytest.raises(ValueError) as refused:
         chats(sft_of(talks, too_long="truncate", max_sequence_tokens=3), tokenizer)
     assert str(refused.value).startswith(
-        f"none of 4 examples of {talks} has a token to learn within max_sequence_tokens=3; bring chats with assistant"
+        f"none of 4 rows of {talks} has a token to learn within max_sequence_tokens=3; bring chats with assistant"
     )
 
 
@@ -315,8 +323,8 @@ def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, tal
     assert texts["answers"] == [f"<user> add <assistant> n{i} <eos>" for i in (5, 6, 7)]
     out = capsys.readouterr().out
     assert "held out: 2 of 4 rows of talks (" in out and "held out: 3 of 5 rows of answers (" in out
-    assert "warning: 2 held-out examples of" in out and "longer than max_sequence_tokens=9 or have no token" in out
-    assert f"warning: validation uses the training data {ten_answers}; set validation.path or" in out
+    assert "warning: 2 held-out examples of" in out and "1 longer than max_sequence_tokens=9" in out
+    assert f"warning: validation uses the training data {ten_answers}; set validation.path" in out
 
 
 STRICT = (
@@ -354,9 +362,7 @@ def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in
 
 def test_held_out_examples_of_which_none_has_a_label_are_refused(tokenizer, talks, ten_answers):
     config = sft_of(ten_answers, max_sequence_tokens=4, validation=ValidationConfig(interval=1, path=talks))
-    with pytest.raises(
-        ValueError, match="none of 4 held-out examples of .*talks.jsonl has a token to learn within max"
-    ):
+    with pytest.raises(ValueError, match="all 3 rows of .*talks.jsonl are longer than max_sequence_tokens=4 tokens"):
         load_validation(config, tokenizer)
 
 

@@ -60,7 +60,7 @@ def prompts_of(path: str, *flags: str):
     fixed += ["--data.max-prompt-tokens", "3000"]
     config = load(GRPOConfig, str(ROOT / "configs/qwen3_1_7b_gsm8k.py"), [*fixed, *flags])
     tokenizer = tokenizer_of(sources := load_sources(config.data))
-    prompts = PromptStream(usable_prompts(sources, config, tokenizer), config, tokenizer).draw(3)
+    prompts = PromptStream(usable_prompts(sources, config, tokenizer), config).draw(3)
     return prompts, [tokenizer.decode(prompt.ids) for prompt in prompts], config
 
 
@@ -70,7 +70,7 @@ def chats_of(path: str, *flags: str) -> list[tuple[str, str]]:
     config = load(SFTConfig, str(ROOT / "configs/toy_sft.py"), [*fixed, *flags])
     tokenizer = tokenizer_of(sources := load_chat_sources(config))
     chats = []
-    for ids, mask, _ in ChatStream(usable_chats(sources, config, tokenizer), config, tokenizer).draw(3):
+    for ids, mask, _ in ChatStream(usable_chats(sources, config, tokenizer), config).draw(3):
         start, labels = mask.index(True), [token for token, is_label in zip(ids, mask, strict=True) if is_label]
         chats.append((tokenizer.decode(ids[:start]), tokenizer.decode(labels)))
     return chats

@@ -1,21 +1,40 @@
 """Every row is looked at before a run: what cannot be used, why, and what is told about it."""
 
+import datetime
+import json
+
 import datasets
 import pytest
 
-from grpo.config import DataConfig, SFTConfig
-from grpo.config.sources import Source
+from grpo.config import DataConfig, GRPOConfig, SFTConfig
 from grpo.data.columns import BadRow, value_at
-from grpo.data.examples import row_reader
-from grpo.data.rows import check_chat_rows, check_rows
-from grpo.data.sources import TableRows
+from grpo.data.encode import EncodedRows, as_labelled, as_prompt
+from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
+from grpo.data.rows import row_reader
+from tests.unit.test_data import word_tokenizer
 
 GOOD = {"question": "1+2", "answer": "3"}
-FILE = Source("", "f.jsonl")
+TOKENIZER = word_tokenizer()
 
 
-def checked(*rows: dict, source: Source = FILE, **fields):
-    return check_rows(source, list(rows), DataConfig(**fields))
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def written(rows: tuple[dict, ...], table: bool, name: str = "f") -> str:
+    """The rows as a file; in a table every row has every entry of every other row."""
+    if table:
+        datasets.Dataset.from_list(list(rows)).to_parquet(f"{name}.parquet")
+        return f"{name}.parquet"
+    with open(f"{name}.jsonl", "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return f"{name}.jsonl"
+
+
+def checked(*rows: dict, table: bool = False, name: str = "f", **fields) -> EncodedRows:
+    data = DataConfig(path=written(rows, table, name), **fields)
+    return usable_prompts(load_sources(data), GRPOConfig(data=data, prompts_per_step=1), TOKENIZER)[0]
 
 
 def fault(row: dict, **fields) -> str:
@@ -96,34 +115,30 @@ def test_a_path_that_leads_nowhere(path):
 
 
 def test_rows_of_a_table_are_looked_at_too():
-    table = datasets.Dataset.from_list(
-        [GOOD | {"more": "x"}, GOOD | {"answer": None}, GOOD | {"question": "  "}, *[GOOD] * 2500]
-    )
-    found = check_rows(FILE, TableRows(table), DataConfig(bad_rows="skip"))
+    rows = [GOOD | {"more": "x"}, GOOD | {"answer": None}, GOOD | {"question": "  "}, *[GOOD] * 2500]
+    found = checked(*rows, table=True, bad_rows="skip")
     assert found.usable[:3] == [0, 3, 4] and len(found.usable) == 2501
     assert found.left_out == {"that cannot be used": 2}
-    assert found.rows.table.column_names == ["question", "answer"]  # others are not read
-    with pytest.raises(ValueError, match="column 'prompt' is missing in f.jsonl; columns there: question, answer, mo"):
-        check_rows(FILE, TableRows(table), DataConfig(prompt_column="prompt"))
 
 
-def test_a_column_that_no_row_has():
-    with pytest.raises(
-        ValueError, match="column 'prompt' is missing in f.jsonl; columns there: question, answer, solution$"
-    ):
-        checked(GOOD, {"solution": "3"}, prompt_column="prompt")
-
-
-@pytest.mark.parametrize("as_table", [False, True])
-def test_a_column_path_that_no_row_has(as_table: bool):
-    rows = [{"question": "1+2", "reward_model": {"ground_truth": "3", "style": "rule"}}] * 3
-    rows = TableRows(datasets.Dataset.from_list(rows)) if as_table else rows
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize(
+    ("missing", "fields"),
+    [
+        ("prompt", {"prompt_column": "prompt"}),
+        ("reward_model.truth", {"answer_column": "reward_model.truth"}),
+        ("tool", {"tools_column": "tool"}),
+    ],
+)
+def test_a_column_that_no_row_has(table: bool, missing: str, fields: dict):
+    row = GOOD | {"reward_model": {"ground_truth": "3", "style": "rule"}, "tools": ["x"]}
     with pytest.raises(ValueError) as refused:
-        check_rows(FILE, rows, DataConfig(answer_column="reward_model.truth"))
-    assert str(refused.value) == (
-        "column 'reward_model.truth' is missing in f.jsonl; columns there: question, reward_model.ground_truth, "
-        "reward_model.style"
+        checked(row, row, table=table, **fields)
+    message = str(refused.value)
+    assert message.startswith(
+        f"column {missing!r} is missing in f.{'parquet' if table else 'jsonl'}; columns there: que"
     )
+    assert "reward_model.style" in message or missing == "tool"
 
 
 def test_mixed_types_in_a_nested_column_are_one_clear_line():
@@ -162,15 +177,21 @@ def test_bad_rows_are_refused_with_their_numbers():
 
 
 def test_bad_rows_are_skipped_and_counted(capsys):
-    found = checked(GOOD, {"question": "1+2"}, GOOD, source=Source("", "f\x1b[2J.jsonl"), bad_rows="skip")
+    found = checked(GOOD, {"question": "1+2"}, GOOD, name="f\x1b[2J", bad_rows="skip")
     assert found.usable == [0, 2] and found.left_out == {"that cannot be used": 1}
-    (line,) = capsys.readouterr().out.splitlines()
+    line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith(
         r"warning: 1 of 3 rows of f\x1b[2J.jsonl cannot be used: row 2: column 'answer' is missing ("
     )
     assert line.endswith("they are left out")
     assert checked(GOOD, bad_rows="skip").left_out == {}
-    assert capsys.readouterr().out == ""
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_values_that_json_cannot_hold_are_told():
+    rows = [GOOD | {"day": datetime.date(2024, 1, day)} for day in (1, 2)]
+    with pytest.raises(ValueError, match="2 of 2 rows of f.parquet .* row 1: .*what JSON cannot .*date"):
+        checked(*rows, table=True, columns={"day": "day"})
 
 
 @pytest.mark.parametrize("bad_rows", ["refuse", "skip"])
@@ -201,8 +222,8 @@ def test_an_own_function_makes_prompt_and_columns_and_leaves_rows_out(own):
     found = checked(*rows, row=name)
     assert found.usable == [0, 1, 2]
     assert found.left_out == {f"left out by {name}": 2}
-    example = found.example(2)
-    assert example.prompt == "2?" and example.columns == {"answer": "2", "level": 2}
+    prompt = as_prompt(found.get(2), 0, 2, "")
+    assert prompt.content == "2?" and prompt.columns == {"answer": "2", "level": 2}
 
 
 @pytest.mark.parametrize(
@@ -227,52 +248,40 @@ def test_an_own_function_gives_the_same_columns_for_all_rows(own):
         checked(GOOD, GOOD | {"question": ""}, row=name)
 
 
-def test_an_own_function_may_not_change_its_mind(own):
-    name = own("row['n'].append(1); return {'prompt': 'p'} if len(row['n']) < 2 else None")
-    found = checked({"n": []}, row=name)
-    with pytest.raises(ValueError, match="row 1 of f.jsonl could be used when the run started, and now: left out"):
-        found.example(0)
-
-
-def test_a_tools_column_may_be_empty_but_must_be_there():
+def test_a_tools_column_may_be_empty():
     assert checked(GOOD | {"tools": []}, GOOD, tools_column="tools").usable == [0, 1]
-    with pytest.raises(ValueError, match="column 'tool' is missing in f.jsonl; columns there: question, answer, tools"):
-        checked(GOOD | {"tools": []}, tools_column="tool")
 
 
 # ---- SFT
 
 
-def chats(*rows: dict, table: bool = False, row_format: str = "auto", **fields):
-    rows = TableRows(datasets.Dataset.from_list(list(rows))) if table else list(rows)
-    return check_chat_rows(FILE, rows, SFTConfig(data=DataConfig(**fields), row_format=row_format))
+def chats(*rows: dict, table: bool = False, row_format: str = "auto", **fields) -> EncodedRows:
+    data = DataConfig(path=written(rows, table), system_prompt="", **fields)
+    config = SFTConfig(data=data, row_format=row_format, sequences_per_step=1, train_on="all")
+    return usable_chats(load_chat_sources(config), config, TOKENIZER)[0]
+
+
+def texts_of(found: EncodedRows) -> list[str]:
+    return [TOKENIZER.decode(as_labelled(found.get(row)).ids) for row in found.usable]
 
 
 @pytest.mark.parametrize("table", [False, True])
 def test_the_first_rows_decide_the_format_of_a_source(table, capsys):
-    rows = [{"text": None, "instruction": "add", "output": "two"}, {"text": "once", "instruction": "sub"}]
-    with pytest.raises(ValueError, match="1 of 2 rows of f.jsonl cannot be used: row 2: column 'output' is missing"):
+    rows = [{"text": None, "instruction": "add", "output": "yes"}, {"text": "Be brief", "instruction": "sub"}]
+    with pytest.raises(ValueError, match="1 of 2 rows of f.* cannot be used: row 2: column 'output' is missing"):
         chats(*rows, table=table)
-    assert "data: f.jsonl has instruction and output, so its row_format is alpaca\n" in capsys.readouterr().out
+    assert " has instruction and output, so its row_format is alpaca\n" in capsys.readouterr().out
     assert chats(*rows, table=table, bad_rows="skip").usable == [0]
-    assert chats(*rows, table=table, bad_rows="skip", row_format="text").example(1).texts == ["once"]
-    with pytest.raises(ValueError, match="column 'messages' is missing in f.jsonl; columns there: text, instruction"):
+    assert texts_of(chats(*rows, table=table, bad_rows="skip", row_format="text")) == ["Be brief <eos>"]
+    with pytest.raises(ValueError, match="column 'messages' is missing in f.*; columns there: text, instruction"):
         chats(*rows, table=table, row_format="messages")
-    with pytest.raises(ValueError, match="f.jsonl: the columns q, a are no row format; there must be question and com"):
+    with pytest.raises(ValueError, match="f.*: the columns q, a are no row format; there must be question and com"):
         chats({"q": "1+1", "a": "2"}, table=table)
 
 
-def test_only_the_columns_of_the_format_are_read_from_a_table():
-    row = {"messages": [{"role": "user", "content": "1+1"}], "tools": "[]", "text": "x", "more": 1}
-    assert chats(row, table=True).rows.table.column_names == ["messages", "tools"]
-    with pytest.raises(ValueError, match="column 'functions' is missing in f.jsonl"):
-        chats(row, table=True, tools_column="functions")
-
-
 def test_an_own_function_may_make_rows_of_any_format(own):
-    name = own("return {'messages': [{'role': 'user', 'content': row['q']}]} if row['q'] else {'text': 'none'}")
-    found = chats({"q": "1+1"}, {"q": ""}, row=name)
-    assert [found.example(row).texts for row in found.usable] == [["1+1"], ["none"]]
+    name = own("return {'messages': [{'role': 'user', 'content': row['q']}]} if row['q'] else {'text': 'brief'}")
+    assert texts_of(chats({"q": "add"}, {"q": ""}, row=name)) == ["<user> add", "brief <eos>"]
 
 
 def test_an_own_function_that_makes_no_chat(own):

@@ -9,11 +9,22 @@ import pytest
 from grpo.config import DataConfig, GRPOConfig, SamplingConfig, SFTConfig, ValidationConfig
 from grpo.config.checks import validate
 from grpo.config.sources import parse_source
-from grpo.data.held_out import load_validation
-from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
+from grpo.data import streaming, streams
+from grpo.data.prepare import load_chat_sources, load_sources, load_validation, usable_chats, usable_prompts
 from grpo.data.streaming import RowStream, first_rows
 from grpo.data.streams import ChatStream, PromptStream
 from tests.unit.test_data import word_tokenizer, write_rows
+
+
+@pytest.fixture(autouse=True)
+def windows(monkeypatch):
+    """Small ones: three rows are shuffled together."""
+    monkeypatch.setattr(streams, "SHUFFLED_ROWS", 3)
+
+
+@pytest.fixture
+def checks_two(monkeypatch):
+    monkeypatch.setattr(streaming, "CHECKED_ROWS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +46,17 @@ def two_sources(tmp_path) -> dict:
 
 
 def data_of(path="", **fields) -> DataConfig:
-    return DataConfig(**{"path": path, "system_prompt": "", "streaming": True, "shuffle_buffer": 3} | fields)
+    return DataConfig(**{"path": path, "system_prompt": "", "streaming": True} | fields)
 
 
 def prompts_of(data: DataConfig, tokenizer, seed=0) -> PromptStream:
     config = GRPOConfig(data=data, seed=seed, prompts_per_step=1)
-    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config, tokenizer)
+    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config)
 
 
 def chats_of(data: DataConfig, tokenizer, **fields) -> ChatStream:
     config = SFTConfig(data=data, **{"max_sequence_tokens": 20, "sequences_per_step": 1} | fields)
-    return ChatStream(usable_chats(load_chat_sources(config), config, tokenizer), config, tokenizer)
+    return ChatStream(usable_chats(load_chat_sources(config), config, tokenizer), config)
 
 
 def answers(prompts) -> list[str]:
@@ -63,7 +74,7 @@ def test_without_shuffling_rows_come_as_in_the_source(tokenizer, two_sources):
         assert [prompt.index for prompt in prompts] == list(range(12))
 
 
-def test_three_rows_at_a_time_are_shuffled_anew_in_each_epoch(tokenizer, two_sources):
+def test_three_rows_at_a_time_are_shuffled_anew_in_each_epoch(tokenizer, two_sources, monkeypatch):
     rows = [p.row for p in prompts_of(data_of(two_sources["a"]), tokenizer).draw(70)]
     epochs = [rows[start : start + 7] for start in range(0, 70, 7)]
     for epoch in epochs:
@@ -71,7 +82,8 @@ def test_three_rows_at_a_time_are_shuffled_anew_in_each_epoch(tokenizer, two_sou
     assert len({tuple(epoch) for epoch in epochs}) > 5
     assert rows == [p.row for p in prompts_of(data_of(two_sources["a"]), tokenizer).draw(70)]
     assert rows != [p.row for p in prompts_of(data_of(two_sources["a"]), tokenizer, seed=1).draw(70)]
-    whole = [p.row for p in prompts_of(data_of(two_sources["a"], shuffle_buffer=100), tokenizer).draw(7)]
+    monkeypatch.setattr(streams, "SHUFFLED_ROWS", 100)
+    whole = [p.row for p in prompts_of(data_of(two_sources["a"]), tokenizer).draw(7)]
     assert sorted(whole) == list(range(7)) and {*whole[:3]} != {0, 1, 2}
 
 
@@ -123,17 +135,16 @@ def test_resuming_reads_no_file_before_that_of_the_place(tmp_path):
     files[0].write_bytes(b"\xff\n")
     other = RowStream(source)
     other.seek(place)
-    assert [(number, other.parse(item)["answer"]) for number, item in other.read(9)] == [(4, "b4")]
+    assert [(number, other.row(number)["answer"]) for number in other.read(9)] == [(4, "b4")]
     other.seek(None)
     with pytest.raises(ValueError, match=r":train could not be read after row 0: Unicode\w+: .*; correct the file or"):
         other.read(1)
 
 
-def test_a_place_of_another_buffer_or_without_streaming_is_refused(tokenizer, two_sources):
+def test_a_place_in_another_order_or_without_streaming_is_refused(tokenizer, two_sources):
     state = prompts_of(data_of(two_sources["a"]), tokenizer).state_dict()
     for name, saved, ours, fields in (
-        ("rows_at_hand", 3, 5, {"shuffle_buffer": 5}),
-        ("shuffle", 1, 0, {"shuffle": False}),
+        ("window", 3, 1000, {"shuffle": False}),
         ("num_rows", None, 7, {"streaming": False}),
     ):
         with pytest.raises(
@@ -146,14 +157,14 @@ def test_a_folder_with_a_card_is_read_as_a_data_set_of_the_hub(tokenizer, two_so
     """By the same reader, which the card tells what its files are."""
     card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: train-*.parquet\n---\n"
     (tmp_path / "b" / "README.md").write_text(card)
-    data = data_of(f"{two_sources['b']}[default]", shuffle_buffer=2)
+    data = data_of(f"{two_sources['b']}[default]")
     stream, resumed = (prompts_of(data, tokenizer) for _ in range(2))
     assert sorted(answers(stream.draw(5))) == [f"b{i}" for i in range(5)]
     stream.draw(3)
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
     assert resumed.draw(9) == stream.draw(9)
     with pytest.raises(ValueError, match="could not be loaded: ValueError: .*test"):
-        prompts_of(data_of(two_sources["b"], split="test"), tokenizer)
+        prompts_of(data_of(f"{two_sources['b']}:test"), tokenizer)
 
 
 # ---- rows as they come
@@ -171,8 +182,8 @@ def odd_rows(tmp_path) -> str:
     return str(tmp_path / "odd.jsonl")
 
 
-def test_skipped_rows_are_counted_and_the_first_is_told(tokenizer, odd_rows, capsys):
-    data = data_of(odd_rows, shuffle=False, checked_rows=2, bad_rows="skip", max_prompt_tokens=20)
+def test_skipped_rows_are_counted_and_the_first_is_told(tokenizer, odd_rows, capsys, checks_two):
+    data = data_of(odd_rows, shuffle=False, bad_rows="skip", max_prompt_tokens=20)
     stream = prompts_of(data, tokenizer)
     out = capsys.readouterr().out
     assert f"data: {odd_rows}:train is streamed; of its first 2 rows 2 can be used; tokens 4 to 4, median 4" in out
@@ -189,8 +200,8 @@ def test_skipped_rows_are_counted_and_the_first_is_told(tokenizer, odd_rows, cap
     assert answers(resumed.draw(3)) == ["a0", "a1", "a6"] and resumed.metrics()["data/bad_rows"] == 6
 
 
-def test_refused_rows_end_the_run_with_their_number(tokenizer, odd_rows):
-    stream = prompts_of(data_of(odd_rows, shuffle=False, checked_rows=2, max_prompt_tokens=20), tokenizer)
+def test_refused_rows_end_the_run_with_their_number(tokenizer, odd_rows, checks_two):
+    stream = prompts_of(data_of(odd_rows, shuffle=False, max_prompt_tokens=20), tokenizer)
     stream.draw(2)
     with pytest.raises(
         ValueError, match=r"row 3 of .*odd.jsonl:train cannot be used: not JSON \(.*skip, and go on from"
@@ -200,19 +211,20 @@ def test_refused_rows_end_the_run_with_their_number(tokenizer, odd_rows):
         first_rows(parse_source(odd_rows, "data.path"), 3)
 
 
-def test_rows_of_another_kind_than_the_first_are_refused(tokenizer, tmp_path):
+def test_rows_of_another_kind_than_the_first_are_refused(tokenizer, tmp_path, checks_two):
     rows = rows_of("a", 2) + [{"question": "add n1", "answer": 7}]
-    data = data_of(write_rows(tmp_path / "a.jsonl", rows), shuffle=False, checked_rows=2)
+    data = data_of(write_rows(tmp_path / "a.jsonl", rows), shuffle=False)
     expected = "row 3 of .* cannot be used: its columns hold text in 'question', a number in 'answer', and in the first"
     with pytest.raises(ValueError, match=expected):
         prompts_of(data, tokenizer).draw(3)
 
 
-def test_sft_passes_over_what_has_no_label_and_cuts_off_what_is_too_long(tokenizer, tmp_path):
+def test_sft_passes_over_what_has_no_label_and_cuts_off_what_is_too_long(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "CHECKED_ROWS", 1)
     user, yes = {"role": "user", "content": "add"}, {"role": "assistant", "content": "yes"}
     talks = [[user, yes], [user], [user, yes] * 4, [user, yes]]  # 5, 3 and 17 tokens
     path = write_rows(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks])
-    data = data_of(path, shuffle=False, checked_rows=1)
+    data = data_of(path, shuffle=False)
     stream = chats_of(data, tokenizer, max_sequence_tokens=9)
     assert [len(example.ids) for example in stream.draw(3)] == [5, 5, 5]
     assert stream.metrics() == {"data/bad_rows": 0, "data/too_long": 1, "data/unlabelled": 1}
@@ -233,11 +245,12 @@ def test_an_epoch_with_nothing_to_draw_is_an_error(tokenizer, tmp_path):
 # ---- held-out rows, and what cannot be streamed
 
 
-def test_held_out_rows_are_the_first_and_parts_of_a_split_are_read_whole(tokenizer, tmp_path, capsys):
+def test_held_out_rows_are_the_first_and_parts_of_a_split_are_read_whole(tokenizer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(streaming, "CHECKED_ROWS", 4)
     path = write_rows(tmp_path / "a.jsonl", rows_of("a", 9))
     for split, seen, used in (("test", 4, 3), ("test[2:]", 7, 3)):
-        validation = ValidationConfig(interval=1, path=path, split=split, num_examples=3)
-        config = SFTConfig(data=data_of(path, checked_rows=4), validation=validation, max_sequence_tokens=20)
+        validation = ValidationConfig(interval=1, path=f"{path}:{split}", num_examples=3)
+        config = SFTConfig(data=data_of(path), validation=validation, max_sequence_tokens=20)
         assert len(load_validation(config, tokenizer)[""]) == used
         assert f"held out: {used} of {seen} rows of {path}:{split}" in capsys.readouterr().out
 

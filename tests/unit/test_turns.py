@@ -18,11 +18,21 @@ from grpo.data import chat as chat_module
 from grpo.data import toy
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.data.chat import Refused, TooLong, encode_prompt
-from grpo.data.formats import Chat, Columns, row_to_chat
-from grpo.data.turns import encode_chat, encode_example, encode_text, end_of_turn
+from grpo.data.rows import ChatColumns, Example, read_chat
+from grpo.data.turns import encode_example, end_of_turn
 from grpo.types import Sample
 
 DATA = DataConfig(system_prompt="")
+
+
+def encode_chat(tokenizer, data, messages, train_on, max_tokens, tools=None, truncate=False):
+    return encode_example(tokenizer, data, Example(chat=messages, tools=tools), train_on, max_tokens, truncate)
+
+
+def encode_text(tokenizer, text, max_tokens, truncate=False):
+    return encode_example(tokenizer, DATA, Example(text=text), "last", max_tokens, truncate)
+
+
 NO_THOUGHTS = {"enable_thinking": False}
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 TEXTS = [
@@ -348,11 +358,10 @@ def test_an_answer_that_is_not_opened_as_the_prompt_says():
 def test_roles_that_the_template_refuses():
     strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No system\x1b role') }}{% endif %}"
     for template, message in {
-        strict
-        + "{{ m.content }}{% endfor %}": r"^the chat template of .* refuses this chat: TemplateError: No system\\x1b",
-        "{{ messages[0].content + 1 }}": "refuses this chat: TypeError: ",
-        "{{ messages[0].content.nothing.at_all }}": "refuses this chat: UndefinedError: ",
-        "{{ 1 // (messages | length - 3) }}": "refuses this chat: ZeroDivisionError: ",
+        strict + "{{ m.content }}{% endfor %}": r"^the chat template of .* refuses it: TemplateError: No system\\x1b",
+        "{{ messages[0].content + 1 }}": "refuses it: TypeError: ",
+        "{{ messages[0].content.nothing.at_all }}": "refuses it: UndefinedError: ",
+        "{{ 1 // (messages | length - 3) }}": "refuses it: ZeroDivisionError: ",
         "{{ messages[0].content }}\ud800": "^the text has a lone surrogate",
     }.items():
         with pytest.raises(Refused, match=message) as refused:
@@ -380,9 +389,6 @@ def test_templates_that_write_prompts_only(tmp_path):
 def test_texts_have_the_tokenizers_beginning_and_eos():
     tokenizer = tokenizer_for(*FAMILIES["plain"])
     assert bracketed(tokenizer, *encode_text(tokenizer, "hello a lot", 100)) == "hello[ a lot<eos>]"
-    assert encode_example(tokenizer, DATA, Chat([], text="hello a lot"), "last", 100) == encode_text(
-        tokenizer, "hello a lot", 100
-    )
     special = [("<|begin|>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
     for pattern in ("<|begin|> $A", "<|begin|> $A <eos>"):
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -464,7 +470,7 @@ def test_real_answers():
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:500]]
     tokenizer = toy.trained_tokenizer(row[column] for row in rows for column in ("question", "answer"))
     for row in rows:
-        chat = row_to_chat(row, "prompt_completion", Columns("question", "answer"))
+        chat = read_chat("prompt_completion", ChatColumns("question", "answer"), row)
         ids, mask = encode_example(tokenizer, DataConfig(), chat, "assistant", 2048)
         prompt = encode_prompt(tokenizer, DataConfig(), row["question"], 2048)
         assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt)
