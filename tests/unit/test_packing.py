@@ -100,16 +100,6 @@ def test_properties_of_rows():
         assert fewest <= len(plan[0]) <= 2 * sum(lengths) // (num_ranks * max_tokens) + 1
 
 
-def test_similar_sequences_are_balanced_closely():
-    # a step like a real one: 256 sequences of 130 to 1150 tokens, 4 ranks, rows of 16384
-    generator = random.Random(1)
-    lengths = [generator.randint(130, 1150) for _ in range(256)]
-    plan = plan_rows(lengths, 4, 16384)
-    loads = [sum(lengths[i] for i in row) for of_rank in plan for row in of_rank]
-    assert len(plan[0]) == math.ceil(sum(lengths) / (4 * 16384))
-    assert max(loads) <= 1.01 * min(loads)
-
-
 def test_a_batch_is_its_samples_laid_end_to_end():
     prompt = Prompt(index=0, ids=[5, 6])
     completion = Completion.of(
