@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from grpo.report.formats import number_or_none
-from grpo.text import printable
+from grpo.text import number_or_none, printable
 
 FILES = {False: "completions.jsonl", True: "evaluation.jsonl"}
 

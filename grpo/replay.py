@@ -17,7 +17,7 @@ from grpo.config.recipes import load
 from grpo.data.recorded import batch_path, check_recorded, read_step
 from grpo.folder.checkpoint import saves
 from grpo.models.hf_folder import read_hf_config, resolve_folder
-from grpo.report.measured import measured_metrics
+from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.metrics import StepMetrics
 from grpo.run.command_line import subject_of
 from grpo.run.session import Session, Start, run

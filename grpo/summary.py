@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from grpo.report.formats import compact_number
+from grpo.text import compact_number
 
 USAGE = "usage: python -m grpo.summary RUN_DIR"
 

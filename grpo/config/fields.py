@@ -447,34 +447,10 @@ class MetricsConfig:
     """Write TensorBoard event files to `RUN_DIR/tensorboard`."""
     samples_interval: Interval = 10
     """Steps between readable samples of completions with their rewards; 0 writes none."""
-    num_samples: Annotated[int, AtLeast(0)] = 4
-    """Completions written each time."""
+    warnings: bool = True
+    """Say on the console in one line that a run goes wrong: equal rewards, no entropy, truncation, lost accuracy."""
     wandb_project: str = ""
     """Log to this project at Weights & Biases too (`pip install wandb`); empty does not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarningsConfig:
-    """When a run says in words that it goes wrong: once, and again only if it went away in between."""
-
-    window: Annotated[int, AtLeast(2)] = 10
-    """Steps whose mean counts; what rises is compared with the mean of the first so many."""
-    equal_reward_steps: Annotated[int, AtLeast(0)] = 3
-    """So many steps in a row in which the rewards of each group are all equal; 0 says nothing."""
-    loss_spike: Annotated[float, AtLeast(0)] = 10.0
-    """The loss is so many times its usual distance away from its median, and 0.1 nats at least; 0 says nothing."""
-    reward_fall: Annotated[float, AtLeast(0)] = 5.0
-    """The mean reward of a window is so many standard errors below that of the best window; 0 says nothing."""
-    min_entropy: Annotated[float, AtLeast(0)] = 0.01
-    """The policy's entropy is below this (nats, GRPO only)."""
-    max_truncated: Annotated[float, AtLeast(0), AtMost(1)] = 0.3
-    """More than this share of completions is truncated."""
-    kl_rise: Annotated[float, AtLeast(0)] = 5.0
-    """`mismatch/kl` is so many times what it was, and 0.001 nats at least; 0 says nothing."""
-    min_sample_size: Annotated[float, AtLeast(0), AtMost(1)] = 0.7
-    """The effective sample size `mismatch/ess` is below this."""
-    accuracy_drop: Annotated[float, AtLeast(0), AtMost(1)] = 0.03
-    """Held-out accuracy is so far below its best, and 2.5 standard errors of the difference; 0 says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,7 +465,6 @@ class RunConfig:
     evaluation: Annotated[EvaluationConfig, Harmless] = field(default_factory=EvaluationConfig)
     checkpoint: Annotated[CheckpointConfig, Harmless] = field(default_factory=CheckpointConfig)
     metrics: Annotated[MetricsConfig, Harmless] = field(default_factory=MetricsConfig)
-    warnings: Annotated[WarningsConfig, Harmless] = field(default_factory=WarningsConfig)
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
     allow_changes: bool = False

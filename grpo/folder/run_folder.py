@@ -35,7 +35,6 @@ RUN_FILES = (
     "completions.jsonl",
     "evaluation.jsonl",
     "samples.txt",
-    "ledger.jsonl",
     "profile",
     "tensorboard",
     "wandb",

@@ -10,14 +10,11 @@ import statistics
 import time
 from typing import Any, Literal
 
-import torch
 from rich.console import Console
 from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
-from grpo.config import MetricsConfig, WarningsConfig
-from grpo.report.formats import compact_duration, compact_number
-from grpo.report.ledger import PHASES, slowest_ranks
+from grpo.config import MetricsConfig
 from grpo.report.samples import (
     TABLE_HEADER,
     completion_records,
@@ -29,6 +26,7 @@ from grpo.report.samples import (
 )
 from grpo.report.wandb_log import WandbLog
 from grpo.report.warnings import Watch
+from grpo.text import compact_duration, compact_number
 from grpo.types import Rollout
 
 # Metric, its label on the console line, its unit there. The rest is in metrics.jsonl and TensorBoard.
@@ -45,16 +43,17 @@ CONSOLE_COLUMNS = (
 )
 # The time left is reckoned from this many steps: enough to smooth, few enough to forget compilation in the first ones.
 ETA_STEPS = 20
+# Completions to read in samples.txt, of each step that writes any.
+NUM_SAMPLES = 4
 
 
 class RunLog:
     """Everything a run tells: files in the run folder and the console.
 
     The files: `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones),
-    `ledger.jsonl` (what each rank worked), `samples.txt` (a few, to read) and `tensorboard/`. Opened with `start_step`
-    above 0 it continues a run: what an aborted part had written beyond that step is dropped from the .jsonl files and
-    hidden in TensorBoard, so that no step counts twice. Opened with 0 it starts them afresh. samples.txt is only ever
-    appended to.
+    `samples.txt` (a few, to read) and `tensorboard/`. Opened with `start_step` above 0 it continues a run: what an
+    aborted part had written beyond that step is dropped from the .jsonl files and hidden in TensorBoard, so that no
+    step counts twice. Opened with 0 it starts them afresh. samples.txt is only ever appended to.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class RunLog:
         run_dir: str,
         num_steps: int,
         start_step: int = 0,
-        warnings: WarningsConfig = WarningsConfig(),  # noqa: B008 it is frozen
         whole_config: dict[str, Any] | None = None,
     ) -> None:
         """whole_config: the run's, for its page at Weights & Biases."""
@@ -72,10 +70,10 @@ class RunLog:
         self.num_steps = num_steps
         self.run_dir = run_dir
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
-        self.watch = Watch(warnings)
+        self.watch = Watch()
         # No highlighting or markup: names and numbers are printed as they are. rich colours a terminal, never a file.
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
-        for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "ledger.jsonl"):
+        for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             if os.path.exists(os.path.join(run_dir, name)):
                 drop_steps_after(os.path.join(run_dir, name), start_step)
         if start_step:
@@ -132,16 +130,14 @@ class RunLog:
             self._print(Text("  ".join([f"{group} {self._progress(step)}", *where, *numbers]), style="cyan"))
 
     def completions(self, step: int, rollouts: list[Rollout], prompts: list[str]) -> None:
-        """Record a step's completions: all in completions.jsonl, `num_samples` to read in samples.txt and TensorBoard.
+        """Record a step's completions: all in completions.jsonl, NUM_SAMPLES to read in samples.txt and TensorBoard.
 
         prompts[i] is the text of rollouts[i]'s prompt. To read are the best, the worst and some evenly between; those
         without a reward count as worst. The caller decides at which steps (`samples_interval`).
         """
         records = completion_records(rollouts, prompts)
         self._append_records("completions.jsonl", [{"step": step, **record} for record in records])
-        chosen = spread_by_reward([r.reward for r in rollouts], self.config.num_samples)
-        if not chosen:
-            return
+        chosen = spread_by_reward([r.reward for r in rollouts], NUM_SAMPLES)
         text = "\n\n".join(describe_rollout(rollouts[i], prompts[i]) for i in chosen)
         self._append("samples.txt", f"{f'===== step {step} '.ljust(120, '=')}\n{text}\n\n")
         rows = table_rows([rollouts[i] for i in chosen], [prompts[i] for i in chosen])
@@ -157,18 +153,6 @@ class RunLog:
         """Record completions of held-out prompts in evaluation.jsonl; the arguments are those of `completions`."""
         records = completion_records(rollouts, prompts)
         self._append_records("evaluation.jsonl", [{"step": step, "kind": kind, **record} for record in records])
-
-    def ledger(self, step_and_seconds: tuple[int, torch.Tensor] | None) -> dict[str, float]:
-        """Record what each rank worked in a step (see `Ledger`) in ledger.jsonl; returns metrics of the slowest ranks.
-
-        The step is usually the one before that which is logged. None records nothing.
-        """
-        if step_and_seconds is None:
-            return {}
-        step, seconds_RP = step_and_seconds
-        of_ranks = dict(zip(PHASES, seconds_RP.T.tolist(), strict=True))
-        self._append_records("ledger.jsonl", [{"step": step, **of_ranks}])
-        return slowest_ranks(seconds_RP)
 
     def close(self) -> None:
         """Flush and close TensorBoard's file and the run at Weights & Biases; the other files are closed already."""
@@ -187,7 +171,7 @@ class RunLog:
                     look(metrics)
 
     def _warn(self, step: int, texts: list[str]) -> None:
-        for text in texts:
+        for text in texts if self.config.warnings else ():
             self._print(Text(f"warning: step {step}: {text}", style="yellow"))
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Numbers computed from scored completions: those of a step, held-out accuracy and pass@k, pass rates of prompts.
+"""Numbers of a step and of an evaluation: rewards, lengths, held-out accuracy and pass@k, what the updates measured.
 
 A completion passed if the first reward function gave it at least 1.
 """
@@ -10,8 +10,11 @@ from collections.abc import Iterable
 import torch
 
 from grpo.algorithm.advantages import by_group, equal_rewards
+from grpo.algorithm.importance import with_effective_sample_size
 from grpo.rewards.answers.extract import extract_answer
-from grpo.types import Rollout
+from grpo.roles.engine import peak_bytes
+from grpo.roles.metrics import StepMetrics
+from grpo.types import Rollout, TrainBatch
 
 
 def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str | None = None) -> dict[str, float]:
@@ -181,3 +184,20 @@ def _mean(values: Iterable[float | None]) -> float:
     """Of the values that are not None; NaN if there are none."""
     values = [value for value in values if value is not None]
     return statistics.fmean(values) if values else math.nan
+
+
+def measured_metrics(measured: StepMetrics, times: dict[str, float], num_tokens: int) -> dict[str, float]:
+    """What the updates measured, the step's times, tokens per second and memory."""
+    metrics = with_effective_sample_size(measured.means()) | times
+    metrics["tokens_per_second"] = num_tokens / metrics["time/step"]
+    if torch.cuda.is_available():
+        metrics["memory/peak_gib"] = peak_bytes() / 2**30
+    return metrics
+
+
+def sequence_advantages(batch: TrainBatch) -> list[float | None]:
+    """The mean advantage of each sequence's loss tokens; None for a sequence that is excluded."""
+    values_N = batch.advantages_N.double().where(batch.loss_mask_N, 0)
+    sums_S = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.owner_N, values_N)
+    means = (sums_S / batch.num_loss_tokens_S).tolist()
+    return [None if math.isnan(mean) else mean for mean in means]

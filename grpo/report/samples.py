@@ -4,8 +4,7 @@ import collections
 import math
 from typing import Any
 
-from grpo.report.formats import number_or_none
-from grpo.text import one_line, printable, shorten, without_surrogates
+from grpo.text import number_or_none, one_line, printable, shorten, without_surrogates
 from grpo.types import Rollout
 
 # In samples, prompts and their columns (an answer, test cases, ...) are cut to this many characters.

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-import grpo.roles.timed_collectives as dist
 from grpo.roles.comm import gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles

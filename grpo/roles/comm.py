@@ -12,9 +12,9 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-import grpo.roles.timed_collectives as dist  # torch's own, and how long they take
 from grpo.roles.process_groups import Roles
 from grpo.roles.progress import direct_messages
 from grpo.types import Completion, Piece, TrainBatch

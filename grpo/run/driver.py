@@ -14,8 +14,13 @@ from grpo.config.roles import describe_roles
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.folder.checkpoint import read_driver_tensors, saves
-from grpo.report.measured import measured_metrics, sequence_advantages
-from grpo.report.rollout_metrics import pass_rates, reward_tensors, rollout_metrics
+from grpo.report.rollout_metrics import (
+    measured_metrics,
+    pass_rates,
+    reward_tensors,
+    rollout_metrics,
+    sequence_advantages,
+)
 from grpo.report.sampling_work import nonfinite_frac, sampling_work, stale_frac
 from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
@@ -190,7 +195,7 @@ class Driver:
     def log(self, step: int, rollouts: list[Rollout], batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
         times = self.timer.close_step() | self.times_ahead
-        self._log(step, rollouts, batch, measured, times, self.session.ledger.exchange(step, self.timer.worked))
+        self._log(step, rollouts, batch, measured, times)
 
     @on_driver
     def _log(
@@ -200,11 +205,10 @@ class Driver:
         batch: TrainBatch,
         measured: StepMetrics,
         times: dict[str, float],
-        ledger: tuple[int, torch.Tensor] | None,
     ) -> None:
         num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in self.flight.everything)
         metrics = self._sampling_metrics(rollouts, batch) | measured_metrics(measured, times, num_tokens)
-        self.session.run_log.log(step, metrics | self.session.run_log.ledger(ledger))
+        self.session.run_log.log(step, metrics)
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
             values = zip(rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)

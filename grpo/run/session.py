@@ -19,7 +19,6 @@ from grpo.folder.resume import Stream, begin, open_run_folder, resumed_stream
 from grpo.folder.run_folder import unlock_run_folder
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import ChatForm, fetch_folder
-from grpo.report.ledger import Ledger
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics_of_sets
 from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
@@ -94,7 +93,7 @@ class Session:
     def __init__(self, config: GRPOConfig | SFTConfig, script: str, roles: Roles | None, toy_dir: str = "") -> None:
         """script: its name in run.json. toy_dir: of a dry run, without roles, the one place where it may write."""
         self.config, self.script, self.roles, self.toy_dir = config, script, roles, toy_dir
-        self.timer, self.ledger = StepTimer(roles is not None and roles.is_driver), Ledger(roles)
+        self.timer = StepTimer(roles is not None and roles.is_driver)
         self.scorer: Scorer | None = None  # on rank 0, if completions are scored
 
     # ---- before the first step, on rank 0 -------------------------------------------------------------------------
@@ -128,7 +127,7 @@ class Session:
         begin(config, self.script, self.opened)
         forget_old_stop(config.run_dir)
         self.last_line = f"done; everything is in {config.run_dir}"
-        self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, config.warnings, asdict(config))
+        self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(config))
         self.skipped = SkippedSteps(config.run_dir)
         return Start(
             step=step,
@@ -269,7 +268,6 @@ class Session:
     def _finish(self) -> None:
         if self.scorer:
             self.scorer.pool.close()
-        self.run_log.ledger(self.ledger.collect())
         self.run_log.close()
         unlock_run_folder(self.config.run_dir)
         print(self.last_line, flush=True)

@@ -17,7 +17,7 @@ from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
 from grpo.data.streams import ChatStream
 from grpo.folder.checkpoint import saves
 from grpo.models.hf_folder import ChatForm
-from grpo.report.measured import measured_metrics
+from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.run.inputs import read_sft

@@ -12,12 +12,13 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from grpo.report.startup import startup_lines
+from grpo.roles.comm import gather_to_driver
 from grpo.roles.process_groups import Roles
-from grpo.roles.timed_collectives import seconds_waited
 from grpo.watch.failures import BEGAN, set_place
 
 PROFILE = "profile"  # the folder of traces in the run's
+# What took less of the start is not told, unless nothing took more.
+SHORTEST_SECONDS = 0.05
 
 
 def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) -> Iterator[int]:
@@ -47,11 +48,6 @@ class StepTimer:
         """is_driver: `startup` prints what it does."""
         self.is_driver = is_driver
         self.seconds: dict[str, float] = {}
-        self.worked: dict[str, float] = {}
-        """Of the last step that was closed: seconds of each phase and of `other` without those in comm's collectives,
-        which are waiting for other ranks."""
-        self.working: dict[str, float] = {}  # the same, of the step at hand
-        self.last_waited = seconds_waited()
         self.open_phases: list[str] = []
         self.step_start = self.last_change = time.perf_counter()
         self.startup_parts = {"importing": self.last_change - BEGAN}
@@ -138,14 +134,36 @@ class StepTimer:
         times["time/other"] = now - self.step_start - sum(self.seconds.values())
         times["time/step"] = now - self.step_start - times.get("time/startup", 0.0)
         self.seconds, self.step_start = {}, now
-        self.worked, self.working = self.working, {}
         return times
 
     def _book(self) -> None:
         """Give the time since the last change to the phase that is open, if any."""
-        now, waited = time.perf_counter(), seconds_waited()
-        elapsed, name = now - self.last_change, self.open_phases[-1] if self.open_phases else "other"
+        now = time.perf_counter()
         if self.open_phases:
-            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
-        self.working[name] = self.working.get(name, 0.0) + elapsed - (waited - self.last_waited)
-        self.last_change, self.last_waited = now, waited
+            name = self.open_phases[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last_change
+        self.last_change = now
+
+
+def startup_lines(parts: dict[str, float], roles: Roles) -> list[str]:
+    """A line for each role on the driver: the seconds of each part of the start; none elsewhere.
+
+    parts: of this rank, in order; one that begins with "waiting" is for others. Collective over `roles.control`.
+    """
+    everyone = gather_to_driver((roles.name, parts), roles)
+    by_role: dict[str, list[dict[str, float]]] = {}
+    for name, of_rank in everyone or []:
+        by_role.setdefault(name, []).append(of_rank)
+    return [f"{name}: {slowest_of(ranks)}" for name, ranks in by_role.items()]
+
+
+def slowest_of(ranks: list[dict[str, float]]) -> str:
+    """The parts of the rank that worked longest."""
+
+    def work(parts: dict[str, float]) -> float:
+        return sum(seconds for part, seconds in parts.items() if not part.startswith("waiting"))
+
+    slowest = max(ranks, key=work)
+    told = {part: seconds for part, seconds in slowest.items() if seconds >= SHORTEST_SECONDS} or slowest
+    text = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in told.items())
+    return text + (f" (the slowest of {len(ranks)} ranks)" if len(ranks) > 1 else "")

@@ -1,12 +1,11 @@
 """Every layout runs two steps to its end, the sync check on: the generators held the trainer's weights each time."""
 
 import pathlib
-import re
 import socket
 
 import pytest
 
-from tests.e2e.runs import TINY, read_metrics, read_samples, without_clocks
+from tests.e2e.runs import TINY, read_completions, read_metrics, read_samples, without_clocks
 from tests.torchrun import finish, run_python, start_torchrun, torchrun
 
 COLOCATED = ("--roles.colocated", "--roles.num-references", "0")
@@ -41,7 +40,7 @@ OURS = ("starting ", "policy: ", "step ", "1 colocated ranks", "done; ")
 
 
 @pytest.fixture(scope="module")
-def first_samples() -> dict[str, str]:
+def first_samples() -> dict[str, list]:
     """Samples of step 1 by layout, from the tests that ran before."""
     return {}
 
@@ -49,7 +48,9 @@ def first_samples() -> dict[str, str]:
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.slow) if name in COVERED else name for name in LAYOUTS]
 )
-def test_layout_runs_two_steps(layout: str, model: pathlib.Path, tmp_path: pathlib.Path, first_samples: dict[str, str]):
+def test_layout_runs_two_steps(
+    layout: str, model: pathlib.Path, tmp_path: pathlib.Path, first_samples: dict[str, list]
+):
     nproc, has_reference, flags = LAYOUTS[layout]
     arguments = (TINY, *flags, "--model.path", model, "--run-dir", tmp_path / "run")
     if nproc:
@@ -61,12 +62,11 @@ def test_layout_runs_two_steps(layout: str, model: pathlib.Path, tmp_path: pathl
         lines = output[output.index("1 colocated ranks") :].splitlines()  # below the config
         assert [line for line in lines if not line.startswith(OURS)] == []  # nothing that libraries print
     check_two_steps(tmp_path / "run", has_reference)
-    # except for the distance to the generator, whose last digits depend on how the sequences were packed
-    samples = read_samples(tmp_path / "run")[0][1]
-    first_samples[layout] = re.sub(r" \| log-prob difference [^ ]+", "", samples)
+    first = [record for record in read_completions(tmp_path / "run") if record["step"] == 1]
+    first_samples[layout] = [(record["prompt"], record["completion"], record["reward"]) for record in first]
 
 
-def test_samples_do_not_depend_on_the_layout(first_samples: dict[str, str]):
+def test_samples_do_not_depend_on_the_layout(first_samples: dict[str, list]):
     """Prompts, seeds and order of the completions are the same however many replicas sample them.
 
     Needs the layouts above to have run. The replica of two ranks is left out: summing in another order, it computes
@@ -76,7 +76,7 @@ def test_samples_do_not_depend_on_the_layout(first_samples: dict[str, str]):
     two_replicas = "reference on the trainer, 2 replicas"
     if one_generator not in first_samples or two_replicas not in first_samples:
         pytest.skip("compares the runs of the layouts, which did not run or failed")
-    assert first_samples[one_generator].count("completion: ") == 16
+    assert len(first_samples[one_generator]) == 16
     assert first_samples[two_replicas] == first_samples[one_generator]
     for colocated in ("1 rank, without torchrun", "colocated on 2 ranks, 2 replicas"):
         assert first_samples.get(colocated, first_samples[one_generator]) == first_samples[one_generator]

@@ -60,11 +60,6 @@ def test_generators_and_learners_work_at_the_same_time(run: tuple[pathlib.Path, 
     steps = steps_of(run[0])
     assert all(0 <= m["time/overlap"] <= m["time/ahead"] for m in steps)
     assert sum(m["time/overlap"] for m in steps) > 0
-    ledger = [json.loads(line) for line in (run[0] / "ledger.jsonl").read_text().splitlines()]
-    for line, m in zip(ledger, steps, strict=True):
-        trainer, _, generator = line["generate"]
-        assert trainer <= m["time/generate"] + 1e-9 and m["time/ahead"] < generator  # and further rounds, evaluations
-        assert line["train"][2] < 0.1 * line["train"][0]
 
 
 def test_6_steps_equal_3_a_crash_and_3(run: tuple[pathlib.Path, list[object]], tmp_path: pathlib.Path):

@@ -35,7 +35,7 @@ config = GRPOConfig(
         logprob_chunk_tokens=64,
     ),
     algorithm=AlgorithmConfig(kl_coef=0.01),
-    metrics=MetricsConfig(tensorboard=False, samples_interval=1, num_samples=1000),
+    metrics=MetricsConfig(tensorboard=False, samples_interval=1),
     num_steps=2,
     prompts_per_step=4,
     group_size=4,

@@ -94,6 +94,7 @@ def test_every_gsm8k_solution_is_worth_one():
         ("answer_tag", "<answer>1</answer> stray </answer>", "1"),
         ("answer_tag", "<answer>\n3\napples\n</answer>", "3\napples"),
         ("answer_tag", "<answer>  </answer>", None),
+        ("answer_tag", "<answer> </answer><answer>5</answer>", "5"),
         ("answer_tag", "the answer is 42", None),
         ("answer_tag", "", None),
         ("answer_tag", r"<answer>\boxed{5}</answer>", "5"),

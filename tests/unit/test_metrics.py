@@ -18,13 +18,13 @@ from torch._dynamo.backends.common import aot_autograd
 from grpo import summary
 from grpo.config import MetricsConfig
 from grpo.report import log as run_log
-from grpo.report.formats import compact_duration, compact_number
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
 from grpo.report.samples import completion_records, describe_rollout, failure_lines, spread_by_reward
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
 from grpo.summary import terminal_curve
+from grpo.text import compact_duration, compact_number
 from grpo.types import Completion, Prompt, Rollout
 
 
@@ -79,24 +79,6 @@ def test_timer_splits_a_step_into_phases_and_the_rest(clock):
         clock.now += 0.5
     clock.now += 0.25
     assert timer.close_step() == {"time/generate": 5.0, "time/train": 2.5, "time/other": 1.25, "time/step": 8.75}
-
-
-def test_timer_leaves_waiting_for_other_ranks_out_of_the_work(clock, monkeypatch):
-    """5 s of generating with 3 s of waiting in them, then 2 s of training, then 4 s of waiting outside of any phase."""
-    waited = [10.0]
-    monkeypatch.setattr("grpo.run.step_timer.seconds_waited", lambda: waited[0])
-    timer = StepTimer()
-    with timer.phase("generate"):
-        clock.now += 5.0
-        waited[0] += 3.0
-    with timer.phase("train"):
-        clock.now += 2.0
-    clock.now += 4.5
-    waited[0] += 4.0
-    assert timer.close_step() == {"time/generate": 5.0, "time/train": 2.0, "time/other": 4.5, "time/step": 11.5}
-    assert timer.worked == {"generate": 2.0, "train": 2.0, "other": 0.5}
-    timer.close_step()
-    assert timer.worked == {"other": 0.0}
 
 
 def test_timer_starts_the_next_step_where_the_last_one_ended(clock):
@@ -435,9 +417,8 @@ UNREWARDED = make_rollout(None, {"math_reward": None}, num_tokens=5, text="", ad
 
 
 def test_every_completion_is_a_json_line(tmp_path):
-    log = RunLog(MetricsConfig(num_samples=0), str(tmp_path), num_steps=10)
+    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
     log.completions(5, [TRUNCATED, UNREWARDED], ["user: 1+2", "user: ü"])
-    log.completions(6, [], [])
     log.close()
     assert read_records(tmp_path, "completions.jsonl") == [
         {
@@ -469,7 +450,6 @@ def test_every_completion_is_a_json_line(tmp_path):
             "failures": {},
         },
     ]
-    assert not (tmp_path / "samples.txt").exists()
 
 
 def test_held_out_completions_have_a_kind(tmp_path):
@@ -535,8 +515,8 @@ def test_a_run_without_completions_has_no_files_for_them(tmp_path):
 
 
 def test_samples_are_readable_text(tmp_path):
-    log = RunLog(MetricsConfig(num_samples=1), str(tmp_path), num_steps=10)
-    log.completions(5, [make_rollout(0.5), TRUNCATED], ["user: 0", f"{'a' * 400}\n{'b' * 400}"])
+    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
+    log.completions(5, [TRUNCATED], [f"{'a' * 400}\n{'b' * 400}"])
     log.close()
     lines = (tmp_path / "samples.txt").read_text().splitlines()
     assert lines[0].startswith("===== step 5 ==") and len(lines[0]) == 120
@@ -559,7 +539,7 @@ HARMLESS = r"a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \frac ü
 def test_samples_cannot_act_on_a_terminal(tmp_path):
     rollout = make_rollout(1.0, {"f": 1.0}, text=HOSTILE, columns={"question": HOSTILE, "answer": f"{HOSTILE} "})
     failed = make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": HOSTILE})
-    log = RunLog(MetricsConfig(tensorboard=True, num_samples=2), str(tmp_path), num_steps=3)
+    log = RunLog(MetricsConfig(tensorboard=True), str(tmp_path), num_steps=3)
     log.completions(1, [rollout, failed], [HOSTILE, HOSTILE])
     log.close()
     text = (tmp_path / "samples.txt").read_text(encoding="utf-8")
@@ -588,8 +568,8 @@ def test_a_failed_function_is_told_without_what_would_act_on_a_terminal():
 
 
 def test_tensorboard_shows_samples_as_a_table(tmp_path):
-    log = RunLog(MetricsConfig(num_samples=2), str(tmp_path), num_steps=10)
-    log.completions(5, [UNREWARDED, make_rollout(0.25), TRUNCATED], ["_a_ & `b`", "middle", "[x](y) &lt;\n\\|~1~"])
+    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
+    log.completions(5, [UNREWARDED, TRUNCATED], ["_a_ & `b`", "[x](y) &lt;\n\\|~1~"])
     log.close()
     accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()

@@ -38,8 +38,6 @@ MANY = {
     "eval/pass_at_<k>",
     "reward/source/<name>",
     "prompt/source/<name>",
-    "time/<phase>_max",
-    "time/<phase>_max_rank",
 }
 # What the log replaces by `mismatch/ess`
 INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}

@@ -1,6 +1,6 @@
 """What is told of the time before the first step."""
 
-from grpo.report.startup import slowest_of
+from grpo.run.step_timer import slowest_of
 
 
 def test_the_slowest_rank_is_the_one_that_works_longest():

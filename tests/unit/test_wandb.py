@@ -17,7 +17,7 @@ from grpo.report.wandb_log import check_wandb
 from grpo.run import command_line
 from grpo.types import Completion, Prompt, Rollout
 
-CONFIG = MetricsConfig(tensorboard=False, num_samples=1, wandb_project="additions")
+CONFIG = MetricsConfig(tensorboard=False, wandb_project="additions")
 ROLLOUT = Rollout(
     Prompt(0, [1, 2]),
     Completion.of(torch.tensor([3]), torch.tensor([-0.5]), truncated=True),
@@ -101,7 +101,7 @@ def test_without_the_package_it_is_refused_while_the_command_line_is_read(monkey
     with pytest.raises(
         Exception, match="wandb_project='mine' needs a package that is not installed: pip install wandb"
     ):
-        command_line.read_config(GRPOConfig, tmp_path / "recipe.py")
+        command_line.read_config(GRPOConfig)
 
 
 def test_the_package_itself_offline(monkeypatch, tmp_path):

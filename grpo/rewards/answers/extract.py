@@ -131,7 +131,7 @@ def _last(text: str, found: list[Span]) -> str:
     """The last of several answers; "" if the one before is another and only joined to it."""
     if len(found) > 1:
         (_, end, before), (start, _, last) = found[-2:]
-        if before.strip() != last.strip() and _JOINED.fullmatch(text, end, start):
+        if before.strip() not in ("", last.strip()) and _JOINED.fullmatch(text, end, start):
             return ""
     return found[-1][2] if found else ""
 
