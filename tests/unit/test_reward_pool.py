@@ -77,12 +77,6 @@ def hoarding():
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def segfault():
-    ctypes.string_at(0)
-
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
 def raises():
     raise ValueError("line one\nline two \ud800")  # a lone surrogate cannot be written to a terminal
 
@@ -92,17 +86,11 @@ def unspeakable():
             raise KeyError("no words")
     raise Unspeakable
 
-def wordy():
-    raise ValueError("x" * 10**6)
-
 def interrupt():
     raise KeyboardInterrupt
 
 def recursion():
     return recursion()
-
-def library():
-    return json.loads("{")
 
 def print_much():
     for _ in range(100):
@@ -110,9 +98,6 @@ def print_much():
         sys.stderr.write("y" * 10**6)
     os.write(1, b"{}\n" * 10**5)
     return [1.0]
-
-def read_stdin():
-    return [float(len(sys.stdin.read()))]
 
 def close_all():
     os.closerange(0, 1000)
@@ -208,18 +193,19 @@ def die_later():
     return [1.0]
 
 MISDEEDS = {
-    "loop": loop, "stubborn": stubborn, "sleep": lambda: time.sleep(1000), "allocate": allocate, "hoarding": hoarding,
-    "one_big": lambda: bytearray(10**12),
-    "kill": kill, "segfault": segfault, "stop": stop, "exit0": lambda: os._exit(0), "exit3": lambda: os._exit(3),
-    "abort": os.abort,
-    "raises": raises, "unspeakable": unspeakable, "wordy": wordy, "interrupt": interrupt, "recursion": recursion,
-    "leave": lambda: sys.exit(5), "library": library,
-    "nan": lambda: [math.nan], "two": lambda: [1.0, 2.0], "text": lambda: ["x"], "scalar": lambda: 0.5,
-    "huge": lambda: [10**400], "complex": lambda: [1j], "nothing": lambda: None,
-    "print": print_much, "stdin": read_stdin, "bool": lambda: (True,), "fork": fork_and_return, "twice": return_twice,
-    "late_alarm": late_alarm, "die_later": die_later, "fork_on": fork_on_and_on, "enormous": lambda: [1e300],
-    "close_all": close_all, "close_all_and_loop": close_all_and_loop, "babble": babble, "lie": lie,
-    "fork_and_kill": fork_and_kill, "detach": detach_and_loop, "session": new_session,
+    "loop": loop, "stubborn": stubborn, "sleep": lambda: time.sleep(1000), "allocate": allocate,
+    "hoarding": hoarding, "one_big": lambda: bytearray(10**12), "kill": kill,
+    "segfault": lambda: ctypes.string_at(0), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit0": lambda: os._exit(0), "exit3": lambda: os._exit(3), "abort": os.abort, "raises": raises,
+    "unspeakable": unspeakable, "wordy": lambda: {}["x" * 10**6], "interrupt": interrupt,
+    "recursion": recursion, "leave": lambda: sys.exit(5),
+    "library": lambda: json.loads("{"), "nan": lambda: [math.nan], "two": lambda: [1.0, 2.0],
+    "text": lambda: ["x"], "scalar": lambda: 0.5, "huge": lambda: [10**400], "complex": lambda: [1j],
+    "nothing": lambda: None, "print": print_much, "stdin": lambda: [float(len(sys.stdin.read()))],
+    "bool": lambda: (True,), "fork": fork_and_return, "twice": return_twice, "late_alarm": late_alarm,
+    "die_later": die_later, "fork_on": fork_on_and_on, "enormous": lambda: [1e300], "close_all": close_all,
+    "close_all_and_loop": close_all_and_loop, "babble": babble, "lie": lie, "fork_and_kill": fork_and_kill,
+    "detach": detach_and_loop, "session": new_session,
 }
 
 def length(completions, **columns):
@@ -370,7 +356,7 @@ MISDEEDS = {
         "one_big": "MemoryError",
         "raises": rf"ValueError: line one line two \\ud800 \(/.*/mine.py:{RAISING_LINE}\)",
         "unspeakable": r"Unspeakable \(/.*/mine.py:\d+\)",
-        "wordy": r"ValueError: x{250} \[\.\. 999500 characters \.\.\] x{250} \(/.*/mine.py:\d+\)",
+        "wordy": r"KeyError: 'x+ \[\.\. \d+ characters \.\.\] x+' \(/.*/mine.py:\d+\)",
         "library": r"JSONDecodeError: Expecting property name .* \(/.*/mine.py:\d+\)",
         "interrupt": r"KeyboardInterrupt \(/.*/mine.py:\d+\)",
         "leave": r"SystemExit: 5 \(/.*/mine.py:\d+\)",
@@ -423,16 +409,13 @@ def stands_still(file: pathlib.Path) -> bool:
     return file.read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("deed", "value"),
-    [("print", 1.0), ("stdin", 0.0), ("bool", 1.0), ("fork", 1.0), ("twice", 1.0), ("late_alarm", 1.0)],
-)
-def test_what_is_odd_but_no_failure(deed, value, open_pool, capfd):
+def test_what_is_odd_but_no_failure(open_pool, capfd):
     pool = open_pool({"act": 1.0}, num_workers=1)
     before = workers(pool)
+    values = {"print": 1.0, "stdin": 0.0, "bool": 1.0, "fork": 1.0, "twice": 1.0, "late_alarm": 1.0, "good": 4.0}
     for _ in range(2):
-        scored = score(pool, [rollout(deed), rollout("good"), rollout(deed), rollout("fine")], group_size=2)
-        assert [r.reward for r in scored] == [value, 4.0, value, 4.0]
+        scored = score(pool, [rollout(deed) for deed in values], group_size=1)
+        assert [r.reward for r in scored] == list(values.values())
         time.sleep(0.1)  # for the late alarm
     assert before[0] in workers(pool)
     assert capfd.readouterr() == ("", "")
