@@ -14,8 +14,6 @@ import sys
 
 import pytest
 
-from grpo.config import GRPOConfig
-from grpo.config.recipes import as_recipe, load
 from grpo.folder import run_folder
 from grpo.folder.run_folder import (
     RUN_FILES,
@@ -321,20 +319,6 @@ def test_a_run_does_not_replace_what_it_reads(tmp_path):
     kept = ("toy:addition", "", "Qwen/Qwen3-1.7B", str(tmp_path / "run/rows.jsonl"), str(tmp_path / "run/model/absent"))
     check(tmp_path / "run", GRPO, kept, overwrite=True)
     check(tmp_path / "other", GRPO, (str(tmp_path / "run/model"),))
-
-
-def test_the_quickstarts_own_config_does_not_delete_the_run_it_describes(tmp_path):
-    """As launch/quickstart.sh starts it, with --overwrite; then its config.py as a recipe."""
-    recipe = str(ROOT / "configs/toy_arithmetic.py")
-    config = load(GRPOConfig, recipe, [recipe, "--overwrite", "--run-dir", str(tmp_path)])
-    finished_run(tmp_path)
-    begin_run(str(tmp_path), GRPO, as_recipe(config), resume=True)
-    before = tree(tmp_path)
-    again = load(GRPOConfig, recipe, [str(tmp_path / "config.py")])
-    assert (again.run_dir, again.overwrite, again.resume) == (str(tmp_path), False, False)
-    with pytest.raises(ValueError, match="holds an earlier run"):
-        check(again.run_dir, resume=again.resume, overwrite=again.overwrite)
-    assert tree(tmp_path) == before
 
 
 def test_checkpoints_are_named_by_digits(tmp_path):
