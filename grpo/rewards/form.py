@@ -30,7 +30,7 @@ _TAG = re.compile(r"<\s*+(/?)\s*+(think|answer)\b[^<>\n]*+>", re.IGNORECASE)
 _PROPER_TAG = re.compile(r"<(/?)(think|answer)>")
 # Characters without width, which hide a tag from a search for its letters.
 _NO_WIDTH = re.compile(
-    "[\xad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e01ef]"
+    "[\xad\u0300-\u036f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e01ef]"
 )
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 
@@ -88,26 +88,20 @@ def _begins_answer(text: str) -> bool:
     return "<answer>" in text or "\\boxed" in text or "####" in text
 
 
-# What is written and not seen: entities, comments, tags, links without a text, LaTeX that only makes room or wraps
-# nothing, the line that opens a code block, letters that are blank (the fillers of Hangul).
+# What is written and not seen: entities, comments, tags, the line that opens a code block.
 _UNSEEN = re.compile(
     r"&(?:[a-zA-Z][a-zA-Z0-9]{0,31}|#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6});?"
-    r"|<!--(?s:.*?)(?:-->|\Z)|</?[a-zA-Z][^<>]*+>"
-    r"|!?\[\s*+\]\([^()\n]*+\)"
-    r"|\\q?quad\b|\\[hv]?(?:phantom|space)\*?\s*+\{[^{}]*+\}|\\[a-zA-Z]++\s*+\{\s*+\}"
-    r"|^[ \t]*+(?:```|~~~).*$"
-    r"|[\u115f\u1160\u3164\uffa0]",
+    r"|<!--(?s:.*?)(?:-->|\Z)|</?[a-zA-Z][^<>]*+>|^[ \t]*+(?:```|~~~).*$",
     re.MULTILINE,
 )
 _LETTER_OR_DIGIT = re.compile(r"[^\W_]")
 
 
 def has_content(text: str) -> bool:
-    """Whether a reader would see something: a letter, a digit or a sign of mathematics beyond ASCII (the answer ∅).
+    """Whether there is a letter, a digit or a sign of mathematics beyond ASCII (the answer ∅): one of them suffices.
 
-    Not content: punctuation and lines made of it (a Markdown rule, a table's edge), emoji, blanks of any width, HTML
-    entities, comments and tags, empty links, LaTeX that leaves room (`\\quad`, `\\phantom{x}`) or wraps nothing
-    (`\\text{}`), and the line that opens a code block.
+    Not content: punctuation and lines made of it, emoji, blanks of any width, HTML's entities, comments and tags, and
+    the line that opens a code block. LaTeX's commands are, whether or not a reader would see what they print.
     """
     seen = _UNSEEN.sub(" ", text)
     if _LETTER_OR_DIGIT.search(seen):

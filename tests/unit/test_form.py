@@ -23,7 +23,6 @@ UNSEEN = [
     "\ufeff\u2060\u00ad",
     "\u00a0\u3000\u2003",
     "\u2800",  # a Braille cell without dots
-    "\u3164\u115f\uffa0",  # letters to Unicode, blank to a reader
     "\U000e0041\U000e0042",  # tag characters
     "\ufe0f",
     "&nbsp;",
@@ -44,11 +43,6 @@ UNSEEN = [
     "|---|---|",
     "```python\n```",
     "~~~\n~~~",
-    "[](https://example.com)",
-    "![](picture.png)",
-    "\\quad \\qquad",
-    "\\text{ }\\boxed{}",
-    "\\phantom{so many thoughts}\\hspace{3cm}",
     "+ = < >",
     "🙂",
     "─────",
@@ -85,6 +79,7 @@ MALFORMED = [
     ("<think>", '<think depth="3">'),
     ("<think>", "<think/>"),
     ("<think>", "<th\u200bink>"),
+    ("</think>", "</think></thi\u0301nk>"),
     ("<think>", "<think\u200b>"),
     ("<think>", "<think><think>"),
     ("<think>", "<think>< THINK >"),
