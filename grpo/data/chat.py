@@ -6,7 +6,6 @@ without a bound. So it is tried before the run in a process of its own, on a tex
 deadline and a longest result each time.
 """
 
-import contextlib
 import functools
 import math
 import multiprocessing
@@ -14,13 +13,12 @@ import pathlib
 import re
 import resource
 import secrets
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import DataConfig
+from grpo.data.bounds import TEMPLATE_BYTES, bounded_memory, deadline
 from grpo.data.columns import Message
 from grpo.text import one_line, shorten
 
@@ -33,8 +31,6 @@ Item = TypeVar("Item")
 TEMPLATE_SECONDS = 10
 # For the process that tries it, on a machine that is busy with others.
 TRIAL_SECONDS = 120
-# Memory that a template may take beyond what its process has.
-TEMPLATE_BYTES = 2**30
 # What a template may write around a short message: those of current models, with their advice on tools, stay below
 # 10,000.
 TEMPLATE_CHARACTERS = 1_000_000
@@ -331,37 +327,3 @@ def with_system_prompt(config: DataConfig, messages: list[Message]) -> list[Mess
 
 def _messages(config: DataConfig, prompt: str | list[Message]) -> list[Message]:
     return with_system_prompt(config, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-
-
-@contextlib.contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Let the block take TEMPLATE_BYTES more and no more, then MemoryError; for all threads of this process."""
-    before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + TEMPLATE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if before == resource.RLIM_INFINITY else min(before, limit), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
-
-
-@contextlib.contextmanager
-def deadline(seconds: float, what: str) -> Iterator[None]:
-    """Raise ValueError in the block after so many seconds; only in the main thread, which alone gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def expired(*_: Any) -> None:
-        raise ValueError(f"{what} was not done after {seconds:g} s; look for endless loops in it, or use another model")
-
-    handler, start = signal.signal(signal.SIGALRM, expired), time.monotonic()
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if left:  # an alarm that was set before rings when it should, or now
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-6), interval)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo.config import DataConfig, RowFormat, SFTConfig
 from grpo.config.sources import Source
-from grpo.data.chat import Refused, TooLong, bounded_memory, render_prompt, tokenize_prompts
+from grpo.data.bounds import bounded_memory
+from grpo.data.chat import Refused, TooLong, render_prompt, tokenize_prompts
 from grpo.data.columns import BadRow, Row, kind_of
 from grpo.data.rows import Example, RowReader, chat_reader, row_reader
 from grpo.data.sources import Rows

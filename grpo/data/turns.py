@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from grpo.config import DataConfig, TrainOn
+from grpo.data.bounds import deadline
 from grpo.data.chat import (
     TEMPLATE_CHARACTERS,
     TEMPLATE_SECONDS,
@@ -23,7 +24,6 @@ from grpo.data.chat import (
     apply_template,
     by_characters,
     check_characters,
-    deadline,
     fill_in,
     longest_token,
     template_name,

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig, ValidationConfig
-from grpo.data import toy
-from grpo.data.chat import Refused, encode_prompt
+from grpo.data import encode, toy
+from grpo.data.chat import Refused, check_template, encode_prompt
 from grpo.data.prepare import (
     load_chat_sources,
     load_eval_prompts,
@@ -370,3 +370,32 @@ def test_held_out_examples_of_which_none_has_a_label_are_refused(tokenizer, talk
 def ten_answers(tmp_path) -> str:
     rows = [{"question": "add", "completion": f"n{i}"} for i in range(10)]
     return write_rows(tmp_path / "answers.jsonl", rows)
+
+
+# ---- many rows
+
+
+def test_processes_and_a_second_start_give_the_same_rows(tokenizer, tmp_path, monkeypatch):
+    rows = [{"question": f"add n{i % 20}" if i % 9 else "", "answer": str(i)} for i in range(700)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    data = config_of(path, bad_rows="skip")
+    monkeypatch.setattr(encode, "ROWS_PER_PROCESS", 300)
+    monkeypatch.setattr(encode.os, "sched_getaffinity", lambda _: {0, 1})
+    (by_two,) = prepared(data, tokenizer)
+    assert len(by_two.table.cache_files) == 2
+    monkeypatch.setattr(encode.Encoder, "encode", lambda *_: pytest.fail("encoded again"))
+    (again,) = prepared(data, tokenizer)  # from the cache
+    monkeypatch.undo()
+    copy = write_rows(tmp_path / "copy.jsonl", rows)
+    (alone,) = prepared(config_of(copy, bad_rows="skip"), tokenizer)
+    assert by_two.table[:] == again.table[:] == alone.table[:]
+    assert by_two.usable == alone.usable == [i for i in range(700) if i % 9]
+
+
+def test_a_template_that_takes_all_memory_for_one_row_is_refused_with_its_number(tmp_path):
+    own = word_tokenizer()
+    own.chat_template = "{{ messages[0].content }}{% if 'n1' in messages[0].content %}{{ 'a' * 2000000000 }}{% endif %}"
+    check_template(own, config_of(""))
+    rows = [{"question": f"add n{i}", "answer": "1"} for i in (0, 1, 2)]
+    with pytest.raises(ValueError, match="row 2: the chat template of .* refuses it: MemoryError"):
+        prepared(config_of(write_rows(tmp_path / "rows.jsonl", rows)), own)
