@@ -51,7 +51,7 @@ from grpo.roles.weight_sync import check_sync, sync_weights
 from grpo.run.driver import Driver
 from grpo.run.inputs import read_grpo
 from grpo.run.session import Session, run
-from grpo.types import MicroBatch, Plan, Rollout, TrainBatch
+from grpo.types import MicroBatch, Rollout, StepPlan, TrainBatch
 from grpo.watch.failures import run_script
 
 
@@ -75,40 +75,42 @@ def train(config: GRPOConfig, session: Session) -> None:
             session.save(step, trainer, *driver.state(step))
             break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
+        timer.enter("sync")
         if plan.probe:  # do trainers and generators hold the same weights?
-            with timer.phase("sync"), timer.compilation_in_startup():
+            with timer.compilation_in_startup():
                 check_sync(plan.probe, trainer, generator, config.largest_mismatch, roles)
 
-        with timer.phase("generate"):
-            rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
-            ahead = launch(driver.request_ahead(), config.group_size, generator)  # overlap_steps: learners go on
-            batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
+        timer.enter("generate")
+        rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
+        ahead = launch(driver.request_ahead(), config.group_size, generator)  # overlap_steps: learners go on
+        batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
 
-        with timer.phase("reference"):  # meanwhile worker processes of the driver score
-            batch = add_ref_logprobs(batch, reference, roles)  # references -> trainers
+        timer.enter("reference")  # meanwhile worker processes of the driver score
+        batch = add_ref_logprobs(batch, reference, roles)  # references -> trainers
 
-        with timer.phase("reward"):
-            rollouts = driver.collect_rewards()
-            rewards = broadcast_tensors(driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
-            if config.record:
-                driver.record(rollouts, batch, rewards)  # a file, for --replay
+        timer.enter("reward")
+        rollouts = driver.collect_rewards()
+        rewards = broadcast_tensors(driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
+        if config.record:
+            driver.record(rollouts, batch, rewards)  # a file, for a replay
 
-        with timer.phase("train"), timer.compilation_in_startup():
-            metrics = StepMetrics(batch.num_sequences if trainer else 0)
-            if trainer:
+        timer.enter("train")
+        metrics = StepMetrics(batch.num_sequences if trainer else 0)
+        if trainer:
+            with timer.compilation_in_startup():
                 batch = add_advantages(config, batch, *rewards, kl_coef, metrics)
                 update(config, trainer, batch, kl_coef, metrics)
 
-        with timer.phase("generate"):
-            land(ahead, driver, roles)  # generators -> driver, for the next step
+        timer.enter("generate")
+        land(ahead, driver, roles)  # generators -> driver, for the next step
 
-        with timer.phase("sync"):  # trainers -> generators, which then hold the weights after `step + 1` steps
-            if plan.sync:
-                sync_weights(trainer, generator, step + 1, roles)
+        timer.enter("sync")
+        if plan.sync:  # trainers -> generators, which then hold the weights after `step + 1` steps
+            sync_weights(trainer, generator, step + 1, roles)
 
         if plan.evaluate:  # only in steps that sync
-            with timer.phase("evaluate"):
-                session.evaluate(generator, step + 1)
+            timer.enter("evaluate")
+            session.evaluate(generator, step + 1)
         driver.log(step + 1, rollouts, batch, metrics)
         if plan.save:
             session.save(step + 1, trainer, *driver.state(step + 1))
@@ -118,7 +120,7 @@ def train(config: GRPOConfig, session: Session) -> None:
 
 
 def sample(
-    config: GRPOConfig, plan: Plan, generator: Generator | None, driver: Driver, roles: Roles
+    config: GRPOConfig, plan: StepPlan, generator: Generator | None, driver: Driver, roles: Roles
 ) -> list[Rollout] | None:
     """Complete groups of `config.group_size` until the step is full. Returns the rollouts on the driver, else None."""
     requests = plan.requests  # nothing, if enough was sampled ahead

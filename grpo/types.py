@@ -297,7 +297,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What the driver decided for one step; every rank gets the same one and decides nothing itself."""
 
     step: int

@@ -30,7 +30,7 @@ from grpo.run.flight import Flight
 from grpo.run.inputs import read_grpo
 from grpo.run.scorer import check_version
 from grpo.run.session import Session, Start
-from grpo.types import Completion, Plan, Prompt, Requests, Rollout, TrainBatch
+from grpo.types import Completion, Prompt, Requests, Rollout, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
 
@@ -57,7 +57,7 @@ class Driver:
     # ---- one step -----------------------------------------------------------------------------------------------
 
     @from_driver
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> StepPlan:
         """Everything that is decided about a step before it starts. A filter on prompts belongs here.
 
         A run that was asked to stop goes on to the next sync, because a resumed one begins with fresh weights.
@@ -65,7 +65,7 @@ class Driver:
         config, last = self.config, step + 1 == self.config.num_steps
         session, first_step = self.session, self.session.first_step
         if step % config.sync_interval == 0 and session.is_stopped(step):
-            return Plan(step=step, requests=None, sync=False, save=False, evaluate=False, stop=True)
+            return StepPlan(step=step, requests=None, sync=False, save=False, evaluate=False, stop=True)
 
         def due(interval: int) -> bool:
             return interval > 0 and (step + 1) % interval == 0
@@ -79,7 +79,7 @@ class Driver:
         self.flight.begin_step()
         requests = self._fill()
         prompts = requests.prompts if requests else [group.prompt for group in self.flight.taken]
-        return Plan(
+        return StepPlan(
             step=step,
             requests=requests,
             sync=last or due(config.sync_interval),

@@ -49,9 +49,15 @@ class StepTimer:
         self.is_driver = is_driver
         self.seconds: dict[str, float] = {}
         self.open_phases: list[str] = []
+        self._entered = contextlib.ExitStack()  # the phase that `enter` began
         self.step_start = self.last_change = time.perf_counter()
         self.startup_parts = {"importing": self.last_change - BEGAN}
         """Seconds of what `startup` was told, and of what came before."""
+
+    def enter(self, name: str) -> None:
+        """Begin phase `name`, which lasts until the next `enter` or `close_step`. What fails meanwhile failed in it."""
+        self._entered.close()
+        self._entered.enter_context(self.phase(name))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -126,6 +132,7 @@ class StepTimer:
 
         `time/step` is the sum of all others except `time/startup`. The next step starts here.
         """
+        self._entered.close()
         if self.open_phases:
             raise ValueError(f"the step closes inside phase {self.open_phases[-1]}; end the phase first")
         self._book()

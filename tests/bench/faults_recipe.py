@@ -16,7 +16,7 @@ from typing import Any
 from grpo.config import change
 from grpo.run.driver import Driver
 from grpo.run.step_timer import StepTimer
-from grpo.types import Plan
+from grpo.types import StepPlan
 from tests.e2e import tiny
 
 # Into the phase: the ranks tell each other where they are once a second
@@ -56,7 +56,7 @@ def with_fault(rank: int, phase: str, step: int, kind: str, note: str) -> None:
     begun = {"step": 0}
     plan, timed, started = Driver.plan, StepTimer.phase, StepTimer.startup
 
-    def plan_that_counts(self: Driver, number: int, *rest: Any) -> Plan:
+    def plan_that_counts(self: Driver, number: int, *rest: Any) -> StepPlan:
         begun["step"] = number + 1
         return plan(self, number, *rest)
 

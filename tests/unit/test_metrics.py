@@ -81,6 +81,21 @@ def test_timer_splits_a_step_into_phases_and_the_rest(clock):
     assert timer.close_step() == {"time/generate": 5.0, "time/train": 2.5, "time/other": 1.25, "time/step": 8.75}
 
 
+def test_a_phase_that_is_entered_lasts_until_the_next_or_the_end_of_the_step(clock):
+    timer = StepTimer()
+    clock.now += 1.0
+    for name, seconds in (("generate", 5.0), ("train", 2.0), ("generate", 3.0)):
+        timer.enter(name)
+        clock.now += seconds
+        with timer.phase("reward"):
+            clock.now += 0.5
+    assert timer.close_step() == {
+        "time/generate": 8.0, "time/train": 2.0, "time/reward": 1.5, "time/other": 1.0, "time/step": 12.5
+    }  # fmt: skip
+    clock.now += 1.0
+    assert timer.close_step() == {"time/other": 1.0, "time/step": 1.0}
+
+
 def test_timer_starts_the_next_step_where_the_last_one_ended(clock):
     timer = StepTimer()
     with timer.phase("generate"):
