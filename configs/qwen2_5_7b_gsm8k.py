@@ -4,7 +4,7 @@
 
 Layout: 4 trainer ranks (FSDP) + 4 generator ranks (one vLLM engine each); no reference, because kl_coef is 0.
 
-Memory per trainer, by arithmetic (`python -m grpo.memory configs/qwen2_5_7b_gsm8k.py`; it has run in small only):
+Memory per trainer, by arithmetic (`--dry-run --gpus 8` with this recipe; it has run in small only):
 float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 7.6e9 x 16 / 4 ranks = 28 GiB; bfloat16
 weights that FSDP gathers 2.9 GiB; activations of a micro-batch of 8192 tokens, with selective checkpointing, 14.7 GiB;
 the logits of 2048 tokens and their gradient 1.2 GiB, that of the LM head 2.0 GiB: together 49 GiB, and with a KL term

@@ -5,7 +5,7 @@
 As sft_qwen3_8b.py, with adapters of rank 16 on all linear layers and ten times its learning rate. On 8 GPUs:
 --num-trainers 8.
 
-Memory (python -m grpo.memory with this recipe): the frozen bfloat16 weights are 15 GiB, adapters with gradients and
+Memory (`--dry-run --gpus 8` with this recipe): the frozen bfloat16 weights are 15 GiB, adapters with gradients and
 moments 0.7 GiB; with the activations of 8192 tokens, all of them kept, and the rest about 57 GiB.
 """
 

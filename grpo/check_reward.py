@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import pathlib
 import sys
 import time
 
@@ -28,9 +27,9 @@ from grpo.rewards.answers.extract import extract_answer
 from grpo.rewards.builtin import RewardFunction
 from grpo.rewards.loading import call_arguments, is_group_level, load_functions
 from grpo.rewards.worker import describe, plain_values
+from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.text import one_line, printable, shorten
 
-DEFAULT_RECIPE = str(pathlib.Path(__file__).parents[1] / "configs" / "qwen3_1_7b_gsm8k.py")
 NUM_ROWS = 3
 # Rows that are looked at to find so many that can be used.
 MOST_ROWS = 1000
@@ -41,12 +40,9 @@ FORMATS = {"answer_tag": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}", "hashe
 
 def main(arguments: list[str]) -> int:
     """Print what the function says; returns the exit code."""
-    if not arguments or arguments[0].startswith("-"):
-        print(__doc__)
-        return 2
-    name, *rest = arguments
+    name, rest = subject_of(__doc__, arguments)
     try:
-        config = load(GRPOConfig, DEFAULT_RECIPE, rest)
+        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], rest)
         examples = some_examples(config)
         function = load_reward(name, config, list(examples[0].columns))
     except (ValueError, OSError) as error:

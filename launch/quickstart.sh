@@ -43,7 +43,7 @@ fi
 stage "GRPO" "${torchrun[@]}" --nproc_per_node="$num_processes" train_grpo.py configs/toy_arithmetic.py --overwrite \
     "${layout[@]}"
 printf '\n'
-python -m grpo.summary runs/toy_arithmetic
+python -m grpo.look runs/toy_arithmetic
 cat <<'NEXT'
 
 What next, after `source .venv/bin/activate`:

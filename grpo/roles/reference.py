@@ -2,7 +2,7 @@
 
 import torch
 
-from grpo.config import GRPOConfig
+from grpo.config import ModelConfig, TrainerConfig
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.forward import token_logprobs
 from grpo.models.lora import adapters_off
@@ -13,19 +13,22 @@ from grpo.types import TrainBatch
 class Reference:
     """A frozen model over the reference ranks (or the trainer ranks, where there are no others)."""
 
-    def __init__(self, config: GRPOConfig, folder: str, roles: Roles, adapted: ShardedModel | None = None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        folder: str,
+        tensor_parallel: int,
+        roles: Roles,
+        adapted: ShardedModel | None = None,
+    ):
         """Load `folder` in the compute dtype, or take the base of an `adapted` model (LoRA), which holds it already.
 
-        Collective over the reference ranks.
+        trainer: how rows are made and computed, which is the policy's way. Collective over the reference ranks.
         """
-        self.config = config
+        self.trainer = trainer
         self.model = adapted or build_model(
-            config.model,
-            config.trainer,
-            folder,
-            device=roles.device,
-            tensor_parallel=config.reference_tensor_parallel,
-            frozen=True,
+            model, trainer, folder, device=roles.device, tensor_parallel=tensor_parallel, frozen=True
         )
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
@@ -34,4 +37,4 @@ class Reference:
         At the sampling temperatures. Collective over the reference ranks.
         """
         with adapters_off(self.model.module):
-            return token_logprobs(batch, self.model, self.config.trainer)
+            return token_logprobs(batch, self.model, self.trainer)

@@ -73,12 +73,12 @@ def _read(config_type: type[Config]) -> Config:
     return config
 
 
-def subject_of(doc: str) -> tuple[str, list[str]]:
+def subject_of(doc: str, words: list[str] | None = None) -> tuple[str, list[str]]:
     """The first word of a tool's command line, what the tool is about, and the words behind it.
 
     With --help, or where no word comes first, it prints the tool's docstring and ends the process.
     """
-    words = sys.argv[1:]
+    words = sys.argv[1:] if words is None else words
     if not words or words[0].startswith("-"):
         print(doc)
         raise SystemExit(0 if words[:1] in (["--help"], ["-h"]) else 2)

@@ -168,7 +168,8 @@ class Session:
                 trainer = Trainer(config.model, begun.trainer, folder, config.num_steps, roles, config.seed)
             if roles.references:
                 base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters
-                reference = Reference(config, reference_folder, roles, base)
+                ranks = config.reference_tensor_parallel
+                reference = Reference(config.model, config.trainer, reference_folder, ranks, roles, base)
         if compiles_ahead(config, roles):
             with timer.startup("compiling, while vLLM starts on other ranks"):
                 compile_ahead(config, trainer, reference, roles)

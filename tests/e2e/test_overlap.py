@@ -84,8 +84,7 @@ def test_6_steps_equal_3_a_crash_and_3(run: tuple[pathlib.Path, list[object]], t
 
 def test_a_replay_repeats_it(run: tuple[pathlib.Path, list[object]], tmp_path: pathlib.Path):
     """What a step trained on was recorded with the versions that sampled it; one process is enough to train on it."""
-    arguments = (run[0] / "config.py", "--replay", run[0], "--run-dir", tmp_path / "again")
-    run_python("train_grpo.py", *arguments, deadline=240)
+    run_python("-m", "grpo.replay", run[0], "--run-dir", tmp_path / "again", deadline=240)
     before, after = steps_of(run[0]), steps_of(tmp_path / "again")
     assert [without_clocks(m) for m in after] == [without_clocks(m) for m in before]
     assert [m["lag/max"] for m in after] == [0, 1, 1, 1, 1, 1]

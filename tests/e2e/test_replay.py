@@ -27,8 +27,7 @@ def live(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathl
 
 def test_a_replay_repeats_the_run_to_the_last_digit(live: pathlib.Path, tmp_path: pathlib.Path):
     again = tmp_path / "again"
-    arguments = (live / "config.py", "--replay", live, "--run-dir", again)
-    output = torchrun("train_grpo.py", *arguments, nproc=2, deadline=240)
+    output = torchrun("grpo.replay", live, "--run-dir", again, nproc=2, deadline=240)
     assert "replay of" in output and "on 2 trainer ranks" in output
     before, after = read_metrics(live), read_metrics(again)
     assert [m["step"] for m in after] == [1, 2, 3]
@@ -36,13 +35,18 @@ def test_a_replay_repeats_the_run_to_the_last_digit(live: pathlib.Path, tmp_path
         assert without_clocks(other) == without_clocks(one)
     for name in ("loss", "kl", "grad_norm", "entropy", "mismatch/mean", "loss/ratio_mean"):
         assert len({m[name] for m in after}) == 3, name  # the comparison means something
-    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (live, again)]
-    assert weights[0] == weights[1]
+    parts = tmp_path / "parts"  # 3 = 2 + resume + 1
+    for flags in (("--num-steps", 2, "--checkpoint.interval", 2), ("--checkpoint.interval", 2, "--resume")):
+        output = torchrun("grpo.replay", live, "--run-dir", parts, *flags, nproc=2, deadline=240)
+    assert "starting at step 2" in output
+    assert [without_clocks(m) for m in read_metrics(parts)] == [without_clocks(m) for m in after]
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (live, again, parts)]
+    assert weights[0] == weights[1] == weights[2]
 
 
 def test_another_loss_on_the_same_data_on_one_rank(live: pathlib.Path, tmp_path: pathlib.Path):
-    arguments = (live / "config.py", "--replay", live, "--run-dir", tmp_path / "gspo", "--num-steps", 2)
-    run_python("train_grpo.py", *arguments, "--algorithm.loss", "gspo", "--algorithm.clip-low", 3e-4, deadline=240)
+    flags = ("--run-dir", tmp_path / "gspo", "--num-steps", 2, "--algorithm.loss", "gspo", "--algorithm.clip-low", 3e-4)
+    run_python("-m", "grpo.replay", live, *flags, deadline=240)
     before, after = read_metrics(live), read_metrics(tmp_path / "gspo")
     assert [m["step"] for m in after] == [1, 2]
     for one, other in zip(before, after, strict=False):
@@ -53,8 +57,8 @@ def test_another_loss_on_the_same_data_on_one_rank(live: pathlib.Path, tmp_path:
 
 
 def test_prompts_that_are_not_shared_take_the_same_steps(live: pathlib.Path, tmp_path: pathlib.Path):
-    arguments = (live / "config.py", "--replay", live, "--run-dir", tmp_path / "whole", "--trainer.no-share-prompts")
-    torchrun("train_grpo.py", *arguments, nproc=2, deadline=240)
+    flags = ("--run-dir", tmp_path / "whole", "--trainer.no-share-prompts")
+    torchrun("grpo.replay", live, *flags, nproc=2, deadline=240)
     for shared, whole in zip(read_metrics(live), read_metrics(tmp_path / "whole"), strict=True):
         assert shared["packing/shared_frac"] > 0.2 and "packing/shared_frac" not in whole
         for name in ("loss", "kl", "grad_norm", "entropy", "loss/ratio_mean"):

@@ -30,7 +30,7 @@ NO_KL = ("--algorithm.kl-coef", 0)
 OVERLAP = ("--overlap-steps", 1)
 CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
 BACKGROUND = ("--checkpoint.in-background", "--checkpoint.interval", 3)
-# Of the tests' own: {a}, {b} are files of rows, {teacher} and {recorded} folders
+# Of the tests' own: {a}, {b} are files of rows, {teacher} is a folder
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
 STREAMED = ("--data.streaming",)
 PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
@@ -84,7 +84,6 @@ MODES = {
     "a teacher beside rewards": Mode(
         3, (*split(1, 1, 1), "--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5), rank=1
     ),
-    "a replay": Mode(1, ("--replay", "{recorded}", "--roles.num-trainers", 1)),
     "SFT, mixed, packed, validation": Mode(2, (*MIXED, *PACKED, *VALIDATION, *SCHEDULE), rank=1, recipe=SFT),
     "SFT, streamed, mixed, packed, in the background": Mode(
         2, (*MIXED, *STREAMED, *PACKED, *BACKGROUND, *VALIDATION), recipe=SFT
@@ -108,28 +107,17 @@ def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {"a": folder / "a.jsonl", "b": folder / "b.jsonl", "teacher": folder / "teacher", "model": model}
 
 
-@pytest.fixture(scope="module")
-def recorded(inputs: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    run_dir = tmp_path_factory.mktemp("recorded") / "run"
-    flags = (*split(1, 0, 1), "--record", "--num-steps", NUM_STEPS, "--model.path", inputs["model"])
-    torchrun("train_grpo.py", TINY, *flags, "--run-dir", run_dir, nproc=2, deadline=240)
-    return run_dir
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # three runs, on a machine that may have other work
 @pytest.mark.parametrize("name", MODES)
 def test_10_steps_equal_5_a_stop_and_5(
     name: str,
     inputs: dict[str, object],
-    request: pytest.FixtureRequest,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Metrics without clocks, completions and the last weights are equal to the last digit."""
     mode = MODES[name]
-    if "{recorded}" in mode.flags:
-        inputs = inputs | {"recorded": request.getfixturevalue("recorded")}
     flags = [str(flag).format(**inputs) for flag in mode.flags]
     flags += ["--model.path", str(inputs["model"]), "--num-steps", str(NUM_STEPS), "--metrics.no-tensorboard"]
 
@@ -150,7 +138,7 @@ def test_10_steps_equal_5_a_stop_and_5(
     assert [without_clocks(m) for m in read_metrics(parts)] == [without_clocks(m) for m in read_metrics(whole)]
     # the comparison means something: the steps differ
     assert len({m["loss"] for m in read_metrics(whole) if "loss" in m}) == NUM_STEPS
-    if mode.script == "grpo" and "--replay" not in flags:
+    if mode.script == "grpo":
         assert read_completions(parts) == read_completions(whole)
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, parts)]
     assert weights[0] == weights[1]

@@ -84,7 +84,7 @@ def test_nothing_is_left_behind(roles, tmp_path: pathlib.Path):
     config = config_of(64, chunk_tokens=16, kl_coef=0.1, entropy_coef=0.1, num_mini_batches=2)
     folder = make_tiny(tmp_path, "qwen3-tied")
     trainer = Trainer(config.model, config.trainer, folder, 10, roles)
-    reference = Reference(config, folder, roles)
+    reference = Reference(config.model, config.trainer, folder, 1, roles)
     before = {name: value.clone() for name, value in trainer.model.module.state_dict().items()}
     random_state = torch.get_rng_state()
     rows_seen = []

@@ -21,7 +21,7 @@ FLOORS = (
     ("run",),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-SCRIPTS = ("train_grpo", "train_sft", "grpo.summary", "grpo.evaluate", "grpo.export", "grpo.replay")
+SCRIPTS = ("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay")
 SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.look")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)

@@ -15,15 +15,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 from torch._dynamo.backends.common import aot_autograd
 
-from grpo import summary
+from grpo import look
 from grpo.config import MetricsConfig
+from grpo.look import terminal_curve
 from grpo.report import log as run_log
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
 from grpo.report.samples import completion_records, describe_rollout, failure_lines, spread_by_reward
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
-from grpo.summary import terminal_curve
 from grpo.text import compact_duration, compact_number
 from grpo.types import Completion, Prompt, Rollout
 
@@ -653,7 +653,7 @@ def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
     log.log_evaluation(2, {"accuracy": 0.75})
     log.close()
     capsys.readouterr()
-    summary.main([str(tmp_path)])
+    look.main([str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path}: 2 steps in 1.5 minutes, start-up not counted"
     assert lines[1] == "accuracy on held-out prompts (greedy): 0.25 after step 0, 0.75 after step 2"
@@ -664,21 +664,13 @@ def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
 
 def test_summary_without_evaluations_shows_the_reward(tmp_path):
     records = [{"step": 1, "time/step": 1.0, "reward/mean": 0.5}, {"step": 2, "time/step": 1.0, "reward/mean": None}]
-    text = summary.summarize(records, tmp_path)
+    text = look.summarize(records, tmp_path)
     assert "mean reward of the sampled completions: 0.5 after step 1, 0.5 after step 1" in text
 
 
 def test_summary_of_no_run_says_so(tmp_path):
     with pytest.raises(SystemExit, match="metrics.jsonl does not exist"):
-        summary.main([str(tmp_path)])
-
-
-def test_summary_tells_its_usage(capsys):
-    for arguments in ([], ["--steps"], ["a", "b"]):
-        with pytest.raises(SystemExit, match="usage: python -m grpo.summary RUN_DIR"):
-            summary.main(arguments)
-    summary.main(["--help"])
-    assert capsys.readouterr().out.startswith("usage: python -m grpo.summary RUN_DIR\n")
+        look.main([str(tmp_path)])
 
 
 def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):
@@ -689,7 +681,7 @@ def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path
     log.close()
     lines = capsys.readouterr().out.splitlines()[1:]
     assert lines[-2:] == ["eval 4/4 100%  math  accuracy 0.5", "eval 4/4 100%  code  accuracy 0.75"]
-    text = summary.summarize(read_records(tmp_path), tmp_path)
+    text = look.summarize(read_records(tmp_path), tmp_path)
     assert "accuracy on held-out prompts of math (greedy): 0.25 after step 0, 0.5 after step 4" in text
 
 

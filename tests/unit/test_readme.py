@@ -199,7 +199,7 @@ def test_the_usual_run_of_torchforge_is_one_command():
 def test_other_commands_start_what_exists():
     modules = re.findall(r"\bpython -m (grpo[\w.]*)", EVERYTHING)
     scripts = re.findall(r"\b(?:python|bash) ([\w/]+\.(?:py|sh))", EVERYTHING)
-    assert "grpo.summary" in modules and "launch/quickstart.sh" in scripts
+    assert "grpo.look" in modules and "launch/quickstart.sh" in scripts
     for path in (*(module.replace(".", "/") + ".py" for module in modules), *scripts):
         assert (ROOT / path).is_file(), path
     variants = set(re.findall(r"^ +(\w+)\)", (ROOT / "tests/bench/gpu.sh").read_text(), re.MULTILINE))

@@ -52,7 +52,9 @@ def main() -> None:
         else None
     )
     trainer = Trainer(config.model, config.trainer, folder, NUM_ROUNDS, roles) if roles.trains else None
-    reference = Reference(config, folder, roles) if roles.references else None
+    reference = None
+    if roles.references:
+        reference = Reference(config.model, config.trainer, folder, config.reference_tensor_parallel, roles)
     start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     for version in range(NUM_ROUNDS):
