@@ -246,9 +246,8 @@ class Session:
             )
         self.run_log.log_evaluation(step, metrics)
 
-    @on_driver
     def log(self, step: int, metrics: dict[str, float], batch: TrainBatch) -> None:
-        """The one log call of the `step`-th step, which tells of a skipped update. Collective over `roles.control`."""
+        """The one log call of the `step`-th step, which tells of a skipped update. On rank 0."""
         self.run_log.log(step, metrics)
         self.skipped.look(step, metrics, batch)
 
