@@ -89,7 +89,7 @@ def documented_metrics() -> set[str]:
 
 
 def phases() -> set[str]:
-    return {f"time/{name}" for name in re.findall(r'\.phase\("(\w+)"\)', "\n".join(SOURCES.values()))}
+    return {f"time/{name}" for name in re.findall(r'\.(?:phase|enter)\("(\w+)"\)', "\n".join(SOURCES.values()))}
 
 
 def test_the_first_page_is_short():
