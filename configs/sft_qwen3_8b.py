@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=8 train_sft.py configs/sft_qwen3_8b.py
 
 As sft_llama3_1_8b.py. Qwen3's own chat template forgets the thoughts of earlier turns, so several answers of a chat
-cannot be learned with it; examples/qwen3_chat.jinja writes all turns like the last one. The model that is left has
-Qwen3's own template again.
+cannot be learned with it; examples/qwen3_chat.jinja writes all turns like the last one. The model that is left
+has that template.
 
 Memory per GPU (`--dry-run --gpus 8` with this recipe): 16 bytes per parameter, 8.2e9 x 16 / 8 ranks = 15 GiB; with the
 activations of 16384 tokens and the rest about 54 GiB.

@@ -17,9 +17,13 @@ from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.builtin import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
+OF_CONFIGS = ("README", "DATA", "METHODS", "SFT", "RUNNING")
 PAGES = {
     name: (ROOT / name).read_text()
-    for name in ("README.md", "grpo/README.md", "configs/README.md", "launch/README.md", "tests/README.md")
+    for name in (
+        *("README.md", "grpo/README.md", "launch/README.md", "tests/README.md"),
+        *(f"configs/{name}.md" for name in OF_CONFIGS),
+    )
 }
 TOP = PAGES["README.md"]
 EVERYTHING = "\n".join(PAGES.values())
@@ -288,7 +292,7 @@ def test_where_to_change_what_names_what_exists():
     for wish, where in table("I want"):
         files = [SOURCES["train_grpo.py"]]
         for link in re.findall(r"\]\(([^)]+)\)", where):
-            files.append((ROOT / "grpo" / link).read_text())
+            files.append((ROOT / "grpo" / link.partition("#")[0]).read_text())
         for name in re.findall(r"`([A-Za-z_][\w.]*)`", where):
             if name not in SOURCES and name not in field_paths(c.GRPOConfig()):
                 assert any(re.search(rf"\b{name.rpartition('.')[2]}\b", text) for text in files), f"{wish}: {name}"
@@ -338,9 +342,8 @@ def test_every_message_is_one_of_the_code():
 
 
 def test_own_loss_and_reward_are_the_files_that_run_end_to_end():
-    loss, reward = re.findall(
-        r"```python\n(.*?)```", section("configs/README.md", "Your own loss and reward"), re.DOTALL
-    )
+    page = section("configs/METHODS.md", "Your own loss and reward")
+    loss, reward = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert loss == (ROOT / "configs/examples/my_loss.py").read_text()
     assert reward == (ROOT / "configs/examples/my_reward.py").read_text()
     assert max(len(loss.splitlines()), len(reward.splitlines())) <= 25

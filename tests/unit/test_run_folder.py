@@ -331,7 +331,7 @@ def test_checkpoints_are_named_by_digits(tmp_path):
     assert step_folders(tmp_path / "absent") == []
 
 
-def test_run_files_are_listed_in_the_readme():
-    page = (ROOT / "configs/README.md").read_text()
+def test_run_files_are_listed_in_the_pages():
+    page = (ROOT / "configs/RUNNING.md").read_text()
     for name in RUN_FILES:
         assert f"| `{name}` |" in page or f"| `{name}/` |" in page, name
