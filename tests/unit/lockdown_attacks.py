@@ -46,183 +46,154 @@ class Attack(NamedTuple):
     """Who succeeds without a sandbox, outside of containers: anyone, root, or nobody (it is not tried)."""
 
 
-ATTACKS = [
-    # ---- files: reading
-    Attack("read a data file", "return open(T['data']).read()"),
-    Attack("read a token in the home folder", "return open(T['token']).read()"),
-    Attack("read a run's checkpoint", "return open(T['checkpoint']).read()"),
-    Attack("read a module of another environment", "return open(T['module']).read()"),
-    Attack("read /etc/passwd", "return open('/etc/passwd').read()"),
-    Attack("read a file that only its owner may read", "return open(T['closed']).read()"),
-    Attack("list a folder", "return os.listdir(T['folder'])"),
-    Attack("list the temporary folder", "return os.listdir('/tmp')"),
-    Attack("read through a symbolic link", "os.symlink(T['data'], 'link'); return open('link').read()"),
-    Attack("read through a hard link", "os.link(T['data'], 'hard'); return open('hard').read()", "nobody"),
-    Attack("climb out of its folder", "return open('../' * 40 + T['data']).read()"),
-    Attack("open below a descriptor of /", "return os.open(T['data'], os.O_RDONLY, dir_fd=os.open('/', os.O_PATH))"),
-    Attack("reopen a path-only descriptor", "return open(f\"/proc/self/fd/{os.open(T['data'], os.O_PATH)}\").read()"),
-    Attack(
-        "open by a file handle",
-        "handle = buffer(bytes([128]) + bytes(200))\n"
-        " return call('name_to_handle_at', -100, T['data'].encode(), handle, buffer(bytes(8)), 0) == 0",
-    ),
-    Attack("load a library from elsewhere", "return ctypes.CDLL(T['library'])"),
-    Attack(
-        "map a file of another user's", "f = os.open(T['data'], 0); return mmap.mmap(f, 0, prot=mmap.PROT_READ)[:1]"
-    ),
-    Attack("watch a folder", "return libc.inotify_add_watch(call('inotify_init1', 0), T['folder'].encode(), 256) > 0"),
-    Attack("watch the file system", "return call('fanotify_init', 0, 0) >= 0", "root"),
-    Attack("read the caller's environment", "return open(f\"/proc/{T['caller']}/environ\").read()"),
-    Attack("read the caller's arguments", "return open(f\"/proc/{T['caller']}/cmdline\").read()"),
-    Attack("read the caller's memory", "return open(f\"/proc/{T['caller']}/mem\", 'rb')", "root"),
-    Attack("enter the caller's folder", "return os.listdir(f\"/proc/{T['caller']}/cwd/\")", "root"),
-    Attack("enter the caller's root", "return os.listdir(f\"/proc/{T['caller']}/root/etc\")", "root"),
-    Attack("open the kernel's memory", "return os.open('/dev/mem', os.O_RDONLY)", "nobody"),
-    Attack(
-        "make the disk's device",
-        "os.mknod('disk', 0o060600, os.makedev(254, 0)); return os.path.exists('disk')",
-        "root",
-    ),
-    Attack("look into /sys", "return os.listdir('/sys/kernel')", "root"),
-    # ---- files: changing
-    Attack("write to a data file", "return open(T['data'], 'a').write('x')"),
-    Attack("truncate a data file", "os.truncate(T['scratch'], 0); return True"),
-    Attack("make a file elsewhere", "return open(T['folder'] + '/new', 'w').write('x')"),
-    Attack("remove a file", "os.remove(T['folder'] + '/removable'); return True"),
-    Attack("rename a file", "os.rename(T['folder'] + '/renamable', T['folder'] + '/renamed'); return True"),
-    Attack("make a folder elsewhere", "os.mkdir(T['folder'] + '/folder'); return True"),
-    Attack("write to the temporary folder", "return open('/tmp/left-behind-' + T['id'], 'w').write('x')"),
-    Attack(
-        "write to the interpreter", "return open(os.path.join(os.path.dirname(os.__file__), 'left.py'), 'w')", "nobody"
-    ),
-    Attack("change a file's mode", "os.chmod(T['data'], 0o644); return True"),
-    Attack("change the interpreter's mode", "os.chmod(sys.executable, 0o755); return True", "root"),
-    Attack("change a file's mode by a descriptor", "os.fchmod(os.open(os.__file__, 0), 0o644); return True", "root"),
-    Attack("lock a file of the interpreter", "fcntl.flock(os.open(os.__file__, 0), fcntl.LOCK_EX); return True"),
-    Attack("hold up who opens a file", "fcntl.fcntl(os.open(T['data'], 0), 1024, fcntl.F_RDLCK); return True"),
-    Attack("change a file's times", "os.utime(T['data']); return True"),
-    Attack("give a file away", "os.chown(T['data'], -1, os.getgid()); return True"),
-    Attack("write to a kernel setting", "return os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY)", "root"),
-    Attack("write to the caller's oom score", "return open(f\"/proc/{T['caller']}/oom_score_adj\", 'w')", "root"),
-    # ---- network
-    Attack("connect by TCP", "return socket.create_connection(('127.0.0.1', T['port']), 5)"),
-    Attack("send by UDP", "return socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))"),
-    Attack("listen", "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); return True"),
-    Attack("connect to a socket in a folder", "socket.socket(socket.AF_UNIX).connect(T['socket']); return True"),
-    Attack(
-        "connect to an abstract socket", "socket.socket(socket.AF_UNIX).connect('\\0' + T['abstract']); return True"
-    ),
-    Attack(
-        "send from a pair to a folder's socket",
-        "return socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', T['datagrams'])",
-    ),
-    Attack("make a socket in a folder", "socket.socket(socket.AF_UNIX).bind('s'); return True"),
-    Attack("talk to the kernel by netlink", "return socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)"),
-    Attack("open a vsock", "return socket.socket(40, socket.SOCK_STREAM)", "nobody"),
-    Attack("open a raw socket", "return socket.socket(socket.AF_PACKET, socket.SOCK_RAW)", "root"),
-    Attack("open a socket by x32's number", "return libc.syscall(0x40000000 + 41, 1, 1, 0) >= 0", "nobody"),
-    Attack("open a socket by a ring", "return call('io_uring_setup', 4, buffer(bytes(120))) >= 0"),
-    # ---- memory that no limit counts
-    Attack("keep memory in a memfd", "return os.ftruncate(os.memfd_create('x'), 1 << 20) is None"),
-    Attack("keep memory in a secret memfd", "return call('memfd_secret', 0) >= 0", "nobody"),
-    Attack("make its stdin grow", "return os.ftruncate(0, 1 << 20) is None", "nobody"),
-    Attack("write to its stdin", "return os.write(0, b'x')", "nobody"),
-    Attack("make shared memory (System V)", "return call('shmget', 0, 1 << 20, 0o1600) >= 0"),
-    Attack("attach shared memory of the caller's", "return call('shmget', T['shared'], 0, 0) >= 0"),
-    Attack("make a message queue (System V)", "return call('msgget', 0, 0o1600) >= 0"),
-    Attack("make semaphores (System V)", "return call('semget', 0, 1, 0o1600) >= 0"),
-    Attack("make a message queue (POSIX)", "return call('mq_open', ('q' + T['id']).encode(), 0o102, 0o600, None) >= 0"),
-    Attack("remove shared memory by its number", "return call('shmctl', T['numbered']['shm'], 0, None) == 0"),
-    Attack("remove a message queue by its number", "return call('msgctl', T['numbered']['msg'], 0, None) == 0"),
-    Attack("remove semaphores by their number", "return call('semctl', T['numbered']['sem'], 0, 0, None) == 0"),
-    Attack(
-        "send to a message queue by its number",
-        "return call('msgsnd', T['numbered']['queue'], buffer(struct.pack('l', 1) + bytes(8)), 8, 0o4000) == 0",
-    ),
-    Attack(
-        "keep memory in Landlock's rules",
-        "return call('landlock_create_ruleset', buffer(bytes([1]) + bytes(7)), 8, 0) > 0",
-    ),
-    Attack("write to /dev/shm", "return open('/dev/shm/' + T['id'], 'w')"),
-    Attack("mount a file system in memory", "return libc.mount(b't', b'/', b'tmpfs', 0, None) == 0", "nobody"),
-    Attack("reserve asynchronous requests", "return call('io_setup', 4, buffer(bytes(8))) == 0"),
-    # ---- other processes
-    Attack("signal the caller", "os.kill(T['caller'], 0); return True"),
-    Attack("signal a process of the same user", "os.kill(T['victim'], 0); return True"),
-    Attack("kill its parent", "os.kill(os.getppid(), 9); return True", "nobody"),
-    Attack("stop its parent", "os.kill(os.getppid(), signal.SIGSTOP); return True", "nobody"),
-    Attack("signal its group", "os.killpg(os.getpgid(os.getppid()), 0); return True"),
-    Attack("start a process", "return os.fork() or os._exit(0)"),
-    Attack("start a program", "return os.posix_spawn('/bin/true', ['true'], {}) > 0"),
-    Attack(
-        "queue a signal",
-        "return call('rt_sigqueueinfo', T['victim'], 0, buffer(struct.pack('iii', 0, 0, -1) + bytes(116))) == 0",
-    ),
-    Attack("have the kernel signal another", "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, T['victim']); return True"),
-    Attack("trace a process", "return call('ptrace', 0x4206, T['victim'], 0, 0) == 0"),
-    Attack("read another's memory", "return read_memory(T['victim'], T['address'])"),
-    Attack("take a descriptor of another", "return call('pidfd_getfd', os.pidfd_open(T['victim']), 0, 0) >= 0"),
-    Attack("change another's limits", "return resource.prlimit(T['victim'], resource.RLIMIT_CORE, (0, 0))"),
-    Attack("change another's cores", "os.sched_setaffinity(T['victim'], {0}); return True"),
-    Attack("change another's priority", "os.setpriority(os.PRIO_PROCESS, T['victim'], 19); return True"),
-    Attack("change another's turn at the disk", "return call('ioprio_set', 1, T['victim'], 3 << 13) == 0"),
-    Attack("compare with another", "return call('kcmp', os.getpid(), T['victim'], 1, 0, 0) >= 0"),
-    Attack("outlive its parent", "return libc.prctl(1, 0, 0, 0, 0) == 0"),
-    Attack("raise its limits", "resource.setrlimit(resource.RLIMIT_CORE, (1 << 20, 1 << 20)); return True", "nobody"),
-    Attack("lift its limit on processes", "resource.setrlimit(resource.RLIMIT_NPROC, (-1, -1)); return True", "nobody"),
-    # ---- privilege and the kernel
-    Attack("be root", "os.setuid(0); return True", "root"),
-    Attack("join a group", "os.setgroups([4]); return True", "root"),
-    Attack("have a capability other than to read", "return permitted_capabilities() & ~0b110", "root"),
-    Attack("gain by a set-user-ID program", "return libc.prctl(39, 0, 0, 0, 0) == 0"),
-    Attack("make namespaces by clone", "p = call('clone', 0x10000011, 0, 0, 0, 0); return p > 0 or os._exit(0)"),
-    Attack(
-        "make namespaces by clone3",
-        "arguments = buffer(struct.pack('8Q', 0x10000000, 0, 0, 0, 17, 0, 0, 0))\n"
-        " p = call('clone3', arguments, 64); return p > 0 or os._exit(0)",
-    ),
-    Attack(
-        "enter the caller's namespaces",
-        "return call('setns', os.open(f\"/proc/{T['caller']}/ns/uts\", 0), 0) == 0",
-        "root",
-    ),
-    Attack(
-        "mount",
-        "os.mkdir('m'); return libc.mount(b'none', b'm', b'tmpfs', 0, None) == 0 and libc.umount2(b'm', 2) == 0",
-        "root",
-    ),
-    Attack("mount by descriptors", "return call('fsopen', b'tmpfs', 0) >= 0", "root"),
-    Attack("copy a mount", "return call('open_tree', -100, b'/', 1) >= 0", "root"),
-    Attack(
-        "make a mount writable",
-        "return call('mount_setattr', -100, b'/', 0, buffer(struct.pack('4Q', 0, 0, 0, 0)), 32) == 0",
-        "nobody",
-    ),
-    Attack("change the root", "os.mkdir('r'); os.chroot('r'); return True", "nobody"),
-    Attack("read a keyring", "return call('keyctl', 6, -4, None, 0) >= 0"),
-    Attack("add a key", "return call('add_key', b'user', T['id'].encode(), b'x', 1, -2) >= 0"),
-    Attack("request a key", "return call('request_key', b'user', T['id'].encode(), None, 0) >= 0", "nobody"),
-    Attack(
-        "load a filter into the kernel",
-        "return call('bpf', 0, buffer(struct.pack('5I', 2, 4, 4, 1, 0) + bytes(100)), 120) >= 0",
-        "root",
-    ),
-    Attack(
-        "measure the machine",
-        "return call('perf_event_open', buffer(struct.pack('IIQ', 1, 112, 0) + bytes(96)), 0, -1, -1, 0) >= 0",
-        "nobody",
-    ),
-    Attack("handle page faults", "return call('userfaultfd', 1) >= 0", "root"),
-    Attack("name the machine", "n = os.uname().nodename.encode(); return call('sethostname', n, len(n)) == 0", "root"),
-    Attack("read the kernel's log", "return call('syslog', 10, None, 0) >= 0", "root"),
-    Attack("set the clock", "return call('clock_settime', 0, None) == 0", "nobody"),
-    Attack("reach the ports", "return call('iopl', 0) == 0", "nobody"),
-    Attack("load a module", "return call('finit_module', -1, b'', 0) == 0", "nobody"),
-    Attack("restart the machine", "return call('reboot', 0, 0, 0, None) == 0", "nobody"),
-    Attack("swap to a file", "return call('swapoff', b'nothing') == 0", "nobody"),
-    # last, since without a sandbox the process then is in another namespace
-    Attack("make a user namespace", "return call('unshare', 0x10000000) == 0"),
-]
+# name [alone]: code, or more lines of it
+TABLE = r"""
+# files: reading
+read a data file: return open(T['data']).read()
+read a token in the home folder: return open(T['token']).read()
+read a run's checkpoint: return open(T['checkpoint']).read()
+read a module of another environment: return open(T['module']).read()
+read /etc/passwd: return open('/etc/passwd').read()
+read a file that only its owner may read: return open(T['closed']).read()
+list a folder: return os.listdir(T['folder'])
+list the temporary folder: return os.listdir('/tmp')
+read through a symbolic link: os.symlink(T['data'], 'link'); return open('link').read()
+read through a hard link [nobody]: os.link(T['data'], 'hard'); return open('hard').read()
+climb out of its folder: return open('../' * 40 + T['data']).read()
+open below a descriptor of /: return os.open(T['data'], os.O_RDONLY, dir_fd=os.open('/', os.O_PATH))
+reopen a path-only descriptor: return open(f"/proc/self/fd/{os.open(T['data'], os.O_PATH)}").read()
+open by a file handle: handle = buffer(bytes([128]) + bytes(200))
+    return call('name_to_handle_at', -100, T['data'].encode(), handle, buffer(bytes(8)), 0) == 0
+load a library from elsewhere: return ctypes.CDLL(T['library'])
+map a file of another user's: f = os.open(T['data'], 0); return mmap.mmap(f, 0, prot=mmap.PROT_READ)[:1]
+watch a folder: return libc.inotify_add_watch(call('inotify_init1', 0), T['folder'].encode(), 256) > 0
+watch the file system [root]: return call('fanotify_init', 0, 0) >= 0
+read the caller's environment: return open(f"/proc/{T['caller']}/environ").read()
+read the caller's arguments: return open(f"/proc/{T['caller']}/cmdline").read()
+read the caller's memory [root]: return open(f"/proc/{T['caller']}/mem", 'rb')
+enter the caller's folder [root]: return os.listdir(f"/proc/{T['caller']}/cwd/")
+enter the caller's root [root]: return os.listdir(f"/proc/{T['caller']}/root/etc")
+open the kernel's memory [nobody]: return os.open('/dev/mem', os.O_RDONLY)
+make the disk's device [root]: os.mknod('disk', 0o060600, os.makedev(254, 0)); return os.path.exists('disk')
+look into /sys [root]: return os.listdir('/sys/kernel')
+# files: changing
+write to a data file: return open(T['data'], 'a').write('x')
+truncate a data file: os.truncate(T['scratch'], 0); return True
+make a file elsewhere: return open(T['folder'] + '/new', 'w').write('x')
+remove a file: os.remove(T['folder'] + '/removable'); return True
+rename a file: os.rename(T['folder'] + '/renamable', T['folder'] + '/renamed'); return True
+make a folder elsewhere: os.mkdir(T['folder'] + '/folder'); return True
+write to the temporary folder: return open('/tmp/left-behind-' + T['id'], 'w').write('x')
+write to the interpreter [nobody]: return open(os.path.join(os.path.dirname(os.__file__), 'left.py'), 'w')
+change a file's mode: os.chmod(T['data'], 0o644); return True
+change the interpreter's mode [root]: os.chmod(sys.executable, 0o755); return True
+change a file's mode by a descriptor [root]: os.fchmod(os.open(os.__file__, 0), 0o644); return True
+lock a file of the interpreter: fcntl.flock(os.open(os.__file__, 0), fcntl.LOCK_EX); return True
+hold up who opens a file: fcntl.fcntl(os.open(T['data'], 0), 1024, fcntl.F_RDLCK); return True
+change a file's times: os.utime(T['data']); return True
+give a file away: os.chown(T['data'], -1, os.getgid()); return True
+write to a kernel setting [root]: return os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY)
+write to the caller's oom score [root]: return open(f"/proc/{T['caller']}/oom_score_adj", 'w')
+# network
+connect by TCP: return socket.create_connection(('127.0.0.1', T['port']), 5)
+send by UDP: return socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))
+listen: s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); return True
+connect to a socket in a folder: socket.socket(socket.AF_UNIX).connect(T['socket']); return True
+connect to an abstract socket: socket.socket(socket.AF_UNIX).connect('\0' + T['abstract']); return True
+send from a pair to a folder's socket: return socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', T['datagrams'])
+make a socket in a folder: socket.socket(socket.AF_UNIX).bind('s'); return True
+talk to the kernel by netlink: return socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+open a vsock [nobody]: return socket.socket(40, socket.SOCK_STREAM)
+open a raw socket [root]: return socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+open a socket by x32's number [nobody]: return libc.syscall(0x40000000 + 41, 1, 1, 0) >= 0
+open a socket by a ring: return call('io_uring_setup', 4, buffer(bytes(120))) >= 0
+# memory that no limit counts
+keep memory in a memfd: return os.ftruncate(os.memfd_create('x'), 1 << 20) is None
+keep memory in a secret memfd [nobody]: return call('memfd_secret', 0) >= 0
+make its stdin grow [nobody]: return os.ftruncate(0, 1 << 20) is None
+write to its stdin [nobody]: return os.write(0, b'x')
+make shared memory (System V): return call('shmget', 0, 1 << 20, 0o1600) >= 0
+attach shared memory of the caller's: return call('shmget', T['shared'], 0, 0) >= 0
+make a message queue (System V): return call('msgget', 0, 0o1600) >= 0
+make semaphores (System V): return call('semget', 0, 1, 0o1600) >= 0
+make a message queue (POSIX): return call('mq_open', ('q' + T['id']).encode(), 0o102, 0o600, None) >= 0
+remove shared memory by its number: return call('shmctl', T['numbered']['shm'], 0, None) == 0
+remove a message queue by its number: return call('msgctl', T['numbered']['msg'], 0, None) == 0
+remove semaphores by their number: return call('semctl', T['numbered']['sem'], 0, 0, None) == 0
+send to a message queue by its number:
+    return call('msgsnd', T['numbered']['queue'], buffer(struct.pack('l', 1) + bytes(8)), 8, 0o4000) == 0
+keep memory in Landlock's rules: return call('landlock_create_ruleset', buffer(bytes([1]) + bytes(7)), 8, 0) > 0
+write to /dev/shm: return open('/dev/shm/' + T['id'], 'w')
+mount a file system in memory [nobody]: return libc.mount(b't', b'/', b'tmpfs', 0, None) == 0
+reserve asynchronous requests: return call('io_setup', 4, buffer(bytes(8))) == 0
+# other processes
+signal the caller: os.kill(T['caller'], 0); return True
+signal a process of the same user: os.kill(T['victim'], 0); return True
+kill its parent [nobody]: os.kill(os.getppid(), 9); return True
+stop its parent [nobody]: os.kill(os.getppid(), signal.SIGSTOP); return True
+signal its group: os.killpg(os.getpgid(os.getppid()), 0); return True
+start a process: return os.fork() or os._exit(0)
+start a program: return os.posix_spawn('/bin/true', ['true'], {}) > 0
+queue a signal: return call('rt_sigqueueinfo', T['victim'], 0, buffer(struct.pack('iii', 0, 0, -1) + bytes(116))) == 0
+have the kernel signal another: fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, T['victim']); return True
+trace a process: return call('ptrace', 0x4206, T['victim'], 0, 0) == 0
+read another's memory: return read_memory(T['victim'], T['address'])
+take a descriptor of another: return call('pidfd_getfd', os.pidfd_open(T['victim']), 0, 0) >= 0
+change another's limits: return resource.prlimit(T['victim'], resource.RLIMIT_CORE, (0, 0))
+change another's cores: os.sched_setaffinity(T['victim'], {0}); return True
+change another's priority: os.setpriority(os.PRIO_PROCESS, T['victim'], 19); return True
+change another's turn at the disk: return call('ioprio_set', 1, T['victim'], 3 << 13) == 0
+compare with another: return call('kcmp', os.getpid(), T['victim'], 1, 0, 0) >= 0
+outlive its parent: return libc.prctl(1, 0, 0, 0, 0) == 0
+raise its limits [nobody]: resource.setrlimit(resource.RLIMIT_CORE, (1 << 20, 1 << 20)); return True
+lift its limit on processes [nobody]: resource.setrlimit(resource.RLIMIT_NPROC, (-1, -1)); return True
+# privilege and the kernel
+be root [root]: os.setuid(0); return True
+join a group [root]: os.setgroups([4]); return True
+have a capability other than to read [root]: return permitted_capabilities() & ~0b110
+gain by a set-user-ID program: return libc.prctl(39, 0, 0, 0, 0) == 0
+make namespaces by clone: p = call('clone', 0x10000011, 0, 0, 0, 0); return p > 0 or os._exit(0)
+make namespaces by clone3: arguments = buffer(struct.pack('8Q', 0x10000000, 0, 0, 0, 17, 0, 0, 0))
+    p = call('clone3', arguments, 64); return p > 0 or os._exit(0)
+enter the caller's namespaces [root]: return call('setns', os.open(f"/proc/{T['caller']}/ns/uts", 0), 0) == 0
+mount [root]: os.mkdir('m'); return libc.mount(b'none', b'm', b'tmpfs', 0, None) == 0 and libc.umount2(b'm', 2) == 0
+mount by descriptors [root]: return call('fsopen', b'tmpfs', 0) >= 0
+copy a mount [root]: return call('open_tree', -100, b'/', 1) >= 0
+make a mount writable [nobody]:
+    return call('mount_setattr', -100, b'/', 0, buffer(struct.pack('4Q', 0, 0, 0, 0)), 32) == 0
+change the root [nobody]: os.mkdir('r'); os.chroot('r'); return True
+read a keyring: return call('keyctl', 6, -4, None, 0) >= 0
+add a key: return call('add_key', b'user', T['id'].encode(), b'x', 1, -2) >= 0
+request a key [nobody]: return call('request_key', b'user', T['id'].encode(), None, 0) >= 0
+load a filter into the kernel [root]:
+    return call('bpf', 0, buffer(struct.pack('5I', 2, 4, 4, 1, 0) + bytes(100)), 120) >= 0
+measure the machine [nobody]:
+    return call('perf_event_open', buffer(struct.pack('IIQ', 1, 112, 0) + bytes(96)), 0, -1, -1, 0) >= 0
+handle page faults [root]: return call('userfaultfd', 1) >= 0
+name the machine [root]: n = os.uname().nodename.encode(); return call('sethostname', n, len(n)) == 0
+read the kernel's log [root]: return call('syslog', 10, None, 0) >= 0
+set the clock [nobody]: return call('clock_settime', 0, None) == 0
+reach the ports [nobody]: return call('iopl', 0) == 0
+load a module [nobody]: return call('finit_module', -1, b'', 0) == 0
+restart the machine [nobody]: return call('reboot', 0, 0, 0, None) == 0
+swap to a file [nobody]: return call('swapoff', b'nothing') == 0
+# last, since without a sandbox the process then is in another namespace
+make a user namespace: return call('unshare', 0x10000000) == 0
+"""
+
+
+def attacks(table: str) -> list[Attack]:
+    found = []
+    for line in table.strip().splitlines():
+        if line.startswith("    "):
+            found[-1] = found[-1]._replace(code=f"{found[-1].code}\n {line.strip()}".strip())
+        elif not line.startswith("#"):
+            name, alone, code = re.fullmatch(r"(.+?)(?: \[(\w+)\])?:(?: (.*))?", line).groups()
+            found.append(Attack(name, code or "", alone or "anyone"))
+    return found
+
+
+ATTACKS = attacks(TABLE)
 
 
 class Program(NamedTuple):

@@ -22,112 +22,23 @@ from grpo.rewards.loading import is_group_level, load_functions
 DEADLINE = RewardConfig().timeout_seconds
 MOST_CHARACTERS = 100_000
 
-FRAGMENTS = [
-    *(
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "<THINK>",
-        "< / answer >",
-        "<",
-        ">",
-        "</",
-        "<!--",
-        "-->",
-        "&#",
-        "&amp;",
-    ),
-    *("\\boxed{", "\\boxed", "{", "}", "$", "$$", "\\(", "\\)", "\\[", "\\]", "####", "#### ", "final answer is"),
-    *(
-        "\\frac{1}{2}",
-        "\\frac",
-        "\\sqrt{",
-        "\\sum_{i=1}^{n}",
-        "\\int_0^1",
-        "\\hat{x}",
-        "\\text{ cm}",
-        "^{",
-        "^",
-        "_",
-        "\\left(",
-    ),
-    *("\\begin{pmatrix}", "&", "\\\\", "\\end{pmatrix}", "\\infty", "\\cdot", "\\pi", "!", "9^{9^{9}}", "\\times 10^{"),
-    *(
-        "0",
-        "1",
-        "9",
-        "42",
-        "1,234",
-        "1 234",
-        "0.5",
-        ".",
-        ",",
-        "-",
-        "+",
-        "−",
-        "/",
-        "e",
-        "1e999",
-        "%",
-        "½",
-        "²",
-        "٣",
-        "0x",
-        "=",
-        "<=",
-    ),
-    *(
-        "```python\n",
-        "```\n",
-        "```",
-        "print(1)\n",
-        "~~~",
-        "|---|",
-        "**",
-        "[](",
-        ")",
-        "a",
-        "ab",
-        "x",
-        "nan",
-        "inf",
-        "million",
-    ),
-    *(
-        " ",
-        "\n",
-        "\t",
-        "\u00a0",
-        "\u200b",
-        "\u3164",
-        "\0",
-        "\x1b[2J",
-        "\u0301",
-        "想",
-        "ก",
-        "ha",
-        "🙂",
-        "\U0010ffff",
-        "\ud800",
-    ),
-]
+WORDS = r"""
+<think> </think> <answer> </answer> <THINK> < > </ <!-- --> &# &amp; { } $ $$ #### ^{ ^ _ & ! 9^{9^{9}} 0 1 9 42
+1,234 0.5 . , - + / e 1e999 % 0x = <= ``` ~~~ |---| ** []( ) a ab x nan inf million ha \boxed{ \boxed \( \) \[ \]
+\frac{1}{2} \frac \sqrt{ \sum_{i=1}^{n} \int_0^1 \hat{x} \left( \begin{pmatrix} \\ \end{pmatrix} \infty \cdot \pi
+"""
+FRAGMENTS = WORDS.split()
+FRAGMENTS += ["< / answer >", "#### ", "final answer is", "\\text{ cm}", "\\times 10^{", "1 234", "\u2212"]
+FRAGMENTS += ["½", "²", "\u0663", "```python\n", "```\n", "print(1)\n", " ", "\n", "\t", "\xa0", "\u200b", "ㅤ"]
+FRAGMENTS += ["\x00", "\x1b[2J", "\u0301", "想", "ก", "\U0001f642", "\U0010ffff", "\ud800"]
 fragments = st.one_of(st.sampled_from(FRAGMENTS), st.text(st.characters(), max_size=8))
 times = st.sampled_from([1, 1, 2, 5, 30, 122, 1000, 30_000, MOST_CHARACTERS])
 joined = st.lists(fragments, max_size=4).map("".join)
 # A beginning, a pattern again and again, and an end that may not fit: what makes a parser go back and try again.
 patterns = st.builds(lambda start, part, number, end: start + part * number + end, joined, joined, times, joined)
 many_fragments = st.lists(fragments, min_size=5, max_size=60).map("".join)
-wrappers = [
-    "{}",
-    "{}",
-    "<answer>{}</answer>",
-    "<think>a</think><answer>{}</answer>",
-    "\\boxed{{{}}}",
-    "#### {}",
-    "${}$",
-]
-wrappers += ["\\boxed{{5 {}}}", "<answer>5 {}</answer>", "```python\n{}\n```"]
+wrappers = ["{}", "{}", "<answer>{}</answer>", "<think>a</think><answer>{}</answer>", "\\boxed{{{}}}", "#### {}"]
+wrappers += ["${}$", "\\boxed{{5 {}}}", "<answer>5 {}</answer>", "```python\n{}\n```"]
 texts = st.builds(
     lambda wrapper, text: wrapper.format(text[:MOST_CHARACTERS]),
     st.sampled_from(wrappers),
@@ -147,12 +58,7 @@ NUM_EXAMPLES = 300
 SLOW = {"math_verify": 60, "code_reward": 40} | dict.fromkeys(
     ("math_reward boxed", "group_length_reward boxed", "cosine_length_reward boxed"), 120
 )
-RANGES = {
-    "thinking_reward": (0, 1),
-    "format_reward": (0, 1),
-    "repetition_penalty": (-1, 0),
-    "cosine_length_reward": (-10, 2),
-}
+RANGES = {"repetition_penalty": (-1, 0), "cosine_length_reward": (-10, 2)}
 RANGES |= {"length_penalty": (-1, 0), "overlong_penalty": (-1, 0), "group_length_reward": (-0.5, 0.5)}
 READS_ANSWERS = ("math_reward", "exact_match", "group_length_reward", "cosine_length_reward")
 CASES = [

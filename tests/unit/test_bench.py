@@ -11,7 +11,6 @@ from tests.torchrun import ROOT
 
 sys.path.append(str(ROOT / "tests" / "bench"))
 
-import curve
 import learning
 
 OURS = [
@@ -32,16 +31,6 @@ TRL = [
 @pytest.mark.parametrize("lines", [OURS, TRL])
 def test_seconds_are_those_since_the_launch_without_evaluations(lines):
     assert learning.curve(lines) == [(0, 60, 0.4), (2, 60 + 2 + 2, 0.5)]
-
-
-def test_axes_have_at_most_six_round_steps():
-    assert [curve.spacing(last) for last in (3, 6, 7, 100, 265, 1000)] == [1, 1, 2, 20, 50, 200]
-
-
-def test_a_picture_has_a_line_for_each_run_in_both_panels():
-    runs = [{"method": method, "seed": 0, "curve": learning.curve(OURS)} for method in ("ours", "TRL")]
-    picture = curve.draw(runs)
-    assert picture.count("<polyline") == 4 and picture.count("<circle") == 8
 
 
 @pytest.fixture
@@ -78,11 +67,6 @@ def test_runs_share_gpus_and_wait_for_their_start(runs_of):
     assert [run.exit_code for run in (start, *rest)] == [0, 0, 0]
     # the first of the two takes the GPU that was free all the time, the other the one that the start gave back
     assert [run.log.read_text() for run in (start, *rest)] == ["2\n", "5\n", "2\n"]
-
-
-def test_more_gpus_than_there_are_end_the_bench(runs_of):
-    with pytest.raises(SystemExit, match="3 GPUs are asked for, 2 are there"):
-        finish(runs_of(("sft", "", None)), gpus=3, limit=60)
 
 
 def test_what_starts_from_a_failed_run_is_not_run(runs_of):

@@ -23,8 +23,7 @@ from grpo.config import (
 )
 from grpo.config.checks import cautions, validate
 from grpo.config.recipes import as_recipe, load, load_recipe
-from grpo.config.roles import check_world_size, describe_roles, suggest_roles
-from grpo.config.user_files import load_function
+from grpo.config.roles import check_world_size, suggest_roles
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
@@ -194,14 +193,6 @@ def test_the_defaults_are_valid_and_nothing_is_said_about_them():
         assert cautions(config) == []
 
 
-def test_without_evaluation_sft_does_not_ask_about_engines():
-    validate(change(SFTConfig(), {"num_trainers": 3, "generator.tensor_parallel": 2, "reward.functions": {}}))
-
-
-def test_an_engine_beside_the_sft_trainer_leaves_it_room():
-    assert SFTConfig().generator.gpu_memory_utilization == 0.35
-
-
 def test_odd_but_possible_layouts_pass():
     validate(GRPOConfig(roles=RolesConfig(colocated=True, num_trainers=1)))
     validate(GRPOConfig(roles=RolesConfig(num_references=2), algorithm=AlgorithmConfig(kl_coef=0.1)))
@@ -227,11 +218,6 @@ def test_a_teacher_needs_neither_rewards_nor_groups():
 def test_algorithms_that_may_surprise(algorithm, part):
     (warning,) = cautions(GRPOConfig(algorithm=AlgorithmConfig(**algorithm)))
     assert part in warning
-
-
-@pytest.mark.parametrize("loss", PAPER_DEFAULTS)
-def test_nothing_to_warn_of_with_a_papers_defaults(loss):
-    assert cautions(GRPOConfig(algorithm=AlgorithmConfig(loss=loss))) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,12 +262,6 @@ def test_suggested_roles_fit(num_ranks, trainer_parallel, generator_parallel, ov
         assert num_ranks < trainer_parallel + generator_parallel or num_ranks % largest
     else:
         check_world_size(load(GRPOConfig, DEFAULT, [*flags, *suggestion.split()]), num_ranks)
-
-
-def test_roles_in_words():
-    assert describe_roles(GRPOConfig(roles=RolesConfig(colocated=True, num_trainers=2))) == "2 colocated"
-    split = RolesConfig(num_trainers=2, num_references=1, num_generators=1)
-    assert describe_roles(GRPOConfig(roles=split)) == "2 trainer + 1 reference + 1 generator"
 
 
 def test_derived_values():
@@ -509,12 +489,6 @@ def test_a_recipe_starts_from_another_one(tmp_path, monkeypatch):
     assert load_recipe(two, GRPOConfig) == GRPOConfig(group_size=4, num_steps=3)
 
 
-def test_change_leaves_the_base_alone():
-    base = GRPOConfig()
-    assert change(base, {"trainer.learning_rate": 1}).trainer.learning_rate == 1 and base == GRPOConfig()
-    assert change(base, {}) is base
-
-
 # What a recipe's lines do, from line 2 on, and the message after `path, `
 BROKEN = {
     "config = 1 / 0": "line 2: ZeroDivisionError: division by zero",
@@ -597,21 +571,13 @@ def test_a_recipe_may_have_paths(tmp_path):
     assert (config.model.path, config.run_dir) == (f"{tmp_path}/model", str(tmp_path))
 
 
-def test_a_file_may_import_its_neighbours(tmp_path):
-    (tmp_path / "neighbour_of_a_reward.py").write_text("VALUE = 0.25")
-    (tmp_path / "reward.py").write_text(
-        "from neighbour_of_a_reward import VALUE\n\n\ndef f(completions, **columns):\n    return [VALUE]\n"
-    )
-    assert load_function(f"{tmp_path}/reward.py:f", "reward")(["a"]) == [0.25]
-
-
 def test_the_console_says_what_is_not_the_recipes(capsys):
     load(GRPOConfig, DEFAULT, ["--num-steps", "3", "--algorithm.loss", "dr_grpo"])
-    first, *changed = capsys.readouterr().out.splitlines()
-    assert first == f"recipe {DEFAULT}"
-    assert set(changed) == {
-        "  num_steps = 3, not 200",
-        "  algorithm.loss = 'dr_grpo', not 'grpo'",
-        "  from algorithm.loss=dr_grpo follow advantages='group_mean', aggregation='fixed_horizon', clip_low=0.2, "
-        "clip_high=0.2, importance_correction='truncate'",
-    }
+    told = capsys.readouterr().out
+    for part in (
+        DEFAULT,
+        "num_steps = 3, not 200",
+        "loss = 'dr_grpo', not 'grpo'",
+        "aggregation='fixed_horizon'",
+    ):
+        assert part in told

@@ -207,13 +207,6 @@ def test_prompts_that_are_too_long_are_never_drawn_and_counted_at_the_start(toke
     assert len(lines) == 2 and capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_one_row_that_fits_is_enough(tokenizer, tmp_path, seed):
-    config = config_of(long_rows(tmp_path, [9, 9, 4, 9, 9]), max_prompt_tokens=6)
-    prompts = prompts_of(config, tokenizer, seed).draw(6)
-    assert [p.columns["answer"] for p in prompts] == ["4"] * 6
-
-
 def test_no_row_that_fits_is_an_error_with_the_numbers(tokenizer, tmp_path):
     config = config_of(long_rows(tmp_path, [9, 8, 12]), max_prompt_tokens=6)
     message = "all 3 rows of .*long.jsonl are longer than data.max_prompt_tokens=6 tokens, the shortest has 8; raise"
@@ -234,14 +227,6 @@ def test_rows_that_cannot_be_used_are_never_drawn_and_keep_their_numbers(tokeniz
     assert stream.state_dict()["sources"][""]["num_rows"] == 4
     held_out = load_eval_prompts(data, EvaluationConfig(path=data.path, num_prompts=3), tokenizer)
     assert rows_of(held_out) == [0, 2, 3]
-
-
-def test_prompts_from_a_hub_data_set(tokenizer, monkeypatch):
-    rows = datasets.Dataset.from_list([{"question": f"add n{i}", "answer": str(i)} for i in range(3)])
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: rows)
-    prompts = prompts_of(config_of("a/b", shuffle=False), tokenizer, seed=0).draw(3)
-    assert prompts[2].ids == ids_of("<user> add n2 <assistant>")
-    assert prompts[2].columns == {"question": "add n2", "answer": "2"}
 
 
 # ---- difficulty filter
@@ -290,30 +275,11 @@ def test_by_default_nothing_is_filtered_and_nothing_stored(tokenizer, four_rows)
     assert stream.state_dict()["sources"][""].keys() == before["sources"][""].keys()
 
 
-def test_one_bound_alone_filters(tokenizer, four_rows):
-    stream = filtered_stream(tokenizer, four_rows, bounds=(0.0, 0.5))
-    stream.draw(4)
-    stream.record(at({0: 0.0, 3: 0.75}))
-    assert rows_of(stream.draw(3)) == [0, 1, 2]
-    stream = filtered_stream(tokenizer, four_rows, bounds=(0.5, 1.0))
-    stream.draw(4)
-    stream.record(at({0: 0.25, 3: 1.0}))
-    assert rows_of(stream.draw(3)) == [1, 2, 3]
-
-
 def test_filtering_begins_after_the_epoch_in_which_the_row_was_sampled(tokenizer, four_rows):
     stream = filtered_stream(tokenizer, four_rows)
     assert rows_of(stream.draw(5)) == [0, 1, 2, 3, 0]  # one step over the end of the epoch
     stream.record(at({0: 0.0, 3: 0.0}))  # 0 was last sampled in the second epoch, 3 in the first
     assert rows_of(stream.draw(6)) == [1, 2, 1, 2, 3, 0]
-
-
-def test_the_last_pass_rate_counts(tokenizer, four_rows):
-    stream = filtered_stream(tokenizer, four_rows)
-    stream.draw(4)
-    stream.record(at({0: 0.0}))
-    stream.record(at({0: 0.5}))
-    assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
 
 
 def test_an_epoch_in_which_all_are_filtered_takes_them_back_and_says_so_once(tokenizer, tmp_path, capsys):
@@ -332,12 +298,6 @@ def test_an_epoch_in_which_all_are_filtered_takes_them_back_and_says_so_once(tok
     stream.record(at({0: 0.0, 2: 0.0, 3: 0.0}))
     assert rows_of(stream.draw(3)) == [0, 2, 3]  # not one in the rest of the fourth epoch and in the fifth
     assert capsys.readouterr().out == ""
-
-
-def test_a_filter_does_not_hide_that_no_row_fits(tokenizer, tmp_path):
-    path = long_rows(tmp_path, [9, 8])
-    with pytest.raises(ValueError, match="all 2 rows of .*long.jsonl are longer than data.max_prompt_tokens=6 tokens"):
-        filtered_stream(tokenizer, path, max_prompt_tokens=6).draw(1)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5, 6, 7])
@@ -367,18 +327,6 @@ def test_a_state_between_draw_and_record_keeps_the_epoch_of_the_draw(tokenizer, 
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
     resumed.record(at({3: 0.0}))  # sampled in the first epoch, so it is left out of the second, which has begun
     assert rows_of(resumed.draw(5)) == [1, 2, 0, 1, 2]
-
-
-def test_states_load_with_and_without_a_filter(tokenizer, four_rows):
-    plain = prompts_of(config_of(four_rows, shuffle=False), tokenizer, seed=0)
-    plain.draw(5)
-    filtered = filtered_stream(tokenizer, four_rows)
-    filtered.load_state_dict(plain.state_dict())  # as written before there was a filter
-    assert filtered.num_filtered == 0
-    assert rows_of(filtered.draw(4)) == [1, 2, 3, 0]
-    filtered.record(at({0: 0.0, 1: 0.0, 2: 0.0}))
-    plain.load_state_dict(filtered.state_dict())
-    assert rows_of(plain.draw(4)) == [1, 2, 3, 0]
 
 
 # ---- chat stream

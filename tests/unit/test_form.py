@@ -12,41 +12,12 @@ from grpo.rewards.loading import load_functions
 # ---------------------------------------------------------------------------------------------------------------------
 # Content
 
-UNSEEN = [
-    "",
-    " \n\t",
-    ".",
-    "...",
-    "…",
-    "?!",
-    "\u200b",
-    "\ufeff\u2060\u00ad",
-    "\u00a0\u3000\u2003",
-    "\u2800",  # a Braille cell without dots
-    "\U000e0041\U000e0042",  # tag characters
-    "\ufe0f",
-    "&nbsp;",
-    "&nbsp",
-    "&#8203;&#x200B;",
-    "&#97;",
-    "<br>",
-    "<br/><p></p>",
-    "<!-- I think -->",
-    "<!-- 1 > 0 -->",
-    "<!-- not closed",
-    "---",
-    "***",
-    "___",
-    "# ",
-    "> ",
-    "- - -",
-    "|---|---|",
-    "```python\n```",
-    "~~~\n~~~",
-    "+ = < >",
-    "🙂",
-    "─────",
-]
+UNSEEN = []  # among them a Braille cell without dots and tag characters
+UNSEEN += ["", " \n\t", ".", "...", "…", "?!", "\u200b", "\ufeff\u2060\xad", "\xa0\u3000\u2003", "\u2800"]
+UNSEEN += ["\U000e0041\U000e0042", "\ufe0f", "&nbsp;", "&nbsp", "&#8203;&#x200B;", "&#97;", "<br>"]
+UNSEEN += ["<br/><p></p>", "<!-- I think -->", "<!-- 1 > 0 -->", "<!-- not closed", "---", "***", "___", "# "]
+UNSEEN += ["> ", "- - -", "|---|---|", "```python\n```", "~~~\n~~~", "+ = < >", "🙂"]
+UNSEEN += ["\u2500\u2500\u2500\u2500\u2500"]
 SEEN = ["a", "5", ".5", "é", "想", "ก", "½", "②", "∞", "∅", "x &lt; y", "a <b and c> d", "```python\nx\n```", "\\pi"]
 SEEN += ["\\text{no}", "[see](https://example.com)", "<b>yes</b>", "-1", "AT&T", "한"]
 

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,10 +20,9 @@ from grpo.look import terminal_curve
 from grpo.report import log as run_log
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
-from grpo.report.samples import completion_records, describe_rollout, failure_lines, spread_by_reward
+from grpo.report.samples import failure_lines, spread_by_reward
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
-from grpo.text import compact_duration, compact_number
 from grpo.types import Completion, Prompt, Rollout
 
 
@@ -68,71 +66,27 @@ def read_scalars(run_dir, tag):
 # --- the step timer
 
 
-def test_timer_splits_a_step_into_phases_and_the_rest(clock):
-    timer = StepTimer()
-    clock.now += 1.0
-    with timer.phase("generate"):
-        clock.now += 5.0
-    with timer.phase("train"):
-        clock.now += 2.0
-    with timer.phase("train"):
-        clock.now += 0.5
-    clock.now += 0.25
-    assert timer.close_step() == {"time/generate": 5.0, "time/train": 2.5, "time/other": 1.25, "time/step": 8.75}
-
-
-def test_a_phase_that_is_entered_lasts_until_the_next_or_the_end_of_the_step(clock):
+def test_every_second_of_a_step_is_in_one_phase(clock):
+    """A phase that is entered lasts until the next; an inner one pauses it, also one that raises; the rest is other."""
     timer = StepTimer()
     clock.now += 1.0
     for name, seconds in (("generate", 5.0), ("train", 2.0), ("generate", 3.0)):
         timer.enter(name)
         clock.now += seconds
-        with timer.phase("reward"):
+        with pytest.raises(RuntimeError), timer.phase("reward"):
             clock.now += 0.5
+            raise RuntimeError
     assert timer.close_step() == {
         "time/generate": 8.0, "time/train": 2.0, "time/reward": 1.5, "time/other": 1.0, "time/step": 12.5
     }  # fmt: skip
-    clock.now += 1.0
+    clock.now += 1.0  # the next step begins where the last one ended
     assert timer.close_step() == {"time/other": 1.0, "time/step": 1.0}
-
-
-def test_timer_starts_the_next_step_where_the_last_one_ended(clock):
-    timer = StepTimer()
-    with timer.phase("generate"):
-        clock.now += 5.0
-    timer.close_step()
-    clock.now += 3.0
-    assert timer.close_step() == {"time/other": 3.0, "time/step": 3.0}
-
-
-def test_timer_inner_phase_pauses_the_outer_one(clock):
-    timer = StepTimer()
-    with timer.phase("reference"):
-        clock.now += 1.0
-        with timer.phase("reward"):
-            clock.now += 4.0
-        clock.now += 2.0
-    assert timer.close_step() == {"time/reference": 3.0, "time/reward": 4.0, "time/other": 0.0, "time/step": 7.0}
-
-
-def test_timer_counts_a_phase_that_raised(clock):
-    timer = StepTimer()
-    with pytest.raises(RuntimeError), timer.phase("generate"):
-        clock.now += 1.0
-        raise RuntimeError
-    assert timer.close_step()["time/generate"] == 1.0
 
 
 def test_timer_refuses_to_close_a_step_inside_a_phase():
     timer = StepTimer()
     with timer.phase("sync"), pytest.raises(ValueError, match="inside phase sync"):
         timer.close_step()
-
-
-@pytest.mark.parametrize("name", ["other", "step"])
-def test_timer_refuses_names_it_computes(name):
-    with pytest.raises(ValueError, match=f"time/{name}"), StepTimer().phase(name):
-        pass
 
 
 def test_timer_leaves_start_up_out_of_the_step(clock):
@@ -194,20 +148,6 @@ def test_timer_counts_compilation_as_start_up(clock, monkeypatch):
     assert step(timer) == {"time/train": 112.0, "time/other": 0.0, "time/step": 112.0}
 
 
-def test_timer_goes_on_after_a_compilation_that_failed(clock):
-    def compiler(graph, inputs):
-        clock.now += 10.0
-        raise RuntimeError("no such operation")
-
-    torch._dynamo.reset()
-    timer = StepTimer()
-    with timer.compilation_in_startup(), timer.phase("train"):
-        with pytest.raises(Exception, match="no such operation"):
-            torch.compile(torch.sin, backend=compiler)(torch.ones(3))
-        clock.now += 1.0
-    assert timer.close_step() == {"time/train": 1.0, "time/startup": 10.0, "time/other": 0.0, "time/step": 1.0}
-
-
 # --- metrics of rollouts
 
 
@@ -259,35 +199,23 @@ def test_rollout_metrics_refuse_broken_groups(count):
 
 
 def test_reward_functions_of_one_name_keep_their_full_names():
-    names = function_names(["a.py:score", "b.py:score", "c.py:mean", "c.py:failed_count", "c.py:other"])
-    assert names == {
-        "a.py:score": "a.py:score",
-        "b.py:score": "b.py:score",
-        "c.py:mean": "c.py:mean",
-        "c.py:failed_count": "c.py:failed_count",
-        "c.py:other": "other",
-    }
+    kept = ["a.py:score", "b.py:score", "c.py:mean", "c.py:failed_count"]
+    assert function_names([*kept, "c.py:other"]) == {name: name for name in kept} | {"c.py:other": "other"}
 
 
-def test_failed_reward_functions_are_told_with_reasons_and_a_completion():
+def test_failed_reward_functions_are_told_with_counts_reasons_and_a_harmless_completion():
     slow, killed = "took longer than 10 s", "the process was killed by\n  signal 9"
     rollouts = [
         make_rollout(1.0),
-        make_rollout(None, text="a\nb" + "c" * 297, failures={"math_reward": killed}),
+        make_rollout(None, text=HOSTILE, failures={"math_reward": killed}),
         make_rollout(None, failures={"math_reward": slow}),
         make_rollout(None, failures={"math_reward": slow, "mine.py:f": "ValueError: 1"}),
         *(make_rollout(None, failures={"mine.py:f": f"ValueError: {i}"}) for i in (2, 3, 4, 4)),
     ]
-    assert failure_lines(rollouts) == [
-        "reward function math_reward failed for 3 of 8 completions: "
-        f"took longer than 10 s (2), the process was killed by signal 9 (1); first completion: 'a\\nb{'c' * 97} "
-        f"[.. 100 characters ..] {'c' * 100}'",
-        "reward function mine.py:f failed for 5 of 8 completions: "
-        "ValueError: 4 (2), ValueError: 1 (1), ValueError: 2 (1), other reasons (1); first completion: 'text'",
-    ]
-    assert failure_lines(rollouts, limit=1)[1].startswith(
-        "reward function mine.py:f failed for 5 of 8 completions: ValueError: 4 (2), other reasons (3);"
-    )
+    first, second = failure_lines(rollouts)
+    assert "math_reward failed for 3 of 8" in first and "10 s (2), the process was killed by signal 9 (1)" in first
+    assert first.isprintable() and r"\x1b[2J" in first
+    assert "mine.py:f failed for 5 of 8" in second and "ValueError: 4 (2)" in second and "other reasons (1)" in second
     assert failure_lines(rollouts[:1]) == []
 
 
@@ -329,12 +257,8 @@ def test_resume_drops_the_steps_of_the_aborted_part(tmp_path):
     resumed.log(3, {"loss": 30.0})
     resumed.close()
 
-    assert [(record["step"], record.get("loss")) for record in read_records(tmp_path)] == [
-        (0, None),
-        (1, 1.0),
-        (2, 2.0),
-        (3, 30.0),
-    ]
+    found = [(record["step"], record.get("loss")) for record in read_records(tmp_path)]
+    assert found == [(0, None), (1, 1.0), (2, 2.0), (3, 30.0)]
     assert read_scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert read_scalars(tmp_path, "eval/accuracy") == [(0, 0.1)]
     assert not (tmp_path / "metrics.jsonl.tmp").exists()
@@ -350,20 +274,15 @@ def test_a_fresh_start_after_an_abort_without_checkpoint_counts_nothing_twice(tm
 
 
 def test_validation_losses_of_several_sets(tmp_path, capsys):
+    losses = {"validation/a/loss": 2.0, "validation/b/loss": 1.0, "validation/loss": 1.5}
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
-    log.log_validation(5, {"validation/a/loss": 2.0, "validation/b/loss": 1.0, "validation/loss": 1.5})
+    log.log_validation(5, losses)
     log.close()
     (record,) = read_records(tmp_path)
-    assert {n: v for n, v in record.items() if n not in ("step", "time")} == {
-        "validation/a/loss": 2.0,
-        "validation/b/loss": 1.0,
-        "validation/loss": 1.5,
-    }
-    assert capsys.readouterr().out.splitlines() == [
-        "validation  5/10  50%  a  loss 2",
-        "validation  5/10  50%  b  loss 1",
-        "validation  5/10  50%  loss 1.5",
-    ]
+    assert record == losses | {"step": 5, "time": record["time"]}
+    assert [line.split()[3:] for line in capsys.readouterr().out.splitlines()] == [
+        ["a", "loss", "2"], ["b", "loss", "1"], ["loss", "1.5"]
+    ]  # fmt: skip
 
 
 # --- the console
@@ -380,30 +299,6 @@ def test_console_line(tmp_path, capsys):
         "step  12/200   6%  reward 0.5     loss -0.0123  4.56k tok/s  20 s  eta 47m00s",  # 188 steps of 15 s
         "eval  12/200   6%  accuracy 0.812 ± 0.0276  reward_mean 0.9",
     ]
-
-
-def test_console_line_with_every_column_fits(tmp_path, capsys):
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=1000)
-    numbers = [0.512345, -0.0123456, 0.00123456, 1.23456, 1023.4, 0.312345, 0.000123456, 12345.6, 123.456]
-    names = [name for name, _, _ in run_log.CONSOLE_COLUMNS]
-    log.log(100, dict(zip(names, numbers, strict=True)))
-    log.close()
-    line = capsys.readouterr().out.rstrip("\n")
-    assert len(line) <= 144 and line.isascii()
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (0.1234, "0.123"), (-12.34, "-12.3"), (999.4, "999"), (999.6, "1k"), (12345, "12.3k"), (2.5e6, "2.5M")]
-    + [(0.00123, "0.00123"), (0.000123, "1.2e-04"), (math.nan, "nan"), (-math.inf, "-inf")],
-)
-def test_compact_number(value, text):
-    assert compact_number(value) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(59.4, "59s"), (59.6, "1m00s"), (185, "3m05s"), (3725, "1h02m")])
-def test_compact_duration(seconds, text):
-    assert compact_duration(seconds) == text
 
 
 # --- completions
@@ -435,36 +330,12 @@ def test_every_completion_is_a_json_line(tmp_path):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
     log.completions(5, [TRUNCATED, UNREWARDED], ["user: 1+2", "user: ü"])
     log.close()
-    assert read_records(tmp_path, "completions.jsonl") == [
-        {
-            "step": 5,
-            "row": 17,
-            "prompt": "user: 1+2",
-            "completion": "<think>1|2</think>\n<answer>*3*</answer>",
-            "rewards": {"math_reward": 1.0, "thinking_reward": None},
-            "reward": 0.75,
-            "advantage": 0.5,
-            "mismatch": 0.00125,
-            "finish_reason": "length",
-            "num_tokens": 2,
-            "version": 0,
-            "failures": {"thinking_reward": "took longer\nthan 10 s"},
-        },
-        {
-            "step": 5,
-            "row": -1,
-            "prompt": "user: ü",
-            "completion": "",
-            "rewards": {"math_reward": None},
-            "reward": None,
-            "advantage": None,
-            "mismatch": None,
-            "finish_reason": "stop",
-            "num_tokens": 5,
-            "version": 0,
-            "failures": {},
-        },
-    ]
+    first = {"step": 5, "row": 17, "prompt": "user: 1+2", "completion": TRUNCATED.text, "reward": 0.75, "version": 0}
+    first |= {"rewards": {"math_reward": 1.0, "thinking_reward": None}, "advantage": 0.5, "mismatch": 0.00125}
+    first |= {"finish_reason": "length", "num_tokens": 2, "failures": {"thinking_reward": "took longer\nthan 10 s"}}
+    second = {"row": -1, "prompt": "user: ü", "completion": "", "rewards": {"math_reward": None}, "reward": None}
+    second |= {"advantage": None, "mismatch": None, "finish_reason": "stop", "num_tokens": 5, "failures": {}}
+    assert read_records(tmp_path, "completions.jsonl") == [first, first | second]
 
 
 def test_held_out_completions_have_a_kind(tmp_path):
@@ -522,31 +393,6 @@ def test_prompts_and_rollouts_that_do_not_match_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_completions_has_no_files_for_them(tmp_path):
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
-    log.log(1, {"loss": 0.25})
-    log.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_samples_are_readable_text(tmp_path):
-    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    log.completions(5, [TRUNCATED], [f"{'a' * 400}\n{'b' * 400}"])
-    log.close()
-    lines = (tmp_path / "samples.txt").read_text().splitlines()
-    assert lines[0].startswith("===== step 5 ==") and len(lines[0]) == 120
-    assert lines[1:] == [
-        "--- reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | mismatch 0.00125 | "
-        "2 tokens, finish reason length",
-        "thinking_reward failed: took longer than 10 s",
-        f"prompt: {'a' * 300} [.. 201 characters ..] {'b' * 300}",
-        "answer: 3",  # the question is in the prompt
-        "completion: <think>1|2</think>",
-        "<answer>*3*</answer>",
-        "",
-    ]
-
-
 HOSTILE = "a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \\frac ü"
 HARMLESS = r"a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \frac ü"
 
@@ -577,11 +423,6 @@ def test_completions_are_strict_json_with_the_whole_text(tmp_path):
     assert b"\x1b" not in line
 
 
-def test_a_failed_function_is_told_without_what_would_act_on_a_terminal():
-    (line,) = failure_lines([make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": HOSTILE})])
-    assert line.isprintable() and r"\x1b[2J" in line
-
-
 def test_tensorboard_shows_samples_as_a_table(tmp_path):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
     log.completions(5, [UNREWARDED, TRUNCATED], ["_a_ & `b`", "[x](y) &lt;\n\\|~1~"])
@@ -592,18 +433,10 @@ def test_tensorboard_shows_samples_as_a_table(tmp_path):
     assert event.step == 5
     page = markdown_to_safe_html(event.tensor_proto.string_val[0])
     header, *rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", page, re.DOTALL)]
-    assert header == ["prompt", "completion", "rewards", "advantage", "mismatch", "finish reason"]
-    assert [[html.unescape(cell.replace("<br>", "\n")) for cell in row] for row in rows] == [
-        [
-            "[x](y) &lt;\n\\|~1~",
-            "<think>1|2</think>\n<answer>*3*</answer>",
-            "reward 0.75\nmath_reward 1\nthinking_reward none\nthinking_reward failed: took longer than 10 s",
-            "0.5",
-            "0.00125",
-            "length",
-        ],
-        ["_a_ & `b`", "", "reward none\nmath_reward none", "none", "none", "stop"],
-    ]
+    assert len(header) == 6
+    cells = [[html.unescape(cell.replace("<br>", "\n")) for cell in row] for row in rows]
+    assert [row[:2] for row in cells] == [["[x](y) &lt;\n\\|~1~", TRUNCATED.text], ["_a_ & `b`", ""]]
+    assert cells[0][2].startswith("reward 0.75\nmath_reward 1\n") and cells[0][3:] == ["0.5", "0.00125", "length"]
 
 
 # --- curves and the summary
@@ -618,31 +451,11 @@ def test_curve_of_a_straight_line():
     ]
 
 
-def test_curve_jumps_by_a_vertical_stroke_and_comes_back():
-    assert terminal_curve([0, 2, 2, 0], width=4, height=3).splitlines() == [
-        "2 ┤ ╭─╮",
-        "1 ┤ │ │",
-        "0 ┤─╯ ╰",
-    ]
-
-
 def test_curve_averages_many_values_and_joins_few():
     # means of (0, 2), (4, 4), (1, 3): 1, 4, 2
     assert terminal_curve([0, 2, 4, 4, 1, 3], width=3, height=4) == terminal_curve([1, 4, 2], width=3, height=4)
     # half-way between 0 and 2 lies 1
     assert terminal_curve([0, 2], width=3, height=3) == terminal_curve([0, 1, 2], width=3, height=3)
-
-
-def test_curve_of_constant_missing_and_single_values():
-    assert terminal_curve([0.5, math.nan, 0.5], width=3, height=3).splitlines()[1].strip() == "0.5 ┤───"
-    assert terminal_curve([math.nan]) == "(no values)"
-    lines = terminal_curve([0.3], width=60, height=8).splitlines()
-    assert len(lines) == 8 and lines[3] == "   0.3 ┤" + "─" * 60
-
-
-def test_curve_labels_zero_as_zero():
-    labels = [line.split()[0] for line in terminal_curve([-0.3, 0.3], width=3, height=7).splitlines()]
-    assert labels == ["0.3", "0.2", "0.1", "0", "-0.1", "-0.2", "-0.3"]
 
 
 def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
@@ -662,12 +475,6 @@ def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
     assert lines[-1].startswith("TensorBoard")  # no samples, no model
 
 
-def test_summary_without_evaluations_shows_the_reward(tmp_path):
-    records = [{"step": 1, "time/step": 1.0, "reward/mean": 0.5}, {"step": 2, "time/step": 1.0, "reward/mean": None}]
-    text = look.summarize(records, tmp_path)
-    assert "mean reward of the sampled completions: 0.5 after step 1, 0.5 after step 1" in text
-
-
 def test_summary_of_no_run_says_so(tmp_path):
     with pytest.raises(SystemExit, match="metrics.jsonl does not exist"):
         look.main([str(tmp_path)])
@@ -683,14 +490,6 @@ def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path
     assert lines[-2:] == ["eval 4/4 100%  math  accuracy 0.5", "eval 4/4 100%  code  accuracy 0.75"]
     text = look.summarize(read_records(tmp_path), tmp_path)
     assert "accuracy on held-out prompts of math (greedy): 0.25 after step 0, 0.5 after step 4" in text
-
-
-def test_a_sample_tells_its_source(tmp_path):
-    rollout = make_rollout(1.0, columns={"question": "1+2", "answer": "3"})
-    rollout = replace(rollout, prompt=replace(rollout.prompt, source="mine"))
-    assert completion_records([rollout], ["1+2="])[0]["source"] == "mine"
-    assert "finish reason stop | source mine\n" in describe_rollout(rollout, "1+2=")
-    assert "source" not in completion_records([make_rollout(1.0)], [""])[0]
 
 
 def test_equal_rewards_are_said_once(tmp_path, capsys):

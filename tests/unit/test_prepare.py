@@ -36,31 +36,15 @@ def prepared(data: DataConfig, tokenizer, prompts_per_step=1):
 
 def test_next_to_nothing_left_is_refused_with_a_limit_that_helps(tokenizer, tmp_path):
     path = long_rows(tmp_path, [5, *range(10, 210)])
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="1 of 201 rows of .*: 200 longer than .*=9; with .*_tokens=199, 95% of them"):
         prepared(config_of(path, max_prompt_tokens=9), tokenizer)
-    assert str(refused.value) == (
-        f"1 of 201 rows of {path} are left, less than 1%: 200 longer than data.max_prompt_tokens=9; with "
-        "data.max_prompt_tokens=199, 95% of them fit"
-    )
 
 
 def test_fewer_rows_left_than_a_step_needs_are_refused(tokenizer, tmp_path):
     path = long_rows(tmp_path, [5, 6, 7, 20, 20, 20])
     assert len(prepared(config_of(path, max_prompt_tokens=9), tokenizer, 3)[0].usable) == 3
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="3 of 6 rows are left, and a step needs 4 prompts: .*; raise data.max_prompt"):
         prepared(config_of(path, max_prompt_tokens=9), tokenizer, 4)
-    assert str(refused.value) == (
-        "3 of 6 rows are left, and a step needs 4 prompts: 3 longer than data.max_prompt_tokens=9; raise "
-        "data.max_prompt_tokens, or bring other rows"
-    )
-
-
-def test_few_rows_of_which_none_is_left_out_are_a_warning(tokenizer, tmp_path, capsys):
-    path = long_rows(tmp_path, [5, 6])
-    prepared(config_of(path), tokenizer, 4)
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "warning: a step of 4 prompts takes each of 2 rows several times"
-    )
 
 
 def test_up_to_five_percent_left_out_is_no_warning(tokenizer, tmp_path, capsys):
@@ -162,14 +146,6 @@ def test_a_mixture_resumes_exactly(tokenizer, two_sources, num_drawn):
     assert steps(resumed, 10) == steps(stream, 10)
 
 
-def test_sources_have_orders_of_their_own(tokenizer, two_sources):
-    same = two_sources["sources"]["a"]
-    data = config_of(**two_sources | {"sources": {"a": same, "b": same}, "weights": {}})
-    prompts = stream_of(data, tokenizer).draw(14)
-    rows = {name: [p.row for p in prompts if p.source == name] for name in "ab"}
-    assert sorted(rows["a"]) == sorted(rows["b"]) == [*range(7)] and rows["a"] != rows["b"]
-
-
 def test_a_state_of_another_mixture_is_refused(tokenizer, two_sources):
     state = stream_of(config_of(**two_sources), tokenizer).state_dict()
     with pytest.raises(ValueError, match=r"has weight=0.7, this run has 0.5; resume with the data sets, weights"):
@@ -212,13 +188,6 @@ def test_all_of_gsm8k_is_used(gsm8k, capsys):
     (found,) = usable_prompts(sources, GRPOConfig(data=DataConfig(path=str(GSM8K)), prompts_per_step=64), tokenizer)
     assert len(found.usable) == 7473 and found.left_out == {}
     assert "has 7,473 rows, 7,473 are used; an epoch is 116.8 steps of 64 prompts" in capsys.readouterr().out
-
-
-def test_a_limit_that_leaves_next_to_nothing_of_gsm8k_is_refused(gsm8k):
-    sources, tokenizer = gsm8k
-    config = GRPOConfig(data=DataConfig(path=str(GSM8K), max_prompt_tokens=64))
-    with pytest.raises(ValueError, match="of 7473 rows of .* are left, less than 1%: 7,4.. longer than data.max_prom"):
-        usable_prompts(sources, config, tokenizer)
 
 
 def test_the_most_natural_first_sft_on_gsm8k_is_refused_at_once(gsm8k):
@@ -300,14 +269,6 @@ def test_too_long_examples_are_cut_off_and_counted(tokenizer, talks, capsys):
     assert "left out: 3 without a token to learn" in capsys.readouterr().out
 
 
-def test_a_set_without_any_label_is_refused(tokenizer, talks):
-    with pytest.raises(ValueError) as refused:
-        chats(sft_of(talks, too_long="truncate", max_sequence_tokens=3), tokenizer)
-    assert str(refused.value).startswith(
-        f"none of 4 rows of {talks} has a token to learn within max_sequence_tokens=3; bring chats with assistant"
-    )
-
-
 # ---- held-out examples
 
 
@@ -358,12 +319,6 @@ def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in
     assert prompts("skip") == [0, 2]
     assert examples("skip") == [f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)]
     assert len(re.findall(f"warning: {told}", capsys.readouterr().out)) == 2
-
-
-def test_held_out_examples_of_which_none_has_a_label_are_refused(tokenizer, talks, ten_answers):
-    config = sft_of(ten_answers, max_sequence_tokens=4, validation=ValidationConfig(interval=1, path=talks))
-    with pytest.raises(ValueError, match="all 3 rows of .*talks.jsonl are longer than max_sequence_tokens=4 tokens"):
-        load_validation(config, tokenizer)
 
 
 @pytest.fixture

@@ -67,16 +67,6 @@ def test_outcome(code, outcome):
     assert run(code, "abß\n") == outcome
 
 
-@pytest.mark.parametrize("code", ["raise ValueError", "1 +", "a\0b", "'\ud800'", "def f(): f()\nf()"])
-def test_broken_programs_fail(code):
-    assert run(code).status == "failed"
-
-
-def test_stdin_may_be_large_and_unread():
-    assert run("print(len(open(0).read()))", "x" * 5_000_000).stdout == "5000000\n"
-    assert run("print('done')", "x" * 5_000_000).stdout == "done\n"
-
-
 @pytest.mark.parametrize(
     "code",
     [
@@ -109,11 +99,6 @@ def test_the_limits_are_set_and_cannot_be_raised():
         "(64, 64)",
     ]
     assert "not allowed to raise maximum limit" in outcome.stderr
-
-
-def test_endless_allocation_fails():
-    outcome = run("blocks = []\nwhile True: blocks.append(bytes(10_000_000))", memory_gib=0.25)
-    assert (outcome.status, "MemoryError" in outcome.stderr) == ("failed", True)
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -203,19 +188,6 @@ def test_it_is_not_root_and_goes_first_when_memory_runs_out():
         allowed = {"0" * 16, f"{1 << 2:016x}"}  # to read the interpreter, where it is closed to others
         assert fields["CapEff"] in allowed and fields["CapPrm"] in allowed and fields["NoNewPrivs"] == "1"
         assert future.result().status == "timeout"
-
-
-def test_threads_are_bounded_and_do_not_count_for_another_program():
-    code = (
-        "import threading, time\nthreading.stack_size(1 << 16)\ncount = 0\ntry:\n"
-        "    while True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); count += 1\n"
-        "except RuntimeError: print(count, flush=True); import os; time.sleep(0.5); os._exit(0)"
-    )
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        outcomes = list(pool.map(lambda _: run(code, threads=8), range(3)))
-    counts = [int(outcome.stdout) for outcome in outcomes]
-    # itself is the eighth; of an ordinary user other tasks come and go, and count
-    assert counts == [7] * 3 if os.geteuid() == 0 else all(0 <= count < 40 for count in counts)
 
 
 @pytest.mark.parametrize("killed", ["caller", "program"])
@@ -353,12 +325,3 @@ def test_the_whitelist_holds_libraries_and_not_the_places_around_them(monkeypatc
     private = (project, project / "data", ROOT, pathlib.Path.home(), pathlib.Path("/etc/passwd"), "/", "/usr", "/tmp")
     assert [str(place) for place in private if str(place) in places] == []
     assert [place for place in places if pathlib.Path(place) in ROOT.parents] == []
-
-
-def test_an_interpreter_behind_links_is_found(tmp_path):
-    """The interpreter is called by a link to a link, as version managers make them."""
-    (tmp_path / "current").symlink_to(os.path.dirname(sys.executable))
-    (tmp_path / "python").symlink_to(tmp_path / "current" / os.path.basename(sys.executable))
-    command = [str(tmp_path / "python"), "-m", "grpo.workers.programs"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stdout == "42\n", result.stderr

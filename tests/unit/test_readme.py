@@ -51,21 +51,8 @@ OTHER_FILES = {"path/file.py", "config-step-N.py", "configs/my_run.py", "apps/gr
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
 OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step"}
-OTHER_TOOLS_FLAGS |= {
-    "--shape",
-    "--jobs",
-    "--roles",
-    "--phases",
-    "--kinds",
-    "--array",
-    "--env",
-    "--file",
-    "--tag",
-    "--num",
-    "--worst",
-    "--prompt",
-    "--evaluation",
-}
+OTHER_TOOLS_FLAGS |= {"--shape", "--jobs", "--roles", "--phases", "--kinds", "--array", "--env", "--file", "--tag"}
+OTHER_TOOLS_FLAGS |= {"--num", "--worst", "--prompt", "--evaluation"}
 MOST_LINES = 230  # of the page that a newcomer reads first
 
 
@@ -134,14 +121,6 @@ def test_losses_metrics_are_all_listed():
     assert {f"loss/{name}" for name in found} <= documented_metrics()
 
 
-def test_every_metric_is_explained_once():
-    rows = table("Metric")
-    assert len(rows) == len(documented_metrics())
-    assert documented_metrics() >= MANY
-    for name, unit, meaning, look in rows:
-        assert unit and meaning and look, name
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration and commands
 # ---------------------------------------------------------------------------------------------------------------------
@@ -171,10 +150,6 @@ def commands() -> list[str]:
     lines = re.findall(r"^    ((?:torchrun|sbatch) .*)$", EVERYTHING, re.MULTILINE)
     lines += re.findall(r"`((?:torchrun|sbatch) [^`]*)`", EVERYTHING)
     return [line for line in dict.fromkeys(lines) if "--help" not in line and " -m " not in line]
-
-
-def test_there_are_commands():
-    assert len(commands()) >= 15
 
 
 @pytest.mark.parametrize("command", commands())

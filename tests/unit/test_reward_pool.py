@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 
@@ -19,7 +18,6 @@ import torch
 
 from grpo.config import RewardConfig
 from grpo.rewards import pool as reward_pool
-from grpo.rewards import worker as reward_worker
 from grpo.rewards.pool import RewardError, RewardPool, check_all_failed
 from grpo.types import Completion, Prompt, Rollout
 
@@ -421,13 +419,6 @@ def test_what_is_odd_but_no_failure(open_pool, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_looping_call_ends_about_when_it_should(open_pool):
-    pool = open_pool({"act": 1.0}, timeout_seconds=SHORT)
-    start = time.monotonic()
-    score(pool, [rollout("loop"), rollout("good")], group_size=1)
-    assert SHORT <= time.monotonic() - start < SHORT + 10
-
-
 def test_a_killed_worker_is_replaced_and_takes_all_it_started_along(open_pool, tmp_path):
     pool = open_pool({"act": 1.0}, timeout_seconds=SHORT, num_workers=1)
     (before,) = workers(pool)
@@ -474,23 +465,12 @@ def test_ordinary_functions_get_one_completion_and_group_level_ones_a_group(open
     assert [r.rewards[mine(tmp_path, "record_group")] for r in scored] == [0.0, 1.0, 2.0] * 2
     assert [r.rewards[mine(tmp_path, "record")] for r in scored] == [0.0] * 6
     calls = sorted(json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines())
-    cut = [False, False, False, False, False, True]
-
-    def extra(number: int) -> dict:
-        return {"prompts": ["what?"] * number, "step": [7] * number}
-
-    single = [
-        [["abcdef"[i]], {"answer": ["pppqqq"[i]], "num_tokens": [10 + i], "truncated": [cut[i]], **extra(1)}]
-        for i in range(6)
-    ]
-    groups = [
-        [["a", "b", "c"], {"answer": ["p"] * 3, "num_tokens": [10, 11, 12], "truncated": [False] * 3, **extra(3)}],
-        [
-            ["d", "e", "f"],
-            {"answer": ["q"] * 3, "num_tokens": [13, 14, 15], "truncated": [False, False, True], **extra(3)},
-        ],
-    ]
-    assert calls == sorted(single + groups)
+    expected = []
+    for members in ([0], [1], [2], [3], [4], [5], [0, 1, 2], [3, 4, 5]):
+        columns = {"answer": ["pppqqq"[i] for i in members], "num_tokens": [10 + i for i in members]}
+        columns |= {"truncated": [i == 5 for i in members], "prompts": ["what?"] * len(members)}
+        expected.append([["abcdef"[i] for i in members], columns | {"step": [7] * len(members)}])
+    assert calls == sorted(expected)
 
 
 def test_a_group_level_call_fails_as_a_group_and_has_a_groups_time(open_pool, tmp_path):
@@ -516,13 +496,6 @@ def test_weighted_sums_leave_none_out(open_pool, tmp_path):
     assert rollouts[0].rewards == {} and rollouts[0].reward is None
 
 
-def test_only_none_is_no_reward_and_no_failure(open_pool, tmp_path):
-    pool = open_pool({"nothing": 1.0})
-    (scored,) = score(pool, [rollout("ab")], group_size=1)
-    assert scored.rewards == {mine(tmp_path, "nothing"): None}
-    assert scored.reward is None and scored.failures == {}
-
-
 def test_a_column_that_json_does_not_have_is_refused(open_pool):
     pool = open_pool({"length": 1.0})
     with pytest.raises(ValueError, match="date is not JSON serializable; convert it in a function of --data.row"):
@@ -530,20 +503,9 @@ def test_a_column_that_json_does_not_have_is_refused(open_pool):
     assert score(pool, [rollout("a", nested={"list": [1, None, "ß\n\u2028", 0.1]})], group_size=1)[0].reward == 1.0
 
 
-def test_no_rollouts_are_no_calls(open_pool):
-    assert score(open_pool({"inverse": 1.0}), [], group_size=8) == []
-
-
 def test_calls_run_on_the_main_thread_within_limits(open_pool):
     pool = open_pool({"main_thread": 1.0, "limits": 1.0})
     assert score(pool, [rollout("a")], group_size=1)[0].reward == 2.0
-
-
-def test_math_reward_compares_latex_in_a_worker(open_pool):
-    pool = open_pool({"math_reward": 1.0}, answer_format="boxed", memory_gib=4.0)
-    answers = [(r"\frac{3}{4}", "0.75"), ("x+1", "1+x"), (r"\frac{3}{5}", "0.75"), ("9^{9^{9^{9^9}}}", "x")]
-    scored = score(pool, [rollout(rf"\boxed{{{given}}}", answer=reference) for given, reference in answers], 1)
-    assert [r.reward for r in scored] == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_code_runs_in_its_sandbox_under_a_worker(open_pool):
@@ -612,29 +574,19 @@ def test_a_function_that_fails_for_every_completion_is_an_error(open_pool):
     assert [r.reward for r in scored] == [None, 1.5]
 
 
-def test_a_function_that_times_out_for_every_completion_is_an_error(open_pool):
-    pool = open_pool({"act": 1.0}, timeout_seconds=0.2)
-    with pytest.raises(RewardError, match=r"act failed for the only completion: took longer than 0.2 s\n"):
-        check_all_failed(score(pool, [rollout("loop")], group_size=1))
-
-
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        (None, ValueError, r"cannot be loaded: ValueError: reward file /.*/mine.py does not exist"),
-        ("x = 1", ValueError, r"mine.py has no function 'act'"),
-        (
-            "import no_such_module",
-            ValueError,
-            r"mine.py, line 1: ModuleNotFoundError: No module named 'no_such_module'",
-        ),
-        ("\nraise ValueError('bad')", ValueError, r"cannot be loaded: ValueError: reward file /.*mine.py, line 2: bad"),
-        ("raise SystemExit(3)", ValueError, r"mine.py, line 1: SystemExit: 3"),
-        ("def act(:", ValueError, r"mine.py, line 1: SyntaxError: invalid syntax"),
-        ("import os; os._exit(3)", RuntimeError, r"cannot be loaded: the process exited with code 3"),
-        ("import os; os.abort()", RuntimeError, r"cannot be loaded: the process was killed by signal 6"),
-        ("x = bytearray(2**33)", ValueError, r"mine.py, line 1: MemoryError"),
-        ("while True: pass", RuntimeError, r"cannot be loaded: loading took longer than 2 s"),
+        (None, ValueError, "mine.py does not exist"),
+        ("x = 1", ValueError, "mine.py has no function 'act'"),
+        ("import no_such_module", ValueError, "line 1: ModuleNotFoundError"),
+        ("\nraise ValueError('bad')", ValueError, "mine.py, line 2: bad"),
+        ("raise SystemExit(3)", ValueError, "line 1: SystemExit: 3"),
+        ("def act(:", ValueError, "line 1: SyntaxError"),
+        ("import os; os._exit(3)", RuntimeError, "exited with code 3"),
+        ("import os; os.abort()", RuntimeError, "killed by signal 6"),
+        ("x = bytearray(2**33)", ValueError, "line 1: MemoryError"),
+        ("while True: pass", RuntimeError, "loading took longer than 2 s"),
     ],
 )
 def test_functions_that_cannot_be_loaded_are_reported_at_the_start(source, error, message, tmp_path, monkeypatch):
@@ -727,11 +679,7 @@ pool.collect()
 
 @pytest.mark.parametrize(
     ("how", "send", "socket"),
-    [
-        (signal.SIGKILL, os.kill, "copied"),
-        (signal.SIGKILL, os.killpg, "alone"),
-        (signal.SIGTERM, os.kill, "alone"),
-    ],
+    [(signal.SIGKILL, os.kill, "copied"), (signal.SIGKILL, os.killpg, "alone"), (signal.SIGTERM, os.kill, "alone")],
 )
 def test_nothing_outlives_the_driver(how, send, socket, tmp_path):
     (tmp_path / "mine.py").write_text(REWARD_FILE)
@@ -762,22 +710,3 @@ def test_the_processes_start_without_torch():
     program += "print([m for m in ('torch', 'numpy', 'grpo.types') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
-
-
-def test_a_call_gets_its_own_columns():
-    """A function may change the lists it is given."""
-
-    def greedy(completions, answer, **columns):
-        answer.clear()
-        return [float(len(completions.pop()))]
-
-    payload = json.dumps([["ab"], {"answer": ["5"]}]).encode()
-    assert [reward_worker.make_call(greedy, payload) for _ in range(2)] == [([2.0], False)] * 2
-
-
-def test_the_pool_needs_no_thread(open_pool):
-    before = threading.active_count()
-    pool = open_pool({"length": 1.0})
-    pool.submit([rollout("a")], group_size=1)
-    assert threading.active_count() == before
-    pool.collect()

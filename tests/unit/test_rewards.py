@@ -17,7 +17,6 @@ from grpo.rewards.builtin import (
     code_reward,
     format_reward,
     group_length_reward,
-    group_level,
     language_reward,
     length_penalty,
     overlong_penalty,
@@ -33,19 +32,15 @@ GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
-        ("<think>2 + 3 = 5</think> <answer>5</answer>", 1.0),
         ("<think>\nlong\n\nthoughts\n</think>\n#### 5", 1.0),
         ("<think>is it <answer>4</answer>?</think><answer>5</answer>", 1.0),
         ("<think>2 + 3 = 5</think>", 1.0),
         ("<answer>5</answer>", 0.0),
         ("", 0.0),
-        ("<think></think><answer>5</answer>", 0.5),
-        ("<think> \n </think><answer>5</answer>", 0.5),
         ("<think>2 + 3", 0.5),
         ("2 + 3</think><answer>5</answer>", 0.5),
         ("</think>2 + 3<think>", 0.5),
         ("<think>a</think><think>b</think>", 0.5),
-        ("<think>a<think>b</think>", 0.5),
         ("<answer>5</answer><think>2 + 3</think>", 0.5),
         ("<think>2 + 3 <answer>5</answer></think>", 0.5),
     ],
@@ -68,17 +63,6 @@ def test_group_length_reward():
     reward = functools.partial(group_length_reward, answer_format="hashes", tolerance=0.2)
     assert reward(["#### 11", "#### 13"], answer=["10.5"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.5, -0.5]
     assert reward(["#### 13", "#### 11"], answer=["10.5"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.0, -0.5]
-
-
-def test_group_level_is_seen_through_partials():
-    assert [name for name, function in BUILT_INS.items() if is_group_level(function)] == ["group_length_reward"]
-    assert is_group_level(functools.partial(functools.partial(group_length_reward, tolerance=0.1)))
-
-    @group_level
-    def mine(completions, **columns):
-        return [0.0] * len(completions)
-
-    assert is_group_level(mine) and mine(["a", "b"]) == [0.0, 0.0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,11 +185,7 @@ def test_regex_match():
         ("<think>a</think><answer>b</answer>.", 0.0),
         ("So <think>a</think><answer>b</answer>", 0.0),
         ("<think>a</think> so <answer>b</answer>", 0.0),
-        ("<answer>b</answer><think>a</think>", 0.0),
-        ("<think> </think><answer>b</answer>", 0.0),
-        ("<think>a</think><answer>\n</answer>", 0.0),
         ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
-        ("<think>a<think>b</think><answer>c</answer>", 0.0),
         ("<think>a<answer>b</answer></think>", 0.0),
         ("<think>a</think><answer>b</answer>" + "</answer>" * 30000, 0.0),
     ],
@@ -272,40 +252,6 @@ def test_importing_rewards_does_not_import_torch():
         [sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=60
     )
     assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
-
-
-def test_load_functions_binds_the_options_of_math_reward():
-    config = RewardConfig(
-        functions={"math_reward": 2.0, "thinking_reward": 0.5},
-        answer_format="hashes",
-        options={"math_reward": {"tolerance": 0.1, "partial_credit": 0.3}},
-    )
-    functions = load_functions(config, columns=["question", "answer"])
-    assert list(functions) == ["math_reward", "thinking_reward"]
-    function, weight = functions["math_reward"]
-    assert weight == 2.0
-    assert function(["#### 105", "#### 120"], answer=["100.5", "100.5"], question=["", ""]) == [1.0, 0.3]
-
-
-def test_load_functions_from_a_file(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
-        "from __future__ import annotations\n"
-        "from dataclasses import dataclass\n"
-        "@dataclass\n"
-        "class Options:\n"
-        "    per_word: float = 0.5\n"
-        "def words(completions, **columns):\n"
-        "    return [Options().per_word * len(text.split()) for text in completions]\n"
-        "def zero(completions, **columns):\n"
-        "    return [0] * len(completions)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    absolute = f"{tmp_path}/mine.py:zero"
-    functions = load_functions(RewardConfig(functions={"mine.py:words": 2.0, absolute: 1.0}), columns=["answer"])
-    (words, weight), (zero, _) = functions.values()
-    assert list(functions) == ["mine.py:words", absolute]
-    assert (words(["one two three"], answer=["?"]), weight) == ([1.5], 2.0)
-    assert zero(["one"]) == [0]
 
 
 def test_load_functions_gives_every_built_in_its_options():
@@ -377,19 +323,15 @@ def test_load_functions_refuses_columns(name, column, message):
         ("regex_match", {"pattern": "(["}, r"pattern '\(\[' is no regular expression: .*; escape"),
         ("length_penalty", {}, r"length_penalty needs target_tokens; give it with --reward.options length_penalty"),
         ("length_penalty", {"target_tokens": 0}, r"is 0, .* between 0 and .* = 200; set it"),
-        ("length_penalty", {"target_tokens": 200}, r"is 200, .* between 0 and .* = 200; set it"),
         ("overlong_penalty", {"tokens": 201}, r"tokens is 201, .* = 200; set at most that"),
         ("overlong_penalty", {"tokens": -1}, r"tokens is -1, .* = 200; set at most that"),
-        ("overlong_penalty", {"max_completion_tokens": 0}, r"tokens is 0, .*max_completion_tokens = 0"),
         ("repetition_penalty", {"ngram": 0}, r"repetition_penalty: ngram is 0; set 1 word or more"),
         ("language_reward", {"language": "klingon"}, r"language 'klingon' is no script .* such as latin"),
-        ("language_reward", {"language": ""}, r"language '' is no script"),
         ("code_reward", {"timeout_seconds": 10.0}, r"is 10.0, .*\.timeout_seconds = 10.0; set the first"),
         ("code_reward", {"timeout_seconds": 0}, r"is 0, .*\.timeout_seconds = 10.0; set the first above 0"),
         ("code_reward", {"memory_gib": 0.0}, r"memory_gib is 0.0, .* above 0"),
         ("code_reward", {"memory_gib": 8}, r"memory_gib is 8, .* not exceed reward.memory_gib = 4.0, which"),
         ("math_reward", {"answer_format": "xml"}, r"of math_reward: answer_format='xml' is unknown; use"),
-        ("exact_match", {"answer_format": "xml"}, r"of exact_match: answer_format='xml' is unknown; use"),
         ("math_reward", {"tolerence": 1}, r"math_reward has no option 'tolerence' \(did you mean tolerance\?\)"),
         ("overlong_penalty", {"cut": 1}, r"no option 'cut'; its options .* are: tokens, max_completion_tokens$"),
         ("format_reward", {"tag": "a"}, r"no option 'tag'; its options \(the arguments .* are: none$"),
@@ -402,20 +344,6 @@ def test_load_functions_refuses_options(name, options, message):
     config = RewardConfig(functions={name: 1.0}, options={name: options})
     with pytest.raises(ValueError, match=message):
         load_functions(config, max_completion_tokens=200)
-
-
-@pytest.mark.parametrize("name", ["length_penalty", "overlong_penalty", "cosine_length_reward"])
-def test_length_rewards_need_the_longest_completion(name):
-    options = {"length_penalty": {"target_tokens": 5}}
-    config = RewardConfig(functions={name: 1.0}, options={name: options.get(name, {})})
-    with pytest.raises(ValueError, match=f"{name} needs max_completion_tokens; give it"):
-        load_functions(config)
-
-
-def test_options_belong_to_functions_that_are_used():
-    config = RewardConfig(functions={"math_reward": 1.0}, options={"maths_reward": {}})
-    with pytest.raises(ValueError, match=r"'maths_reward', .* \(math_reward\) \(did you mean math_reward\?\); add it"):
-        load_functions(config)
 
 
 OWN_OPTIONS = """
@@ -468,18 +396,6 @@ def test_the_library_that_compares_latex_is_loaded_at_the_start(functions):
     root = pathlib.Path(__file__).parents[2]
     result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
-
-
-def test_overlong_tokens_may_be_all_of_them():
-    config = RewardConfig(functions={"overlong_penalty": 1.0}, options={"overlong_penalty": {"tokens": 200}})
-    ((function, _),) = load_functions(config, ["answer"], 200).values()
-    assert function([""], num_tokens=[50]) == [-0.25]
-
-
-@pytest.mark.parametrize("language", ["latin", "Cyrillic", "greek", "cjk", "hiragana", "hangul", "arabic", "thai"])
-def test_scripts_that_are_known(language):
-    options = {"language_reward": {"language": language}}
-    load_functions(RewardConfig(functions={"language_reward": 1.0}, options=options))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 
 import datasets
 import pytest
@@ -47,32 +48,19 @@ def fault(row: dict, **fields) -> str:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    "changes",
     [
-        ({"question": 7}, "column 'question' holds int, not text"),
-        ({"question": {"role": "user"}}, "column 'question' holds dict, not text"),
-        ({"question": None}, "column 'question' is missing"),
-        ({"question": ""}, "column 'question' is empty"),
-        ({"question": []}, "column 'question' is empty"),
-        ({"question": " \n\t\u3000"}, "column 'question' is empty"),
-        ({"question": "a \ud83d b"}, "column 'question' has a lone surrogate (half of a character)"),
-        ({"answer": None}, "column 'answer' is missing"),
-        ({"answer": float("nan")}, "column 'answer' is missing"),
-        ({"answer": "\udfff"}, "column 'answer' has a lone surrogate (half of a character)"),
-        ({"answer": ["3", {"tests": ["a", "\ud800"]}]}, "column 'answer' has a lone surrogate (half of a character)"),
-        ({"answer": {"\ud800": 1}}, "column 'answer' has a lone surrogate (half of a character)"),
-        ({"question": ["1+2"]}, "column 'question', message 1 is str, not a table with role and content"),
-        ({"question": [{"content": "1+2"}]}, "column 'question', message 1 has no role"),
-        ({"question": [{"role": "user"}]}, "column 'question', message 1 has no text as content"),
-        ({"question": [{"role": "user", "content": 3}]}, "column 'question', message 1 has no text as content"),
-        (
-            {"question": [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]},
-            "column 'question' ends with the assistant's answer, which is not a part of the prompt; take question.:-1",
-        ),
+        {"question": " \n\t\u3000"},
+        {"question": "a \ud83d b"},
+        {"answer": float("nan")},
+        {"answer": ["3", {"tests": ["a", "\ud800"]}]},
+        {"answer": {"\ud800": 1}},
+        {"question": [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]},
     ],
 )
-def test_a_row_that_cannot_be_used(changes, expected):
-    assert fault(GOOD | changes) == expected
+def test_a_row_that_cannot_be_used(changes):
+    """The last ends with the answer; test_malformed_data.py has many more."""
+    assert fault(GOOD | changes).startswith(f"column '{next(iter(changes))}' ")
 
 
 @pytest.mark.parametrize("answer", ["", 3, 0, 0.5, False, "👍 ü", [], [None, "3"], {"a": None}, {"a": [["b"]]}])
@@ -83,10 +71,6 @@ def test_values_that_a_reward_may_get(answer):
 def test_the_first_fault_of_a_row_counts():
     assert fault({"question": "1+2"}) == "column 'answer' is missing"
     assert fault({"answer": None, "question": None}) == "column 'question' is missing"
-
-
-def test_columns_that_are_not_used_may_hold_anything():
-    assert fault(GOOD | {"note": "\ud800", "question2": None}) == ""
 
 
 @pytest.mark.parametrize(
@@ -148,11 +132,7 @@ def test_mixed_types_in_a_nested_column_are_one_clear_line():
     rows = [row("3"), row(3), row("4"), row(["5"]), row("6")]
     with pytest.raises(ValueError) as refused:
         checked(*rows, answer_column="reward_model.ground_truth")
-    assert str(refused.value) == (
-        "2 of 5 rows of f.jsonl cannot be used: row 2: column 'answer' holds a number, and in most rows text; row 4: "
-        "column 'answer' holds a list, and in most rows text (counted from 1, without blank lines); correct these "
-        "rows, or leave them out with --data.bad-rows skip"
-    )
+    assert re.search("2 of 5 rows.* row 2: .* a number, .* row 4: .* a list, .*bad-rows skip$", str(refused.value))
     assert checked(*rows, answer_column="reward_model.ground_truth", bad_rows="skip").usable == [0, 2, 4]
     assert checked(row(3), row(3.5), answer_column="reward_model.ground_truth").usable == [0, 1]  # both are numbers
 
@@ -246,10 +226,6 @@ def test_an_own_function_gives_the_same_columns_for_all_rows(own):
     name = own("return {'prompt': 'p', **({'level': 1} if row['question'] else {})}")
     with pytest.raises(ValueError, match="row 2: data.row gave the columns none, and before level"):
         checked(GOOD, GOOD | {"question": ""}, row=name)
-
-
-def test_a_tools_column_may_be_empty():
-    assert checked(GOOD | {"tools": []}, GOOD, tools_column="tools").usable == [0, 1]
 
 
 # ---- SFT

@@ -6,9 +6,7 @@ import json
 import datasets
 import pytest
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig
-from grpo.config.checks import validate
-from grpo.config.recipes import change
+from grpo.config import DataConfig, EvaluationConfig
 from grpo.config.sources import Source, parse_source
 from grpo.data.sources import load_rows
 
@@ -65,38 +63,6 @@ def test_held_out_by_default_is_the_test_split_of_the_training_data():
         EvaluationConfig().held_out(DataConfig(sources={"x": "x.jsonl"}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"data.path": "x.jsonl", "data.sources": {"y": "y.jsonl"}},
-            "data.path='x.jsonl' and data.sources (y) both say",
-        ),
-        ({"data.weights": {"y": 1.0}}, "data.weights has 'y', which is not in data.sources (empty)"),
-        ({"data.sources": {"a b": "x.jsonl"}}, "data.sources has the name 'a b'; use letters, digits"),
-        ({"data.sources": {"x": "[]"}}, "data.sources x='[]' is no data set"),
-        (
-            {"data.weights": {"y": 0.0}},
-            "data.weights={'y': 0.0} must be a dict from names, each value a number, above 0",
-        ),
-        ({"data.row": "mine.py"}, "data.row='mine.py' names no function in a file"),
-        (
-            {"data.answer_column": "gold", "data.columns": {"answer": "truth"}},
-            "data.answer_column='gold' and data.columns answer='truth' both say",
-        ),
-        ({"data.columns": {"a.b": "c.d"}}, "under which no function can take a column; write --data.columns d c.d"),
-        (
-            {"evaluation.interval": 2, "evaluation.path": "x.jsonl", "evaluation.sets": {"y": "y.jsonl"}},
-            "evaluation.path='x.jsonl' and evaluation.sets (y) both say what is held out",
-        ),
-    ],
-)
-def test_what_contradicts_itself_is_refused(changes, message):
-    with pytest.raises(ValueError) as refused:
-        validate(change(GRPOConfig(), changes))
-    assert message in str(refused.value)
-
-
 # ---- files
 
 
@@ -131,12 +97,6 @@ def test_json_may_be_one_list(tmp_path, indent):
     assert rows_of(tmp_path, "test+train[:1]") == [{"a": 3}, {"a": 1}]
     with pytest.raises(ValueError, match=r"\(split 'more'\) could not be loaded: Unknown split"):
         rows_of(tmp_path, "more")
-    path.write_text("[1]")
-    with pytest.raises(ValueError, match=r"rows.json, entry 1: a int, not a JSON object"):
-        rows_of(path)
-    path.write_bytes(b'[{"a": 1},\n{"a": "\xff"}]')
-    with pytest.raises(ValueError, match=r"rows.json, line 2: not JSON \('utf-8' codec can't decode.*; write UTF-8"):
-        rows_of(path)
 
 
 def test_csv_cells_are_the_text_that_they_are(tmp_path):
@@ -155,21 +115,6 @@ def test_a_cell_of_csv_may_be_a_book(tmp_path):
     (row,) = rows_of(path)
     assert row == {"text": "a b " * 50_000}
     assert csv.field_size_limit() == limit  # of the whole process
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("a,b\n1,2\n3,4,5\n", 'rows.csv, line 3: 3 cells, the header has 2; put cells with commas or line breaks in "'),
-        ("a,a\n1,2\n", r"rows.csv, line 1: the header is \['a', 'a'\]; name each column, and no two alike"),
-        ("a,b\n", r"rows.csv \(split 'train'\) has no rows"),
-    ],
-)
-def test_broken_csv_is_refused(tmp_path, content, message):
-    path = tmp_path / "rows.csv"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        rows_of(path)
 
 
 def test_parquet_and_parts_of_files(tmp_path):
@@ -219,27 +164,6 @@ def test_a_missing_file_is_named_with_its_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=rf"data file {tmp_path}/absent.csv does not exist"):
         rows_of("absent.csv")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"a": 1}\n\n{"a": 2\n', r"rows.jsonl, line 3: not JSON \(Expecting ',' delimiter.*one JSON object per line"),
-        (b'{"a": "\xff"}\n', r"rows.jsonl, line 1: not JSON \('utf-8' codec can't decode byte 0xff.*; write UTF-8"),
-        (b'{"a": 1}\n{"a": "\xed\xa0\x80"}\n', r"rows.jsonl, line 2: not JSON \('utf-8' codec"),
-        (b'{"a": 1}\n[1, 2]\n', r"rows.jsonl, line 2: a list, not a JSON object; write one JSON object per line"),
-        (b'"text"\n', r"rows.jsonl, line 1: a str, not a JSON object"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "rows.jsonl, line 1: not JSON"),
-        (b"", r"rows.jsonl \(split 'train'\) has no rows"),
-        (b"\n \n", r"rows.jsonl \(split 'train'\) has no rows"),
-    ],
-)
-def test_broken_json_lines_are_refused(tmp_path, content, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as refused:
-        rows_of(path)
-    assert "\n" not in str(refused.value)
 
 
 # ---- the hub and toy tasks
