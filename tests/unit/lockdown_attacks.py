@@ -352,8 +352,7 @@ def targets() -> Iterator[dict[str, Any]]:
             (folder / name).write_text("secret")
         (folder / "venv/closed").write_text("secret")
         (folder / "venv/closed").chmod(0o600)
-        library = folder / "library.so"
-        shutil.copy(_ctypes.__file__, library)
+        shutil.copy(_ctypes.__file__, folder / "library.so")
         tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         name = f"targets-{os.getpid()}"
         for address, kind in (
@@ -376,17 +375,10 @@ def targets() -> Iterator[dict[str, Any]]:
         victim = stack.enter_context(subprocess.Popen(["/bin/sleep", f"600.{os.getpid()}"], stdin=subprocess.DEVNULL))
         stack.callback(victim.kill)
         maps = pathlib.Path(f"/proc/{victim.pid}/maps").read_text()
-        yield {
-            "data": str(folder / "data.jsonl"),
-            "token": str(folder / "home/token"),
-            "checkpoint": str(folder / "run/step-1"),
-            "module": str(folder / "venv/lib/module.py"),
-            "closed": str(folder / "venv/closed"),
-            "scratch": str(folder / "scratch"),
-            "library": str(library),
-            "folder": str(folder),
-            "socket": str(folder / "socket"),
-            "datagrams": str(folder / "datagrams"),
+        places = {"data": "data.jsonl", "token": "home/token", "checkpoint": "run/step-1", "folder": ""}
+        places |= {"module": "venv/lib/module.py", "closed": "venv/closed", "library": "library.so"}
+        places |= {name: name for name in ("scratch", "socket", "datagrams")}
+        yield {key: str(folder / place) for key, place in places.items()} | {
             "abstract": name,
             "id": name,
             "port": tcp.getsockname()[1],

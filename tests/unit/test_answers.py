@@ -6,13 +6,12 @@ import pathlib
 import random
 import re
 import time
-from fractions import Fraction
 
 import pytest
 
 from grpo.rewards.answers.equality import is_expression, parse_number, same_answer
 from grpo.rewards.answers.extract import extract_answer, find_answer, without_thoughts
-from grpo.rewards.answers.numbers import NUMBER_CHARACTERS, Number, clean_text, read_number
+from grpo.rewards.answers.numbers import NUMBER_CHARACTERS, clean_text, read_number
 from grpo.rewards.builtin import exact_match, math_reward, math_verify
 from tests.unit.answer_cheats import CHEATS
 from tests.unit.answer_pairs import LATEX_PAIRS, PAIRS, TAG_PAIRS, UNPAID
@@ -20,8 +19,7 @@ from tests.unit.answer_pairs import LATEX_PAIRS, PAIRS, TAG_PAIRS, UNPAID
 README = pathlib.Path(__file__).parents[1] / "README.md"
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Judged by hand
+# ---- Judged by hand
 
 
 def paid(given: str, reference: str, right: bool) -> float:
@@ -67,9 +65,8 @@ def test_the_readme_counts_the_pairs_and_cheats():
     assert len({pair[:2] for pair in pairs}) == len(pairs)
     assert UNPAID.keys() <= {(given, reference) for given, reference, right, _ in pairs if right}
     counts = len(pairs), sum(not right for _, _, right, _ in pairs), len(CHEATS), len(UNPAID)
-    said = re.search(
-        r"(\d+) pairs .*?(\d+) of them wrong\s.*?(\d+) cheats.*?except for (\d+) right", README.read_text(), re.DOTALL
-    )
+    told = r"(\d+) pairs .*?(\d+) are wrong.*?(\d+) whole completions.*?every right one except (\d+) "
+    said = re.search(told, README.read_text(), re.DOTALL)
     assert said and tuple(map(int, said.groups())) == counts
 
 
@@ -80,8 +77,7 @@ def test_every_gsm8k_solution_is_worth_one():
     assert None not in {parse_number(extract_answer(solution, "hashes")) for solution in solutions}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where the answer stands
+# ---- Where the answer stands
 
 
 @pytest.mark.parametrize(
@@ -131,31 +127,6 @@ def test_extract_answer(answer_format, text, answer):
     assert extract_answer(text, answer_format) == answer
 
 
-def test_extract_answer_refuses_an_unknown_format():
-    with pytest.raises(ValueError, match=r"'xml' is unknown; use answer_tag, boxed or hashes"):
-        extract_answer("5", "xml")
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("So the total is 12 apples.", "12 apples"),
-        ("It costs $5, so he pays:\n$30.", "$30"),
-        ("so it is -7", "-7"),
-        ("72", "72"),
-        (r"first $x = 3$, so $x + 1 = \frac{8}{2}$.", r"x + 1 = \frac{8}{2}"),
-        (r"The final answer is \(\frac{1}{2}\). I hope it is right.", r"\(\frac{1}{2}\)"),
-        (r"so \[ x^2 \]", r"\[ x^2 \]"),
-        ("<think>7</think> nothing", None),
-        ("<answer>unknown</answer> 7", "unknown"),
-        (r"7 is \boxed{}", None),
-        (r"\boxed{\frac{1}{2}} is 0.5", r"\frac{1}{2}"),
-    ],
-)
-def test_find_answer(text, answer):
-    assert find_answer(text) == answer
-
-
 @pytest.mark.parametrize(
     "text",
     ["minus 72", "it is minus 72", "-(72)", "﹣72", "not 72", "it is not 72", "half of 72", r"x \neq 72", "x != 72"]
@@ -167,40 +138,7 @@ def test_math_verify_drops_nothing_that_stands_around_a_number(text):
     assert math_verify([text], answer=["72"]) == [0.0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("5", Number(5)),
-        ("-007", Number(-7)),
-        ("+7", Number(7)),
-        (".5", Number(Fraction(1, 2))),
-        ("1,234,567.5", Number(Fraction(2469135, 2))),
-        ("1 234 567", Number(1234567)),
-        ("-$18", Number(-18, "$")),
-        ("$-18", Number(-18, "$")),
-        ("$5/hour", Number(5, "$/h")),
-        ("$5 per hour", Number(5, "$/h")),
-        ("5 dollars per hour", Number(5, "$/h")),
-        ("60 mph", Number(60, "mi/h")),
-        ("3 1/2 cups", Number(Fraction(7, 2), "cup")),
-        (r"-\frac{3}{4}\text{ cup}", Number(Fraction(-3, 4), "cup")),
-        ("1e-7", Number(Fraction(1, 10**7))),
-        (r"1.5 \times 10^3 km", Number(1500, "km")),
-        (r"90^\circ", Number(90, "°")),
-        ("7 kilometres", Number(7, "km")),
-        ("5 m", Number(5, "m")),
-        ("5m", Number(5, "m", False)),  # perhaps a variable
-        ("12 apples", Number(12, "apple", False)),
-        ("5 million", Number(5, "million", False)),
-        ("9" * NUMBER_CHARACTERS, Number(int("9" * NUMBER_CHARACTERS))),
-    ],
-)
-def test_numbers(text, number):
-    assert read_number(clean_text(text)) == number
+# ---- Numbers
 
 
 @pytest.mark.parametrize(
@@ -211,19 +149,6 @@ def test_numbers(text, number):
 )
 def test_what_is_no_number(text):
     assert read_number(clean_text(text)) is None
-
-
-def test_a_unit_that_is_not_common_must_be_on_both_sides():
-    for given, reference, same in (
-        ("12 apples", "12 apple", True),
-        ("12.0 apples", "12 apples", True),
-        ("12 apples", "12", False),
-        ("12", "12 apples", False),
-        ("5 pm", "5.0 pm", True),
-        ("5x", r"5 \cdot x", True),
-        ("5x", "5", False),
-    ):
-        assert same_answer(given, reference, tolerance=1e-6, latex=True) == same, given
 
 
 @pytest.mark.parametrize(
@@ -259,8 +184,7 @@ def test_tolerance_is_relative_and_for_fractions_only():
     assert reward(completions, references) == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Texts and expressions
+# ---- Texts and expressions
 
 
 @pytest.mark.parametrize(
@@ -305,11 +229,6 @@ def test_exact_match(given, reference, reward):
     assert exact_match([rf"\boxed{{{given}}}"], answer=[reference], answer_format="boxed") == [reward]
 
 
-@pytest.mark.parametrize("reference", ["5 cm", "x+1", r"\frac{1}{2}", "(1, \\infty)", "x = 5", "east", r"\text{(B)}"])
-def test_references_that_can_be_compared(reference):
-    assert is_expression(reference)
-
-
 @pytest.mark.parametrize(
     "reference", ["see the solution", "no answer", r"\frac{1}{", "???", r"\hat{:=f()}", r"\sum_{n=1}^k n", "12_5"]
 )
@@ -324,8 +243,7 @@ def test_a_text_reference_is_compared_as_text():
     assert not same_answer("x+1", "1+x", tolerance=0.0, latex=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Time
+# ---- Time
 
 PIECES = ["<answer>", "</answer>", "<think>", "</think>", "< ", "\\boxed{", "\\fbox{", "{", "}", "(", ")", "[", "\\[",
           "\\(", "$", "1", "1,", "1 111", ",111", "5 / ", "a/", "aa/", "aa-", "a.", "10^", "\\frac{1}{2}", "\\frac",

@@ -151,33 +151,18 @@ def test_every_kind_of_name_is_checked():
     code = "a(b)"
     x, i = sympy.Symbol("x"), sympy.Symbol("i", integer=True)
     bad = sympy.Symbol(code)
-    expressions = [
-        bad,
-        sympy.Dummy(code),
-        sympy.Wild(code),
-        sympy.MatrixSymbol(code, 2, 2),
-        sympy.MatrixSymbol("A", bad, 2),
-        IndexedBase(code)[i],
-        IndexedBase("a")[Idx(sympy.Symbol(code, integer=True))],
-        sympy.Function(code)(x),
-        sympy.Function("exit")(x),
-        sympy.Function("f")(bad),
-        sympy.core.symbol.Str(code),
-        sympy.FiniteSet(x, bad),
-        sympy.Interval(0, sympy.Symbol(code, real=True)),
-        sympy.Eq(x, bad),
+    expressions = [kind(code) for kind in (sympy.Symbol, sympy.Dummy, sympy.Wild, sympy.core.symbol.Str)]
+    expressions += [sympy.Function(code)(x), sympy.Function("exit")(x)]
+    expressions += [sympy.MatrixSymbol(code, 2, 2), sympy.MatrixSymbol("A", bad, 2), sympy.Function("f")(bad)]
+    expressions += [IndexedBase(code)[i], IndexedBase("a")[Idx(sympy.Symbol(code, integer=True))], sympy.Eq(x, bad)]
+    expressions += [sympy.FiniteSet(x, bad), sympy.Interval(0, sympy.Symbol(code, real=True))]
+    expressions += [
+        sympy.Lambda(bad, bad + 1),
         sympy.Tuple(1, sympy.Tuple(bad)),
         sympy.Sum(x, (bad, 1, 2)),
-        sympy.Lambda(bad, bad + 1),
         sympy.Matrix([[1, bad]]),
-        sympy.ImmutableMatrix([[1, bad]]),
-        sympy.Symbol("a.b"),
-        sympy.Symbol("a\nb"),
-        sympy.Symbol("a'b"),
-        [x],
-        "x",
-        True,
     ]
+    expressions += [sympy.ImmutableMatrix([[1, bad]]), *map(sympy.Symbol, ("a.b", "a\nb", "a'b")), [x], "x", True]
     assert [expression for expression in expressions if latex._is_harmless(expression)] == []
     plain = [x, sympy.Symbol("x_{1}"), sympy.Symbol("hat{x}"), sympy.Function("f")(x), sympy.Matrix([[x]]), sympy.pi]
     assert [expression for expression in plain if not latex._is_harmless(expression)] == []

@@ -59,16 +59,6 @@ def finish(runs: list[learning.Run], gpus: int, limit: float) -> None:
                 learning.end(run.process)
 
 
-def test_runs_share_gpus_and_wait_for_their_start(runs_of):
-    show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    (start,) = runs_of(("sft", show, None))
-    rest = runs_of(("grpo", show, start), ("trl", show, start))
-    finish([start, *rest], gpus=2, limit=60)
-    assert [run.exit_code for run in (start, *rest)] == [0, 0, 0]
-    # the first of the two takes the GPU that was free all the time, the other the one that the start gave back
-    assert [run.log.read_text() for run in (start, *rest)] == ["2\n", "5\n", "2\n"]
-
-
 def test_what_starts_from_a_failed_run_is_not_run(runs_of):
     (start,) = runs_of(("sft", "raise SystemExit(3)", None))
     (after,) = runs_of(("grpo", "", start))

@@ -59,15 +59,6 @@ def test_a_librarys_own_variable_wins(environment, tmp_path):
     assert (tmp_path / "grpo" / "inductor").is_dir()
 
 
-def test_torchs_own_default_is_nobodys_choice(environment, tmp_path):
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    cache_dir()  # as torch does while it is imported
-    assert folders()["TORCHINDUCTOR_CACHE_DIR"]
-    keep_caches()
-    assert folders()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "home" / ".cache" / "grpo" / "inductor")
-
-
 def test_a_folder_that_cannot_be_made(environment, tmp_path):
     (tmp_path / "file").write_text("")
     environment.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -71,7 +71,3 @@ def test_mistakes_are_found(mistake: str, check, tmp_path: pathlib.Path, capsys:
 def test_a_loss_that_returns_a_mean_fails(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     assert check_loss.shapes.__doc__ in failing_checks(f"{tmp_path}/mistakes.py:scalar", capsys)
-
-
-def test_without_a_loss_it_explains_itself(capsys: pytest.CaptureFixture):
-    assert check_loss.main([]) == 2 and "python -m grpo.check_loss" in capsys.readouterr().out

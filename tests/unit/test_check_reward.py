@@ -92,13 +92,6 @@ def test_what_cannot_be_called_is_one_line(show, name, flags, message):
     assert message in out.splitlines()[-1] and out.splitlines()[-1].startswith("error: ")
 
 
-def test_references_are_written_as_the_format_wants_them():
-    example = Example("?", {"answer": "so 2 * 4\n#### 1,008"})
-    assert some_completions(example, "boxed") == {"reference": "\\boxed{1,008}", "wrong": "\\boxed{1009}", "empty": ""}
-    assert some_completions(Example("?", {"answer": "Paris"}), "answer_tag")["wrong"] == "<answer>not Paris</answer>"
-    assert some_completions(Example("?"), "answer_tag") == {"some text": "some text", "empty": ""}
-
-
 @pytest.mark.parametrize(
     ("answer", "wrong"),
     [("0.5", "3/2"), ("-1/2", "1/2"), ("50%", "51"), ("x = 7", "8"), ("12345678", "12345679"), (2.5, "7/2")],

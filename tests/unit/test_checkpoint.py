@@ -65,9 +65,7 @@ def newest(run_dir: pathlib.Path) -> int:
     return step_of(checkpoint.newest_usable(str(run_dir))[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is saved, when, and what is kept
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What is saved, when, and what is kept
 
 
 def test_everything_comes_back(tmp_path):
@@ -88,13 +86,6 @@ def test_everything_comes_back(tmp_path):
     assert tensors.keys() == TENSORS.keys() and all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
     assert checkpoint.newest_usable(str(tmp_path)) == (saved, {"step": 3, "data": {"num_drawn": 24}}, [])
     assert checkpoint.read_driver_tensors(save(tmp_path, 4, tensors=None)) == {}
-
-
-def test_steps_that_are_saved():
-    def steps(interval: int) -> list[int]:
-        return [step for step in range(1, 6) if checkpoint.saves(CheckpointConfig(interval=interval), step, step == 5)]
-
-    assert (steps(2), steps(0), steps(5)) == ([2, 4, 5], [], [5])
 
 
 def test_the_newest_are_kept_and_strangers_too(tmp_path):
@@ -155,9 +146,7 @@ def test_a_checkpoint_in_the_background_is_of_the_moment_it_was_asked_for(tmp_pa
     assert names(tmp_path) == ["step-00000004"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Damage
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Damage
 
 
 def shard(folder: pathlib.Path) -> pathlib.Path:
@@ -200,18 +189,9 @@ DAMAGE = {
     "driver.json a pipe": (pipe("driver.json"), "driver.json"),
     "driver.json cut": (lambda f: os.truncate(f / "driver.json", 20), "driver.json"),
     "of another step": (rewrite("driver.json", '{"step": 7, "data": {}}'), "driver.json"),
-} | {
-    f"driver.json {text[:20]!r}": (rewrite("driver.json", text), "driver.json")
-    for text in (
-        "",
-        "\0\0",
-        "[1]",
-        '{"step": 4}',
-        '{"step": "4", "data": {}}',
-        '{"step": true, "data": {}}',
-        "[" * 10**5,
-    )
 }
+BAD_JSON = ("", "\0\0", "[1]", '{"step": 4}', '{"step": "4", "data": {}}', '{"step": true, "data": {}}', "[" * 10**5)
+DAMAGE |= {f"driver.json {text[:20]!r}": (rewrite("driver.json", text), "driver.json") for text in BAD_JSON}
 
 
 @pytest.fixture
@@ -276,9 +256,7 @@ def test_weights_of_another_shape_are_one_line(run_dir):
     assert "Traceback" not in str(refused.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# No room
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- No room
 
 
 @contextlib.contextmanager
@@ -317,9 +295,7 @@ def test_no_room_ends_the_run_with_the_numbers_and_leaves_the_older_ones(room, i
     assert newest(run_dir) == 6
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Nothing in a checkpoint is run
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Nothing in a checkpoint is run
 
 
 class Evil:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from grpo.config import AlgorithmConfig, DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, TrainerConfig
-from grpo.data.packing import pack
-from grpo.roles.compile_ahead import compile_ahead, made_up_batch, row_lengths
+from grpo.roles.compile_ahead import compile_ahead
 from tests.tiny_models import make_tiny
 
 
@@ -25,42 +24,6 @@ def config_of(micro_batch_tokens: int, chunk_tokens: int = 4096, **algorithm) ->
         ),
         algorithm=AlgorithmConfig(**algorithm),
     )
-
-
-@pytest.mark.parametrize(
-    ("micro_batch_tokens", "chunk_tokens", "lengths"),
-    [
-        (16_384, 4096, [4096, 4608]),
-        (4096, 4096, [4096, 3584]),
-        (4000, 4096, [3584, 3072]),
-        (16_384, 5000, [4608, 5120]),  # the rest of a chunk is what the LM head sees of the first
-        (16_384, 100, [512, 1024]),
-        (512, 4096, [512]),
-        (300, 4096, [512]),  # what such a row is padded to
-    ],
-)
-def test_two_lengths_show_all_shapes(micro_batch_tokens: int, chunk_tokens: int, lengths: list[int]):
-    assert row_lengths(config_of(micro_batch_tokens, chunk_tokens), 512) == lengths
-
-
-def test_made_up_rows_are_full():
-    # 2 rows of 100 tokens: each 4 sequences of 25
-    batch = made_up_batch(100, num_rows=2, longest=30)
-    assert batch.lengths_S.tolist() == [25] * 8
-    assert batch.num_loss_tokens_S.tolist() == [24] * 8
-    packing = pack(batch, num_ranks=2, max_tokens=100)
-    assert [len(rows) for rows in packing.rows] == [1, 1]
-    assert packing.row_length == 100 and packing.prompts is None
-
-
-@pytest.mark.parametrize(("longest", "lengths"), [(30, [27, 27, 26, 26]), (500, [51, 51])])
-def test_made_up_rows_share_their_prompt(longest, lengths):
-    batch = made_up_batch(100, num_rows=2, longest=longest, prompt_tokens=3)
-    assert batch.lengths_S.tolist() == lengths * 2
-    assert batch.num_loss_tokens_S.tolist() == [length - 3 for length in lengths] * 2
-    packing = pack(batch, num_ranks=2, max_tokens=100)
-    assert [len(rows) for rows in packing.rows] == [1, 1]
-    assert packing.metrics()["packing/padding_frac"] == 0
 
 
 @pytest.fixture

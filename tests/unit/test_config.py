@@ -34,9 +34,7 @@ def read(path: pathlib.Path) -> GRPOConfig | SFTConfig:
     return load_recipe(str(path), GRPOConfig, SFTConfig)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Checks
 
 TEACHER = {"model.reference_path": "teacher"}
 ONLY_TEACHER = TEACHER | {"reward.functions": {}, "algorithm.distill_coef": 1.0}
@@ -78,10 +76,7 @@ REFUSED_IN_GRPO = [
     ({"algorithm.distill_coef": 1.0}, "distill_coef=1.0 has no teacher; name a --model.reference-path"),
     *[({"group_size": 1, "algorithm.advantages": kind}, f"advantages={kind} makes") for kind in ("rloo", "batch_std")],
     (TEACHER | {"algorithm.distill_coef": 1.0, "group_size": 1}, "advantages=group_std makes every advantage 0"),
-    (
-        {"sampling.min_pass_rate": 0.9, "sampling.max_pass_rate": 0.1},
-        "rate=0.9 must be below max_pass_rate=0.1",
-    ),
+    ({"sampling.min_pass_rate": 0.9, "sampling.max_pass_rate": 0.1}, "rate=0.9 must be below max_pass_rate=0.1"),
     ({"sampling.min_pass_rate": 0.1, "data.streaming": True}, "min_pass_rate and max_pass_rate remember rows"),
     (
         {"sampling.dynamic": True, "group_size": 1, "algorithm.advantages": "none"},
@@ -220,9 +215,7 @@ def test_algorithms_that_may_surprise(algorithm, part):
     assert part in warning
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layouts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Layouts
 
 
 def test_world_size_names_both_numbers_and_a_layout_that_works():
@@ -239,22 +232,15 @@ def test_world_size_names_both_numbers_and_a_layout_that_works():
 
 def test_world_size_of_sft():
     check_world_size(SFTConfig(num_trainers=2), 2)
-    with pytest.raises(
-        ValueError, match=r"num_trainers=2, but torchrun started 3 .*--nproc_per_node=2 or --num-tr.* 3"
-    ):
+    with pytest.raises(ValueError, match="num_trainers=2, but torchrun started 3 .*_node=2 or --num-tr.* 3"):
         check_world_size(SFTConfig(num_trainers=2), 3)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 6, 8, 16])
 @pytest.mark.parametrize("trainer_parallel, generator_parallel, overlap", [(1, 1, 1), (2, 1, 0), (1, 2, 0), (2, 4, 1)])
 def test_suggested_roles_fit(num_ranks, trainer_parallel, generator_parallel, overlap):
-    degrees = [
-        "--trainer.tensor-parallel",
-        str(trainer_parallel),
-        "--generator.tensor-parallel",
-        str(generator_parallel),
-    ]
-    flags = [*degrees, "--overlap-steps", str(overlap), "--algorithm.kl-coef", "0.1", "--prompts-per-step", "12"]
+    flags = ["--trainer.tensor-parallel", str(trainer_parallel), "--generator.tensor-parallel", str(generator_parallel)]
+    flags += ["--overlap-steps", str(overlap), "--algorithm.kl-coef", "0.1", "--prompts-per-step", "12"]
     config = load(GRPOConfig, DEFAULT, [*flags, "--roles.num-generators", "4"])
     suggestion = suggest_roles(config, num_ranks)
     if suggestion.startswith("no layout"):
@@ -312,9 +298,7 @@ def test_with_lora_the_reference_is_the_policy_without_adapters(changes, expecte
     assert change(GRPOConfig(), start | changes).reference_is_base == expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Command line
 
 
 def test_command_line_overrides_any_field():
@@ -365,9 +349,7 @@ def test_options_are_json_on_the_command_line():
     config = load(GRPOConfig, DEFAULT, ["--algorithm.loss-options", '{"dual_clip": 3, "deep": {"a": [null, true]}}'])
     assert config.algorithm.loss_options == {"dual_clip": 3, "deep": {"a": [None, True]}}
     for word in ('{"dual_clip": 3', "[3]", "3", "dual_clip"):
-        with pytest.raises(
-            ValueError, match="^algorithm.loss_options=.* must be a dict of options, .* one JSON object"
-        ):
+        with pytest.raises(ValueError, match="^algorithm.loss_options=.* must be a dict .* one JSON object"):
             load(GRPOConfig, DEFAULT, ["--algorithm.loss-options", word])
 
 
@@ -379,9 +361,7 @@ def test_recipe_must_bind_the_right_config(tmp_path):
         load_recipe(str(tmp_path / "empty.py"), SFTConfig)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Recipes
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Recipes
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -491,10 +471,7 @@ def test_a_recipe_starts_from_another_one(tmp_path, monkeypatch):
 
 # What a recipe's lines do, from line 2 on, and the message after `path, `
 BROKEN = {
-    "config = 1 / 0": "line 2: ZeroDivisionError: division by zero",
     "\n\nconfig = c.GRPOConfig(": "line 4: SyntaxError: '(' was never closed",
-    "import no_such_module": "line 2: ModuleNotFoundError: No module named 'no_such_module'",
-    "def f():\n    raise ValueError('my own')\nf()": "line 3: my own",
     "config = c.GRPOConfig(\n    learning_rate=1\n)": "line 2: there is no field learning_rate; did you mean "
     "trainer.learning_rate?",
     "config = c.AlgorithmConfig(los='dapo')": "line 2: there is no field algorithm.los; did you mean algorithm.loss?",
@@ -523,9 +500,7 @@ def test_a_value_that_a_recipe_may_not_give_names_the_recipe(tmp_path):
         load(GRPOConfig, DEFAULT, [path, "--trainer.learning-rate", "1"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Help
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Help
 
 
 def config_classes() -> list[ast.ClassDef]:
@@ -574,10 +549,5 @@ def test_a_recipe_may_have_paths(tmp_path):
 def test_the_console_says_what_is_not_the_recipes(capsys):
     load(GRPOConfig, DEFAULT, ["--num-steps", "3", "--algorithm.loss", "dr_grpo"])
     told = capsys.readouterr().out
-    for part in (
-        DEFAULT,
-        "num_steps = 3, not 200",
-        "loss = 'dr_grpo', not 'grpo'",
-        "aggregation='fixed_horizon'",
-    ):
+    for part in (DEFAULT, "num_steps = 3, not 200", "loss = 'dr_grpo', not 'grpo'", "aggregation='fixed_horizon'"):
         assert part in told

@@ -3,8 +3,8 @@
 import json
 import pathlib
 import random
+import re
 
-import datasets
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -14,10 +14,6 @@ from grpo.data.chat import encode_prompt, load_tokenizer
 from grpo.data.prepare import load_chat_sources, load_eval_prompts, load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.folder.resume import Opened, resumed_stream
-from grpo.rewards.answers.equality import parse_number
-from grpo.rewards.answers.extract import extract_answer
-
-GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
 # One token per word; the template writes "<role> content .." and, for the generation prompt, "<assistant>".
 WORDS = ["<unk>", "<eos>", "<system>", "<user>", "<assistant>", "<nothink>", "Be", "brief", "add", "yes"]
@@ -152,9 +148,7 @@ def test_a_state_of_another_data_set_seed_or_order_is_refused(tokenizer, ten_row
     state = prompts_of(config_of(ten_rows), tokenizer, seed=0).state_dict()
     short = tmp_path / "short.jsonl"
     short.write_text("".join(pathlib.Path(ten_rows).read_text().splitlines(keepends=True)[:4]))
-    with pytest.raises(
-        ValueError, match="saved place in the data has num_rows=10, this run has 4; resume with the data"
-    ):
+    with pytest.raises(ValueError, match="has num_rows=10, this run has 4; resume with the data"):
         prompts_of(config_of(str(short)), tokenizer, seed=0).load_state_dict(state)
     with pytest.raises(ValueError, match="has source='.*rows.jsonl:train', this run has '.*copy.jsonl:train'"):
         copy = tmp_path / "copy.jsonl"
@@ -197,13 +191,9 @@ def test_prompts_that_are_too_long_are_never_drawn_and_counted_at_the_start(toke
     prompts = stream.draw(8)
     assert [p.columns["answer"] for p in prompts] == ["4", "5", "6", "4", "5", "6", "4", "5"]
     assert [p.index for p in prompts] == list(range(8))
-    assert lines[0].startswith(
-        f"data: {path}:train has 5 rows, 3 are used; an epoch is 1.5 steps of 2 prompts; tokens 4 to 9, median 6; "
-        "left out: 2 longer than data.max_prompt_tokens=6 (encoded in "
-    )
-    assert lines[1] == (
-        f"warning: 40% of the rows of {path} are left out; with data.max_prompt_tokens=8, 95% of them fit"
-    )
+    told = "5 rows, 3 are used; an epoch is 1.5 steps .* tokens 4 to 9, median 6; left out: 2 longer than data"
+    assert re.search(told, lines[0])
+    assert "warning: 40% of the rows" in lines[1] and "with data.max_prompt_tokens=8, 95% of them fit" in lines[1]
     assert len(lines) == 2 and capsys.readouterr().out == ""
 
 
@@ -391,24 +381,4 @@ def test_two_parts_of_one_file_are_no_training_data(tokenizer, ten_rows, capsys,
     assert ("evaluation uses the training data" in capsys.readouterr().out) == warns
 
 
-@pytest.mark.parametrize(
-    ("path", "held_out", "warns"),
-    [("a/b[main]", "train[:5%]", True), ("a/b[main]", "test[:5%]", False), ("a/b[other]", "train", False)],
-)
-def test_a_part_of_what_is_trained_on_is_training_data(tokenizer, monkeypatch, capsys, path, held_out, warns):
-    rows = datasets.Dataset.from_list([{"question": "add n1", "answer": "1"}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: rows)
-    load_eval_prompts(config_of("a/b[main]"), EvaluationConfig(path=f"{path}:{held_out}"), tokenizer)
-    assert ("evaluation uses the training data" in capsys.readouterr().out) == warns
-
-
 # ---- real rows
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not there")
-def test_gsm8k_rows_stream_and_have_numbers_for_answers(tokenizer):
-    stream = prompts_of(config_of(str(GSM8K), max_prompt_tokens=10_000), tokenizer, seed=0)
-    prompts = stream.draw(50)
-    assert len(stream.orders[""].rows.table) == 7473
-    assert len({p.columns["question"] for p in prompts}) == 50
-    assert all(parse_number(extract_answer(p.columns["answer"], "hashes")) is not None for p in prompts)

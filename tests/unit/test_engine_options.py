@@ -64,11 +64,6 @@ def test_what_vllm_would_silently_ignore_is_refused():
             validate(change(GRPOConfig(), changes))
 
 
-@pytest.mark.parametrize("name", ONLINE_QUANTIZATION)
-def test_what_vllm_quantizes_itself_is_allowed(name):
-    validate(GRPOConfig(generator=GeneratorConfig(engine={"quantization": name})))
-
-
 def test_names_are_those_of_the_installed_vllm():
     """Read from the source text, they are the fields of the imported classes; so are all names that are listed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -83,15 +78,6 @@ def test_names_are_those_of_the_installed_vllm():
     assert set(engine) >= set(ENGINE_SET_HERE)
     assert set(sampling) >= {*SAMPLING_SET_HERE, *RESHAPING} and not set(SAMPLING_SET_HERE) & set(RESHAPING)
     assert set(ONLINE_QUANT_SHORTHAND_NAMES) >= set(ONLINE_QUANTIZATION)
-
-
-def test_without_vllm_at_hand_names_are_not_checked(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    argument_names.cache_clear()
-    validate(GRPOConfig(generator=GeneratorConfig(engine={"block_sise": 16})))
-    with pytest.raises(ValueError, match="generator.engine seed is set by the project"):
-        validate(GRPOConfig(generator=GeneratorConfig(engine={"seed": 1})))
-    argument_names.cache_clear()
 
 
 def test_another_distribution_gets_a_warning():
@@ -132,9 +118,7 @@ def test_a_recipe_has_them_as_dicts_and_a_saved_config_too(tmp_path):
     )
     (tmp_path / "config.py").write_text(as_recipe(config))
     assert load_recipe(str(tmp_path / "config.py"), GRPOConfig) == config
-    with pytest.raises(
-        ValueError, match=r"^generator.engine=\{'block_size': \(16,\)\} must be a dict from names, each "
-    ):
+    with pytest.raises(ValueError, match=r"^generator.engine=.*16.* must be a dict from names, each "):
         validate(change(config, {"generator.engine": {"block_size": (16,)}}))
 
 
@@ -145,7 +129,5 @@ def test_sampling_values_from_json_get_vllms_types():
     assert converted["logit_bias"] == {5: 1.0} and converted["min_tokens"] == 3
     assert converted["structured_outputs"].choice == ["a", "b"]
     assert in_vllms_types({}) == {}
-    with pytest.raises(
-        ValueError, match=r"^generator.sampling \{'min_tokens': 'many'\}: vLLM says: Expected `int`, got"
-    ):
+    with pytest.raises(ValueError, match="^generator.sampling .*'many'.*: vLLM says: Expected `int`, got"):
         in_vllms_types({"min_tokens": "many"})

@@ -58,12 +58,6 @@ def test_buckets_are_copied_to_where_loading_puts_weights(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_asking_changes_no_weight():
-    engine = Engine()
-    EngineWeights(engine, LAYOUT)
-    assert engine.qk[:3].eq(100).all() and engine.norm.eq(100).all()
-
-
 @pytest.mark.parametrize(
     "engine, reason",
     [

@@ -10,8 +10,7 @@ import torch
 from grpo.config import SamplingConfig
 from grpo.data.streams import PromptStream
 from grpo.report.sampling_work import Work, stale_frac
-from grpo.roles.ahead import shared_seconds
-from grpo.run.flight import Flight, Lengths, join
+from grpo.run.flight import Flight, Lengths
 from grpo.types import Completion, Prompt, Requests, Rollout
 from tests.unit.completions import completion, hands
 
@@ -231,13 +230,6 @@ def test_a_step_without_enough_groups_goes_on_after_the_last_round():
     assert [r.completion.index for r in flight.rollouts()] == list(range(8, 16))  # all rewards are equal
 
 
-def test_too_few_complete_groups_are_a_bug():
-    flight, run = flight_of(carry_over=1)
-    flight.add([completion(0, 1), completion(1, 1)], flight.fill(run.draw, run.score), Work())
-    with pytest.raises(RuntimeError, match="only 1 of 4 groups are complete"):
-        flight.take(4)
-
-
 def test_a_checkpoint_whose_parts_do_not_fit_is_refused():
     flight, run = flight_of(carry_over=1)
     requests = flight.fill(run.draw, run.score)
@@ -245,18 +237,6 @@ def test_a_checkpoint_whose_parts_do_not_fit_is_refused():
     flight.fill(run.draw, run.score)
     with pytest.raises(ValueError, match="has 0 completions in flight and its driver.json says 2; remove"):
         run.new_flight().load(flight.state(), {}, run.stream)
-
-
-def test_join():
-    first, second = completion(5, 2, version=3, ended=False), completion(5, 1, version=4, ended=False, first=2)
-    third = completion(5, 3, version=4, first=3, truncated=True, temperature=0.5)
-    whole = join(join(first, second, 5), third, 5)
-    assert whole.ids_T.tolist() == [0, 1, 2, 3, 4, 5] and whole.loss_mask_T.all()
-    assert hands(whole) == [(3, 2), (4, 4)] and (whole.version, whole.oldest_version) == (4, 3)
-    assert whole.truncated and whole.ended and whole.temperature == 0.5 and whole.index == 5
-    nothing = join(None, None, 5)
-    assert not nothing.ended and nothing.num_tokens == 0 and join(nothing, second, 5) is second
-    assert len(third.pieces) == 1 and first.num_tokens == 2  # nothing was written into
 
 
 def test_lengths_of_a_row_are_expected_again():
@@ -270,11 +250,3 @@ def test_lengths_of_a_row_are_expected_again():
     streamed = Lengths(keeps_rows=False)
     streamed.record([rows["x"]], [completion(0, 2), completion(1, 4)])
     assert streamed.expect([rows["x"], rows["y"]])[1].expected_tokens == 3 and not streamed.state()["rows"]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [((1, 4), (2, 9), 2), ((2, 9), (1, 4), 2), ((1, 9), (3, 4), 1), ((1, 2), (2, 3), 0), ((5, 6), (1, 2), 0)],
-)
-def test_shared_seconds(first, second, expected):
-    assert shared_seconds(first, second) == expected

@@ -9,8 +9,7 @@ from grpo.rewards.builtin import cosine_length_reward, format_reward, repetition
 from grpo.rewards.form import has_content
 from grpo.rewards.loading import load_functions
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Content
+# ---- Content
 
 UNSEEN = []  # among them a Braille cell without dots and tag characters
 UNSEEN += ["", " \n\t", ".", "...", "…", "?!", "\u200b", "\ufeff\u2060\xad", "\xa0\u3000\u2003", "\u2800"]
@@ -37,8 +36,7 @@ def test_what_a_reader_would_see_is_content(text):
     assert format_reward([f"<think>{text}</think><answer>{text}</answer>"]) == [1.0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tags
+# ---- Tags
 
 GOOD = "<think>2 + 3</think><answer>5</answer>"
 # Each replaces or joins a proper tag.
@@ -90,8 +88,7 @@ def test_what_is_no_tag_of_thoughts(text):
     assert thinking_reward([text]) == [0.0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Repetition
+# ---- Repetition
 
 
 @pytest.mark.parametrize(
@@ -129,8 +126,7 @@ def test_a_text_that_is_one_repetition_costs_nearly_all(text):
     assert -1.0 < repetition_penalty([text])[0] < -0.95
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Length
+# ---- Length
 
 
 def test_cosine_length_reward():

@@ -43,10 +43,3 @@ def test_what_a_sleeping_engine_gave_back_is_not_held(counters):
         assert engine.peak_bytes() == peak
     counters.add(10)
     assert engine.peak_bytes() == 73
-
-
-def test_without_a_sleeping_engine_it_is_torchs_own(counters):
-    counters.add(5)
-    counters.add(-4)
-    counters.add(2)
-    assert engine.peak_bytes() == 5

@@ -8,91 +8,41 @@ import pytest
 from grpo.data.toy import addition_tokenizer
 from grpo.models.hf_folder import FAMILIES, read_hf_config, resolve_folder, stop_token_ids
 
-QWEN2_5_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "model_type": "qwen2",
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
-R1_DISTILL_QWEN_7B = QWEN2_5_7B | {
-    "max_position_embeddings": 131072,
-    "rope_theta": 10000,
-    "sliding_window": 4096,
-    "use_mrope": False,
-}
-LLAMA3_1_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
-MISTRAL_7B_V0_3 = {
-    "architectures": ["MistralForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "vocab_size": 32768,
-}
-QWEN3_1_7B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+
+def model(kind: str, sizes: tuple[int, ...], **more) -> dict:
+    """What a config.json says of a model; sizes: width, inner width, layers, heads, key-value heads, vocabulary."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    fixed = {"architectures": [f"{kind.title()}ForCausalLM"], "model_type": kind, "hidden_act": "silu"}
+    return fixed | dict(zip((*names, "vocab_size"), sizes, strict=True)) | {"tie_word_embeddings": False} | more
+
+
+QWEN2_5_7B = model(
+    "qwen2",
+    (3584, 18944, 28, 28, 4, 152064),
+    **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0},
+    **{"sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28},
+)
+R1_DISTILL_QWEN_7B = QWEN2_5_7B | {"max_position_embeddings": 131072, "rope_theta": 10000}
+R1_DISTILL_QWEN_7B |= {"sliding_window": 4096, "use_mrope": False}
+ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+LLAMA3_1_8B = model(
+    "llama",
+    (4096, 14336, 32, 32, 8, 128256),
+    **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 500000.0},
+    **{"attention_bias": False, "mlp_bias": False, "rope_scaling": ROPE | {"rope_type": "llama3"}},
+)
+MISTRAL_7B_V0_3 = model(
+    "mistral",
+    (4096, 14336, 32, 32, 8, 32768),
+    **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None},
+)
+QWEN3_1_7B = model(
+    "qwen3",
+    (2048, 6144, 28, 16, 8, 151936),
+    **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "rope_scaling": None},
+    **{"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28, "tie_word_embeddings": True},
+    **{"head_dim": 128, "attention_bias": False},
+)
 YARN = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
 ACCEPTED = {  # config.json, (rope type, rope theta)
     "Qwen2.5-7B": (QWEN2_5_7B, ("default", 1e6)),

@@ -118,11 +118,6 @@ def test_gpu_needs_one_call_of_pip(repo):
     assert "was made for gpu, asked for is cpu; set GRPO_DEVICE=gpu or remove .venv" in process.stderr
 
 
-def test_an_environment_without_pip_gets_it(repo):
-    _, calls = launch(repo, "setup.sh", failing="pip --version", GRPO_DEVICE="cpu")
-    assert calls[1:] == ["python -m ensurepip", TORCH_BY_PIP, THE_REST, REMOVAL]
-
-
 SLURM = {"JOB_ID": "123456", "JOB_NODELIST": "node[7-8]", "NNODES": "2", "CPUS_PER_TASK": "64", "GPUS_PER_NODE": "8"}
 SLURM = {f"SLURM_{name}": value for name, value in SLURM.items()}
 # Runs until the stop file is there, which a run that obeys removes.
@@ -166,15 +161,6 @@ def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, s
     assert expected <= set(words)
     process, calls = launch(repo, batch_file, "recipe.py", "--overwrite", **SLURM)
     assert process.returncode == 1 and calls == [] and "--overwrite would delete the run" in process.stderr
-
-
-def test_batch_files_ask_slurm_for_the_same_except_name_and_nodes(repo):
-    """Those lines are comments to bash, so each file needs its own."""
-    asked = [
-        set(re.findall(r"^#SBATCH (.*)$", (repo / "launch" / name).read_text(), re.MULTILINE))
-        for name in ("grpo.sbatch", "sft.sbatch")
-    ]
-    assert asked[0] ^ asked[1] == {"--job-name=grpo", "--job-name=sft", "--nodes=2", "--nodes=1"}
 
 
 @pytest.mark.parametrize(

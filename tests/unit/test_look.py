@@ -15,13 +15,8 @@ def record(step: int, reward: float | None, prompt: str = "1+1=", completion: st
 
 @pytest.fixture
 def run_dir(tmp_path):
-    records = [
-        record(1, 0.0),
-        record(11, 0.25, "a"),
-        record(11, None, "b"),
-        record(11, 1.0, "ab\x1b[2J"),
-        record(11, 0),
-    ]
+    records = [record(1, 0.0), record(11, 0.25, "a"), record(11, None, "b")]
+    records += [record(11, 1.0, "ab\x1b[2J"), record(11, 0)]
     text = "".join(json.dumps(r) + "\n" for r in records)
     (tmp_path / "completions.jsonl").write_text(text + '{"step": 21, "pro')  # the run is writing
     held_out = [record(10, 1.0, kind="greedy", failures={"math_reward": "took longer\nthan 10 s"})]
@@ -35,10 +30,8 @@ def rewards(records) -> list:
 
 def test_the_step_asked_for_and_the_latest(run_dir):
     path = run_dir / "completions.jsonl"
-    assert [(step, len(found)) for step, found in (read_step(path, "1"), read_step(path, "latest"))] == [
-        (1, 1),
-        (11, 4),
-    ]
+    found = read_step(path, "1"), read_step(path, "latest")
+    assert [(step, len(records)) for step, records in found] == [(1, 1), (11, 4)]
     with pytest.raises(ValueError, match="no completions of step 2; there are those of: 1, 11"):
         read_step(path, "2")
     with pytest.raises(ValueError, match="--step last: give a number, or latest"):

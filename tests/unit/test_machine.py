@@ -72,12 +72,6 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch):
         machine.look_at_device(4)
 
 
-def test_without_a_gpu_the_device_is_the_host(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    device = machine.look_at_device(3)
-    assert device.num_gpus == 0 and 0 < device.free_gib < device.total_gib
-
-
 def statuses(config: c.GRPOConfig | c.SFTConfig, raw: dict = QWEN3_8B, device: Device = H100) -> dict[str, bool]:
     return {row.check.removeprefix("memory of a "): row.fits for row in check_memory(config, hf(raw), device)}
 
@@ -147,12 +141,6 @@ def test_what_a_resumed_run_replaces_counts_as_room(tmp_path, monkeypatch):
     there.parent.mkdir(parents=True)
     there.write_bytes(b"0" * (2 * 12 * memory.num_parameters(tiny)))
     assert check_disk(config, tiny).fits
-
-
-def test_checkpoints_of_lora_are_those_of_the_adapters():
-    """Qwen3-8B at rank 16 has 43,646,976 weights in adapters, as worked out in test_memory.py."""
-    config = grpo(trainer=c.TrainerConfig(lora_rank=16))
-    assert machine.checkpoint_gib(hf(QWEN3_8B), config) == pytest.approx(43_646_976 * 12 / 2**30)
 
 
 def test_a_start_warns_of_each_problem_in_one_line(tmp_path, monkeypatch, capsys):

@@ -26,19 +26,9 @@ from tests.unit.test_readme import table
 ROOT = pathlib.Path(__file__).parents[2]
 GPU_GIB = 79.2  # of an H100, of 80 GB
 QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
-QWEN3_4B = QWEN3_1_7B | {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-}
-QWEN3_8B = QWEN3_1_7B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "tie_word_embeddings": False,
-}
+QWEN3_8B = QWEN3_1_7B | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
+QWEN3_8B |= {"num_hidden_layers": 36, "tie_word_embeddings": False}
+QWEN3_4B = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
 
 
 def hf(raw: dict) -> transformers.PretrainedConfig:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import threading
+import types
 
 import pytest
 import torch
@@ -20,26 +21,17 @@ from grpo.look import terminal_curve
 from grpo.report import log as run_log
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
-from grpo.report.samples import failure_lines, spread_by_reward
+from grpo.report.samples import failure_lines
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
 from grpo.types import Completion, Prompt, Rollout
 
 
-class Clock:
-    """A clock that a test moves by hand."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(step_timer.time, "perf_counter", clock)
+    """A clock that a test moves by hand."""
+    clock = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(step_timer.time, "perf_counter", lambda: clock.now)
     return clock
 
 
@@ -81,12 +73,6 @@ def test_every_second_of_a_step_is_in_one_phase(clock):
     }  # fmt: skip
     clock.now += 1.0  # the next step begins where the last one ended
     assert timer.close_step() == {"time/other": 1.0, "time/step": 1.0}
-
-
-def test_timer_refuses_to_close_a_step_inside_a_phase():
-    timer = StepTimer()
-    with timer.phase("sync"), pytest.raises(ValueError, match="inside phase sync"):
-        timer.close_step()
 
 
 def test_timer_leaves_start_up_out_of_the_step(clock):
@@ -190,12 +176,6 @@ def test_rollout_metrics_without_any_reward_are_nan_not_zero():
     assert math.isnan(numbers["reward/mean"]) and math.isnan(numbers["reward/std"]) and math.isnan(numbers["reward/f"])
     assert numbers["reward/none_count"] == 2
     assert numbers["reward/failed_count"] == 0
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_rollout_metrics_refuse_broken_groups(count):
-    with pytest.raises(ValueError, match=f"{count} rollouts are not whole groups of 2"):
-        rollout_metrics([make_rollout(1.0)] * count, group_size=2)
 
 
 def test_reward_functions_of_one_name_keep_their_full_names():
@@ -304,14 +284,6 @@ def test_console_line(tmp_path, capsys):
 # --- completions
 
 
-def test_samples_run_from_best_to_worst():
-    rewards = [0.3, None, 0.9, 0.1, 0.5]
-    assert spread_by_reward(rewards, 3) == [2, 0, 1]
-    assert spread_by_reward(rewards, 1) == [2]
-    assert spread_by_reward(rewards, 9) == [2, 4, 0, 3, 1]
-    assert spread_by_reward(rewards, 0) == []
-
-
 TRUNCATED = make_rollout(
     0.75,
     {"math_reward": 1.0, "thinking_reward": None},
@@ -384,15 +356,6 @@ def test_resume_drops_the_completions_of_the_aborted_part(tmp_path):
     assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == []
 
 
-def test_prompts_and_rollouts_that_do_not_match_are_refused(tmp_path):
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
-    with pytest.raises(ValueError, match="1 prompt texts for 2 rollouts"):
-        log.completions(5, [TRUNCATED, UNREWARDED], ["user: 1+2"])
-    with pytest.raises(ValueError, match="2 prompt texts for 1 rollouts"):
-        log.evaluation_completions(5, "greedy", [TRUNCATED], ["user: 1+2", "user: 2"])
-    assert list(tmp_path.iterdir()) == []
-
-
 HOSTILE = "a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \\frac ü"
 HARMLESS = r"a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \frac ü"
 
@@ -443,19 +406,7 @@ def test_tensorboard_shows_samples_as_a_table(tmp_path):
 
 
 def test_curve_of_a_straight_line():
-    assert terminal_curve([0, 1, 2, 3], width=4, height=4).splitlines() == [
-        "3 ┤   ╭",
-        "2 ┤  ╭╯",
-        "1 ┤ ╭╯",
-        "0 ┤─╯",
-    ]
-
-
-def test_curve_averages_many_values_and_joins_few():
-    # means of (0, 2), (4, 4), (1, 3): 1, 4, 2
-    assert terminal_curve([0, 2, 4, 4, 1, 3], width=3, height=4) == terminal_curve([1, 4, 2], width=3, height=4)
-    # half-way between 0 and 2 lies 1
-    assert terminal_curve([0, 2], width=3, height=3) == terminal_curve([0, 1, 2], width=3, height=3)
+    assert terminal_curve([0, 1, 2, 3], width=4, height=4).splitlines() == ["3 ┤   ╭", "2 ┤  ╭╯", "1 ┤ ╭╯", "0 ┤─╯"]
 
 
 def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
@@ -473,11 +424,6 @@ def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
     assert lines[3].startswith(" 0.75 ┤") and lines[10].startswith(" 0.25 ┤")
     assert f"TensorBoard: {tmp_path}/tensorboard" in lines
     assert lines[-1].startswith("TensorBoard")  # no samples, no model
-
-
-def test_summary_of_no_run_says_so(tmp_path):
-    with pytest.raises(SystemExit, match="metrics.jsonl does not exist"):
-        look.main([str(tmp_path)])
 
 
 def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):

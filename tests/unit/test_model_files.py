@@ -58,9 +58,7 @@ def test_links_that_lead_out_are_refused_by_name(tmp_path):
     (tmp_path / "secret").write_text("key")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/vocab.txt").symlink_to("../secret")
-    with pytest.raises(
-        ValueError, match=rf"model/vocab.txt is a link to {tmp_path}/secret, which is not in the model's"
-    ):
+    with pytest.raises(ValueError, match=rf"model/vocab.txt is a link to {tmp_path}/secret"):
         copied_files(tmp_path / "model")
     (tmp_path / "model/vocab.txt").unlink()
     (tmp_path / "model/vocab.txt").symlink_to("absent")  # leads nowhere: nothing to copy

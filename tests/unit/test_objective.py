@@ -91,9 +91,7 @@ def test_a_later_update_does_not_take_training_for_a_mismatch():
     assert metrics["loss/ratio_mean"][0] == pytest.approx(math.exp(-2))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Advantages
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Advantages
 
 REWARDS = torch.tensor([1.0, 0.0, 3.0, 5.0]), torch.tensor([True, True, True, False])
 
@@ -147,9 +145,7 @@ def test_a_reference_that_is_not_finite_reaches_the_trainer_which_skips_the_upda
     assert batch.loss_mask_N[1] and math.isnan(metrics["reward/kl_penalty"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On-policy distillation
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- On-policy distillation
 
 
 def distilled(algorithm: AlgorithmConfig, teacher: list[float], has_reward: list[bool]) -> tuple[TrainBatch, dict]:

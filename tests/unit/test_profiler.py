@@ -29,11 +29,6 @@ def test_the_trace_is_of_the_chosen_step_alone(tmp_path):
     assert {"train", "aten::add"} <= names and not {"generate", "sync", "save"} & names
 
 
-def test_no_trace_unless_asked_for(tmp_path):
-    assert list(profile_step(range(2), 0, str(tmp_path), ROLES)) == [0, 1]
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig])
 def test_a_step_outside_of_the_run_is_refused(config_type):
     validate(config_type(num_steps=5, profile=5))

@@ -87,9 +87,7 @@ def test_the_first_page_is_short():
     assert len(TOP.splitlines()) <= MOST_LINES
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Metrics
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Metrics
 
 
 def test_every_documented_metric_is_logged():
@@ -121,9 +119,7 @@ def test_losses_metrics_are_all_listed():
     assert {f"loss/{name}" for name in found} <= documented_metrics()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Configuration and commands
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Configuration and commands
 
 
 def test_every_section_and_own_field_is_explained():
@@ -166,15 +162,6 @@ def test_command_parses_and_starts_as_many_ranks_as_its_recipe_needs(command, mo
     check_world_size(load(config_type, default, arguments), nodes * int(options.get("nproc_per_node", 8)))
 
 
-def test_the_usual_run_of_torchforge_is_one_command():
-    """Its config, written as flags: Qwen2.5-7B-Instruct, GSM8K, groups of 16, KL 0.1, learning rate 1e-5, 500 steps."""
-    (command,) = [command for command in commands() if "--group-size 16" in command]
-    config = load(c.GRPOConfig, DEFAULTS["train_grpo.py"][1], shlex.split(command)[3:])
-    assert (config.model.path, config.data.path) == ("Qwen/Qwen2.5-7B-Instruct", "openai/gsm8k[main]")
-    assert (config.group_size, config.algorithm.kl_coef, config.num_steps) == (16, 0.1, 500)
-    assert config.trainer.learning_rate == 1e-5 and config.needs_reference and config.num_ranks == 8
-
-
 def test_other_commands_start_what_exists():
     modules = re.findall(r"\bpython -m (grpo[\w.]*)", EVERYTHING)
     scripts = re.findall(r"\b(?:python|bash) ([\w/]+\.(?:py|sh))", EVERYTHING)
@@ -204,9 +191,7 @@ def test_every_flag_exists(capsys):
     assert set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", prose)) <= known
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Paths, names, recipes, messages, examples
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Paths, names, recipes, messages, examples
 
 
 def anchors(path: pathlib.Path) -> set[str]:

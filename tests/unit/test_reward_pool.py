@@ -213,9 +213,6 @@ def some(completions, **columns):
     """Nothing for every other word count."""
     return [None if len(text.split()) % 2 else 10.0 for text in completions]
 
-def nothing(completions, **columns):
-    return [None for _ in completions]
-
 def inverse(completions, answer, **columns):
     return [1 / int(text) for text in completions]
 
@@ -325,8 +322,7 @@ def workers(pool: RewardPool) -> list[int]:
     return [pid for pid in family(pool.supervisor.pid) if pid != pool.supervisor.pid]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Misdeeds
+# ---- Misdeeds
 
 TOO_LONG = "took longer than 1.5 s"
 IN_THE_LINE = "the process wrote into its connection to its parent"
@@ -449,8 +445,7 @@ def test_what_fills_the_memory_does_not_stay(open_pool):
     assert workers(pool) != [before]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Calls
+# ---- Calls
 
 
 def test_two_calls_run_at_the_same_time(open_pool):
@@ -508,22 +503,6 @@ def test_calls_run_on_the_main_thread_within_limits(open_pool):
     assert score(pool, [rollout("a")], group_size=1)[0].reward == 2.0
 
 
-def test_code_runs_in_its_sandbox_under_a_worker(open_pool):
-    """What the sandbox ends costs nothing but the reward; the worker lives on."""
-    pool = open_pool(
-        {"code_reward": 1.0}, memory_gib=4.0, options={"code_reward": {"timeout_seconds": 1.5}}, timeout_seconds=10.0
-    )
-    programs = [
-        "def f(x): return x + 1",
-        "def f(x): return x",
-        "while True: pass",
-        "import os; os.kill(os.getppid(), 9)",
-    ]
-    tests = "assert f(1) == 2\nassert f(-1) == 0"
-    scored = score(pool, [rollout(f"```python\n{code}\n```", tests=tests) for code in programs], 1)
-    assert [r.reward for r in scored] == [1.0, 0.0, 0.0, 0.0] and not any(r.failures for r in scored)
-
-
 def test_scoring_goes_on_while_the_driver_is_busy(open_pool, tmp_path):
     """`submit` returns before anything is scored, and the work is done without a call of `collect`."""
     pool = open_pool({"leave_traces": 1.0}, num_workers=1)
@@ -555,8 +534,7 @@ def test_the_functions_find_the_drivers_folder_and_modules(tmp_path, monkeypatch
     pool.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What ends a run
+# ---- What ends a run
 
 
 def test_a_function_that_fails_for_every_completion_is_an_error(open_pool):
@@ -608,22 +586,6 @@ def test_functions_that_can_no_longer_be_loaded_end_the_run_only_with_the_last_p
     warned = capfd.readouterr().err
     assert "warning: a reward process ended without a call to blame: ValueError: reward file" in warned
     assert "KeyError: 'late'" in warned
-
-
-def test_submit_and_collect_take_turns(open_pool):
-    pool = open_pool({"length": 1.0})
-    with pytest.raises(RuntimeError, match="nothing was submitted"):
-        pool.collect()
-    with pytest.raises(ValueError, match="3 rollouts do not split into groups of 2"):
-        pool.submit([rollout("a")] * 3, group_size=2)
-    pool.submit([rollout("a")], group_size=1)
-    with pytest.raises(RuntimeError, match="1 rollouts were submitted and not collected"):
-        pool.submit([rollout("b")], group_size=1)
-    assert pool.collect()[0].reward == 1.0
-    pool.close()
-    pool.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.submit([rollout("a")], group_size=1)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -701,12 +663,4 @@ def test_nothing_outlives_the_driver(how, send, socket, tmp_path):
             os.killpg(driver.pid, signal.SIGKILL)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The worker's parts
-
-
-def test_the_processes_start_without_torch():
-    program = "import sys, grpo.rewards.supervisor\n"
-    program += "print([m for m in ('torch', 'numpy', 'grpo.types') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
+# ---- The worker's parts

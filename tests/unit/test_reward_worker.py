@@ -4,7 +4,6 @@ import decimal
 import enum
 import fractions
 import importlib.util
-import json
 import math
 import os
 import pathlib
@@ -18,7 +17,7 @@ from grpo.config import RewardConfig
 from grpo.rewards import pool as reward_pool
 from grpo.rewards.pool import RewardPool
 from grpo.rewards.supervisor import split
-from grpo.rewards.worker import is_outcome, plain_values, readable_places
+from grpo.rewards.worker import plain_values, readable_places
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers import kernel, processes
 
@@ -27,8 +26,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(120)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Values
+# ---- Values
 
 
 class Unspeakable:
@@ -100,21 +98,7 @@ def test_what_is_none_is_a_failure_that_says_what_came(values, failure):
     assert isinstance(found, str) and failure in found and len(found) < 700
 
 
-@pytest.mark.parametrize("text", ["[1.0, null]", "[0.5, -3.0]", '"took too long"'])
-def test_an_outcome_is_as_many_floats_or_a_failure(text):
-    assert is_outcome(json.loads(text), 2)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["[1.0]", "[1.0, 2.0, 3.0]", "[1, 2]", "[true, 1.0]", "[1e999, 1.0]", "[1e10, 1.0]", '["1.0", 1.0]', "null", "{}"],
-)
-def test_what_is_no_outcome(text):
-    assert not is_outcome(json.loads(text), 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Who gets what
+# ---- Who gets what
 
 OWN = r"""
 import os, pathlib, tempfile

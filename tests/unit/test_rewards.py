@@ -24,9 +24,7 @@ from grpo.rewards.builtin import (
     repetition_penalty,
     thinking_reward,
 )
-from grpo.rewards.loading import answer_format_of, call_arguments, is_group_level, load_functions
-
-GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
+from grpo.rewards.loading import call_arguments, is_group_level, load_functions
 
 
 @pytest.mark.parametrize(
@@ -49,8 +47,7 @@ def test_thinking_reward(text, reward):
     assert thinking_reward([text], answer=["5"]) == [reward]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Answers
+# ---- Answers
 
 
 def test_group_length_reward():
@@ -65,8 +62,7 @@ def test_group_length_reward():
     assert reward(["#### 13", "#### 11"], answer=["10.5"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.0, -0.5]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Code
+# ---- Code
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```\n"
 SUBTRACT = "```python\ndef add(a, b):\n    return a - b\n```\n"
@@ -165,8 +161,7 @@ def test_unreadable_tests_are_refused(tests):
         code_reward([ADD], tests=[tests])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Form, length, style
+# ---- Form, length, style
 
 
 def test_regex_match():
@@ -241,8 +236,7 @@ def test_language_reward(text, language, reward):
     assert language_reward([text], language=language, answer=["?"]) == [reward]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loading
+# ---- Loading
 
 
 def test_importing_rewards_does_not_import_torch():
@@ -365,9 +359,7 @@ def test_a_function_of_the_users_has_options_and_facts_of_the_run_like_a_built_i
     assert load()(["a"], answer=["3"], question=["?"]) == ["boxed 100", 3.0]
     assert load(scale=2)(["a"], answer=["3"]) == ["boxed 100", 6.0]
     assert load(scale=0.5, answer_format="hashes", max_completion_tokens=5)(["a"], answer=["3"]) == ["hashes 5", 1.5]
-    with pytest.raises(
-        ValueError, match=r"scaled has no option 'scales' \(did you mean scale\?\); .* are: scale, answer"
-    ):
+    with pytest.raises(ValueError, match=r"scaled has no option 'scales' \(did you mean scale\?\)"):
         load(scales=2)
     with pytest.raises(ValueError, match=r"mine.py:scaled: scale is '2' \(str\), not float"):
         load(scale="2")
@@ -455,24 +447,3 @@ def test_completions_go_by_their_name_or_first(function, values):
     partial = functools.partial(function)
     arguments, named = call_arguments(partial, ["3", "55"], columns)
     assert partial(*arguments, **named) == values
-
-
-def test_trl_s_signature_is_accepted_with_the_data_s_columns(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("def f(prompts, completions, answer, **kwargs):\n    return [0.0 for _ in completions]\n")
-    load_functions(RewardConfig(functions={f"{path}:f": 1.0}), ["question", "answer"])
-    with pytest.raises(ValueError, match="missing a required argument: 'answer'"):
-        load_functions(RewardConfig(functions={f"{path}:f": 1.0}), ["question"])
-
-
-@pytest.mark.parametrize(
-    ("functions", "options", "expected"),
-    [
-        ({"math_reward": 1.0, "format_reward": 1.0}, {}, "hashes"),
-        ({"format_reward": 1.0, "exact_match": 1.0}, {"exact_match": {"answer_format": "boxed"}}, "boxed"),
-        ({"format_reward": 1.0, "repetition_penalty": 1.0}, {}, None),
-    ],
-)
-def test_where_answers_are_looked_for(functions, options, expected):
-    config = RewardConfig(functions=functions, options=options, answer_format="hashes")
-    assert answer_format_of(load_functions(config, None, 100)) == expected

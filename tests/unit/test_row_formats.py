@@ -156,19 +156,3 @@ def test_chats_with_tools_as_they_are(data_set):
         completions = [labels for _, labels in chats_of(data_set("tool_chats"), *flags)]
         assert completions == ["Clear, at 4 degrees.<|im_end|>", "16.5<|im_end|>", "Hello!<|im_end|>"]
     assert chats_of(data_set("tool_chats"), *path) == chats
-
-
-def test_tools_may_be_text(tmp_path):
-    rows = [json.loads(line) for line in (FORMATS / "tool_chats.jsonl").read_text().splitlines()]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row | {"tools": json.dumps(row["tools"])}) + "\n" for row in rows))
-    _, as_text, _ = prompts_of(str(path), *TOOLS, "--data.answer-column", "")
-    _, as_list, _ = prompts_of(str(FORMATS / "tool_chats.jsonl"), *TOOLS, "--data.answer-column", "")
-    assert as_text == as_list
-    with pytest.raises(ValueError, match="column 'tool' is missing in .*; columns there: messages, tools"):
-        prompts_of(str(path), *TOOLS[:3], "tool", "--data.answer-column", "")
-
-
-def test_a_chat_whose_answer_is_not_cut_off_says_how():
-    with pytest.raises(ValueError, match="column 'messages' ends with the assistant's answer, .*; take messages.:-1"):
-        prompts_of(str(FORMATS / "tool_chats.jsonl"), "--data.prompt-column", "messages", "--data.answer-column", "")

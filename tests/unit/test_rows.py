@@ -68,11 +68,6 @@ def test_values_that_a_reward_may_get(answer):
     assert row_reader(DataConfig())(GOOD | {"answer": answer}).columns == {"question": "1+2", "answer": answer}
 
 
-def test_the_first_fault_of_a_row_counts():
-    assert fault({"question": "1+2"}) == "column 'answer' is missing"
-    assert fault({"answer": None, "question": None}) == "column 'question' is missing"
-
-
 @pytest.mark.parametrize(
     ("path", "value"),
     [

@@ -66,9 +66,7 @@ def tree(folder: pathlib.Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whose folder
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Whose folder
 
 
 @pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}], ids=["plain", "resume", "overwrite"])
@@ -162,9 +160,7 @@ def test_links_and_pipes_are_refused_or_replaced_never_followed(planted, name, i
     assert victim.read_text() == '{"script": "train_grpo.py"}'
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One run at a time
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- One run at a time
 
 HOLDER = """
 import sys, time
@@ -226,9 +222,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
     assert "has no locks (Function not implemented)" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Earlier runs
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Earlier runs
 
 
 def test_an_earlier_run_is_continued_or_deleted_only_when_asked_for(tmp_path):

@@ -40,19 +40,13 @@ def test_what_the_result_depends_on(path):
     assert not is_harmless(path, GRPOConfig())
 
 
-def test_where_a_run_computes_and_what_it_shows_may_change():
+def test_what_the_result_does_not_depend_on():
     for path in ("run_dir", "roles.num_trainers", "checkpoint.keep", "evaluation.path", "trainer.micro_batch_tokens"):
         assert is_harmless(path, GRPOConfig())
-
-
-def test_sft_may_change_what_only_its_evaluation_reads():
-    for path in ("reward.functions", "generator.max_completion_tokens", "data.answer_column"):
+    for path in ("reward.functions", "generator.max_completion_tokens", "data.answer_column"):  # SFT's evaluation
         assert is_harmless(path, SFTConfig()) and not is_harmless(path, GRPOConfig())
-    assert not is_harmless("data.path", SFTConfig())
-
-
-def test_the_number_of_steps_moves_a_schedule_that_ends_with_them():
-    assert is_harmless("num_steps", GRPOConfig())
+    assert not is_harmless("data.path", SFTConfig()) and is_harmless("num_steps", GRPOConfig())
+    # a schedule that ends with the steps
     assert not is_harmless("num_steps", change(GRPOConfig(), {"trainer.schedule": "cosine"}))
 
 

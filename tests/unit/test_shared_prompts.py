@@ -11,13 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from grpo.data.batches import build_micro_batch, make_batch, prompts_of, row_tokens, split_groups, take_out
 from grpo.data.packing import pack
 from grpo.models import attention
-from grpo.models.attention import (
-    DocumentAttention,
-    FlashAttention,
-    document_masks,
-    for_compiler,
-    shared_prompt_mask,
-)
+from grpo.models.attention import DocumentAttention, FlashAttention, document_masks, for_compiler, shared_prompt_mask
 from grpo.models.families import titan_config
 from grpo.types import MicroBatch, Sample, TrainBatch
 from tests import plain_attention

@@ -1,8 +1,5 @@
 """Examples as they are printed: labels in colour, nothing that acts on a terminal."""
 
-import io
-
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -29,20 +26,6 @@ def test_labels_are_in_colour_and_the_rest_is_dim():
         ("学:↵\n[bold]2[/bold]<|im_end|>", "bold green"),
         ("\n", "dim"),
     ]
-
-
-def test_on_a_terminal_and_in_a_file():
-    tokenizer = toy.trained_tokenizer(["words"], 300)
-    tokens = encode_example(tokenizer, DataConfig(system_prompt=""), Example(chat=MESSAGES), "last", 1000)
-    shown = show_chat(Labelled(*tokens), tokenizer)
-    for is_terminal, expected in (
-        (True, "\x1b[1;32m[bold]2[/bold]<|im_end|>\x1b[0m"),
-        (False, "\n[bold]2[/bold]<|im_e"),
-    ):
-        file = io.StringIO()
-        Console(file=file, force_terminal=is_terminal, color_system="standard" if is_terminal else None).print(shown)
-        assert expected in file.getvalue()
-        assert ("\x1b" in file.getvalue()) == is_terminal and "\x1b[2J" not in file.getvalue()
 
 
 def test_blanks_that_a_tokenizer_drops_at_the_beginning_of_a_text_stay():

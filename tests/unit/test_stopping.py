@@ -1,7 +1,6 @@
 """How a run is asked to stop and what it answers; how the processes of one start find each other."""
 
 import datetime
-import os
 import sys
 import threading
 
@@ -56,13 +55,6 @@ def test_the_command_that_continues(words, command, monkeypatch):
     line = stopping.obey_stop("SIGTERM", 12, "runs/a")
     assert line == f"stopped by SIGTERM, saved after step 12; everything is in runs/a, continue with: {command}"
     assert "before the first step, nothing is saved" in stopping.obey_stop("SIGTERM", 0, "runs/a")
-
-
-def test_under_torchrun_the_command_is_its_own(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(os, "getppid", os.getpid)  # as if this process were torchrun
-    assert stopping.command_to_continue().endswith(" --resume")
-    assert "pytest" in stopping.command_to_continue()
 
 
 def test_what_an_earlier_start_left_in_the_store_answers_nobody():

@@ -147,24 +147,8 @@ def test_a_place_in_another_order_or_without_streaming_is_refused(tokenizer, two
         ("window", 3, 1000, {"shuffle": False}),
         ("num_rows", None, 7, {"streaming": False}),
     ):
-        with pytest.raises(
-            ValueError, match=f"saved place in the data has {name}={saved}, this run has {ours}; resume"
-        ):
+        with pytest.raises(ValueError, match=f"has {name}={saved}, this run has {ours}; resume"):
             prompts_of(data_of(two_sources["a"], **fields), tokenizer).load_state_dict(state)
-
-
-def test_a_folder_with_a_card_is_read_as_a_data_set_of_the_hub(tokenizer, two_sources, tmp_path):
-    """By the same reader, which the card tells what its files are."""
-    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: train-*.parquet\n---\n"
-    (tmp_path / "b" / "README.md").write_text(card)
-    data = data_of(f"{two_sources['b']}[default]")
-    stream, resumed = (prompts_of(data, tokenizer) for _ in range(2))
-    assert sorted(answers(stream.draw(5))) == [f"b{i}" for i in range(5)]
-    stream.draw(3)
-    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    assert resumed.draw(9) == stream.draw(9)
-    with pytest.raises(ValueError, match="could not be loaded: ValueError: .*test"):
-        prompts_of(data_of(f"{two_sources['b']}:test"), tokenizer)
 
 
 # ---- rows as they come
@@ -203,9 +187,7 @@ def test_skipped_rows_are_counted_and_the_first_is_told(tokenizer, odd_rows, cap
 def test_refused_rows_end_the_run_with_their_number(tokenizer, odd_rows, checks_two):
     stream = prompts_of(data_of(odd_rows, shuffle=False, max_prompt_tokens=20), tokenizer)
     stream.draw(2)
-    with pytest.raises(
-        ValueError, match=r"row 3 of .*odd.jsonl:train cannot be used: not JSON \(.*skip, and go on from"
-    ):
+    with pytest.raises(ValueError, match="row 3 of .*odd.jsonl:train cannot be used: not JSON .*skip, and go on from"):
         stream.draw(1)
     with pytest.raises(ValueError, match=r"odd.jsonl, row 3: not JSON \(.*\); write one JSON object per line"):
         first_rows(parse_source(odd_rows, "data.path"), 3)

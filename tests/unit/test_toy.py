@@ -93,48 +93,6 @@ def test_tags_are_single_tokens_that_decode_keeps(name, request):
     assert {tokenizer.eos_token_id, tokenizer.pad_token_id} <= set(tokenizer.all_special_ids)
 
 
-def test_addition_template_is_the_question_and_an_equals_sign(addition_tokenizer):
-    prompt = addition_tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    assert prompt == "70+98="
-    full = addition_tokenizer.apply_chat_template(
-        [*MESSAGES, {"role": "assistant", "content": "<answer>168</answer>"}], tokenize=False
-    )
-    assert full == "70+98=<answer>168</answer><eos>"
-
-
-def test_text_template_is_chatml(text_tokenizer):
-    prompt = text_tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    expected = "<|im_start|>system\nThink first.<|im_end|>\n<|im_start|>user\n70+98<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt == expected
-    full = text_tokenizer.apply_chat_template([*MESSAGES, {"role": "assistant", "content": "168"}], tokenize=False)
-    assert full == expected + "168<|im_end|>\n"
-    assert text_tokenizer.eos_token == "<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *TEXTS,
-        "<think>a  b</think>\n\n<answer> 4 </answer> , .",
-        "é 漢字 🙂 \t\r\n",
-        " don't , stop .",
-        "<|im_end|>x",
-        "",
-    ],
-)
-def test_text_tokenizer_decodes_what_it_encoded(text, text_tokenizer):
-    assert text_tokenizer.decode(text_tokenizer.encode(text)) == text
-
-
-def test_trained_tokenizer_size_and_repeatability(text_tokenizer):
-    assert len(text_tokenizer) == 300
-    assert toy.trained_tokenizer(TEXTS, vocab_size=300).get_vocab() == text_tokenizer.get_vocab()
-    # it learned something: fewer tokens than bytes
-    assert len(text_tokenizer.encode(TEXTS[0])) < len(TEXTS[0].encode())
-    with pytest.raises(ValueError, match="vocab_size=200 is too small; .* need 263"):
-        toy.trained_tokenizer(TEXTS, vocab_size=200)
-
-
 def test_model_folder_loads_in_transformers(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

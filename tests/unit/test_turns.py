@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import pathlib
 import time
 
@@ -14,11 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from grpo.config import DataConfig
-from grpo.data import chat as chat_module
 from grpo.data import toy
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.data.chat import Refused, TooLong, encode_prompt
-from grpo.data.rows import ChatColumns, Example, read_chat
+from grpo.data.rows import Example
 from grpo.data.turns import encode_example, end_of_turn
 from grpo.types import Sample
 
@@ -34,7 +32,6 @@ def encode_text(tokenizer, text, max_tokens, truncate=False):
 
 
 NO_THOUGHTS = {"enable_thinking": False}
-GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 TEXTS = [
     "be brief, 1+1? two. and 2+2? four. call: thanks a lot hello " * 20,
     "User\nAssistant\nTool\nSystem\nhello\n" * 20,
@@ -71,10 +68,6 @@ BY_HAND = {
     "<|im_start|>assistant\n[two.<|im_end|>]\n<|im_start|>user\nand 2+2?<|im_end|>\n"
     "<|im_start|>assistant\n[call:<|im_end|>]\n<|im_start|>tool\n4<|im_end|>\n"
     "<|im_start|>assistant\n[four.<|im_end|>]\n",
-    ("chatml", "last"): "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
-    "<|im_start|>assistant\ntwo.<|im_end|>\n<|im_start|>user\nand 2+2?<|im_end|>\n"
-    "<|im_start|>assistant\ncall:<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
-    "<|im_start|>assistant\n[four.<|im_end|>]\n",
     ("chatml", "all"): "<|im_start|>[system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
     "<|im_start|>assistant\ntwo.<|im_end|>\n<|im_start|>user\nand 2+2?<|im_end|>\n"
     "<|im_start|>assistant\ncall:<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
@@ -83,10 +76,6 @@ BY_HAND = {
     "<|start|>assistant<|end|>\n\n[two.<|eot|>]<|start|>user<|end|>\n\nand 2+2?<|eot|>"
     "<|start|>assistant<|end|>\n\n[call:<|eot|>]<|start|>tool<|end|>\n\n4<|eot|>"
     "<|start|>assistant<|end|>\n\n[four.<|eot|>]",
-    ("llama3", "last"): "<|begin|><|start|>system<|end|>\n\nbe brief<|eot|><|start|>user<|end|>\n\n1+1?<|eot|>"
-    "<|start|>assistant<|end|>\n\ntwo.<|eot|><|start|>user<|end|>\n\nand 2+2?<|eot|>"
-    "<|start|>assistant<|end|>\n\ncall:<|eot|><|start|>tool<|end|>\n\n4<|eot|>"
-    "<|start|>assistant<|end|>\n\n[four.<|eot|>]",
     ("llama3", "all"): "<|begin|>[<|start|>system<|end|>\n\nbe brief<|eot|><|start|>user<|end|>\n\n1+1?<|eot|>"
     "<|start|>assistant<|end|>\n\ntwo.<|eot|><|start|>user<|end|>\n\nand 2+2?<|eot|>"
     "<|start|>assistant<|end|>\n\ncall:<|eot|><|start|>tool<|end|>\n\n4<|eot|>"
@@ -94,11 +83,12 @@ BY_HAND = {
     # what ends a turn is the line break; EOS follows the last one
     ("plain", "assistant"): "System: be brief\nUser: 1+1?\nAssistant:[ two.\n]User: and 2+2?\nAssistant:[ call:\n]"
     "Tool: 4\nAssistant:[ four.\n<eos>]",
-    ("plain", "last"): "System: be brief\nUser: 1+1?\nAssistant: two.\nUser: and 2+2?\nAssistant: call:\n"
-    "Tool: 4\nAssistant:[ four.\n<eos>]",
     ("plain", "all"): "System[: be brief\nUser: 1+1?\nAssistant: two.\nUser: and 2+2?\nAssistant: call:\n"
     "Tool: 4\nAssistant: four.\nUser: thanks\n]",
 }
+for family in ("chatml", "llama3", "plain"):  # the last labels of those by hand
+    before, bracket, last = BY_HAND[family, "assistant"].rpartition("[")
+    BY_HAND[family, "last"] = before.replace("[", "").replace("]", "") + bracket + last
 FAMILIES = {"chatml": (CHATML, "<|im_end|>"), "llama3": (LLAMA3, "<|eot|>"), "plain": (PLAIN, "<eos>")}
 # The same with generation markers, the token that ends a turn inside or behind them.
 ANSWER = "{% if m.role == 'assistant' %}{% generation %}ANSWER{% endgeneration %}BEHIND{% else %}OTHER{% endif %}"
@@ -144,9 +134,7 @@ def encoded(tokenizer, messages, train_on="assistant", max_tokens=1000, **option
     return bracketed(tokenizer, *encode_chat(tokenizer, data, messages, train_on, max_tokens, **options))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Masks
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Masks
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
@@ -281,14 +269,6 @@ def test_tools_and_tool_calls():
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_chat_that_begins_with_the_assistant(family):
-    messages = [{"role": "assistant", "content": "hello"}, *TALK[1:3]]
-    end = {"plain": "\n"}.get(family, FAMILIES[family][1])
-    shown = encoded(tokenizer_for(*FAMILIES[family]), messages)
-    assert shown.count("[") == 2 and ("[ hello" if family == "plain" else "[hello") + end + "]" in shown
-
-
 def test_an_example_without_a_label():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
     for train_on in ("assistant", "last"):
@@ -322,15 +302,7 @@ def test_the_system_prompt_comes_first_unless_the_chat_has_one():
     assert encoded(tokenizer, TALK[:3], data=data) == "System: be brief\nUser: 1+1?\nAssistant:[ two.\n<eos>]"
 
 
-def test_arguments_are_left_as_they_are():
-    messages = [dict(message) for message in TALK]
-    encoded(tokenizer_for(*FAMILIES["chatml"]), messages, data=DataConfig())
-    assert messages == TALK
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Templates that make it hard
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Templates that make it hard
 
 
 def test_a_template_that_is_not_prefix_stable():
@@ -400,9 +372,7 @@ def test_texts_have_the_tokenizers_beginning_and_eos():
         assert encoded(tokenizer, TALK[1:3], data=data) == "<|begin|>1+1?[two.<eos>]"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers that make it hard, bounds
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Tokenizers that make it hard, bounds
 
 
 def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
@@ -465,19 +435,6 @@ def any_text_tokenizer(trim_offsets: bool) -> PreTrainedTokenizerFast:
     return tokenizer_for(CHATML, "<|im_end|>", trim_offsets)
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not there")
-def test_real_answers():
-    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:500]]
-    tokenizer = toy.trained_tokenizer(row[column] for row in rows for column in ("question", "answer"))
-    for row in rows:
-        chat = read_chat("prompt_completion", ChatColumns("question", "answer"), row)
-        ids, mask = encode_example(tokenizer, DataConfig(), chat, "assistant", 2048)
-        prompt = encode_prompt(tokenizer, DataConfig(), row["question"], 2048)
-        assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt)
-        assert tokenizer.decode(list(itertools.compress(ids, mask))) == row["answer"] + "<|im_end|>"
-        assert tokenizer.decode(ids[len(prompt) + sum(mask) :]) == "\n"
-
-
 def test_bounds():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
     ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant", 1000)
@@ -502,17 +459,6 @@ def test_plain_text_that_is_cut_off_has_no_eos():
     tokenizer = tokenizer_for(*FAMILIES["plain"])
     ids, _ = encode_text(tokenizer, "hello a lot", 100)
     assert encode_text(tokenizer, "hello a lot", len(ids) - 1, truncate=True)[0] == ids[:-1]
-
-
-def test_a_template_that_is_endless_for_one_chat(monkeypatch):
-    monkeypatch.setattr("grpo.data.turns.TEMPLATE_SECONDS", 0.3)
-    endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-    tokenizer = tokenizer_for("{% if messages | length > 2 %}" + endless + "{% endif %}" + PLAIN, "<eos>")
-    assert any(encode_chat(tokenizer, DATA, TALK[1:3], "assistant", 100)[1])
-    with pytest.raises(ValueError, match="the chat template of .* was not done after 0.3 s") as refused:
-        encode_chat(tokenizer, DATA, TALK[:3], "assistant", 100)
-    assert not isinstance(refused.value, Refused)  # not the row's fault
-    assert chat_module.TEMPLATE_SECONDS == 10
 
 
 def test_a_tokenizer_that_does_not_know_the_characters_of_its_tokens():

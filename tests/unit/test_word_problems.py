@@ -78,16 +78,6 @@ def test_splits_are_distinct_fixed_and_share_no_calculation(test_rows, monkeypat
     assert min(counts.count(number) for number in (2, 3, 4)) > 280 and set(counts) == {2, 3, 4}
 
 
-def test_every_word_and_digit_is_a_token(tokenizer, test_rows):
-    assert len(tokenizer) == 640
-    texts = [row["question"] + "\n" + row["completion"] for row in test_rows[:100]]
-    for text in texts:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    names = tokenizer.convert_ids_to_tokens(tokenizer.encode("Mia has 387 candies. She fills 12 crates."))
-    words = ["Mia", "Ġhas", "Ġ", "3", "8", "7", "Ġcandies", ".", "ĠShe", "Ġfills", "Ġ", "1", "2", "Ġcrates", "."]
-    assert names == words
-
-
 def test_everything_fits_into_the_recipes(tokenizer, test_rows):
     grpo = load_recipe(str(ROOT / "configs" / "word_problems.py"), GRPOConfig)
     sft = load_recipe(str(ROOT / "configs" / "word_problems_sft.py"), SFTConfig)
