@@ -4,8 +4,8 @@
         [--prompts 32] [--group-size 8] [--tokens 256] [--rounds 5] [--gib 20] [--profile]
 
 `ours` is grpo/roles/generator.py; `unchanged` the same without what engine_speed.py changes; `plain` is vllm.LLM with
-log-probs as a user would call it, no seeds, prefix caching on; `plain-nologprobs` asks for none. Behind `/` may stand an
-argument of the engine in JSON: `ours/block_size=64`, `'ours/attention_config={"flash_attn_version": 2}'`. All sample
+log-probs as a user would call it, no seeds, prefix caching on; `plain-nologprobs` asks for none. Behind `/` may stand
+an argument of the engine in JSON: `ours/block_size=64`, `'ours/attention_config={"flash_attn_version": 2}'`. All sample
 every token up to the limit, so that the work is equal. A step of 0 rounds only starts the engine. With `--profile`, the
 Python functions of one more round by their own time (cProfile, which slows everything), and on a GPU the kernels of
 another.
