@@ -138,7 +138,7 @@ def test_resume_and_validation_on_another_number_of_ranks(
 def test_resume_with_adapters_of_a_run_without_is_refused(finished: pathlib.Path, arguments: list[str]):
     flags = [*arguments, "--num-trainers", 1, "--run-dir", finished, "--resume", "--trainer.lora-rank", 2]
     config = load(SFTConfig, "", [str(flag) for flag in flags])
-    with pytest.raises(BadInput, match="this run trains adapters of rank 2 for"):
+    with pytest.raises(BadInput, match="have no place for other adapters: trainer.lora_rank: 0 -> 2"):
         SFTDriver(Session(config, "train_sft.py", None)).start()
 
 
@@ -178,7 +178,7 @@ def test_show_prints_examples_and_stops(arguments: list[str], tmp_path: pathlib.
     train_sft.main(load(SFTConfig, "", [*arguments, "--show", "2", "--run-dir", str(tmp_path / "run")]))
     output = capsys.readouterr().out
     assert "example 1: " in output and "example 2: " in output and "example 3" not in output
-    assert "example 2: 8 tokens, 7 of them labels" in output and "713+648<eos>" in output
+    assert "example 2: 8 tokens, 7 of them labels" in output and "832+533<eos>" in output
     assert "loading the model" not in output
     assert not (tmp_path / "run").exists()
 
