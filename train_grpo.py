@@ -3,25 +3,37 @@
     torchrun --nproc_per_node=8 train_grpo.py [RECIPE.py] [--field value ...]
 
 Sample a group of completions for each prompt, score them, compare each with its group, update the policy, give the
-generators the new weights. A completion of reward r has the advantage A = (r - mean of its group) / std of its group.
-With the ratio = policy / old policy of a token and beta the KL coefficient, GRPO (Shao et al. 2024, arXiv:2402.03300)
-minimises, averaged over a completion's tokens and then over completions,
+generators the new weights. A completion of reward r has the advantage A = (r - mean of its group) / (std of its group +
+1e-4). The old policy is the one at the start of the step, ratio = policy / old policy of a token, and beta the KL
+coefficient. GRPO (Shao et al. 2024, arXiv:2402.03300) minimises, as a mean over each completion's tokens and then over
+completions,
 
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
 
-Other losses, advantages and averages are a field of the config away; their formulas are in grpo/algorithm/.
+`algorithm.loss`, `.advantages` and `.aggregation` name others, built in (grpo/algorithm/) or `path/file.py:function`.
 
-Every rank runs this script. A rank is a trainer, a reference, a generator, or several of them where roles share GPUs;
-it holds the objects of its roles (`trainer`, `reference`, `generator`) and None for the others. One of the trainers,
-rank 0, is the driver too: it alone draws prompts, has completions scored, decides and logs. Functions that take `roles`
-and all methods of `driver` except `state` are collective: every rank calls them, in this order. A method of the driver
-runs on rank 0; the others get its decision or, where it is data that a next call sends, None. What is done only `if
-trainer` is collective over the trainers. A batch is whole on every trainer, which takes its own part of the
-micro-batches. What only learners (trainers and references) need, no generator waits for: with `overlap_steps=1` the
-generators sample the next step from `launch` to `land`, while the learners score and train on this one.
+Every rank runs this script and holds the objects of its roles (`trainer`, `reference`, `generator`), None for the
+others. A rank has one role, or several where roles share GPUs. Rank 0 is a trainer and the driver: it alone draws
+prompts, has completions scored, decides and logs.
 
-A suffix on a tensor's name spells its dimensions: B rows and T positions of a micro-batch, S sequences (a prompt with
-its completion), N tokens of all sequences laid end to end. grpo/types.py has them all.
+    line                        works                              waits for it
+    driver.plan                 rank 0: draws prompts              all
+    check_sync, if it is due    generators, then trainers          all
+    sample                      generators, then rank 0            all
+    send_batch                  rank 0                             references, trainers
+    add_ref_logprobs            references; workers score          trainers
+    driver.collect_rewards      rank 0, for its workers            references, trainers
+    update                      trainers                           references; generators only at `land`
+    land, with overlap_steps    generators, since `launch`         all
+    sync_weights                trainers, then generators          all
+
+Every rank must make every call that takes `roles`, `driver` or `session`, in the order of the page. A driver's method
+runs on rank 0; the other ranks get its decision, if it is one, and None in place of data, which the next call sends.
+What is under `if trainer` only trainers call; each of them holds the whole batch and runs its share of micro-batches.
+With `overlap_steps=1` generators sample for the next step from `launch` to `land`, with the weights of this one.
+
+A suffix on a tensor's name spells its dimensions: P prompts and G completions of a group, S sequences (a prompt with
+its completion), N tokens of all sequences laid end to end, B rows and T positions of a micro-batch (grpo/types.py).
 """
 
 from dataclasses import replace
@@ -70,19 +82,19 @@ def train(config: GRPOConfig, session: Session) -> None:
     trainer, reference, generator = session.start_up(driver.start)
 
     for step in session.steps():
-        plan = driver.plan(step)  # requests; whether to check, sync, evaluate, save: the same on all ranks
+        plan = driver.plan(step)  # the same on all ranks: what to sample, and whether to check, sync, evaluate, save
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, *driver.state(step))
             break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
         timer.enter("sync")
-        if plan.probe:  # do trainers and generators hold the same weights?
+        if plan.probe:  # every sync_check_interval steps: do trainers and generators hold the same weights?
             with timer.compilation_in_startup():
                 check_sync(plan.probe, trainer, generator, config.largest_mismatch, roles)
 
         timer.enter("generate")
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
-        ahead = launch(driver.request_ahead(), config.group_size, generator)  # overlap_steps: learners go on
+        ahead = launch(driver.request_ahead(), config.group_size, generator)  # None without overlap_steps
         batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
 
         timer.enter("reference")  # meanwhile worker processes of the driver score
@@ -92,7 +104,7 @@ def train(config: GRPOConfig, session: Session) -> None:
         rollouts = driver.collect_rewards()
         rewards = broadcast_tensors(driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
         if config.record:
-            driver.record(rollouts, batch, rewards)  # a file, for a replay
+            driver.record(rollouts, batch, rewards)  # a file, for grpo/replay.py
 
         timer.enter("train")
         metrics = StepMetrics(batch.num_sequences if trainer else 0)
@@ -111,7 +123,7 @@ def train(config: GRPOConfig, session: Session) -> None:
         if plan.evaluate:  # only in steps that sync
             timer.enter("evaluate")
             session.evaluate(generator, step + 1)
-        driver.log(step + 1, rollouts, batch, metrics)
+        driver.log(step + 1, rollouts, batch, metrics)  # a metric or a log of yours: in there, on rank 0
         if plan.save:
             session.save(step + 1, trainer, *driver.state(step + 1))
     else:  # not stopped
@@ -123,18 +135,18 @@ def sample(
     config: GRPOConfig, plan: StepPlan, generator: Generator | None, driver: Driver, roles: Roles
 ) -> list[Rollout] | None:
     """Complete groups of `config.group_size` until the step is full. Returns the rollouts on the driver, else None."""
-    requests = plan.requests  # nothing, if enough was sampled ahead
-    while requests:  # once; dynamic sampling asks until enough groups have rewards that are not all equal
+    requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
+    while requests:  # one pass; with sampling.dynamic, which waits for rewards, until enough groups have unequal ones
         completions = generator.generate(requests, config.group_size) if generator else None
         requests = driver.land(gather_completions(completions, roles))
     if generator:
-        generator.sleep()  # only if generator.sleep is set: colocated, with a sync in every step, which wakes it
+        generator.sleep()  # does nothing unless config.generator.sleep; the next sync wakes it
     return driver.rollouts()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The algorithm, on the trainers: the default expressions, and what a config names in their place. What is measured goes
-# into `metrics`: numbers by `record`, values per token by the objective, whose means are over a step's loss tokens.
+# The algorithm, on the trainers. The default formulas are written out; the config can name others. `metrics.record`
+# takes numbers; the objective returns values per token, whose means over the step's loss tokens are logged.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -146,16 +158,16 @@ def add_advantages(
     kl_coef: float,
     metrics: StepMetrics,
 ) -> TrainBatch:
-    """Compare each reward with its group's; all tokens of a completion get its advantage, and each its teacher's.
+    """Compare each reward with its group's. Every token gets its completion's advantage, plus its teacher's, if any.
 
-    The loss mask, so far the sampled tokens, loses the sequences from which there is nothing to learn: those without
-    reward and teacher, and, with `mask_truncated`, the truncated ones, whose rewards still count in their group.
+    The loss mask, so far the sampled tokens, loses the sequences that have neither reward nor teacher and, with
+    `mask_truncated`, the truncated ones, whose rewards still count in their group.
     """
     algorithm = config.algorithm.resolved
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # KL(generator || reference)
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
-        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # else the update is skipped, see Trainer
+        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # the trainer skips such an update
 
     rewards_PG, has_PG = by_group(rewards_S, has_reward_S, config.group_size)
     if algorithm.advantages == "group_std":
@@ -180,7 +192,7 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
     algorithm = config.algorithm.resolved
     if algorithm.old_logprobs == "generator":
         batch = replace(batch, old_logprobs_N=batch.generator_logprobs_N)
-    elif config.updates_per_step > 1:  # else the policy has not moved yet: old is the forward's own
+    elif config.updates_per_step > 1:  # with one update, old is this forward's own, detached
         batch = replace(batch, old_logprobs_N=trainer.logprobs(batch))
     first_update = True
     for _ in range(algorithm.num_epochs):
@@ -192,20 +204,21 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
 
 
 def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
-    """Return the objective of one update, which is called with each of its micro-batches; parts and gradients add up.
+    """Return the loss of one update as a function that is called per micro-batch; losses and gradients are summed.
 
     Three versions of the policy meet in it, besides the frozen reference: as it is now (`logprobs`), when the step
-    began (`old_logprobs`), and the generator's, which sampled (`generator_logprobs`).
+    began (`old_logprobs`; the generator's if `algorithm.old_logprobs` says so), and the one that sampled
+    (`generator_logprobs`).
     """
     algorithm = config.algorithm.resolved
-    # counted over the whole mini-batch: the same for any micro-batches, packing and ranks
+    # tokens and sequences that count in the whole mini-batch, so that micro-batches, packing and ranks change nothing
     totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)
 
     def objective(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tuple[torch.Tensor, dict]:
-        x = LossInputs.of(micro, logprobs_BT, entropy_BT)  # all [B, T], 0 at what does not count in the loss
+        x = LossInputs.of(micro, logprobs_BT, entropy_BT)  # log-probs and advantages are 0 where the mask is False
         loss_BT, metrics = policy_loss(x, algorithm)
         loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # weighs with old / generator
-        if first_update or algorithm.old_logprobs == "policy":  # else it would measure training and not the generator
+        if first_update or algorithm.old_logprobs == "policy":  # policy at the start against generator; else unknown
             metrics |= mismatch(x, algorithm)
         if x.ref_logprobs_BT is not None:
             gap_BT = clamped(x.ref_logprobs_BT - x.logprobs_BT)
