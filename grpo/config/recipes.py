@@ -177,8 +177,8 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
     """Return the config as the text of a recipe file, so that a run can be repeated from its own folder.
 
     What was left open (None) stays open, so that `runs/a/config.py --algorithm.loss dapo` is all of DAPO.
-    `resume`, `allow_changes` and `overwrite` are off in it: they were meant for that one start, and would continue or
-    delete the run which the file describes.
+    `resume`, `allow_changes`, `overwrite` and `profile` are off in it: they were meant for that one start, and would
+    continue, delete or slow down the run which the file describes.
     """
 
     def lines(value: Any, indent: str) -> str:
@@ -190,5 +190,5 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
         body = "".join(f"{indent}    {name}={lines(entry, indent + '    ')},\n" for name, entry in entries)
         return f"c.{type(value).__name__}(\n{body}{indent})"
 
-    for_one_start = {name: False for name in ("resume", "allow_changes", "overwrite") if hasattr(config, name)}
+    for_one_start = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
     return f"from grpo import config as c\n\nconfig = {lines(dataclasses.replace(config, **for_one_start), '')}\n"
