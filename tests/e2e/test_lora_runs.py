@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import train_grpo
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from grpo.folder.safe_reader import SafeReader
-from grpo.run.step_timer import StepTimer
+from grpo.run.driver import Driver
+from grpo.run.session import Session
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.e2e.test_layouts import COLOCATED, check_two_steps, split
@@ -104,7 +104,7 @@ def test_resume_with_other_targets_is_refused(run, tmp_path):
     arguments = (*run[1], "--run-dir", tmp_path / "run", "--trainer.lora-targets", "q_proj", "--num-steps", 5)
     config = load(GRPOConfig, "", [str(argument) for argument in arguments])
     with pytest.raises(BadInput, match="have no place for other adapters: trainer.lora_targets: "):
-        train_grpo.Driver.start.__wrapped__(train_grpo.Driver(config, roles=None, timer=StepTimer()))
+        Driver(Session(config, "train_grpo.py", None)).start()
 
 
 @pytest.mark.slow  # the run above has the reference on its trainers too
