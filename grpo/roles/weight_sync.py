@@ -19,10 +19,9 @@ from grpo.models.buckets import BucketMap, in_pipeline
 from grpo.models.gather import WeightBuckets
 from grpo.roles.comm import broadcast, gather_completions, send_batch, wait_for_all
 from grpo.roles.generator import Generator
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Trainer
-from grpo.types import MicroBatch, Prompt, Requests
+from grpo.types import Prompt, Requests
 
 # Prompts and tokens of a sync check: enough to tell other weights from these, few enough to cost a step next to nothing
 PROBE_PROMPTS = 8
@@ -81,21 +80,10 @@ def check_sync(
     if roles.is_driver:
         batch = make_batch([sample_of(*pair) for pair in zip(prompts, completions, strict=True)])
     batch = send_batch(batch, roles)
-    if trainer:
-        metrics = StepMetrics(batch.num_sequences)
-        trainer.forward_backward(batch, _compare, metrics)  # as in training, so that nothing else is compiled
-        trainer.zero_gradient()
-        measured = metrics.means()
-        if metrics.num_loss_tokens:
-            check_distance(measured["mismatch/mean"], measured["mismatch/max"], tolerance)
-
-
-def _compare(
-    micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """An objective without a gradient, which measures how far log-probs are from the generator's."""
-    difference_BT = (logprobs_BT.detach() - micro.generator_logprobs_BT).abs()
-    return (logprobs_BT * 0).sum(), {"mismatch/mean": difference_BT, "mismatch/max": difference_BT}
+    if trainer:  # without a gradient: rows of another length would make torch compile training for any length
+        difference_N = (trainer.logprobs(batch) - batch.generator_logprobs_N)[batch.loss_mask_N].abs()
+        if len(difference_N):
+            check_distance(difference_N.mean().item(), difference_N.max().item(), tolerance)
 
 
 def check_distance(mean: float, largest: float, tolerance: float) -> None:
