@@ -131,4 +131,4 @@ def check_two_steps(run_dir: pathlib.Path, has_reference: bool) -> None:
     samples = read_samples(run_dir)
     assert [step for step, _ in samples] == [1, 2]
     assert (run_dir / "model" / "config.json").is_file()
-    assert not (run_dir / "checkpoints").exists()  # neither an interval nor at_end
+    assert not (run_dir / "checkpoints").exists()  # without an interval
