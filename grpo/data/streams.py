@@ -310,14 +310,6 @@ class PromptStream(Mixture):
             prompts.append(as_prompt(encoded, index, row, order.label))
         return prompts
 
-    def draw_again(self, place: dict[str, Any], count: int) -> list[Prompt]:
-        """The prompts that were drawn at an earlier `place`, which a `state_dict` told; the next draw is as without."""
-        here = self.state_dict()
-        self.load_state_dict(place)
-        prompts = self.draw(count)
-        self.load_state_dict(here)
-        return prompts
-
     def record(self, pass_rates: dict[tuple[str, int], float]) -> None:
         """Filter rows by what their completions achieved: (source, row) -> share that passed when it was last sampled.
 

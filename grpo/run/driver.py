@@ -46,12 +46,11 @@ class Driver:
         config, session = self.config, self.session
         with refuse_bad_input():
             inputs = read_grpo(session)
-            self.scorer, state, stream = session.scorer, session.opened.state, inputs.stream
+            self.scorer, state, self.stream = session.scorer, session.opened.state, inputs.stream
             settings = config.sampling, config.prompts_per_step, config.group_size
             self.flight = Flight(*settings, keeps_rows=not config.data.streaming)
             if "flight" in state:
-                self.flight.load(state["flight"], read_driver_tensors(session.opened.checkpoint), stream)
-            self.stream = stream
+                self.flight.load(state["flight"], read_driver_tensors(session.opened.checkpoint))
         return session.start(f"{describe_roles(config)} ranks", inputs.eval_prompts, inputs.reference_folder)
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -125,10 +124,9 @@ class Driver:
             )
         return self.requests
 
-    def _draw(self, num_prompts: int) -> tuple[list[Prompt], dict[str, Any]]:
-        place = self.stream.state_dict()
+    def _draw(self, num_prompts: int) -> list[Prompt]:
         with refuse_bad_input():  # rows that are streamed are checked as they come
-            return self.stream.draw(num_prompts), place
+            return self.stream.draw(num_prompts)
 
     def _score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
         """Begin to score. Only dynamic sampling waits for it, because it trains on groups whose rewards differ."""

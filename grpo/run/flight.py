@@ -13,16 +13,16 @@ Each group is trained on once, with all of its tokens, except for those that dyn
 and without `carry_over` those for which the step has no room. A checkpoint has the whole buffer.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import SamplingConfig
-from grpo.data.streams import PromptStream
 from grpo.report.rollout_metrics import reward_tensors
 from grpo.report.sampling_work import Work
 from grpo.roles.comm import flatten_completions, unflatten_completions
@@ -30,19 +30,12 @@ from grpo.types import Completion, Piece, Prompt, Requests, Rollout
 
 # A round asks for as many groups as the share of informative ones so far calls for, but expects no less.
 LEAST_INFORMATIVE_FRAC = 1 / 8
-Draws = Callable[[int], tuple[list[Prompt], dict[str, Any]]]
-"""Number -> so many further prompts, and the place in the data at which they were drawn, as a checkpoint has it."""
+Draws = Callable[[int], list[Prompt]]
+"""Number -> so many further prompts."""
 Scores = Callable[[list[Prompt], list[Completion]], list[Rollout]]
 """Prompts and their completions -> rollouts; with dynamic sampling, their rewards are there."""
+ALL_ROWS = ""
 TENSORS = ("header", "temperatures", "pieces", "ids", "loss_mask", "logprobs")  # those of `flatten_completions`
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Prompts that were drawn together: so many, at a place in the data as a checkpoint has it."""
-
-    place: dict[str, Any]
-    count: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +43,6 @@ class Group:
     """A prompt in flight and what there is of its completions; none before it was asked for."""
 
     prompt: Prompt
-    draw: Draw
     completions: tuple[Completion, ...] = ()
 
     @property
@@ -83,10 +75,8 @@ class Flight:
 
     def ask(self, num_groups: int, draw: Draws) -> Requests | None:
         """What must be sampled so that `num_groups` groups are complete, None if they are; draws what is missing."""
-        if num_prompts := self.num_missing(num_groups):
-            prompts, place = draw(num_prompts)
-            drawn = Draw(place, num_prompts)
-            self.groups += [Group(prompt, drawn) for prompt in prompts]
+        if (num_prompts := num_groups + self.sampling.carry_over - len(self.groups)) > 0:
+            self.groups += [Group(prompt) for prompt in draw(num_prompts)]
         groups = [group for group in self.groups if not group.is_complete]
         num_complete = len(self.groups) - len(groups)
         if num_complete >= num_groups:
@@ -94,10 +84,6 @@ class Flight:
         begun = {c.index: None if c.ended else c.ids_T.tolist() for group in groups for c in group.completions}
         prompts = self.lengths.expect([group.prompt for group in groups])
         return Requests(prompts, begun, num_left=len(self.groups) - num_groups)
-
-    def num_missing(self, num_groups: int) -> int:
-        """Prompts to draw before `num_groups` groups are asked for."""
-        return max(0, num_groups + self.sampling.carry_over - len(self.groups))
 
     def add(self, completions: Sequence[Completion], requests: Requests, work: Work) -> None:
         """Take in what was sampled on request: whole completions, or how those that were begun go on."""
@@ -153,10 +139,7 @@ class Flight:
         self.groups = [group for group in self.groups if group not in complete]
         self.taken += complete
         self.num_rounds += 1
-        prompts, completions = (
-            [group.prompt for group in complete],
-            [c for group in complete for c in group.completions],
-        )
+        prompts, completions = [group.prompt for group in complete], completions_of(complete)
         self.lengths.record(prompts, completions)
         return prompts, completions
 
@@ -201,27 +184,23 @@ class Flight:
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds as JSON: of each group its draw, its prompt's index and the number of completions."""
-        draws = list({id(group.draw): group.draw for group in self.groups}.values())
+        """What a checkpoint holds as JSON: of each group its prompt and the number of its completions."""
         return {
-            "draws": [[draw.place, draw.count] for draw in draws],
-            "groups": [[draws.index(g.draw), g.prompt.index, len(g.completions)] for g in self.groups],
-            "work": [self.work.num_tokens, self.work.num_slot_steps],
-            "lengths": self.lengths.state(),
+            "groups": [[asdict(group.prompt), len(group.completions)] for group in self.groups],
+            "work": asdict(self.work),
+            "lengths": self.lengths.of_row,
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds as tensors: the completions, group after group; nothing without any."""
-        completions = [c for group in self.groups for c in group.completions]
+        completions = completions_of(self.groups)
         return dict(zip(TENSORS, flatten_completions(completions), strict=True)) if completions else {}
 
-    def load(self, state: dict[str, Any], tensors: dict[str, torch.Tensor], stream: PromptStream) -> None:
-        """Undo `state` and `tensors`; prompts are drawn again. Raises ValueError if the two do not fit together."""
-        self.lengths.load(state["lengths"])
-        self.work = Work(*state["work"])
-        draws = [Draw(place, count) for place, count in state["draws"]]
-        prompts = {p.index: p for draw in draws for p in stream.draw_again(draw.place, draw.count)}
-        wanted = sum(count for *_, count in state["groups"])
+    def load(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Undo `state` and `tensors`. Raises ValueError if the two do not fit together."""
+        self.lengths.of_row = state["lengths"]
+        self.work = Work(**state["work"])
+        wanted = sum(count for _, count in state["groups"])
         completions = unflatten_completions(*(tensors[name] for name in TENSORS)) if wanted and tensors else []
         if len(completions) != wanted:
             raise ValueError(
@@ -230,9 +209,13 @@ class Flight:
             )
         rest = iter(completions)
         self.groups = [
-            Group(prompts[index], draws[number], tuple(next(rest) for _ in range(count)))
-            for number, index, count in state["groups"]
+            Group(Prompt(**prompt), tuple(itertools.islice(rest, count))) for prompt, count in state["groups"]
         ]
+
+
+def completions_of(groups: Iterable[Group]) -> list[Completion]:
+    """The completions of the groups, group after group."""
+    return [completion for group in groups for completion in group.completions]
 
 
 def join(before: Completion | None, further: Completion | None, index: int) -> Completion:
@@ -253,15 +236,14 @@ class Lengths:
 
     def __init__(self, keeps_rows: bool):
         self.keeps_rows = keeps_rows
-        # [completions, tokens] of all rows, and of each
-        self._of_all = [0, 0]
-        self._of_row: dict[str, list[int]] = {}
+        self.of_row: dict[str, list[int]] = {ALL_ROWS: [0, 0]}
+        """Completions and their tokens, of each row and of all; fit for JSON."""
 
     def expect(self, prompts: Iterable[Prompt]) -> list[Prompt]:
         """The prompts with the mean length of their row's completions, of all rows' where it has none; 0 at first."""
         expected = []
         for prompt in prompts:
-            count, tokens = self._of_row.get(_key(prompt), self._of_all)
+            count, tokens = self.of_row.get(_key(prompt), self.of_row[ALL_ROWS])
             expected.append(replace(prompt, expected_tokens=tokens / count if count else 0.0))
         return expected
 
@@ -269,20 +251,10 @@ class Lengths:
         """Add completions that are whole, group after group."""
         group_size = len(completions) // len(prompts)
         for number, completion in enumerate(completions):
-            prompt, sums = prompts[number // group_size], [self._of_all]
-            if self.keeps_rows and prompt.row >= 0:
-                sums.append(self._of_row.setdefault(_key(prompt), [0, 0]))
-            for count_and_tokens in sums:
-                count_and_tokens[0] += 1
-                count_and_tokens[1] += completion.num_tokens
-
-    def state(self) -> dict[str, Any]:
-        """Fit for JSON."""
-        return {"all": list(self._of_all), "rows": {key: list(sums) for key, sums in self._of_row.items()}}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Undo `state`."""
-        self._of_all, self._of_row = list(state["all"]), {key: list(sums) for key, sums in state["rows"].items()}
+            prompt = prompts[number // group_size]
+            for key in {ALL_ROWS, _key(prompt)} if self.keeps_rows and prompt.row >= 0 else {ALL_ROWS}:
+                count, tokens = self.of_row.get(key, (0, 0))
+                self.of_row[key] = [count + 1, tokens + completion.num_tokens]
 
 
 def _key(prompt: Prompt) -> str:

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
+from grpo.config.recipes import as_recipe
 from grpo.config.user_files import near_miss
 from grpo.folder import checkpoint
-from grpo.folder.resume import Stream, begin, open_run_folder, resumed_stream
-from grpo.folder.run_folder import unlock_run_folder
+from grpo.folder.resume import Stream, open_run_folder, resumed_stream
+from grpo.folder.run_folder import begin_run
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import ChatForm, fetch_folder
 from grpo.report.log import RunLog
@@ -106,7 +107,7 @@ class Session:
         of them cannot be used; see `open_run_folder` and `open_model_folder`.
         """
         config = self.config
-        self.opened = open_run_folder(config, self.script, (config.model.path, *inputs), take=not self.toy_dir)
+        self.opened = open_run_folder(config, self.script, (config.model.path, *inputs))
         check_profile(config.profile, self.opened.step)
         self.model_folder, self.tokenizer = open_model_folder(config, tensor_parallel, texts, self.toy_dir)
 
@@ -124,7 +125,9 @@ class Session:
     def begin(self, eval_prompts: Iterable[Prompt], num_steps: int) -> Start:
         """Begin to write, now that nothing is refused any more: only here may an earlier run be deleted."""
         config, step = self.config, self.opened.step
-        begin(config, self.script, self.opened)
+        flags = {"resume": config.resume, "overwrite": config.overwrite}
+        self.lock = begin_run(config.run_dir, self.script, as_recipe(config), step=step, **flags)
+        checkpoint.remove_unfinished(config.run_dir)
         forget_old_stop(config.run_dir)
         self.last_line = f"done; everything is in {config.run_dir}"
         self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(config))
@@ -269,7 +272,7 @@ class Session:
         if self.scorer:
             self.scorer.pool.close()
         self.run_log.close()
-        unlock_run_folder(self.config.run_dir)
+        os.close(self.lock)
         print(self.last_line, flush=True)
 
 

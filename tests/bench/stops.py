@@ -34,7 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from faults import FOLDER, layout, make_inputs, start_run
 
-from grpo.folder.checkpoint import newest_usable
+from grpo.folder.checkpoint import newest_checkpoint
 from grpo.folder.run_folder import step_of
 from tests.e2e.runs import read_metrics, without_clocks
 from tests.torchrun import ROOT, SETTINGS
@@ -95,7 +95,7 @@ def terms(times: int, chance: random.Random) -> None:
         after = time.monotonic() - begun
         target.send_signal(signal.SIGTERM)
         code, seconds = wait(process)
-        saved, now = newest_checkpoint("terms"), len(steps_of("terms"))
+        saved, now = newest_step("terms"), len(steps_of("terms"))
         verdict = "ok" if saved >= had and saved == now else "LOST STEPS"
         print(
             f"{number}: SIGTERM to {name} {after:.1f} s after the start, at step {had}: ended with {code} after "
@@ -140,7 +140,7 @@ def saves(times: int, chance: random.Random) -> None:
         lines = notes[rank]
         struck = int(lines[-1].removeprefix("step ").partition(",")[0])
         with contextlib.redirect_stdout(sys.stderr):
-            newest = newest_usable(str(FOLDER / "saves"))[0]
+            newest = newest_checkpoint(str(FOLDER / "saves"))[0]
         least = struck - 2 if kill["in_background"] else struck - 1  # a save begins by waiting for the one before
         faults = [] if newest and step_of(newest) >= least else [f"the newest whole checkpoint is {newest}"]
         unfinished = [name for name in notes[0][0].split()[1:] if not name.removeprefix("step-").isdigit()]
@@ -210,7 +210,7 @@ def steps_of(name: str) -> list[dict]:
     return read_metrics(path.parent) if path.exists() else []
 
 
-def newest_checkpoint(name: str) -> int:
+def newest_step(name: str) -> int:
     """Its step; 0 if there is none."""
     folders = (FOLDER / name / "checkpoints").glob("step-" + "[0-9]" * 8)
     return max((int(folder.name.removeprefix("step-")) for folder in folders), default=0)

@@ -146,7 +146,7 @@ class Steps:
 
         numbers = range(self.num_drawn, self.num_drawn + count)
         self.num_drawn = numbers.stop
-        return [Prompt(n, [random.Random(f"ids {n}").randrange(1000) for _ in range(128)]) for n in numbers], {}
+        return [Prompt(n, [random.Random(f"ids {n}").randrange(1000) for _ in range(128)]) for n in numbers]
 
     def next(self):
         """(Seconds, what was sampled) of the next step."""

@@ -1,6 +1,7 @@
 """Bad input is one clear error on rank 0, within seconds and before a model loads; a failing rank ends the job."""
 
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -13,7 +14,7 @@ from grpo import evaluate
 from grpo.config import DataConfig, GRPOConfig, ModelConfig, SFTConfig, change
 from grpo.config.recipes import load
 from grpo.data import toy
-from grpo.folder.run_folder import mark_run_folder
+from grpo.folder.run_folder import begin_run
 from grpo.run.driver import Driver
 from grpo.run.session import Session
 from grpo.run.sft_driver import SFTDriver
@@ -154,7 +155,7 @@ def test_references_that_read_other_tokens(model: pathlib.Path, tmp_path: pathli
 
 
 def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib.Path):
-    mark_run_folder(str(tmp_path / "run"), "train_grpo.py")
+    os.close(begin_run(str(tmp_path / "run"), "train_grpo.py", ""))
     (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
     (tmp_path / "run/metrics.jsonl").write_text("{}\n")
     refusal("--model.path", tmp_path / "no model", "--run-dir", tmp_path / "run", "--overwrite")
@@ -167,7 +168,7 @@ def test_existing_run_folder(model: pathlib.Path, tmp_path: pathlib.Path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert "no run.json" in refusal("--model.path", model, "--run-dir", tmp_path, "--overwrite")
     (tmp_path / "metrics.jsonl").unlink()
-    mark_run_folder(str(tmp_path), "train_grpo.py")
+    os.close(begin_run(str(tmp_path), "train_grpo.py", ""))
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     message = refusal("--model.path", model, "--run-dir", tmp_path)
     for part in (str(tmp_path), "metrics.jsonl", "--resume", "--overwrite", "--run-dir"):
@@ -181,7 +182,7 @@ def test_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Pat
     refusal("--model.path", short, "--run-dir", tmp_path / "run")
     long = ("--data.max-prompt-tokens", 501, "--trainer.micro-batch-tokens", 600)  # the toy model has 512 positions
     refusal("--model.path", "toy:addition", "--run-dir", tmp_path / "run", *long)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "run.lock", "initial_model"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"initial_model"}
     start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
 
 
@@ -196,7 +197,7 @@ def test_rows_that_sft_cannot_use(model: pathlib.Path, tmp_path: pathlib.Path, c
         SFTDriver(Session(config, "train_sft.py", None)).start()
     assert "2 of 3 rows" in str(refused.value) and "row 2: column 'completion' is missing" in str(refused.value)
     assert "row 3: column 'question' holds int, not text" in str(refused.value)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "run.lock"}  # nothing in the next's way
+    assert not (tmp_path / "run").exists()
     config = change(config, {"data.bad_rows": "skip"})
     driver = SFTDriver(Session(config, "train_sft.py", None))
     driver.start()
@@ -238,7 +239,7 @@ def test_evaluation_writes_into_its_own_folder_only(model: pathlib.Path, tmp_pat
         flags = ("--run-dir", tmp_path / name, "--data.answer-column", "answer", "--evaluation.num-prompts", 2)
         config = evaluate.load_config(str(model), [TINY, *map(str, flags)], num_ranks=1)
         evaluate.start(session := Session(config, "grpo.evaluate", None))
-        session.scorer.pool.close()
+        Session._finish.__wrapped__(session)
 
     start("alone")
     (tmp_path / "alone/evaluation.jsonl").write_text("{}\n")

@@ -103,7 +103,7 @@ def test_resume_with_other_targets_is_refused(run, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     arguments = (*run[1], "--run-dir", tmp_path / "run", "--trainer.lora-targets", "q_proj", "--num-steps", 5)
     config = load(GRPOConfig, "", [str(argument) for argument in arguments])
-    with pytest.raises(BadInput, match="have no place for other adapters: trainer.lora_targets: "):
+    with pytest.raises(BadInput, match="would not go on as the run that it is: trainer.lora_targets: "):
         Driver(Session(config, "train_grpo.py", None)).start()
 
 

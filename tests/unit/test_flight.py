@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from grpo.config import SamplingConfig
-from grpo.data.streams import PromptStream
 from grpo.report.sampling_work import Work, stale_frac
 from grpo.run.flight import Flight, Lengths
 from grpo.types import Completion, Prompt, Requests, Rollout
@@ -34,8 +33,6 @@ class Stream:
     def load_state_dict(self, state: dict) -> None:
         self.num_drawn = state["num_drawn"]
 
-    draw_again = PromptStream.draw_again
-
 
 class Run:
     """A run of the loop's steps, in which a made-up engine ends completions in an order of its own."""
@@ -53,12 +50,12 @@ class Run:
         for self.version in range(NUM_STEPS):
             flight = self.flight
             flight.begin_step()
-            while requests := flight.fill(self.draw, self.score):
+            while requests := flight.fill(self.stream.draw, self.score):
                 self.sample(requests)
             trained = flight.rollouts()
             in_flight = {group.prompt.index for group in flight.groups} | {r.prompt.index for r in trained}
             self.dropped |= {group.prompt.index for group in flight.taken} - in_flight
-            if self.overlap and (requests := flight.ask(PROMPTS, self.draw)):
+            if self.overlap and (requests := flight.ask(PROMPTS, self.stream.draw)):
                 self.sample(requests)
             self.metrics.append(flight.metrics())
             yield trained
@@ -67,11 +64,7 @@ class Run:
                 tensors = {name: tensor.clone() for name, tensor in flight.tensors().items()}
                 self.stream, self.flight = Stream(), self.new_flight()
                 self.stream.load_state_dict(state["data"])
-                self.flight.load(state["flight"], tensors, self.stream)
-
-    def draw(self, count: int) -> tuple[list[Prompt], dict]:
-        place = self.stream.state_dict()
-        return self.stream.draw(count), place
+                self.flight.load(state["flight"], tensors)
 
     def score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
         owners = [prompt for prompt in prompts for _ in range(GROUP_SIZE)]
@@ -180,21 +173,21 @@ def indices(prompts: list[Prompt]) -> list[int]:
 def test_groups_that_are_carried_over_by_hand():
     """A step of 4 groups of 2 with one more in flight: completion 1, of the oldest, has 4 tokens when others end."""
     flight, run = flight_of(carry_over=1)
-    requests = flight.fill(run.draw, run.score)
+    requests = flight.fill(run.stream.draw, run.score)
     assert indices(requests.prompts) == [0, 1, 2, 3, 4] and requests.begun == {} and requests.num_left == 1
     sampled = [completion(0, 3), completion(1, 4, ended=False), *(completion(i, 2) for i in range(2, 10))]
     flight.add(sampled, requests, Work(23, 46))
-    assert flight.fill(run.draw, run.score) is None
+    assert flight.fill(run.stream.draw, run.score) is None
     assert [r.completion.index for r in flight.rollouts()] == list(range(2, 10))
     assert flight.metrics() == {"sampling/tail_frac": 0.5, "sampling/carried": 1}
 
     flight.begin_step()
-    requests = flight.fill(run.draw, run.score)
+    requests = flight.fill(run.stream.draw, run.score)
     assert indices(requests.prompts) == [0, 5, 6, 7, 8] and requests.begun == {0: None, 1: [0, 1, 2, 3]}
     # of the last a completion did not even begin
     sampled = [completion(1, 2, version=1, first=4), *(completion(i, 5, version=1) for i in range(10, 17))]
     flight.add(sampled, requests, Work())
-    assert flight.fill(run.draw, run.score) is None
+    assert flight.fill(run.stream.draw, run.score) is None
     completions = [r.completion for r in flight.rollouts()]
     assert [c.index for c in completions] == [0, 1, *range(10, 16)]
     assert hands(completions[1]) == [(0, 4), (1, 2)] and completions[1].ids_T.tolist() == [0, 1, 2, 3, 4, 5]
@@ -206,10 +199,10 @@ def test_rounds_of_dynamic_sampling_by_hand():
     """Of groups 0 to 3 two have rewards that differ: half, so that two more need four, of which (5, 7) do: enough."""
     flight, run = flight_of(dynamic=True)
     for expected, informative in (([0, 1, 2, 3], 2), ([4, 5, 6, 7], 5)):
-        requests = flight.fill(run.draw, run.score)
+        requests = flight.fill(run.stream.draw, run.score)
         assert indices(requests.prompts) == expected and requests.num_left == 0
         flight.add([completion(i * 2 + k, 3) for i in expected for k in (0, 1)], requests, Work())
-        flight.fill(run.draw, run.score) if informative == 5 else flight.score(run.score(*flight.take(4)))
+        flight.fill(run.stream.draw, run.score) if informative == 5 else flight.score(run.score(*flight.take(4)))
         assert flight.num_informative == informative
     assert [r.prompt.index for r in flight.rollouts()[::2]] == [1, 2, 4, 5] and not flight.groups
     expected = {"sampling/rounds": 2, "sampling/informative_frac": 5 / 8, "sampling/full_frac": 1}
@@ -218,25 +211,25 @@ def test_rounds_of_dynamic_sampling_by_hand():
 
 def test_a_step_without_enough_groups_goes_on_after_the_last_round():
     flight, run = flight_of(dynamic=True, max_rounds=1)
-    requests = flight.fill(run.draw, lambda *_: [])
+    requests = flight.fill(run.stream.draw, lambda *_: [])
     flight.add([completion(i, 3) for i in range(8)], requests, Work())
-    assert flight.fill(run.draw, run.score) is None
+    assert flight.fill(run.stream.draw, run.score) is None
     assert [r.prompt.index for r in flight.rollouts()[::2]] == [1, 2] and flight.metrics()["sampling/full_frac"] == 0.5
     flight.begin_step()
     run.score = lambda prompts, completions: [Rollout(Prompt(0, []), c, "", reward=1.0) for c in completions]
-    requests = flight.fill(run.draw, run.score)
+    requests = flight.fill(run.stream.draw, run.score)
     flight.add([completion(i, 3) for i in range(8, 16)], requests, Work())
-    assert flight.fill(run.draw, run.score) is None
+    assert flight.fill(run.stream.draw, run.score) is None
     assert [r.completion.index for r in flight.rollouts()] == list(range(8, 16))  # all rewards are equal
 
 
 def test_a_checkpoint_whose_parts_do_not_fit_is_refused():
     flight, run = flight_of(carry_over=1)
-    requests = flight.fill(run.draw, run.score)
+    requests = flight.fill(run.stream.draw, run.score)
     flight.add([completion(i, 2) for i in range(8)], requests, Work())
-    flight.fill(run.draw, run.score)
+    flight.fill(run.stream.draw, run.score)
     with pytest.raises(ValueError, match="has 0 completions in flight and its driver.json says 2; remove"):
-        run.new_flight().load(flight.state(), {}, run.stream)
+        run.new_flight().load(flight.state(), {})
 
 
 def test_lengths_of_a_row_are_expected_again():
@@ -249,4 +242,4 @@ def test_lengths_of_a_row_are_expected_again():
     assert [p.expected_tokens for p in lengths.expect(rows.values())] == [5, 10, 40 / 6]
     streamed = Lengths(keeps_rows=False)
     streamed.record([rows["x"]], [completion(0, 2), completion(1, 4)])
-    assert streamed.expect([rows["x"], rows["y"]])[1].expected_tokens == 3 and not streamed.state()["rows"]
+    assert streamed.expect([rows["x"], rows["y"]])[1].expected_tokens == 3 and len(streamed.of_row) == 1

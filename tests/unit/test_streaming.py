@@ -109,20 +109,6 @@ def test_a_mixture_resumes_exactly_over_the_ends_of_epochs(tokenizer, two_source
     assert others.draw(24) == chats.draw(24)
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_prompts_are_drawn_again_from_an_earlier_place(tokenizer, two_sources, streaming):
-    """Over the end of an epoch of each source; what is drawn next is as if nothing had been drawn again."""
-    data = data_of(sources=two_sources, weights={"a": 2.0, "b": 1.0}, streaming=streaming)
-    stream, other = (prompts_of(data, tokenizer) for _ in range(2))
-    stream.draw(5)
-    place = json.loads(json.dumps(stream.state_dict()))
-    expected = stream.draw(12)
-    stream.draw(4)
-    other.draw(21)
-    assert stream.draw_again(place, 12) == expected
-    assert stream.draw(9) == other.draw(9)
-
-
 def test_resuming_reads_no_file_before_that_of_the_place(tmp_path):
     files = [tmp_path / f"train-{part}.jsonl" for part in range(2)]
     for file, rows in zip(files, (rows_of("b", 5)[:2], rows_of("b", 5)[2:]), strict=True):

@@ -4,6 +4,7 @@ Arguments: FOLDER TENSOR_PARALLEL. Every rank is a trainer's, of which there is 
 """
 
 import dataclasses
+import itertools
 import sys
 
 import torch
@@ -51,8 +52,8 @@ def main(folder: str, tensor_parallel: int) -> None:
 
     flight, fresh, trained = Flight(config.sampling, TRAINED, GROUP_SIZE, keeps_rows=False), iter(PROMPTS), []
 
-    def draw(count: int) -> tuple[list[Prompt], dict]:
-        return [next(fresh) for _ in range(count)], {}
+    def draw(count: int) -> list[Prompt]:
+        return list(itertools.islice(fresh, count))
 
     for version in range(NUM_ROUNDS):  # by name: the weights stay
         requests = broadcast(flight.ask(TRAINED, draw) if roles.is_driver else None, roles.control)
