@@ -22,8 +22,7 @@ from grpo.config.recipes import load
 from grpo.data.columns import BadRow
 from grpo.data.rows import Example, row_reader
 from grpo.data.sources import load_rows
-from grpo.rewards.answers.equality import parse_number
-from grpo.rewards.answers.extract import extract_answer
+from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
 from grpo.rewards.loading import call_arguments, is_group_level, load_functions
 from grpo.rewards.worker import describe, plain_values

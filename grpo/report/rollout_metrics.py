@@ -11,7 +11,7 @@ import torch
 
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.algorithm.importance import with_effective_sample_size
-from grpo.rewards.answers.extract import extract_answer
+from grpo.rewards.answers import extract_answer
 from grpo.roles.engine import peak_bytes
 from grpo.roles.metrics import StepMetrics
 from grpo.types import Rollout, TrainBatch

@@ -17,11 +17,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from grpo.rewards.answers.equality import is_expression, same_answer
-from grpo.rewards.answers.extract import extract_answer, find_answer
-from grpo.rewards.answers.latex import load as load_math_verify
+from grpo.rewards.answers import extract_answer, same_answer
 from grpo.rewards.code_tests import last_program, passes, read_tests
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
+from grpo.rewards.latex import load as load_math_verify
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -48,10 +47,10 @@ def math_reward(
     """1.0 where the completion's answer equals the reference in `answer`, else 0.0.
 
     The answer is what extract_answer finds: thoughts are none, and a choice such as "42 or 43" earns nothing. Two
-    answers are equal by the three sentences at the head of answers/equality.py: the same text after a clean-up, or the
-    same number written out ("5 cm" is 5 and not "5 m", "50%" is 50), or, with answer_format="boxed", the same
-    expression to math-verify, which needs the process's main thread. Where the reference is a number, an operation left
-    to do (`17*42`) earns nothing; where it is an expression, an equal one is paid, also if it is the question.
+    answers are equal by the three sentences at the head of answers.py: the same text after a clean-up, or the same
+    number written out ("5 cm" is 5 and not "5 m", "50%" is 50), or, with answer_format="boxed", the same expression to
+    math-verify, which needs the process's main thread. Where the reference is a number, an operation left to do
+    (`17*42`) earns nothing; where it is an expression, an equal one is paid, also if it is the question.
     A reference with #### (GSM8K's solutions) counts from the last one on.
 
     Returns `partial_credit` (0 to 1) for an answer in the right form that is wrong, None where the reference is empty
@@ -86,31 +85,6 @@ def _reference_answer(reference: Any) -> str | None:
     if "####" in text:
         return extract_answer(text, "hashes")
     return extract_answer(text, "boxed") or text if "\\boxed" in text else text or None
-
-
-def math_verify(
-    completions: list[str], answer: list[Any], *, tolerance: float = 1e-6, **columns: list
-) -> list[float | None]:
-    """1.0 where the answer found anywhere in the completion equals the one in `answer`, also as LaTeX, else 0.0.
-
-    Equal is what it is for math_reward with answer_format="boxed". The answer is looked for in this order: in <answer>,
-    in \\boxed{}, as the last LaTeX between dollars or the like, as the number at the end. The last two must be what a
-    sentence states ("it is $5$." but not "not $5$" or "$5$ or $6$"). Looser than math_reward, so a completion that just
-    ends in a number can be lucky. A reference with #### (GSM8K's solutions) counts from the last one on; None where it
-    is empty or no expression: a sentence, or LaTeX that is not parsed.
-
-    Needs the process's main thread: the library limits each parse and comparison with SIGALRM.
-    """
-    load_math_verify()  # at the start, not within the deadline of the first comparison
-    rewards = []
-    for text, reference in zip(completions, map(_reference_answer, answer), strict=True):
-        if reference is None or not is_expression(reference):
-            rewards.append(None)
-        else:
-            given = find_answer(text)
-            equal = given is not None and same_answer(given, reference, tolerance, latex=True)
-            rewards.append(1.0 if equal else 0.0)
-    return rewards
 
 
 def exact_match(
@@ -149,10 +123,7 @@ def group_length_reward(
     rewards = []
     for value, length in zip(correct, num_tokens, strict=True):
         bonus = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
-        if value is None:
-            rewards.append(None)
-        else:
-            rewards.append(bonus if value == 1.0 else min(0.0, bonus))
+        rewards.append(None if value is None else bonus if value == 1.0 else min(0.0, bonus))
     return rewards
 
 
@@ -170,23 +141,19 @@ def code_reward(
     worker_memory_gib: float = math.inf,
     **columns: list,
 ) -> list[float | None]:
-    """1.0 where the completion's program passes all of its tests, else 0.0: all or nothing, as is usual for code.
+    """1.0 where the completion's program passes all of its tests, else 0.0; None where there are none.
 
-    The program is the last block fenced as ```python, or, if there is none, the last one fenced without a language; no
-    closed block gives 0.0. `tests` is one of, None where it is empty:
+    The program is the last closed block fenced as ```python, or, if there is none, without a language. `tests` is
       - Python source (or a list of lines, as MBPP has them) that runs after the program, in its namespace, and raises
-        if a test fails; test functions it must call itself. Its end must be reached: a program that exits early, with
-        whatever code, gets 0.0.
-      - a list of {"input": .., "output": ..}, or its JSON: the program runs once per pair and must read the one from
+        if a test fails. Its end must be reached: a program that exits early, with whatever code, gets 0.0.
+      - or a list of {"input": .., "output": ..}, or its JSON: the program runs once per pair and must read the one from
         stdin, print the other except for blanks at line ends and empty lines at the end, and exit with 0.
     `timeout_seconds` is wall clock for all tests of one completion together, and CPU time of each process;
-    `memory_gib` the address space of each. They must keep within the run's own limits: `call_timeout_seconds`
-    (`reward.timeout_seconds`) and `worker_memory_gib` (`reward.memory_gib`).
+    `memory_gib` the address space of each. They keep within the run's `reward.timeout_seconds` and `reward.memory_gib`.
 
-    Python tests run in the program's own process, as anywhere in the field. So a program written to attack them, one
-    that walks the interpreter's frames for the success marker or returns objects that equal everything, can win.
-    Against that use pairs: they are compared outside, and the program never sees the expected output.
-    workers/programs.py says what the program itself can and cannot do.
+    Python tests run in the program's own process, so a program that walks the interpreter's frames for the success
+    marker, or returns objects that equal everything, can win. Pairs are compared outside, and the program never sees
+    the expected output. workers/programs.py says what the program itself can and cannot do.
 
     Raises ValueError if `tests` has none of these forms.
     """
@@ -212,25 +179,6 @@ def code_reward(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Length
-
-
-def length_penalty(
-    completions: list[str],
-    num_tokens: list[int],
-    *,
-    target_tokens: int,
-    max_completion_tokens: int,
-    **columns: list,
-) -> list[float | None]:
-    """0 up to `target_tokens`, from there linearly down to -1 at `max_completion_tokens`, and -1 beyond:
-    -min(1, max(0, tokens - target) / (max_completion_tokens - target))."""
-    if not 0 < target_tokens < max_completion_tokens:
-        raise ValueError(
-            f"target_tokens is {target_tokens}, but must lie between 0 and generator.max_completion_tokens = "
-            f"{max_completion_tokens}; set it to the tokens that are free of charge"
-        )
-    slope = max_completion_tokens - target_tokens
-    return [-min(1.0, max(0, length - target_tokens) / slope) for length in num_tokens]
 
 
 def overlong_penalty(
@@ -302,14 +250,12 @@ BUILT_INS: dict[str, RewardFunction] = {
     function.__name__: function
     for function in (
         math_reward,
-        math_verify,
         exact_match,
         group_length_reward,
         code_reward,
         regex_match,
         format_reward,
         thinking_reward,
-        length_penalty,
         overlong_penalty,
         cosine_length_reward,
         repetition_penalty,

@@ -15,11 +15,11 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo.config import RewardConfig
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.loading import call_arguments, is_group_level, load_functions
+from grpo.rewards.loading import call_arguments, load_functions
 from grpo.text import one_line, shorten
 from grpo.workers import lockdown
 
@@ -28,7 +28,26 @@ SHOWN_CHARACTERS = 500
 # No reward is larger: sums and squares of such numbers are finite in any precision.
 LARGEST_VALUE = 1e9
 
+# What `describe` calls it; the process is replaced then.
+MEMORY_ERROR = "MemoryError"
+
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
+
+
+class Call(NamedTuple):
+    """One call of a reward function, for one completion or for a group."""
+
+    function: str
+    start: int
+    """Place of its first completion in the batch."""
+    number: int
+    """Its completions."""
+    arguments: bytes
+    """JSON of the completions and the columns."""
+
+    def as_line(self, call: int) -> bytes:
+        """What a worker reads: the call's number, the function's name and the arguments."""
+        return b"[%d, %s, %s]\n" % (call, json.dumps(self.function).encode(), self.arguments)
 
 
 def work(
@@ -47,15 +66,15 @@ def work(
         if confined:
             confine(config, parent)
         functions = load_functions(config, None, max_completion_tokens)
-        reply(loaded=[name for name, (function, _) in functions.items() if is_group_level(function)])
     except BaseException as error:  # a user's file may raise anything, and the driver must hear what
-        reply(load_failure=describe(error), refused=isinstance(error, ValueError))
+        reply(failed=describe(error))
         return
+    reply(loaded=True)
     with connection.makefile("rb") as reader:
-        while head := reader.readline():
-            call, name = json.loads(head)
-            outcome, retire = make_call(functions[name][0], reader.readline())
-            reply(call=call, outcome=outcome, retire=retire)
+        for line in reader:
+            call, name, (completions, columns) = json.loads(line)
+            outcome = make_call(functions[name][0], completions, columns)
+            reply(call=call, **{"failure" if isinstance(outcome, str) else "values": outcome})
 
 
 def confine(config: RewardConfig, parent: int) -> None:
@@ -72,21 +91,20 @@ def readable_places() -> tuple[str, ...]:
     return tuple(sorted({*lockdown.interpreter_places(), *packages, "/dev/urandom", _PACKAGE}))
 
 
-def make_call(function: RewardFunction, payload: bytes) -> tuple[list[float | None] | str, bool]:
-    """The values of one call or what went wrong, and whether this process is better replaced afterwards."""
+def make_call(function: RewardFunction, completions: list[str], columns: dict[str, list]) -> list[float | None] | str:
+    """The values of one call, or what went wrong."""
+    number = len(completions)  # the function may change the list
     # A verifier may raise anything, SystemExit and KeyboardInterrupt too, and all of it belongs to this one call.
     try:
-        completions, columns = json.loads(payload)
-        number = len(completions)  # the function may change the list
+        arguments, named = call_arguments(function, completions, columns)
         try:
-            arguments, named = call_arguments(function, completions, columns)
             values = function(*arguments, **named)
         finally:
             for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
                 signal.setitimer(timer, 0)  # an alarm left behind would strike a later call
-        return plain_values(values, number), False
+        return plain_values(values, number)
     except BaseException as error:
-        return describe(error), isinstance(error, MemoryError)  # what filled the memory may still be there
+        return describe(error)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,8 +132,6 @@ def plain_values(values: Any, number: int) -> list[float | None] | str:
 
 def _as_float(value: Any) -> float:
     """NaN for what is no real number."""
-    if isinstance(value, float):
-        return float(value)
     is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
     if isinstance(value, str | bytes) or is_complex or getattr(value, "ndim", 0):
         return math.nan
@@ -123,20 +139,6 @@ def _as_float(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):  # a table; a signalling NaN; 10**400
         return math.nan
-
-
-def is_outcome(outcome: Any, number: int) -> bool:
-    """Whether it is what a call for `number` completions may come to: a failure, or as many floats in range or Nones.
-
-    `make_call` sends nothing else; but a completion may have taken its process over.
-    """
-    if isinstance(outcome, str):
-        return True
-    return (
-        isinstance(outcome, list)
-        and len(outcome) == number
-        and all(value is None or (isinstance(value, float) and abs(value) <= LARGEST_VALUE) for value in outcome)
-    )
 
 
 def _described(value: Any) -> str:
@@ -156,20 +158,16 @@ def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
 def describe(error: BaseException) -> str:
     """`ValueError: message (file.py:12)`: the innermost line of the file that this module called into."""
     if isinstance(error, MemoryError):
-        return "MemoryError"
+        return MEMORY_ERROR
     try:
         message = shown(str(error))
     except Exception:  # a user's exception may have a __str__ that fails
         message = ""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    theirs = [frame for frame in frames if not frame[0].startswith((_PACKAGE, "<frozen"))] or frames[1:]
-    inside = [frame for frame in theirs if frame[0] == theirs[0][0]]
-    place = f" ({inside[-1][0]}:{inside[-1][1]})" if inside else ""
-    way_out = "; reward functions get few environment variables, others if reward.environment names them"
-    return f"{type(error).__name__}{': ' if message else ''}{message}{place}{way_out if _of_environment(error) else ''}"
-
-
-def _of_environment(error: BaseException) -> bool:
-    """Whether it says that `os.environ` lacks a variable."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if isinstance(error, KeyError) else []
-    return bool(frames) and frames[-1].f_locals.get("self") is os.environ
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    theirs = [line for line in lines if not line[0].startswith((_PACKAGE, "<frozen"))] or lines[1:]
+    places = [f" ({file}:{line})" for file, line in theirs if file == theirs[0][0]]
+    text = f"{type(error).__name__}{': ' if message else ''}{message}{''.join(places[-1:])}"
+    if isinstance(error, KeyError) and frames and frames[-1].f_locals.get("self") is os.environ:
+        text += "; reward functions get few environment variables, others if reward.environment names them"
+    return text

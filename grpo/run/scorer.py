@@ -8,7 +8,7 @@ from grpo.config import GeneratorConfig, RewardConfig
 from grpo.data.chat import detokenize
 from grpo.models import hf_folder
 from grpo.report.samples import failure_lines
-from grpo.rewards.loading import answer_format_of, load_functions
+from grpo.rewards.loading import answer_format_of
 from grpo.rewards.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers.programs import check_programs
@@ -49,8 +49,8 @@ class Scorer:
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
         # The function whose value of at least 1 means that a completion passed; none if a teacher alone judges
         self.pass_function = next(iter(reward.functions), "")
-        self.answer_format = answer_format_of(load_functions(reward, None, generator.max_completion_tokens))
         self.pool = RewardPool(reward, generator.max_completion_tokens)
+        self.answer_format = answer_format_of(self.pool.functions)
 
     def submit(self, prompts: list[Prompt], completions: list[Completion], step: int) -> list[Rollout]:
         """Join prompts and their completions, group after group, decode, begin to score; returns at once.

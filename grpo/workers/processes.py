@@ -112,7 +112,7 @@ class Worker:
 class Parent:
     """Starts workers, carries lines to and from them, kills the late ones and reaps the dead.
 
-    A subclass has `begin`, `step` (before each wait; returns when it wants to be woken), `on_owner` (the owner wrote),
+    A subclass has `begin`, `step` (before each wait, of at most LOOK_SECONDS), `on_owner` (the owner wrote),
     `on_line` (a worker wrote a line; False if it is none that a worker sends) and `on_end` (a worker ended). Whatever
     ends `run` ends all that was started.
     """
@@ -129,7 +129,8 @@ class Parent:
         try:
             self.begin()
             while True:
-                self._wait(self.step())
+                self.step()
+                self._wait()
         except (Finished, EOFError, ConnectionError):
             pass  # the last two: the owner closed its end or died
         finally:
@@ -197,9 +198,9 @@ class Parent:
         os.chmod(self.folder, 0o711)  # programs of root run as another user, in folders below it
         tempfile.tempdir = None
 
-    def _wait(self, wake_at: float) -> None:
-        wake_at = min([wake_at, *(worker.deadline for worker in self.workers.values())])
-        for key, events in self.selector.select(max(0.0, min(wake_at - time.monotonic(), LOOK_SECONDS))):
+    def _wait(self) -> None:
+        next_deadline = min([worker.deadline for worker in self.workers.values()], default=math.inf)
+        for key, events in self.selector.select(max(0.0, min(next_deadline - time.monotonic(), LOOK_SECONDS))):
             worker = key.data
             if worker is None:
                 self.on_owner()

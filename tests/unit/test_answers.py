@@ -9,10 +9,9 @@ import time
 
 import pytest
 
-from grpo.rewards.answers.equality import is_expression, parse_number, same_answer
-from grpo.rewards.answers.extract import extract_answer, find_answer, without_thoughts
-from grpo.rewards.answers.numbers import NUMBER_CHARACTERS, clean_text, read_number
-from grpo.rewards.builtin import exact_match, math_reward, math_verify
+from grpo.rewards.answers import extract_answer, parse_number, same_answer, without_thoughts
+from grpo.rewards.builtin import exact_match, math_reward
+from grpo.rewards.numbers import NUMBER_CHARACTERS, clean_text, read_number
 from tests.unit.answer_cheats import CHEATS
 from tests.unit.answer_pairs import LATEX_PAIRS, PAIRS, TAG_PAIRS, UNPAID
 
@@ -37,9 +36,6 @@ def test_judged_pairs_in_tags(given, reference, right, why):
 def test_judged_pairs_in_boxes(given, reference, right, why):
     completion, expected = rf"so $\boxed{{{given}}}$.", paid(given, reference, right)
     assert math_reward([completion], [reference], answer_format="boxed") == [expected], why
-    expected = expected if is_expression(reference) else None
-    assert math_verify([completion], answer=[reference]) == [expected], why
-    assert math_verify([f"<answer>{given}</answer> {reference}"], answer=[reference]) == [expected], why
 
 
 @pytest.mark.parametrize(("given", "reference", "right", "why"), PAIRS + TAG_PAIRS + LATEX_PAIRS)
@@ -54,9 +50,6 @@ def test_cheats_earn_nothing(answer_format, completion, reference, what):
     start = time.process_time()
     assert math_reward([completion], [reference], answer_format=answer_format) == [0.0]
     assert exact_match([completion], answer=[reference], answer_format=answer_format) == [0.0]
-    # math_verify, by design, also reads a number that stands in no tag or box
-    if find_answer(completion) != "42":
-        assert math_verify([completion], answer=[reference]) == [0.0]
     assert time.process_time() - start < 5  # each takes milliseconds; a time limit of the library's is 2 s
 
 
@@ -127,17 +120,6 @@ def test_extract_answer(answer_format, text, answer):
     assert extract_answer(text, answer_format) == answer
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["minus 72", "it is minus 72", "-(72)", "﹣72", "not 72", "it is not 72", "half of 72", r"x \neq 72", "x != 72"]
-    + ["72_8", "72,73", "it is 72,73", "70 or 71 or 72", "72 is wrong", "x is 70, or 72", "x > 72", "72 million"]
-    + ["not $72$", "-$72$", r"it is -\(72\)", "it is $70$ or $72$", "it is $72$ or $70$", "it is $72$ million"]
-    + [r"so $x \neq 72$.", "half of $72$.", "it is $72$, I mean 5"],
-)
-def test_math_verify_drops_nothing_that_stands_around_a_number(text):
-    assert math_verify([text], answer=["72"]) == [0.0]
-
-
 # ---- Numbers
 
 
@@ -188,30 +170,6 @@ def test_tolerance_is_relative_and_for_fractions_only():
 
 
 @pytest.mark.parametrize(
-    ("text", "reference", "reward"),
-    [
-        ("The answer is 72.", "48 + 24\n#### 72", 1.0),
-        (r"first 5, then \boxed{6}", "5", 0.0),
-        (r"first 5, then \boxed{6}", "6", 1.0),
-        (r"so \boxed{\frac{3}{4}}", "0.75", 1.0),
-        (r"so $x = \frac{\sqrt3}2$", r"$\frac{\sqrt{3}}{2}$", 1.0),
-        ("1 + x", "x + 1", 0.0),  # of plain text only numbers are read
-        ("$1 + x$", "x + 1", 1.0),
-        ("I cannot say", "72", 0.0),
-        ("", "72", 0.0),
-        (r"\boxed{ }", r"\emptyset", 0.0),
-        (r"\boxed{\emptyset}", r"\emptyset", 1.0),
-        ("72", "", None),
-        ("72", None, None),
-        ("72", "####", None),
-        ("5 " * 3000, "72", 0.0),
-    ],
-)
-def test_math_verify(text, reference, reward):
-    assert math_verify([text], answer=[reference], question=["?"]) == [reward]
-
-
-@pytest.mark.parametrize(
     ("given", "reference", "reward"),
     [
         ("New   York", " new york", 1.0),
@@ -227,13 +185,6 @@ def test_math_verify(text, reference, reward):
 def test_exact_match(given, reference, reward):
     assert exact_match([f"<answer>{given}</answer>"], answer=[reference], question=["?"]) == [reward]
     assert exact_match([rf"\boxed{{{given}}}"], answer=[reference], answer_format="boxed") == [reward]
-
-
-@pytest.mark.parametrize(
-    "reference", ["see the solution", "no answer", r"\frac{1}{", "???", r"\hat{:=f()}", r"\sum_{n=1}^k n", "12_5"]
-)
-def test_references_that_are_no_expression_give_no_reward(reference):
-    assert math_verify([r"\boxed{5}"], answer=[reference]) == [None]
 
 
 def test_a_text_reference_is_compared_as_text():
@@ -256,7 +207,6 @@ def _seconds(text: str) -> float:
     start = time.process_time()
     for answer_format in ("answer_tag", "boxed", "hashes"):
         extract_answer(text, answer_format)
-    find_answer(text)
     without_thoughts(text)
     clean_text(text)
     parse_number(text)

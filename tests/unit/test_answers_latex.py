@@ -1,15 +1,14 @@
 """A completion of nothing but LaTeX cannot run Python, whatever it wraps the code in and whatever it is compared to."""
 
 import builtins
-import itertools
 import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from grpo.rewards.answers import latex
-from grpo.rewards.builtin import math_reward, math_verify
+from grpo.rewards import latex
+from grpo.rewards.builtin import math_reward
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What sympy evaluates numerically, with a symbol that it prints into Python source; X is the wrapped code.
@@ -37,7 +36,6 @@ REFERENCES = [
     "5", r"\frac{1}{2}", r"\{1, 2\}", "(0, 5)", r"\begin{pmatrix}1 & 1 \\ 0 & 1\end{pmatrix}", "x = 5", "x",
     r"\text{east}", r"\pi", r"\sum_{n=0}^{\infty} \frac{1}{n!}",
 ]  # fmt: skip
-PLACEMENTS = [r"so \boxed{%s}", "so $%s$.", r"so \(%s\).", r"so \[%s\]", "The final answer is $%s$. I hope", "%s"]
 
 
 @pytest.fixture
@@ -47,24 +45,14 @@ def marker(tmp_path, monkeypatch):
     return path
 
 
-@pytest.mark.parametrize("reference", REFERENCES)
-def test_no_wrapper_runs_code(reference, marker):
+@pytest.mark.parametrize("other", REFERENCES)
+def test_no_wrapper_runs_code(other, marker):
+    """Neither as an answer nor as a reference, which a data set may have poisoned."""
     assert len(WRAPPED) >= 40 and len(REFERENCES) == 10
-    for text, placement in itertools.product(WRAPPED, PLACEMENTS):
-        completion = placement % text
-        math_verify([completion], answer=[reference])
-        assert not marker.exists(), completion
     for text in WRAPPED:
-        math_reward([rf"\boxed{{{text}}}"], answer=[reference], answer_format="boxed")
-        assert not marker.exists(), text
-
-
-@pytest.mark.parametrize("answer", REFERENCES)
-def test_a_poisoned_reference_runs_no_code(answer, marker):
-    for reference in WRAPPED:
-        math_verify([rf"\boxed{{{answer}}}"], answer=[reference])
-        math_reward([rf"\boxed{{{answer}}}"], answer=[reference], answer_format="boxed")
-        assert not marker.exists(), reference
+        for given, reference in ((text, other), (other, text)):
+            math_reward([rf"\boxed{{{given}}}"], answer=[reference], answer_format="boxed")
+            assert not marker.exists(), text
 
 
 CONTROL = """
@@ -85,15 +73,15 @@ def test_the_library_alone_runs_the_code(tmp_path):
     assert path.read_text() == "ran"
 
 
-# Both guards off: only what `load` did to sympy stands between the text and the compiler. `bare` undoes that too.
+# The other guard off: only what `load` did to sympy stands between the text and the compiler. `bare` undoes that too.
 AUDIT = """
 import sys
-from grpo.rewards.answers import latex
+from grpo.rewards import latex
 from latex2sympy2_extended import latex2sympy
 if sys.argv[1] == "patched":
     latex.load()
 latex.LATEX_SECONDS = 60
-latex.load, latex.is_plain, latex._is_harmless = lambda: None, lambda text: True, lambda found: found is not None
+latex.load, latex.is_plain, latex._is_small = lambda: None, lambda text: True, lambda found: found is not None
 compiled = []
 sys.addaudithook(lambda event, args: compiled.append(str(args[0])) if event == "compile" else None)
 latex._within_seconds(latex2sympy, sys.argv[2], is_real=True, convert_degrees=False, normalization_config=None)
@@ -128,46 +116,6 @@ def test_sums_are_worth_the_same_without_the_compiler():
         assert abs(sympy.Sum(term, (n, start, oo)).evalf(20) - value.evalf(20)) < 1e-18
 
 
-def test_expressions_with_code_are_refused_whatever_the_text_looked_like(marker):
-    """The second check alone: the library's own parser, then the expression."""
-    import math_verify as library
-
-    found = [
-        expression
-        for text in WRAPPED
-        if not text.startswith(("(", "[", r"\gcd", r"\binom"))  # these evaluate while parsing
-        for expression in library.parse(f"${text}$", parsing_timeout=2)
-        if not isinstance(expression, str) and "marker" in str(expression)
-    ]
-    assert len(found) > 20
-    assert [expression for expression in found if latex._is_harmless(expression)] == []
-    assert not marker.exists()
-
-
-def test_every_kind_of_name_is_checked():
-    import sympy
-    from sympy.tensor import Idx, IndexedBase
-
-    code = "a(b)"
-    x, i = sympy.Symbol("x"), sympy.Symbol("i", integer=True)
-    bad = sympy.Symbol(code)
-    expressions = [kind(code) for kind in (sympy.Symbol, sympy.Dummy, sympy.Wild, sympy.core.symbol.Str)]
-    expressions += [sympy.Function(code)(x), sympy.Function("exit")(x)]
-    expressions += [sympy.MatrixSymbol(code, 2, 2), sympy.MatrixSymbol("A", bad, 2), sympy.Function("f")(bad)]
-    expressions += [IndexedBase(code)[i], IndexedBase("a")[Idx(sympy.Symbol(code, integer=True))], sympy.Eq(x, bad)]
-    expressions += [sympy.FiniteSet(x, bad), sympy.Interval(0, sympy.Symbol(code, real=True))]
-    expressions += [
-        sympy.Lambda(bad, bad + 1),
-        sympy.Tuple(1, sympy.Tuple(bad)),
-        sympy.Sum(x, (bad, 1, 2)),
-        sympy.Matrix([[1, bad]]),
-    ]
-    expressions += [sympy.ImmutableMatrix([[1, bad]]), *map(sympy.Symbol, ("a.b", "a\nb", "a'b")), [x], "x", True]
-    assert [expression for expression in expressions if latex._is_harmless(expression)] == []
-    plain = [x, sympy.Symbol("x_{1}"), sympy.Symbol("hat{x}"), sympy.Function("f")(x), sympy.Matrix([[x]]), sympy.pi]
-    assert [expression for expression in plain if not latex._is_harmless(expression)] == []
-
-
 @pytest.mark.parametrize(
     "text",
     [r"9^{9^{9^9}}", r"2^{100000}", "99999999!", r"\binom{99999999}{49999999}", r"(3!)^{9999}", r"10^{10^{10}} - 1"],
@@ -184,7 +132,7 @@ def test_numbers_of_some_hundred_digits_are():
 def test_outside_of_the_main_thread_the_library_says_so():
     program = (
         "import concurrent.futures\n"
-        "from grpo.rewards.answers.latex import same_expression\n"
+        "from grpo.rewards.latex import same_expression\n"
         "pool = concurrent.futures.ThreadPoolExecutor(1)\n"
         "print(pool.submit(same_expression, 'x+1', '1+x', 0.0).exception())"
     )

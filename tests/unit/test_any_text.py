@@ -50,16 +50,15 @@ references = st.sampled_from(
 
 OPTIONS = {
     "regex_match": {"pattern": r"\d+\s*apples"},
-    "length_penalty": {"target_tokens": 100},
     "code_reward": {"timeout_seconds": 1.0},
 }
 # Those that compare LaTeX take up to 2 s for each parse and comparison, code_reward starts a process.
 NUM_EXAMPLES = 300
-SLOW = {"math_verify": 60, "code_reward": 40} | dict.fromkeys(
+SLOW = {"code_reward": 40} | dict.fromkeys(
     ("math_reward boxed", "group_length_reward boxed", "cosine_length_reward boxed"), 120
 )
 RANGES = {"repetition_penalty": (-1, 0), "cosine_length_reward": (-10, 2)}
-RANGES |= {"length_penalty": (-1, 0), "overlong_penalty": (-1, 0), "group_length_reward": (-0.5, 0.5)}
+RANGES |= {"overlong_penalty": (-1, 0), "group_length_reward": (-0.5, 0.5)}
 READS_ANSWERS = ("math_reward", "exact_match", "group_length_reward", "cosine_length_reward")
 CASES = [
     *(name for name in BUILT_INS if name not in READS_ANSWERS),

@@ -16,7 +16,7 @@ import torch
 from grpo.config import RewardConfig
 from grpo.rewards import pool as reward_pool
 from grpo.rewards.pool import RewardPool
-from grpo.rewards.supervisor import split
+from grpo.rewards.supervisor import part
 from grpo.rewards.worker import plain_values, readable_places
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers import kernel, processes
@@ -166,9 +166,9 @@ def test_built_in_functions_and_the_users_own_run_in_different_processes(own, tm
     """One worker each: that of the built-in has a filter of system calls (Seccomp 2), the other has none."""
     functions = ["math_reward", "thinking_reward", f"{own}:writes", "code_reward"]
     config = RewardConfig(functions=dict.fromkeys(functions, 1.0), options={"thinking_reward": {}}, num_workers=1)
-    parts = split(config)
-    assert list(parts[True].functions) == functions[:2] and list(parts[False].functions) == functions[2:]
-    assert parts[True].options == {"thinking_reward": {}} and parts[False].options == {}
+    confined, other = part(config, confined=True), part(config, confined=False)
+    assert list(confined.functions) == functions[:2] and list(other.functions) == functions[2:]
+    assert confined.options == {"thinking_reward": {}} and other.options == {}
 
     pool = RewardPool(config, 100)
     children = pathlib.Path(f"/proc/{pool.supervisor.pid}/task/{pool.supervisor.pid}/children").read_text().split()

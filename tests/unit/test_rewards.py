@@ -18,7 +18,6 @@ from grpo.rewards.builtin import (
     format_reward,
     group_length_reward,
     language_reward,
-    length_penalty,
     overlong_penalty,
     regex_match,
     repetition_penalty,
@@ -189,12 +188,6 @@ def test_format_reward(text, reward):
     assert format_reward([text], answer=["?"]) == [reward]
 
 
-def test_length_penalty():
-    lengths = [0, 100, 150, 200, 300, 301]
-    values = length_penalty([""] * 6, num_tokens=lengths, target_tokens=100, max_completion_tokens=300, answer=[""] * 6)
-    assert values == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
-
-
 def test_overlong_penalty():
     """L_max 400: L_cache 100 by default, as a quarter; or 200."""
     lengths = [0, 300, 350, 400, 401]
@@ -257,7 +250,6 @@ def test_load_functions_gives_every_built_in_its_options():
             "math_reward": {"partial_credit": 0.3, "tolerance": 0.1},
             "group_length_reward": {"tolerance": 0.1},
             "regex_match": {"pattern": "[0-9]{3}"},
-            "length_penalty": {"target_tokens": 100},
             "overlong_penalty": {"tokens": 50},
             "repetition_penalty": {"ngram": 1},
             "language_reward": {"language": "greek"},
@@ -269,14 +261,12 @@ def test_load_functions_gives_every_built_in_its_options():
     columns = {"answer": ["100.5"], "tests": ["assert x == 7"], "num_tokens": [180], "truncated": [False]}
     assert {name: function([text], **columns) for name, (function, _) in functions.items()} == {
         "math_reward": [1.0],
-        "math_verify": [0.0],
         "exact_match": [0.0],
         "group_length_reward": [0.0],
         "code_reward": [1.0],
         "regex_match": [1.0],
         "format_reward": [0.0],
         "thinking_reward": [0.0],
-        "length_penalty": [-0.8],
         "overlong_penalty": [-0.6],
         "cosine_length_reward": [pytest.approx(-5 * (1 + math.cos(0.9 * math.pi)))],
         "repetition_penalty": [pytest.approx(-0.2)],  # 8 of 10 are distinct
@@ -294,7 +284,7 @@ def test_load_functions_gives_every_built_in_its_options():
 @pytest.mark.parametrize(
     ("name", "column", "message"),
     [
-        ("math_verify", "solution", r"math_verify cannot .* 'answer'; .* columns it needs in data.columns"),
+        ("math_reward", "solution", r"math_reward cannot .* 'answer'; .* columns it needs in data.columns"),
         ("code_reward", "answer", r"code_reward cannot .* 'tests'; .* columns it needs in data.columns"),
         (
             "thinking_reward",
@@ -315,8 +305,6 @@ def test_load_functions_refuses_columns(name, column, message):
         ("regex_match", {}, r"regex_match needs pattern; give it with .* regex_match '{\"pattern\": \.\.\.}'$"),
         ("regex_match", {"pattern": ""}, r"reward.options of regex_match: pattern is empty; set"),
         ("regex_match", {"pattern": "(["}, r"pattern '\(\[' is no regular expression: .*; escape"),
-        ("length_penalty", {}, r"length_penalty needs target_tokens; give it with --reward.options length_penalty"),
-        ("length_penalty", {"target_tokens": 0}, r"is 0, .* between 0 and .* = 200; set it"),
         ("overlong_penalty", {"tokens": 201}, r"tokens is 201, .* = 200; set at most that"),
         ("overlong_penalty", {"tokens": -1}, r"tokens is -1, .* = 200; set at most that"),
         ("repetition_penalty", {"ngram": 0}, r"repetition_penalty: ngram is 0; set 1 word or more"),
@@ -378,7 +366,7 @@ def test_a_function_of_the_users_has_options_and_facts_of_the_run_like_a_built_i
         load_functions(config, ["answer", "level"])
 
 
-@pytest.mark.parametrize("functions", [{"math_verify": 1.0}, {"math_reward": 1.0}, {"group_length_reward": 1.0}])
+@pytest.mark.parametrize("functions", [{"math_reward": 1.0}, {"group_length_reward": 1.0}])
 def test_the_library_that_compares_latex_is_loaded_at_the_start(functions):
     program = (
         "import sys; from grpo.config import RewardConfig; from grpo.rewards.loading import load_functions; "
@@ -395,7 +383,7 @@ def test_the_library_that_compares_latex_is_loaded_at_the_start(functions):
     [
         (
             "maths",
-            r"unknown reward function 'maths'; built-ins are math_reward, math_verify, .*, language_reward, "
+            r"unknown reward function 'maths'; built-ins are math_reward, exact_match, .*, language_reward, "
             r"your own is written path/file.py:function",
         ),
         ("mine.py", "unknown reward function 'mine.py'"),

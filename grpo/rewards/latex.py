@@ -2,9 +2,9 @@
 
 sympy's numerical evaluation of a sum prints the names of symbols into Python source that it compiles, and LaTeX can
 make anything a name (`\\hat{..}`). So a completion of nothing but LaTeX could run Python wherever an expression is
-evaluated, also while parsing. Three things stand against that, for references too, because a data set may be poisoned:
-`load` takes the compiler away from sympy, `is_plain` lets only a short list of commands be parsed, and `_is_harmless`
-looks at every name of an expression before it is compared.
+evaluated, also while parsing. Two things stand against that, for references too, because a data set may be poisoned:
+`load` takes the compiler away from sympy, and `is_plain` lets only numbers, short names and a list of commands be
+parsed, among them none for sums.
 
 The parser, the comparison and their time limits (SIGALRM, so the process's main thread) are the libraries'. sympy takes
 a second to load: `load` imports them where an expression is first needed.
@@ -72,7 +72,7 @@ def parse_expression(text: str) -> Any | None:
         convert_degrees=False,
         normalization_config=None,
     )
-    return expression if _is_harmless(expression) else None
+    return expression if _is_small(expression) else None
 
 
 def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | None:
@@ -144,36 +144,14 @@ def _shape(text: str) -> tuple:
 # ---------------------------------------------------------------------------------------------------------------------
 # What may be evaluated
 
-# No call, attribute, string or item can be written with these.
-_PLAIN_NAME = re.compile(r"[\w{}\\, +-]*")
-# One letter, or a command such as \alpha. Longer ones could be functions of Python's: exit(5).
-_PLAIN_FUNCTION = re.compile(r"(?:[a-zA-Z]|\\[a-zA-Z]+ ?)(?:_(?:[a-zA-Z0-9]|\{[a-zA-Z0-9]+\}))?")
 
-
-def _is_harmless(expression: Any) -> bool:
-    """Whether every name anywhere in an expression is plain, and no number on the way has more than LATEX_DIGITS."""
+def _is_small(expression: Any) -> bool:
+    """Whether it is an expression, and no number on the way to its value has more than LATEX_DIGITS."""
     from sympy import Basic, MatrixBase
-    from sympy.core.function import UndefinedFunction
 
-    if not isinstance(expression, Basic | MatrixBase):
-        return False  # None, or what some functions return: lists, dicts, booleans
-    waiting = [expression]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, MatrixBase):
-            waiting += node.flat()
-        elif not isinstance(node, Basic):
-            return False
-        kind = type(node)
-        if isinstance(kind, UndefinedFunction) and not _PLAIN_FUNCTION.fullmatch(kind.__name__):
-            return False
-        # Symbols, dummies, matrix symbols, indexed ones and strings all have a name or are one.
-        for name in (getattr(node, "name", ""), getattr(node, "label", "")):
-            if isinstance(name, str) and not _PLAIN_NAME.fullmatch(name):
-                return False
-        if isinstance(node, Basic):
-            waiting += [*node.args, *getattr(node, "_unsorted_args", ())]
-    return isinstance(expression, MatrixBase) or _digits(expression) <= LATEX_DIGITS
+    if isinstance(expression, MatrixBase):
+        return all(map(_is_small, expression.flat()))
+    return isinstance(expression, Basic) and _digits(expression) <= LATEX_DIGITS  # not so lists, booleans and None
 
 
 def _digits(node: Any) -> float:

@@ -1,11 +1,25 @@
-"""Where the final answer stands in a completion: behind the thoughts, in a tag, a box or behind ####.
+"""Where the answer stands in a completion, and when two answers are the same, in three sentences.
 
-One pass each, whatever a policy writes: a text that repeats "\\boxed{" or "<answer>" takes no quadratic time.
+Two answers are the same if their texts agree after a clean-up: LaTeX's marks of text and spacing, Markdown, parentheses
+around the whole, case, blanks around signs, a final period, and "x =" if only one side has it. Or if each is one number
+written out (digits, decimals, a fraction, a power of ten) of the same exact value, or within `tolerance` where one of
+them is no integer, and with the same unit, of which a common one (UNITS in numbers.py) may be missing on one side. Or,
+as LaTeX, if math-verify takes two expressions as equal whose words, functions and brackets agree; but a reference that
+is a number is equal to numbers only, never to an operation that is left to do.
+
+Which number a text is stands in numbers.py, what an expression is in latex.py. Wherever a careful reader could doubt,
+the answer is not the same. Reading takes one pass: a text that repeats "<answer>" takes no quadratic time.
 """
 
+import functools
 import re
+from fractions import Fraction
 
-from grpo.rewards.answers.numbers import clean_text, read_number
+from grpo.rewards.latex import same_expression
+from grpo.rewards.numbers import clean_text, read_number
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the answer stands
 
 # Tags in any case, with blanks and attributes: an answer is not shown to a reader because its <Think > is odd.
 _THINK_TAG = re.compile(r"<\s*(?P<close>/\s*)?think\b[^<>]*>", re.IGNORECASE)
@@ -32,49 +46,15 @@ def extract_answer(text: str, answer_format: str) -> str | None:
     if answer_format not in ("answer_tag", "boxed", "hashes"):
         raise ValueError(f"answer_format={answer_format!r} is unknown; use answer_tag, boxed or hashes")
     text = without_thoughts(text)
-    tagged = tagged_answer(text)
-    if answer_format == "answer_tag":
-        answer = _unboxed(tagged or "")
-    elif answer_format == "boxed" and tagged is None:
-        answer = _unbox_inner(_last(text, boxes(text)))
-    elif answer_format == "boxed":
-        answer = _unboxed(tagged) if boxes(tagged) else ""
-    else:
+    tagged = _tagged(text)
+    if answer_format == "hashes":
         _, hashes, rest = (text if tagged is None else tagged).rpartition("####")
         answer = rest.partition("\n")[0] if hashes else ""
+    elif answer_format == "boxed" and tagged is None:
+        answer = _unbox_inner(_last(text, _boxes(text)))
+    else:
+        answer = _unboxed(tagged) if tagged and (answer_format == "answer_tag" or _boxes(tagged)) else ""
     return answer.strip() or None
-
-
-# Bounded, so that "\(" without an end costs the same wherever it stands.
-_FORMULA = re.compile(
-    r"\$\$[^$]{1,300}\$\$|(?<![\\\d])\$[^$\n]{1,300}(?<!\\)\$|\\\(.{1,300}?\\\)|\\\[.{1,300}?\\\]", re.DOTALL
-)
-# A formula is stated at the begin of a sentence or behind such a word, and ends its sentence: not in "not $5$".
-_STATES = re.compile(r"(?:[\n.:]|(?<![!<>])=|\b(?:is|are|so|get|gives|equals))\Z")
-_END_OF_SENTENCE = re.compile(r"[ *]*(?:[.!]|\n|\Z)")
-# A number is stated as all that follows such a word at the end of the text.
-_STATED_NUMBER = re.compile(
-    r"(?:.*(?:\n|:|(?<![!<>])=|\b(?:is|are|get|gives|equals)\b)|\A)([^\n:=]{1,60})\Z", re.DOTALL
-)
-
-
-def find_answer(text: str) -> str | None:
-    """The final answer wherever it is stated: in a tag, in boxes, as the last formula, as the number at the end.
-
-    Looser than extract_answer. None if there is nothing of these, or if the last formula is not what a sentence states.
-    """
-    text = without_thoughts(text)
-    if (tagged := tagged_answer(text)) is not None:
-        return _unboxed(tagged).strip() or None
-    if found := boxes(text):
-        return _unbox_inner(_last(text, found)).strip() or None
-    if formulas := list(_FORMULA.finditer(text)):
-        last = formulas[-1]
-        before = text[: last.start()].rstrip(" *")
-        stated = (not before or _STATES.search(before[-10:])) and _END_OF_SENTENCE.match(text, last.end())
-        return last[0].strip("$") if stated else None
-    stated = _STATED_NUMBER.match(text.rstrip(" \n*.")[-100:])
-    return stated[1].strip() if stated and read_number(clean_text(stated[1])) else None
 
 
 def without_thoughts(text: str) -> str:
@@ -92,7 +72,7 @@ def without_thoughts(text: str) -> str:
     return shown + (text[start : tags[0].start()] if tags else text[start:])
 
 
-def tagged_answer(text: str) -> str | None:
+def _tagged(text: str) -> str | None:
     """The content of the last complete <answer>..</answer>, "" if it is one of a choice; None without one.
 
     Of "<answer> 1 <answer> 2 </answer>" the answer is 2.
@@ -107,13 +87,11 @@ def tagged_answer(text: str) -> str | None:
     return _last(text, found) if found else None
 
 
-def boxes(text: str) -> list[Span]:
+def _boxes(text: str) -> list[Span]:
     """The outermost \\boxed{..} and \\fbox{..} that close and are not empty, in order."""
-    if "box" not in text:
-        return []
     found: list[Span] = []
     opened: list[tuple[bool, int, int]] = []
-    for match in _BOX_OR_BRACE.finditer(text):
+    for match in _BOX_OR_BRACE.finditer(text) if "box" in text else ():
         token = match[0]
         if token.endswith("{") and token != "\\{":
             opened.append((token != "{", match.start(), match.end()))
@@ -138,7 +116,7 @@ def _last(text: str, found: list[Span]) -> str:
 
 def _unboxed(text: str) -> str:
     """An answer's text with its box taken off: one box in some words is the answer, different boxes are none."""
-    found = boxes(text)
+    found = _boxes(text)
     if not found:
         return _EMPTY_BOX.sub("", text)
     return _unbox_inner(found[-1][2]) if len({content.strip() for _, _, content in found}) == 1 else ""
@@ -148,3 +126,54 @@ def _unbox_inner(content: str) -> str:
     """Content of a box without boxes that stand inside it."""
     content = _BOX_COMMAND.sub("", _EMPTY_BOX.sub("", content)).strip()
     return content[1:-1] if content[:1] == "{" and content[-1:] == "}" else content
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When two are the same
+
+# Longer answers are equal only as they stand: nothing below has to be fast for a text of any length.
+ANSWER_CHARACTERS = 1000
+
+# x =, x_1 =, f(x) =, \theta =. Two letters may be a product.
+_NAME = re.compile(r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\w|_\{\w{1,8}\})? ?(?:\([a-zA-Z]\))? ?= ?")
+_AROUND_SIGNS = re.compile(r" ?([^\w\s]) ?")
+
+
+def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bool:
+    """Whether two answers are the same, with `latex` also as expressions (in the process's main thread only)."""
+    if max(len(given), len(reference)) > ANSWER_CHARACTERS:
+        return given.casefold().split() == reference.casefold().split()
+    given, reference = clean_text(given), clean_text(reference)
+    if not given or not reference:
+        return False
+    if "=" not in given or "=" not in reference:
+        given, reference = _without_name(given), _without_name(reference)
+    found, expected = read_number(given), read_number(reference)
+    if found and expected:
+        missing = not found.unit or not expected.unit
+        if found.unit != expected.unit and not (missing and found.has_known_unit and expected.has_known_unit):
+            return False
+        if found.value.denominator == 1 and expected.value.denominator == 1:
+            return found.value == expected.value
+        return abs(found.value - expected.value) <= _exactly(tolerance) * abs(expected.value)
+    if expected and expected.has_known_unit:
+        return False
+    if _AROUND_SIGNS.sub(r"\1", given).casefold() == _AROUND_SIGNS.sub(r"\1", reference).casefold():
+        return True
+    return latex and same_expression(given, reference, tolerance)
+
+
+def parse_number(text: str) -> int | Fraction | None:
+    """The value of the one number that an answer is, without its unit and "x ="; None if it is none."""
+    number = read_number(_without_name(clean_text(text[:ANSWER_CHARACTERS])))
+    return number.value if number and number.has_known_unit else None
+
+
+def _without_name(text: str) -> str:
+    name = _NAME.match(text)
+    return text[name.end() :] if name else text
+
+
+@functools.cache
+def _exactly(tolerance: float) -> Fraction:
+    return Fraction(str(tolerance))  # a millionth, and not the float next to it
