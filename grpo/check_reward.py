@@ -89,7 +89,7 @@ def load_reward(name: str, config: GRPOConfig, columns: list[str]) -> RewardFunc
     """The function with the options that the recipe has for it; raises what `load_functions` raises."""
     options = {key: value for key, value in config.reward.options.items() if key == name}
     reward = dataclasses.replace(config.reward, functions={name: 1.0}, options=options)
-    return load_functions(reward, columns, config.generator.max_completion_tokens)[name][0]
+    return load_functions(reward, columns, config.generator.max_completion_tokens)[name]
 
 
 def some_completions(example: Example, answer_format: str) -> dict[str, str]:

@@ -12,15 +12,19 @@ looks at a completion; it is called once with none at the start of a run, so tha
 No torch, nor anything that imports it: worker processes load this file and must start fast.
 """
 
+import contextlib
 import functools
+import json
 import math
+import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
 from grpo.rewards.answers import extract_answer, same_answer
-from grpo.rewards.code_tests import last_program, passes, read_tests
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
 from grpo.rewards.latex import load as load_math_verify
+from grpo.workers.programs import Limits, run_python
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -169,12 +173,94 @@ def code_reward(
         )
     rewards = []
     for text, test in zip(completions, tests, strict=True):
-        code, test = last_program(text), read_tests(test)
+        code, test = _last_program(text), _read_tests(test)
         if not test:
             rewards.append(None)
         else:
-            rewards.append(1.0 if code is not None and passes(code, test, timeout_seconds, memory_gib) else 0.0)
+            rewards.append(1.0 if code is not None and _passes(code, test, timeout_seconds, memory_gib) else 0.0)
     return rewards
+
+
+def _last_program(text: str) -> str | None:
+    """The last closed ```python block, else the last without a language; line by line, so that each fence pairs up."""
+    found: dict[str, str] = {}
+    language, block = None, []
+    for line in text.splitlines(keepends=True):
+        fence = line.strip()
+        if language is None and fence.startswith("```"):
+            language, block = fence[3:].strip().lower(), []
+        elif language is not None and fence == "```":
+            found[language] = "".join(block)
+            language = None
+        elif language is not None:
+            block.append(line)
+    return next((found[name] for name in ("python", "py", "python3", "") if found.get(name, "").strip()), None)
+
+
+def _read_tests(tests: Any) -> str | list[tuple[str, str]]:
+    """Python source or pairs of input and output, in one of the forms that code_reward describes; empty if none.
+
+    Raises ValueError if `tests` has none of these forms.
+    """
+    if isinstance(tests, str) and tests.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):  # Python that starts with a list
+            tests = json.loads(tests)
+    if tests is None or isinstance(tests, str):
+        return (tests or "").strip()
+    if isinstance(tests, list | tuple):
+        if all(isinstance(test, str) for test in tests):
+            return "\n".join(tests).strip()
+        if all(
+            isinstance(test, dict) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str)
+            for test in tests
+        ):
+            return [(test["input"], test["output"]) for test in tests]
+    raise ValueError(
+        f"cannot read tests of type {type(tests).__name__}: {str(tests)[:200]!r}; give Python source or a "
+        'list (or its JSON) of {"input": text, "output": text}'
+    )
+
+
+# Runs program, then tests, as one module named __main__ whose namespace has nothing of this harness. The marker comes
+# in through stdin and not in a file, and goes out only once the tests are through; all that is called after the program
+# ran was taken before, so that replacing exec or os.write changes nothing; and leaving by _exit keeps threads and exit
+# handlers from having a say.
+_HARNESS = """
+def run(exec=exec):
+    import json, os, sys, types
+    job = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    out, write, leave = os.dup(1), os.write, os._exit
+    program, tests = (compile(job[name], name, "exec", dont_inherit=True) for name in ("program", "tests"))
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(program, module.__dict__)
+    exec(tests, module.__dict__)
+    write(out, job["marker"].encode())
+    leave(0)
+run()
+"""
+
+
+def _passes(code: str, tests: str | list[tuple[str, str]], timeout_seconds: float, memory_gib: float) -> bool:
+    """Whether the program passes all tests. Seconds are for all of them together, GiB of address space per process."""
+    if isinstance(tests, str):
+        marker = secrets.token_hex(16)
+        job = json.dumps({"program": code, "tests": tests, "marker": marker})
+        outcome = run_python(_HARNESS, job, Limits(timeout_seconds, memory_gib))
+        return outcome.status == "ok" and marker in outcome.stdout
+    deadline = time.monotonic() + timeout_seconds
+    for given, expected in tests:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
+            return False
+        outcome = run_python(code, given, Limits(seconds_left, memory_gib))
+        if outcome.status != "ok" or _lines(outcome.stdout) != _lines(expected):
+            return False
+    return True
+
+
+def _lines(output: str) -> list[str]:
+    return [line.rstrip() for line in output.rstrip().split("\n")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,48 +290,6 @@ def overlong_penalty(
     return [-min(1.0, max(0.0, length - free) / cache) for length in num_tokens]
 
 
-def cosine_length_reward(
-    completions: list[str],
-    answer: list[Any],
-    num_tokens: list[int],
-    *,
-    correct_short: float = 2.0,
-    correct_long: float = 1.0,
-    wrong_short: float = -10.0,
-    wrong_long: float = 0.0,
-    exceeded: float = -10.0,
-    answer_format: str = "answer_tag",
-    tolerance: float = 1e-6,
-    max_completion_tokens: int,
-    **columns: list,
-) -> list[float | None]:
-    """The cosine reward of "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373, section 4.2), with
-    that section's values: right answers earn more when they are shorter, wrong ones lose less when they are longer.
-
-    With x = tokens / `max_completion_tokens`, long + (short - long) / 2 * (1 + cos(pi * x)): so from `correct_short` at
-    no tokens to `correct_long` at the limit where math_reward takes the answer as correct, from `wrong_short` to
-    `wrong_long` where not, and `exceeded` at the limit itself, whatever the answer. It includes the reward for the
-    answer, so it is used without math_reward. None where math_reward gives None.
-
-    Raises ValueError if a value is not finite, or if a wrong or exceeding completion could earn more than a right one.
-    """
-    values = (correct_short, correct_long, wrong_short, wrong_long, exceeded)
-    if not all(map(math.isfinite, values)) or min(values[:2]) < max(values[2:]):
-        raise ValueError(
-            f"correct_short={correct_short}, correct_long={correct_long}, wrong_short={wrong_short}, wrong_long="
-            f"{wrong_long}, exceeded={exceeded}: set finite numbers, the first two at least as large as the others"
-        )
-    if max_completion_tokens < 1:
-        raise ValueError(f"max_completion_tokens is {max_completion_tokens}; set the longest completion, 1 or more")
-    correct = math_reward(completions, answer, answer_format=answer_format, tolerance=tolerance)
-    rewards = []
-    for value, length in zip(correct, num_tokens, strict=True):
-        short, long = (correct_short, correct_long) if value == 1.0 else (wrong_short, wrong_long)
-        reward = long + (short - long) / 2 * (1 + math.cos(math.pi * length / max_completion_tokens))
-        rewards.append(None if value is None else exceeded if length >= max_completion_tokens else reward)
-    return rewards
-
-
 BUILT_INS: dict[str, RewardFunction] = {
     function.__name__: function
     for function in (
@@ -257,7 +301,6 @@ BUILT_INS: dict[str, RewardFunction] = {
         format_reward,
         thinking_reward,
         overlong_penalty,
-        cosine_length_reward,
         repetition_penalty,
         language_reward,
     )

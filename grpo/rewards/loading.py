@@ -25,33 +25,26 @@ def call_arguments(function: RewardFunction, completions: list, columns: Mapping
 
     Else they are its first argument, whatever that is called.
     """
-    if _takes_them_by_name(function):
+    if _takes_completions(function):
         return (), {"completions": completions, **columns}
     return (completions,), dict(columns)
 
 
 @functools.cache  # looking at a signature takes longer than most calls
-def _takes_them_by_name(function: RewardFunction) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    named = any(p.name == "completions" and p.kind is not p.POSITIONAL_ONLY for p in parameters)
-    places = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.VAR_POSITIONAL,
-    )
-    return named or all(p.kind not in places for p in parameters)  # also where there is only **columns
+def _takes_completions(function: RewardFunction) -> bool:
+    return "completions" in inspect.signature(function).parameters
 
 
-def answer_format_of(functions: Mapping[str, tuple[RewardFunction, float]]) -> str | None:
+def answer_format_of(functions: Mapping[str, RewardFunction]) -> str | None:
     """Where the first function that reads answers looks for them (`reward.answer_format` or its own); None if none."""
-    bound = (getattr(function, "keywords", {}) for function, _ in functions.values())
+    bound = (getattr(function, "keywords", {}) for function in functions.values())
     return next((keywords["answer_format"] for keywords in bound if "answer_format" in keywords), None)
 
 
 def load_functions(
     config: RewardConfig, columns: Collection[str] | None = None, max_completion_tokens: int | None = None
-) -> dict[str, tuple[RewardFunction, float]]:
-    """Name (as in `config.functions`) -> function with its options bound, and weight.
+) -> dict[str, RewardFunction]:
+    """Name (as in `config.functions`) -> function with its options bound.
 
     columns: names of the data set's columns each function will be called with, on top of EXTRA_COLUMNS; given, they are
     checked against its signature, so that a missing column shows here and not at the first step.
@@ -60,39 +53,31 @@ def load_functions(
     Raises ValueError if a name, a column or an option does not fit, and whatever the user's file raises when it runs.
     """
     if columns is not None:
-        taken = [name for name in columns if name in EXTRA_COLUMNS]
-        if taken:
+        if taken := [name for name in columns if name in EXTRA_COLUMNS]:
             raise ValueError(
                 f"data.columns has {', '.join(taken)}, but reward functions get a column of that name anyway; "
                 f"give the data set's another name, such as --data.columns my_{taken[0]} {taken[0]}"
             )
         columns = [*columns, *EXTRA_COLUMNS]
-    for name in config.options:
-        if name not in config.functions:
-            raise ValueError(
-                f"reward.options has options of {name!r}, which is not in reward.functions "
-                f"({', '.join(config.functions)}){near_miss(name, config.functions)}; add it there or drop its "
-                "options (--reward.options with nothing behind it drops all of a recipe's)"
-            )
-    facts = {
-        "answer_format": config.answer_format,
-        "max_completion_tokens": max_completion_tokens,
-        "call_timeout_seconds": config.timeout_seconds,
-        "worker_memory_gib": config.memory_gib,
-    }
-    facts = {name: value for name, value in facts.items() if value is not None}
+    if unknown := [name for name in config.options if name not in config.functions]:
+        raise ValueError(
+            f"reward.options has options of {unknown[0]!r}, which is not in reward.functions "
+            f"({', '.join(config.functions)}){near_miss(unknown[0], config.functions)}; add it there or drop its "
+            "options (--reward.options with nothing behind it drops all of a recipe's)"
+        )
+    facts = {"answer_format": config.answer_format, "call_timeout_seconds": config.timeout_seconds}
+    facts |= {"worker_memory_gib": config.memory_gib}
+    if max_completion_tokens is not None:
+        facts["max_completion_tokens"] = max_completion_tokens
     functions = {}
-    for name, weight in config.functions.items():
-        if name in BUILT_INS:
-            function = BUILT_INS[name]
-        elif ":" in name:
-            function = load_function(name, "reward")
-        else:
+    for name in config.functions:
+        if name not in BUILT_INS and ":" not in name:
             raise ValueError(
                 f"unknown reward function {name!r}{near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
                 "your own is written path/file.py:function"
             )
-        functions[name] = (_bind_options(name, function, config.options.get(name, {}), facts, columns), weight)
+        function = BUILT_INS[name] if name in BUILT_INS else load_function(name, "reward")
+        functions[name] = _bind_options(name, function, config.options.get(name, {}), facts, columns)
     return functions
 
 
@@ -105,35 +90,31 @@ def _bind_options(
     bound = {fact: value for fact, value in facts.items() if fact in known} | dict(options)
     # A call's arguments replace those that are bound: a column `language` would pass for the option.
     options_of = known if name in BUILT_INS else bound
-    taken = [column for column in columns or () if column in options_of]
-    if taken:
+    if taken := [column for column in columns or () if column in options_of]:
         raise ValueError(
             f"column {', '.join(taken)} is named like an option of {name}; rename it or leave it out of data.columns"
         )
-    required = [option for option, p in known.items() if p.default is p.empty and option not in bound]
-    missing = [option for option in required if option not in (columns or ())]
+    given = {*bound, *(columns or ())}
+    missing = [option for option, p in known.items() if p.default is p.empty and option not in given]
     if missing and (columns is not None or name in BUILT_INS):  # what a user's function needs may also be a column
         raise ValueError(
             f"reward function {name} needs {missing[0]}; give it with --reward.options {name} "
             f"'{{\"{missing[0]}\": ...}}'" + ("" if name in BUILT_INS else ", or, if it is a column, in data.columns")
         )
     function = functools.partial(function, **bound)
-    signature = inspect.signature(function)
-    try:
-        if columns is not None:
-            arguments, named = call_arguments(function, [], dict.fromkeys(columns, []))
-            signature.bind(*arguments, **named)
-    except TypeError as error:
-        raise ValueError(
-            f"reward function {name} cannot be called with completions and the columns {', '.join(columns)}: {error}; "
-            "end its arguments with **columns and list the columns it needs in data.columns"
-        ) from error
-    if name in BUILT_INS:
-        arguments = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if columns is not None:
+        arguments, named = call_arguments(function, [], dict.fromkeys(columns, []))
         try:
-            function(
-                **{argument: [] for argument in arguments}
-            )  # checks the options first; without completions, only them
+            inspect.signature(function).bind(*arguments, **named)
+        except TypeError as error:
+            raise ValueError(
+                f"reward function {name} cannot be called with completions and the columns {', '.join(columns)}: "
+                f"{error}; end its arguments with **columns and list the columns it needs in data.columns"
+            ) from error
+    if name in BUILT_INS:
+        parameters = inspect.signature(function).parameters.values()
+        try:  # without completions it checks its options and no more
+            function(**{p.name: [] for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD})
         except ValueError as error:
             raise ValueError(f"reward.options of {name}: {error}") from error
     return function

@@ -72,7 +72,7 @@ class RewardPool:
             raise ValueError(f"{len(rollouts)} rollouts were submitted in groups of {group_size}, and {waiting}")
         calls = []
         for size, group_level in ((group_size, True), (1, False)):  # long calls first, short ones fill the gaps
-            names = [name for name, (f, _) in self.functions.items() if is_group_level(f) == group_level]
+            names = [name for name, f in self.functions.items() if is_group_level(f) == group_level]
             for start in range(0, len(rollouts) if names else 0, size):
                 together = rollouts[start : start + size]
                 columns = {name: [r.prompt.columns[name] for r in together] for name in together[0].prompt.columns}

@@ -28,10 +28,8 @@ from grpo.workers import processes
 
 # Most calls handed to a worker at once, so that a cheap call does not wait for a message each time.
 CHUNK_CALLS = 32
-# Processes in a row that died with no call to blame (loading or idle) before the supervisor, with none left, gives up.
-MAX_FAILED_STARTS = 5
-# Before a process is replaced that died with no call to blame.
-RETRY_SECONDS = 0.2
+# Between two attempts to replace a process while others are left that have loaded the functions.
+RETRY_SECONDS = 2.0
 # Characters of a failure that a worker reports; its own are shorter.
 FAILURE_CHARACTERS = 2000
 
@@ -59,7 +57,7 @@ class RewardWorker(processes.Worker):
 class Supervisor(processes.Parent):
     """Hands calls to workers and replaces those that end; `config.num_workers` confined ones, and as many others."""
 
-    ready, num_failed_starts, start_after = False, 0, 0.0
+    ready, start_after = False, 0.0
 
     def begin(self) -> None:
         """Read what the driver says first: config, limits, its folder and where it finds modules."""
@@ -123,7 +121,7 @@ class Supervisor(processes.Parent):
         """Blame the running call, if there is one, and give the others to somebody else."""
         if worker.calls and reason is not None:
             self._finish(worker, reason)
-        elif reason is not None:
+        elif worker.loading:
             self._failed_start(reason, worker.confined)
         self.queues[worker.confined].extendleft(reversed(worker.calls))
 
@@ -142,19 +140,12 @@ class Supervisor(processes.Parent):
         worker.must_end_in(self.load_seconds, "loading took")
 
     def _failed_start(self, reason: str, confined: bool) -> None:
-        """A process could not start or load, or died with no call to blame: bad at first, later tried again."""
-        if not self.ready:
-            self._give_up(f"the reward functions cannot be loaded: {reason}")
-        print(f"warning: a reward process ended without a call to blame: {reason}", file=sys.stderr, flush=True)
-        self.num_failed_starts += 1
+        """Go on with the processes that have loaded the functions and try again later; without one, give up."""
+        if not (self.ready and any(w.confined == confined and not w.loading for w in self.workers.values())):
+            self._reply(failed=f"the reward functions cannot be loaded: {reason}")
+            raise processes.Finished
+        print(f"warning: a reward process cannot be replaced: {reason}", file=sys.stderr, flush=True)
         self.start_after = time.monotonic() + RETRY_SECONDS
-        alive = [w for w in self.workers.values() if w.confined == confined and not w.loading]
-        if self.num_failed_starts >= MAX_FAILED_STARTS and not alive:
-            self._give_up(f"no reward process is left after {self.num_failed_starts} attempts to replace one: {reason}")
-
-    def _give_up(self, reason: str) -> None:
-        self._reply(failed=reason)
-        raise processes.Finished
 
     def _hand_out(self, worker: RewardWorker) -> None:
         # smaller chunks towards the end, so that no worker sits on a pile while the others have nothing left
@@ -171,7 +162,6 @@ class Supervisor(processes.Parent):
             worker.must_end_in(self.configs[worker.confined].timeout_seconds * call.number, "took")
 
     def _finish(self, worker: RewardWorker, outcome: list[float | None] | str) -> None:
-        self.num_failed_starts = 0
         self.outcomes[worker.calls.pop(0)] = outcome
         self._begin_call(worker)
         if len(self.outcomes) == len(self.calls):

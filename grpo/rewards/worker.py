@@ -73,7 +73,7 @@ def work(
     with connection.makefile("rb") as reader:
         for line in reader:
             call, name, (completions, columns) = json.loads(line)
-            outcome = make_call(functions[name][0], completions, columns)
+            outcome = make_call(functions[name], completions, columns)
             reply(call=call, **{"failure" if isinstance(outcome, str) else "values": outcome})
 
 
@@ -123,9 +123,10 @@ def plain_values(values: Any, number: int) -> list[float | None] | str:
         return f"returned {_described(values)}, not a list with {number} values"
     if len(values) != number:
         return f"returned {len(values)} values for {number} completions"
-    plain = [None if value is None else _as_float(value) for value in values]
-    for value, as_float in zip(values, plain, strict=True):
-        if as_float is not None and not abs(as_float) <= LARGEST_VALUE:
+    plain = []
+    for value in values:
+        plain.append(None if value is None else _as_float(value))
+        if value is not None and not abs(plain[-1]) <= LARGEST_VALUE:
             return f"returned {_described(value)}, not None or a finite number of at most {LARGEST_VALUE:g}"
     return plain
 
@@ -143,11 +144,11 @@ def _as_float(value: Any) -> float:
 
 def _described(value: Any) -> str:
     """`nan (float)`; only the type where the value cannot be shown."""
-    kind = type(value).__name__
     try:
-        return f"{shown(repr(value))} ({kind})"
+        text = shown(repr(value))
     except Exception:  # a user's __repr__ may raise anything, and so does that of an int of 5000 digits
-        return f"a value that cannot be shown ({kind})"
+        text = "a value that cannot be shown"
+    return f"{text} ({type(value).__name__})"
 
 
 def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
@@ -163,11 +164,11 @@ def describe(error: BaseException) -> str:
         message = shown(str(error))
     except Exception:  # a user's exception may have a __str__ that fails
         message = ""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    walked = list(traceback.walk_tb(error.__traceback__))
+    lines = [(frame.f_code.co_filename, line) for frame, line in walked]
     theirs = [line for line in lines if not line[0].startswith((_PACKAGE, "<frozen"))] or lines[1:]
     places = [f" ({file}:{line})" for file, line in theirs if file == theirs[0][0]]
     text = f"{type(error).__name__}{': ' if message else ''}{message}{''.join(places[-1:])}"
-    if isinstance(error, KeyError) and frames and frames[-1].f_locals.get("self") is os.environ:
+    if isinstance(error, KeyError) and walked and walked[-1][0].f_locals.get("self") is os.environ:
         text += "; reward functions get few environment variables, others if reward.environment names them"
     return text

@@ -148,7 +148,8 @@ class Log(TrainerCallback):
     def score(self, texts: list[str], lengths: list[int], columns: dict[str, list]) -> list[float]:
         limit = self.config.generator.max_completion_tokens
         extra = {"num_tokens": lengths, "truncated": [length >= limit for length in lengths]}
-        values = [[weight * v for v in f(texts, **columns, **extra)] for f, weight in self.functions.values()]
+        weights = self.config.reward.functions
+        values = [[weights[name] * v for v in f(texts, **columns, **extra)] for name, f in self.functions.items()]
         return [sum(parts) for parts in zip(*values, strict=True)]
 
     def on_train_begin(self, args, state, control, **kwargs):

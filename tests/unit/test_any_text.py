@@ -54,12 +54,10 @@ OPTIONS = {
 }
 # Those that compare LaTeX take up to 2 s for each parse and comparison, code_reward starts a process.
 NUM_EXAMPLES = 300
-SLOW = {"code_reward": 40} | dict.fromkeys(
-    ("math_reward boxed", "group_length_reward boxed", "cosine_length_reward boxed"), 120
-)
-RANGES = {"repetition_penalty": (-1, 0), "cosine_length_reward": (-10, 2)}
+SLOW = {"code_reward": 40} | dict.fromkeys(("math_reward boxed", "group_length_reward boxed"), 120)
+RANGES = {"repetition_penalty": (-1, 0)}
 RANGES |= {"overlong_penalty": (-1, 0), "group_length_reward": (-0.5, 0.5)}
-READS_ANSWERS = ("math_reward", "exact_match", "group_length_reward", "cosine_length_reward")
+READS_ANSWERS = ("math_reward", "exact_match", "group_length_reward")
 CASES = [
     *(name for name in BUILT_INS if name not in READS_ANSWERS),
     *(f"{name} {answer_format}" for name in READS_ANSWERS for answer_format in ("answer_tag", "boxed", "hashes")),
@@ -71,7 +69,7 @@ def loaded(case: str):
     name, _, answer_format = case.partition(" ")
     options = {name: OPTIONS[name]} if name in OPTIONS else {}
     config = RewardConfig(functions={name: 1.0}, options=options, answer_format=answer_format or "answer_tag")
-    return load_functions(config, max_completion_tokens=1000)[name][0]
+    return load_functions(config, max_completion_tokens=1000)[name]
 
 
 class TooLong(BaseException):

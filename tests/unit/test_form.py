@@ -1,13 +1,9 @@
-"""Rewards of form and length: what counts as a tag, as content, as a repetition, and what a length is worth."""
-
-import math
+"""Rewards of form: what counts as a tag, as content and as a repetition."""
 
 import pytest
 
-from grpo.config import RewardConfig
-from grpo.rewards.builtin import cosine_length_reward, format_reward, repetition_penalty, thinking_reward
+from grpo.rewards.builtin import format_reward, repetition_penalty, thinking_reward
 from grpo.rewards.form import has_content
-from grpo.rewards.loading import load_functions
 
 # ---- Content
 
@@ -124,51 +120,6 @@ def test_repetition_without_blanks(text, ngram, reward):
 @pytest.mark.parametrize("text", ["hahaha" * 100, "abc" * 100, "我想" * 100, "สวัสดี" * 100, "!?" * 100])
 def test_a_text_that_is_one_repetition_costs_nearly_all(text):
     assert -1.0 < repetition_penalty([text])[0] < -0.95
-
-
-# ---- Length
-
-
-def test_cosine_length_reward():
-    """At 0, a quarter, half and three quarters of 400 tokens: (1 + cos) / 2 is 1, 0.853553, 0.5 and 0.146447."""
-    lengths = [0, 100, 200, 300, 400, 401]
-    shares = [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
-    right, wrong = ["<answer>5</answer>"] * 6, ["<answer>6</answer>"] * 6
-    columns = {"answer": ["5"] * 6, "num_tokens": lengths, "max_completion_tokens": 400}
-    assert cosine_length_reward(right, **columns) == pytest.approx([1 + share for share in shares] + [-10.0, -10.0])
-    assert cosine_length_reward(wrong, **columns) == pytest.approx([-10 * share for share in shares] + [-10.0, -10.0])
-    options = {"correct_short": 1.0, "correct_long": 0.5, "wrong_short": -1.0, "wrong_long": -0.5, "exceeded": -2.0}
-    assert cosine_length_reward(right, **columns, **options) == pytest.approx([0.5 + s / 2 for s in shares] + [-2, -2])
-    assert cosine_length_reward(wrong, **columns, **options) == pytest.approx([-0.5 - s / 2 for s in shares] + [-2, -2])
-
-
-def test_cosine_length_reward_is_as_right_as_math_reward():
-    completions, columns = (
-        ["#### 11.5", "#### 13.5", "5", "#### 1"],
-        {"num_tokens": [0] * 4, "max_completion_tokens": 8},
-    )
-    values = cosine_length_reward(
-        completions, answer=["10", "10", "10", None], answer_format="hashes", tolerance=0.2, **columns
-    )
-    assert values == [2.0, -10.0, -10.0, None]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"correct_long": -1.0}, "correct_short=2.0, correct_long=-1.0, .* the first two at least as large"),
-        ({"wrong_long": 1.5}, "wrong_long=1.5, .* the first two at least as large"),
-        ({"exceeded": 3.0}, "exceeded=3.0: set finite numbers"),
-        ({"correct_short": math.inf}, "correct_short=inf, .* finite"),
-        ({"wrong_short": math.nan}, "wrong_short=nan, .* finite"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens is 0; set the longest completion"),
-        ({"answer_format": "xml"}, "answer_format='xml' is unknown"),
-    ],
-)
-def test_cosine_length_reward_refuses(options, message):
-    config = RewardConfig(functions={"cosine_length_reward": 1.0}, options={"cosine_length_reward": options})
-    with pytest.raises(ValueError, match=f"reward.options of cosine_length_reward: .*{message}"):
-        load_functions(config, max_completion_tokens=200)
 
 
 @pytest.mark.parametrize("ngram", [0, -1, 101])

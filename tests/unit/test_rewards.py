@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import pathlib
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import time
 import pytest
 
 from grpo.config import RewardConfig
-from grpo.rewards import code_tests as programs
+from grpo.rewards import builtin
 from grpo.rewards.builtin import (
     BUILT_INS,
     code_reward,
@@ -138,7 +137,7 @@ def test_success_cannot_be_had_by_leaving_early(code):
 
 
 def test_success_is_a_marker_that_is_drawn_anew(monkeypatch):
-    monkeypatch.setattr(programs.secrets, "token_hex", lambda length: "the-marker")
+    monkeypatch.setattr(builtin.secrets, "token_hex", lambda length: "the-marker")
     known = program("print('the-marker'); import os, sys; sys.stdout.flush(); os._exit(0)")
     assert code_reward([known], tests=["assert False"]) == [1.0]
     monkeypatch.undo()
@@ -259,7 +258,7 @@ def test_load_functions_gives_every_built_in_its_options():
     functions = load_functions(config, columns=["answer", "tests"], max_completion_tokens=200)
     text = "αβ γ γ\n```\nx = 7\n```\n#### 105"  # words: αβ γ γ ``` x = 7 ``` #### 105
     columns = {"answer": ["100.5"], "tests": ["assert x == 7"], "num_tokens": [180], "truncated": [False]}
-    assert {name: function([text], **columns) for name, (function, _) in functions.items()} == {
+    assert {name: function([text], **columns) for name, function in functions.items()} == {
         "math_reward": [1.0],
         "exact_match": [0.0],
         "group_length_reward": [0.0],
@@ -268,11 +267,10 @@ def test_load_functions_gives_every_built_in_its_options():
         "format_reward": [0.0],
         "thinking_reward": [0.0],
         "overlong_penalty": [-0.6],
-        "cosine_length_reward": [pytest.approx(-5 * (1 + math.cos(0.9 * math.pi)))],
         "repetition_penalty": [pytest.approx(-0.2)],  # 8 of 10 are distinct
         "language_reward": [0.8],  # αβγγ and x
     }
-    (equal, _), (group, _) = functions["math_reward"], functions["group_length_reward"]
+    equal, group = functions["math_reward"], functions["group_length_reward"]
     assert equal(["#### 120"], **columns) == [0.3]
     assert group(["#### 109", "#### 111"], answer=["100.5"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [
         0.5,
@@ -342,7 +340,7 @@ def test_a_function_of_the_users_has_options_and_facts_of_the_run_like_a_built_i
 
     def load(columns=("answer",), **options):
         config = RewardConfig(functions={name: 1.0}, options={name: options}, answer_format="boxed")
-        return load_functions(config, columns, 100)[name][0]
+        return load_functions(config, columns, 100)[name]
 
     assert load()(["a"], answer=["3"], question=["?"]) == ["boxed 100", 3.0]
     assert load(scale=2)(["a"], answer=["3"]) == ["boxed 100", 6.0]
@@ -421,13 +419,7 @@ def first_by_any_name(texts, **columns):
     return [float(len(text)) for text in texts]
 
 
-def keywords_only(**columns):
-    return [float(len(text)) for text in columns["completions"]]
-
-
-@pytest.mark.parametrize(
-    ("function", "values"), [(trl, [1.0, 0.0]), (first_by_any_name, [1.0, 2.0]), (keywords_only, [1.0, 2.0])]
-)
+@pytest.mark.parametrize(("function", "values"), [(trl, [1.0, 0.0]), (first_by_any_name, [1.0, 2.0])])
 def test_completions_go_by_their_name_or_first(function, values):
     columns = {"prompts": ["1+2", "2+2"], "answer": ["3", "4"], "step": [1, 1]}
     arguments, named = call_arguments(function, ["3", "55"], columns)
