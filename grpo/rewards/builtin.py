@@ -13,7 +13,6 @@ No torch, nor anything that imports it: worker processes load this file and must
 """
 
 import contextlib
-import functools
 import json
 import math
 import secrets
@@ -60,18 +59,10 @@ def math_reward(
     Returns `partial_credit` (0 to 1) for an answer in the right form that is wrong, None where the reference is empty
     or None.
     """
+    extract_answer("", answer_format)  # refuses an unknown format
     latex = answer_format == "boxed"
     if latex:
         load_math_verify()  # at the start, not within the deadline of the first comparison
-    equal = functools.partial(same_answer, tolerance=tolerance, latex=latex)
-    return _compare(completions, answer, answer_format, equal, partial_credit)
-
-
-def _compare(
-    completions: list[str], answer: list[Any], answer_format: str, equal: Callable[[str, str], bool], wrong: float = 0.0
-) -> list[float | None]:
-    """1.0 for an answer that is `equal` to its reference, `wrong` for another, 0.0 for none; None without reference."""
-    extract_answer("", answer_format)  # refuses an unknown format
     rewards = []
     for text, reference in zip(completions, map(_reference_answer, answer), strict=True):
         given = extract_answer(text, answer_format)
@@ -80,7 +71,7 @@ def _compare(
         elif given is None:
             rewards.append(0.0)
         else:
-            rewards.append(1.0 if equal(given, reference) else wrong)
+            rewards.append(1.0 if same_answer(given, reference, tolerance, latex) else partial_credit)
     return rewards
 
 
@@ -89,46 +80,6 @@ def _reference_answer(reference: Any) -> str | None:
     if "####" in text:
         return extract_answer(text, "hashes")
     return extract_answer(text, "boxed") or text if "\\boxed" in text else text or None
-
-
-def exact_match(
-    completions: list[str], answer: list[Any], *, answer_format: str = "answer_tag", **columns: list
-) -> list[float | None]:
-    """1.0 where the completion's answer is the text in `answer` except for case and blanks, else 0.0.
-
-    A reference with #### counts from the last one on; None where it is empty.
-    """
-
-    def equal(given: str, reference: str) -> bool:
-        return given.casefold().split() == reference.casefold().split()
-
-    return _compare(completions, answer, answer_format, equal)
-
-
-@group_level
-def group_length_reward(
-    completions: list[str],
-    answer: list[Any],
-    num_tokens: list[int],
-    *,
-    answer_format: str = "answer_tag",
-    tolerance: float = 1e-6,
-    **columns: list,
-) -> list[float | None]:
-    """Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3): of one prompt's completions the shorter earn more.
-
-    With lambda = 0.5 - (tokens - shortest) / (longest - shortest) over the whole group, a completion that math_reward
-    takes as correct gets lambda, from 0.5 for the shortest to -0.5 for the longest, any other min(0, lambda). All 0 if
-    all are equally long. Meant as a small addition to a reward for the answer itself; None where math_reward gives
-    None.
-    """
-    shortest, longest = min(num_tokens, default=0), max(num_tokens, default=0)
-    correct = math_reward(completions, answer, answer_format=answer_format, tolerance=tolerance)
-    rewards = []
-    for value, length in zip(correct, num_tokens, strict=True):
-        bonus = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
-        rewards.append(None if value is None else bonus if value == 1.0 else min(0.0, bonus))
-    return rewards
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,8 +245,6 @@ BUILT_INS: dict[str, RewardFunction] = {
     function.__name__: function
     for function in (
         math_reward,
-        exact_match,
-        group_length_reward,
         code_reward,
         regex_match,
         format_reward,

@@ -14,8 +14,6 @@ import unicodedata
 
 def regex_match(completions: list[str], *, pattern: str, **columns: list) -> list[float | None]:
     """1.0 where the regular expression `pattern` occurs anywhere in the completion (re.search), else 0.0."""
-    if not pattern:
-        raise ValueError("pattern is empty; set a regular expression")
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -27,7 +25,7 @@ def regex_match(completions: list[str], *, pattern: str, **columns: list) -> lis
 
 # What a reader takes for a tag: in any case, with blanks or attributes. Possessive, so that blanks are read once.
 _TAG = re.compile(r"<\s*+(/?)\s*+(think|answer)\b[^<>\n]*+>", re.IGNORECASE)
-_PROPER_TAG = re.compile(r"<(/?)(think|answer)>")
+_PROPER_TAG = re.compile(r"</?(?:think|answer)>")
 # Characters without width, which hide a tag from a search for its letters.
 _NO_WIDTH = re.compile(
     "[\xad\u0300-\u036f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e01ef]"
@@ -44,8 +42,8 @@ def format_reward(completions: list[str], **columns: list) -> list[float | None]
     """
     rewards = []
     for text in completions:
-        tags = _tags(text)
-        match = _THINK_THEN_ANSWER.fullmatch(text) if tags is not None and len(tags) == len(set(tags)) else None
+        tags, proper = _tags(text)
+        match = _THINK_THEN_ANSWER.fullmatch(text) if proper and len(tags) == len(set(tags)) else None
         rewards.append(1.0 if match and has_content(match[1]) and has_content(match[2]) else 0.0)
     return rewards
 
@@ -53,34 +51,26 @@ def format_reward(completions: list[str], **columns: list) -> list[float | None]
 def thinking_reward(completions: list[str], **columns: list) -> list[float | None]:
     """1.0 for exactly one <think>..</think> block with content, before the answer; 0.5 for a broken one; 0.0 for none.
 
-    Broken: a tag is missing, repeated or malformed (`<THINK>`, `< think >`, with attributes), the block has nothing
-    that a reader would see (see `has_content`), or an answer comes before the block or only inside it. Only the
-    completion's own text counts: a chat template that opens <think> in the prompt leaves just the closing tag here, and
-    then 0.5 is the most that can be had; turn that off with data.chat_template_kwargs, or drop this reward.
+    Broken: a tag is missing, repeated or malformed (see `format_reward`), the block has no content (see `has_content`),
+    or an answer comes before the block or only inside it. Where a chat template opens <think> in the prompt, 0.5 is the
+    most that can be had; turn that off with data.chat_template_kwargs, or drop this reward.
     """
     rewards = []
     for text in completions:
-        tags = _tags(text)
-        if tags is None:
-            rewards.append(0.5 if "think" in _loose_names(text) else 0.0)
-            continue
-        counts = tags.count("think"), tags.count("/think")
+        tags, proper = _tags(text)
         before, _, rest = text.partition("<think>")
         thoughts, closed, after = rest.partition("</think>")
         early, inside, late = map(_begins_answer, (before, thoughts, after))
-        whole = counts == (1, 1) and closed and has_content(thoughts) and not early and (late or not inside)
-        rewards.append(0.0 if counts == (0, 0) else 1.0 if whole else 0.5)
+        once = proper and tags.count("think") == tags.count("/think") == 1 and closed
+        whole = once and has_content(thoughts) and not early and (late or not inside)
+        rewards.append(1.0 if whole else 0.5 if {"think", "/think"}.intersection(tags) else 0.0)
     return rewards
 
 
-def _tags(text: str) -> list[str] | None:
-    """The tags in order, such as `think` and `/answer`; None if one of them is not written as it should be."""
-    proper = ["".join(found) for found in _PROPER_TAG.findall(text)]
-    return proper if len(proper) == len(_TAG.findall(_NO_WIDTH.sub("", text))) else None
-
-
-def _loose_names(text: str) -> set[str]:
-    return {name.lower() for _, name in _TAG.findall(_NO_WIDTH.sub("", text))}
+def _tags(text: str) -> tuple[list[str], bool]:
+    """The tags in order, such as `think` and `/answer`, and whether all of them are written as they should be."""
+    found = [slash + name.lower() for slash, name in _TAG.findall(_NO_WIDTH.sub("", text))]
+    return found, len(found) == len(_PROPER_TAG.findall(text))
 
 
 def _begins_answer(text: str) -> bool:
@@ -132,12 +122,11 @@ def repetition_penalty(completions: list[str], *, ngram: int = 4, **columns: lis
 
     Words are split at blanks, case ignored. Where there are none to split at:
       - each character is a word in scripts that are written without blanks (Chinese, Japanese, Thai, Lao, Khmer,
-        Burmese, Tibetan); 4 characters say less than 4 words, so a larger `ngram` suits them;
+        Burmese, Tibetan); a larger `ngram` suits them;
       - what a word repeats three times or more in a row counts as that many words: `hahaha` as `ha ha ha`. The unit has
         up to 64 characters; if none is a letter (1000000, a line of dashes), the whole has more than 32.
 
-    One number per completion, as open-r1 has it; "Demystifying Long Chain-of-Thought Reasoning" (arXiv:2502.03373,
-    appendix C.2), which that goes back to, puts a penalty on each token of a repeated n-gram instead.
+    One number per completion, as open-r1 has it (after arXiv:2502.03373, appendix C.2, which penalizes tokens).
     """
     if not 1 <= ngram <= _MOST_NGRAM:
         raise ValueError(f"ngram is {ngram}; set 1 word or more, up to {_MOST_NGRAM}")
@@ -161,8 +150,8 @@ def language_reward(completions: list[str], *, language: str = "latin", **column
     """Share of the completion's letters (characters, not words) in one script; None if it has no letters.
 
     `language` is how Unicode starts the names of that script's letters, in any case: latin, cyrillic, greek, arabic,
-    cjk, hiragana, hangul ... LaTeX commands, code and tags count as the letters they are. In the way of DeepSeek-R1's
-    language consistency reward (arXiv:2501.12948), which counts words of the target language.
+    cjk, hiragana, hangul ... In the way of DeepSeek-R1's language consistency reward (arXiv:2501.12948), which counts
+    words of the target language.
     """
     prefix = f"{language.upper()} "
     if not _is_script(prefix):
@@ -172,7 +161,7 @@ def language_reward(completions: list[str], *, language: str = "latin", **column
         )
     rewards = []
     for text in completions:
-        letters = [character for character in text if character.isalpha()]
+        letters = list(filter(str.isalpha, text))
         ours = sum(unicodedata.name(letter, "").startswith(prefix) for letter in letters)
         rewards.append(ours / len(letters) if letters else None)
     return rewards

@@ -2,10 +2,7 @@
 
 What happens to a verifier that loops, crashes or allocates without end is the supervisor's business (supervisor.py).
 This module says what a failure means: that completion has no reward, and says why; a function that fails for every
-completion of a step ends the run.
-
-Left out: threads and deadlines. The supervisor keeps the deadlines, so between `submit` and `collect` the driver is
-free.
+completion of a step ends the run. It keeps no deadlines: between `submit` and `collect` the driver is free.
 """
 
 import contextlib
@@ -37,11 +34,9 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """`config.num_workers` processes that call the reward functions, each call with a deadline; as many again if some
-    of the functions run confined and some do not (supervisor.part).
+    """`config.num_workers` processes that call the reward functions; as many again if only some of those run confined.
 
-    Start it on the main thread: the processes end with the thread that started them, however it ends. What a function
-    prints is lost, its stdout and stderr are /dev/null.
+    Start it on the main thread: the processes end with the thread that started them. What a function prints is lost.
     """
 
     def __init__(self, config: RewardConfig, max_completion_tokens: int) -> None:
@@ -59,17 +54,15 @@ class RewardPool:
             print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined", flush=True)
 
     def submit(self, rollouts: list[Rollout], group_size: int, step: int = 0) -> None:
-        """Begin to score `rollouts`, which lie group after group; returns at once. `collect` comes before the next.
+        """Begin to score `rollouts`, which lie group after group; returns at once.
 
         Each function is called with one completion, or with those of a group if it is group-level, and with the data
         set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step` as lists of one length.
 
-        Raises ValueError if the rollouts do not split into groups or a column holds what JSON does not have,
-        RuntimeError if the processes are gone.
+        Raises ValueError if a column holds what JSON does not have, RuntimeError if the last ones were not collected.
         """
-        if self._submitted is not None or len(rollouts) % group_size:
-            waiting = "others wait to be collected" if self._submitted else "none wait"
-            raise ValueError(f"{len(rollouts)} rollouts were submitted in groups of {group_size}, and {waiting}")
+        if self._submitted is not None:
+            raise RuntimeError(f"{len(self._submitted[0])} rollouts were submitted and not collected")
         calls = []
         for size, group_level in ((group_size, True), (1, False)):  # long calls first, short ones fill the gaps
             names = [name for name, f in self.functions.items() if is_group_level(f) == group_level]
@@ -162,6 +155,6 @@ def check_all_failed(rollouts: list[Rollout]) -> None:
         if all(name in rollout.failures for rollout in rollouts):
             number = f"all {len(rollouts)} completions" if len(rollouts) > 1 else "the only completion"
             lines = [f"reward function {name} failed for {number}: {rollouts[0].failures[name]}"]
-            for column, value in {"completion": rollouts[0].text, **rollouts[0].prompt.columns}.items():
-                lines.append(f"  {column}: {shorten(str(value), SHOWN_CHARACTERS)!r}")
+            shown = {"completion": rollouts[0].text, **rollouts[0].prompt.columns}
+            lines += [f"  {column}: {shorten(str(value), SHOWN_CHARACTERS)!r}" for column, value in shown.items()]
             raise RewardError("\n".join(lines))

@@ -2,9 +2,9 @@
 
     python -m grpo.rewards.supervisor FD    (pool.RewardPool starts it; FD is its end of a socketpair)
 
-A verifier that loops for ever, crashes, allocates without end or kills itself must cost one completion its reward and
-nothing else, so each call has a deadline and runs in a process that can be killed (workers/processes.py). A worker
-answers in JSON, and what it answers is checked here again: a completion may have taken the worker over.
+A verifier that loops, crashes, allocates without end or kills itself must cost one completion its reward and nothing
+else, so each call has a deadline and runs in a process that can be killed (workers/processes.py). A worker answers in
+JSON, and what it answers is checked here again: a completion may have taken the worker over.
 
 From the driver, pickled: what `begin` reads; then batches, lists of `Call`. To the driver, lines of JSON: `ready` once;
 for each batch `outcomes`, a list of values or a failure text for each call; or `failed`, after which it ends.

@@ -1,8 +1,7 @@
 """What happens in one reward process: loading, then one call after another; and what a call may come to.
 
-Left out: protection against what a user's own function does. Its worker is a process of the same user with the same
-files and network. Built-in functions run confined (workers/lockdown.py): a completion is text from a policy that will
-find every hole, and a library that evaluates formulas may run what stands in one.
+A user's own function runs with the user's files and network. Built-in functions run confined (workers/lockdown.py): a
+completion is text from a policy that will find every hole, and a library that evaluates formulas may run one.
 """
 
 import json
@@ -35,13 +34,11 @@ _PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 
 class Call(NamedTuple):
-    """One call of a reward function, for one completion or for a group."""
+    """One call of a reward function, for `number` completions of the batch from the place `start` on."""
 
     function: str
     start: int
-    """Place of its first completion in the batch."""
     number: int
-    """Its completions."""
     arguments: bytes
     """JSON of the completions and the columns."""
 

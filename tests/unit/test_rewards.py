@@ -15,14 +15,13 @@ from grpo.rewards.builtin import (
     BUILT_INS,
     code_reward,
     format_reward,
-    group_length_reward,
     language_reward,
     overlong_penalty,
     regex_match,
     repetition_penalty,
     thinking_reward,
 )
-from grpo.rewards.loading import call_arguments, is_group_level, load_functions
+from grpo.rewards.loading import call_arguments, load_functions
 
 
 @pytest.mark.parametrize(
@@ -43,21 +42,6 @@ from grpo.rewards.loading import call_arguments, is_group_level, load_functions
 )
 def test_thinking_reward(text, reward):
     assert thinking_reward([text], answer=["5"]) == [reward]
-
-
-# ---- Answers
-
-
-def test_group_length_reward():
-    """Lengths 10, 20, 30, 50: lambda 0.5, 0.25, 0, -0.5; wrong answers never gain."""
-    completions = [f"<answer>{answer}</answer>" for answer in (5, 6, 5, 6)]
-    assert group_length_reward(completions, answer=["5"] * 4, num_tokens=[10, 20, 30, 50]) == [0.5, 0.0, 0.0, -0.5]
-    assert group_length_reward(completions, answer=["6"] * 4, num_tokens=[10, 20, 30, 50]) == [0.0, 0.25, 0.0, -0.5]
-    assert group_length_reward(completions, answer=["5"] * 4, num_tokens=[7] * 4) == [0.0] * 4
-    assert group_length_reward(completions, answer=[None] * 4, num_tokens=[10, 20, 30, 50]) == [None] * 4
-    reward = functools.partial(group_length_reward, answer_format="hashes", tolerance=0.2)
-    assert reward(["#### 11", "#### 13"], answer=["10.5"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.5, -0.5]
-    assert reward(["#### 13", "#### 11"], answer=["10.5"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [0.0, -0.5]
 
 
 # ---- Code
@@ -247,7 +231,6 @@ def test_load_functions_gives_every_built_in_its_options():
         answer_format="hashes",
         options={
             "math_reward": {"partial_credit": 0.3, "tolerance": 0.1},
-            "group_length_reward": {"tolerance": 0.1},
             "regex_match": {"pattern": "[0-9]{3}"},
             "overlong_penalty": {"tokens": 50},
             "repetition_penalty": {"ngram": 1},
@@ -260,8 +243,6 @@ def test_load_functions_gives_every_built_in_its_options():
     columns = {"answer": ["100.5"], "tests": ["assert x == 7"], "num_tokens": [180], "truncated": [False]}
     assert {name: function([text], **columns) for name, function in functions.items()} == {
         "math_reward": [1.0],
-        "exact_match": [0.0],
-        "group_length_reward": [0.0],
         "code_reward": [1.0],
         "regex_match": [1.0],
         "format_reward": [0.0],
@@ -270,13 +251,7 @@ def test_load_functions_gives_every_built_in_its_options():
         "repetition_penalty": [pytest.approx(-0.2)],  # 8 of 10 are distinct
         "language_reward": [0.8],  # αβγγ and x
     }
-    equal, group = functions["math_reward"], functions["group_length_reward"]
-    assert equal(["#### 120"], **columns) == [0.3]
-    assert group(["#### 109", "#### 111"], answer=["100.5"] * 2, num_tokens=[1, 2], truncated=[False] * 2) == [
-        0.5,
-        -0.5,
-    ]
-    assert is_group_level(group) and not is_group_level(equal)
+    assert functions["math_reward"](["#### 120"], **columns) == [0.3]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +276,6 @@ def test_load_functions_refuses_columns(name, column, message):
     ("name", "options", "message"),
     [
         ("regex_match", {}, r"regex_match needs pattern; give it with .* regex_match '{\"pattern\": \.\.\.}'$"),
-        ("regex_match", {"pattern": ""}, r"reward.options of regex_match: pattern is empty; set"),
         ("regex_match", {"pattern": "(["}, r"pattern '\(\[' is no regular expression: .*; escape"),
         ("overlong_penalty", {"tokens": 201}, r"tokens is 201, .* = 200; set at most that"),
         ("overlong_penalty", {"tokens": -1}, r"tokens is -1, .* = 200; set at most that"),
@@ -364,7 +338,7 @@ def test_a_function_of_the_users_has_options_and_facts_of_the_run_like_a_built_i
         load_functions(config, ["answer", "level"])
 
 
-@pytest.mark.parametrize("functions", [{"math_reward": 1.0}, {"group_length_reward": 1.0}])
+@pytest.mark.parametrize("functions", [{"math_reward": 1.0}])
 def test_the_library_that_compares_latex_is_loaded_at_the_start(functions):
     program = (
         "import sys; from grpo.config import RewardConfig; from grpo.rewards.loading import load_functions; "
@@ -381,7 +355,7 @@ def test_the_library_that_compares_latex_is_loaded_at_the_start(functions):
     [
         (
             "maths",
-            r"unknown reward function 'maths'; built-ins are math_reward, exact_match, .*, language_reward, "
+            r"unknown reward function 'maths'; built-ins are math_reward, code_reward, .*, language_reward, "
             r"your own is written path/file.py:function",
         ),
         ("mine.py", "unknown reward function 'mine.py'"),
