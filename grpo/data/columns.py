@@ -18,17 +18,13 @@ ABSENT = object()
 
 
 class BadRow(ValueError):
-    """Why a row cannot be used; `absent` is the path of a column that it does not have at all."""
-
-    def __init__(self, reason: str, absent: str = ""):
-        super().__init__(reason)
-        self.absent = absent
+    """Why a row cannot be used."""
 
 
 def value_at(row: Any, path: str, default: Any = _REQUIRED) -> Any:
     """What is at `path`: `a.b` entry b of the table in column a, `a.0` the first of a list, `a.:-1` all but its last.
 
-    A column whose whole name is `path` comes first. Where there is none: `default`, or BadRow with `absent`.
+    A column whose whole name is `path` comes first. Where there is none: `default`, or BadRow.
     """
     if path in row:
         return row[path]
@@ -46,7 +42,7 @@ def value_at(row: Any, path: str, default: Any = _REQUIRED) -> Any:
         except LookupError:
             if default is not _REQUIRED:
                 return default
-            raise BadRow(f"column {path!r} is missing", absent=path) from None
+            raise BadRow(f"column {path!r} is missing") from None
     return value
 
 
@@ -116,12 +112,10 @@ def check_surrogates(value: Any, path: str) -> None:
             waiting += value
 
 
-def kind_of(value: Any) -> str:
-    """The value's kind in words: text, a truth value, a number, a list, a table, or another type's name."""
-    for kind, types in (("text", str), ("a truth value", bool), ("a number", int | float), ("a list", list)):
-        if isinstance(value, types):
-            return kind
-    return "a table" if isinstance(value, dict) else type(value).__name__
+def kinds_of(columns: dict[str, Any]) -> str:
+    """The columns with the types of their values, such as `answer (str), level (number)`; whole or not is no type."""
+    kinds = {name: "number" if type(value) in (int, float) else type(value).__name__ for name, value in columns.items()}
+    return ", ".join(f"{name} ({kinds[name]})" for name in sorted(kinds)) or "none"
 
 
 def _check_there(value: Any, path: str) -> None:

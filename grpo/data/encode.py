@@ -22,7 +22,7 @@ from grpo.config import DataConfig, RowFormat, SFTConfig
 from grpo.config.sources import Source
 from grpo.data.bounds import bounded_memory
 from grpo.data.chat import Refused, TooLong, render_prompt, tokenize_prompts
-from grpo.data.columns import BadRow, Row, kind_of
+from grpo.data.columns import BadRow, Row, kinds_of
 from grpo.data.rows import Example, RowReader, chat_reader, row_reader
 from grpo.data.sources import Rows
 from grpo.data.turns import tokenize_written, write_example
@@ -67,8 +67,6 @@ class Encoded:
     fate: int = Fate.USED
     reason: str = ""
     """Why it is BAD or REFUSED."""
-    absent: str = ""
-    """The column that a BAD row does not have at all."""
     num_tokens: int = 0
     """All tokens of the row, also of one that is too long or was cut off; perhaps a lower bound there."""
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -77,16 +75,15 @@ class Encoded:
     values: str = ""
     """JSON: [the prompt as the data has it, the columns that rewards get]; empty for chats."""
     kinds: str = ""
-    """JSON: column -> the kind of value that it holds."""
-    has_tools: bool = False
+    """The columns that rewards get with the kinds of their values, see `kinds_of`; empty for chats."""
 
 
 def features() -> "datasets.Features":
     """The columns of a table of encoded rows, which are the fields of Encoded."""
     from datasets import Features, List, Value
 
-    texts = dict.fromkeys(("reason", "absent", "values", "kinds"), Value("large_string"))
-    numbers = {"fate": Value("int8"), "num_tokens": Value("int64"), "has_tools": Value("bool")}
+    texts = dict.fromkeys(("reason", "values", "kinds"), Value("large_string"))
+    numbers = {"fate": Value("int8"), "num_tokens": Value("int64")}
     lists = {"ids": List(Value("int32")), "mask": List(Value("bool"))}
     types = texts | numbers | lists
     return Features({field.name: types[field.name] for field in dataclasses.fields(Encoded)})
@@ -94,6 +91,11 @@ def features() -> "datasets.Features":
 
 class Encoder:
     """Makes tokens of rows; what GRPO and SFT have in common."""
+
+    limit: str
+    """The field that holds `max_tokens`."""
+    truncates = False
+    """Longer rows are cut off, and not left out."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, read: RowReader, max_tokens: int, *others: str
@@ -119,7 +121,7 @@ class Encoder:
                 self.keep(encoded, example)
                 examples[number] = example
             except BadRow as error:
-                encoded.fate, encoded.reason, encoded.absent = Fate.BAD, str(error), error.absent
+                encoded.fate, encoded.reason = Fate.BAD, str(error)
         with bounded_memory() if bounded else contextlib.nullcontext():
             for number, example in examples.items():
                 try:
@@ -134,7 +136,6 @@ class Encoder:
 
     def keep(self, encoded: Encoded, example: Example) -> None:
         """Put what is kept of an example besides its tokens into `encoded`."""
-        encoded.has_tools = bool(example.tools)
 
     def write(self, example: Example) -> Any:
         """What is to be tokenized; raises TooLong and Refused."""
@@ -156,18 +157,19 @@ class Encoder:
 class PromptEncoder(Encoder):
     """Makes prompts of rows, with the columns that rewards get."""
 
+    limit = "data.max_prompt_tokens"
+
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig):
         super().__init__(tokenizer, data, row_reader(data), data.max_prompt_tokens)
 
     def keep(self, encoded: Encoded, example: Example) -> None:
-        super().keep(encoded, example)
         try:
             encoded.values = json.dumps([example.prompt, example.columns])
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRow(
                 f"a column for rewards holds what JSON cannot ({error}); make text of it in data.row"
             ) from error
-        encoded.kinds = json.dumps({name: kind_of(value) for name, value in example.columns.items()})
+        encoded.kinds = kinds_of(example.columns)
 
     def write(self, example: Example) -> str:
         return render_prompt(self.tokenizer, self.data, example.prompt, self.counted, example.tools)
@@ -178,6 +180,8 @@ class PromptEncoder(Encoder):
 
 class ChatEncoder(Encoder):
     """Makes examples of rows, whose labels are learned."""
+
+    limit = "max_sequence_tokens"
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, row_format: RowFormat):
         others = (row_format, config.completion_column, config.train_on, config.too_long)
@@ -298,10 +302,8 @@ class EncodedRows:
     """The rows that are drawn, in the order of the source."""
     lengths: "np.ndarray"
     """int64: tokens of the rows that would be drawn if there were no limit."""
-    left_out: dict[str, int]
-    """Why rows are left out -> how many."""
-    num_wanted: int
-    """All rows except those that `data.row` left out, which was meant so."""
+    left_out: str
+    """Why rows are left out, with how many."""
 
     def get(self, row: int) -> Encoded:
         return Encoded(**self.table[row])

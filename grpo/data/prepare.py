@@ -6,9 +6,7 @@ GRPO is evaluated and SFT validated, go the same way.
 
 import dataclasses
 import itertools
-import json
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,9 +27,8 @@ from grpo.data.encode import (
     as_table,
     encode_rows,
 )
-from grpo.data.report import Limit, reasons, refuse_too_few, refuse_unusable, report, warn_of_few
 from grpo.data.rows import ChatColumns, Example, RowReader, chat_reader, detect_format, no_format, row_reader
-from grpo.data.sources import Rows, no_rows
+from grpo.data.sources import Rows
 from grpo.data.streaming import read_rows
 from grpo.text import printable
 from grpo.types import Prompt
@@ -42,6 +39,12 @@ if TYPE_CHECKING:
 
 # Rows that are looked at to list the columns there are, and to find out the format of a source.
 LISTED_ROWS = 100
+# Row numbers a message lists before it says "and N more".
+SHOWN_ROWS = 5
+# Left out: above the first share a warning, below the second share of rows that are left a refusal.
+LOUD_FRAC, LEAST_FRAC = 0.05, 0.01
+# The share of rows for which a message suggests a limit.
+MOST_FRAC = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +74,7 @@ class SourceRows:
 
 
 def load_sources(data: DataConfig) -> list[SourceRows]:
-    """The rows of all sources of `data`; raises what `read_rows` raises, and ValueError if a table has no such column.
-
-    Of sources that are streamed, they are the first rows.
-    """
+    """The rows of all sources of `data`; raises what `read_rows` raises, and ValueError if no row has a column."""
     return [_prompt_rows(source, data) for source in data.all_sources]
 
 
@@ -84,44 +84,39 @@ def load_chat_sources(config: SFTConfig) -> list[SourceRows]:
 
 
 def _prompt_rows(source: Source, data: DataConfig, held_out: int = 0) -> SourceRows:
-    rows = read_rows(source, data, held_out)
-    paths = [data.prompt_column, *data.reward_columns.values(), data.tools_column]
-    return SourceRows(source, _narrowed(rows, [path for path in paths if path], [], data, source), row_reader(data))
+    rows = _narrowed(
+        read_rows(source, data, held_out), source, data, [data.prompt_column, *data.reward_columns.values()]
+    )
+    return SourceRows(source, rows, row_reader(data))
 
 
 def _chat_rows(source: Source, config: SFTConfig, held_out: int = 0) -> SourceRows:
     """The format of the rows, unless it is given, is that of the first rows for all of a source."""
     data, columns, row_format = config.data, ChatColumns.of(config), config.row_format
     rows = read_rows(source, data, held_out)
-    if row_format == "auto" and not data.row:
-        row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
-        if row_format is None:
-            raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
-        needed = " and ".join(columns.needed(row_format))
-        print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
     if not data.row:
-        rows = _narrowed(rows, columns.needed(row_format), ["input", columns.tools], data, source)
+        if row_format == "auto":
+            row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
+            if row_format is None:
+                raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
+            needed = " and ".join(columns.needed(row_format))
+            print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
+        rows = _narrowed(rows, source, data, columns.needed(row_format), ["input", columns.tools])
     return SourceRows(source, rows, chat_reader(config, row_format), row_format)
 
 
 def _narrowed(
-    rows: Rows | list[Row], paths: Sequence[str], optional: list[str], data: DataConfig, source: Source
+    rows: Rows | list[Row], source: Source, data: DataConfig, paths: Sequence[str], optional: Sequence[str] = ()
 ) -> Rows | list[Row]:
-    """A table with only the columns that are used; JSON, streams and what `data.row` gets stay as they are."""
-    if not isinstance(rows, Rows) or rows.is_json or data.row:
+    """The rows, tables with these columns only; `data.row` gets all. Raises ValueError if no row has one of `paths`."""
+    if data.row:
         return rows
-    there = rows.table.column_names
-    columns = {path: path if path in there else path.partition(".")[0] for path in (*paths, *optional)}
-    for path in dict.fromkeys(paths):
-        if columns[path] not in there:
-            raise _no_column(path, source, rows)
-    return rows.narrowed(column for column in columns.values() if column in there)
-
-
-def _no_column(path: str, source: Source, rows: Rows | list[Row]) -> ValueError:
-    return ValueError(
-        f"column {path!r} is missing in {source.path}; columns there: {', '.join(_names(rows)) or 'none'}"
-    )
+    paths = [path for path in (*paths, data.tools_column) if path]
+    narrowed = rows.narrowed([*paths, *optional]) if isinstance(rows, Rows) else rows
+    for path in paths:
+        if all(value_at(row, path, ABSENT) is ABSENT for row in narrowed):
+            raise ValueError(f"column {path!r} is missing in {source.path}; columns there: {', '.join(_names(rows))}")
+    return narrowed
 
 
 def _names(rows: Rows | list[Row]) -> list[str]:
@@ -140,13 +135,9 @@ def reward_columns(sources: list[SourceRows]) -> list[str] | None:
     """
     firsts = {rows.source.path: next(rows.examples(), None) for rows in sources}
     names = {path: list(first.columns) for path, first in firsts.items() if first}
-    for path, columns in names.items():
-        first = next(iter(names))
-        if set(columns) != set(names[first]):
-            raise ValueError(
-                f"data.row gives the columns {', '.join(columns) or 'none'} for {path}, and "
-                f"{', '.join(names[first]) or 'none'} for {first}; give the same for all sources"
-            )
+    if len(set(map(frozenset, names.values()))) > 1:
+        told = "; ".join(f"{', '.join(columns) or 'none'} for {path}" for path, columns in names.items())
+        raise ValueError(f"data.row gives the columns {told}; give the same for all sources")
     return next(iter(names.values()), None)
 
 
@@ -169,142 +160,29 @@ def usable_prompts(
 
     Raises ValueError if rows cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
     """
-    data = config.data
-    limit = Limit("data.max_prompt_tokens", data.max_prompt_tokens, config.prompts_per_step, "prompts", False, data)
-    return _usable([(rows, PromptEncoder(tokenizer, data)) for rows in sources], limit)
+    encoder = PromptEncoder(tokenizer, config.data)
+    return _training_rows([(rows, encoder) for rows in sources], config.prompts_per_step)
 
 
 def usable_chats(
     sources: list[SourceRows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[EncodedRows]:
     """The sources as examples of SFT, see `usable_prompts`; left out are also those of which no token is a label."""
-    truncates, data = config.too_long == "truncate", config.data
-    limit = Limit(
-        "max_sequence_tokens", config.max_sequence_tokens, config.sequences_per_step, "sequences", truncates, data
-    )
-    return _usable([(rows, ChatEncoder(tokenizer, config, rows.row_format)) for rows in sources], limit)
-
-
-def _usable(sources: list[tuple[SourceRows, Encoder]], limit: Limit) -> list[EncodedRows]:
-    """Each source encoded, with a line about it; raises ValueError if too few rows are left, see `Limit`."""
-    found, total_weight = [], sum(rows.source.weight for rows, _ in sources)
-    for rows, encoder in sources:
-        start = time.monotonic()
-        encoded = _encoded(rows, encoder, limit)
-        refuse_too_few(encoded, limit)
-        share = rows.source.weight / total_weight
-        print(printable(report(encoded, limit, share, time.monotonic() - start)), flush=True)
-        found.append(encoded)
-    if not limit.data.streaming:
-        warn_of_few(found, limit)
-    return found
-
-
-def _encoded(rows: SourceRows, encoder: Encoder, limit: Limit) -> EncodedRows:
-    """All rows of a source as tokens, and what becomes of them.
-
-    Raises ValueError if no row has one of the columns, if there are rows that cannot be used and `data.bad_rows` is
-    refuse, or if no row can be.
-    """
-    source, data = rows.source, encoder.data
-    is_table = isinstance(rows.rows, Rows)
-    table = encode_rows(rows.rows, encoder) if is_table else as_table(encoder.encode(rows.rows))
-    if len(table) == 0:
-        raise no_rows(source)
-    fates = table.data.column("fate").to_numpy().copy()
-    _check_columns(rows, table, fates, data)
-    unusable = {}
-    for row in np.flatnonzero((fates == Fate.BAD) | (fates == Fate.REFUSED)).tolist():
-        unusable[row] = table.data.column("reason")[row].as_py()
-    odd = _odd_kinds(table)
-    fates[list(odd)] = Fate.BAD
-    unusable = dict(sorted((unusable | odd).items()))
-    is_left = np.isin(fates, (Fate.USED, Fate.TOO_LONG, Fate.UNLABELLED)).any()
-    refuse_unusable(unusable, len(table), source.path, data.bad_rows, some_left=bool(is_left))
-    counts = Counter(fates.tolist())
-    if not is_left:
-        raise ValueError(f"data.row={data.row} left out all {len(table)} rows of {source.path}; let it return a dict")
-    left_out = {
-        f"left out by {data.row}": counts[Fate.DROPPED],
-        "that cannot be used": counts[Fate.BAD],
-        "that the chat template refuses": counts[Fate.REFUSED],
-        "without a token to learn": counts[Fate.UNLABELLED],
-        f"longer than {limit.field}={limit.max_tokens}": counts[Fate.TOO_LONG],
-    }
-    return EncodedRows(
-        source,
-        table,
-        encoder,
-        usable=np.flatnonzero(fates == Fate.USED).tolist(),
-        lengths=table.data.column("num_tokens").to_numpy()[np.isin(fates, (Fate.USED, Fate.TOO_LONG))],
-        left_out={why: count for why, count in left_out.items() if count},
-        num_wanted=len(table) - counts[Fate.DROPPED],
-    )
-
-
-def _check_columns(rows: SourceRows, table: "datasets.Dataset", fates: np.ndarray, data: DataConfig) -> None:
-    """Raise ValueError if no row has one of the columns."""
-    import pyarrow.compute as pc
-
-    if (fates == Fate.BAD).all():
-        paths = pc.unique(table.data.column("absent")).to_pylist()
-        if paths != [""] and len(paths) == 1:
-            raise _no_column(paths[0], rows.source, rows.rows)
-    if data.tools_column and not data.row and not pc.any(table.data.column("has_tools")).as_py():
-        some = itertools.islice(rows.rows, LISTED_ROWS)
-        if (fates != Fate.BAD).any() and all(value_at(row, data.tools_column, ABSENT) is ABSENT for row in some):
-            raise _no_column(data.tools_column, rows.source, rows.rows)
-
-
-def _odd_kinds(table: "datasets.Dataset") -> dict[int, str]:
-    """Rows whose columns are others than the first row's, or hold other kinds of values than most rows -> why.
-
-    A reward would meet them in the middle of a run.
-    """
-    import pyarrow.compute as pc
-
-    column = table.data.column("kinds")
-    counts = {item["values"].as_py(): item["counts"].as_py() for item in pc.value_counts(column)}
-    kinds_of = {text: json.loads(text) for text in counts if text}
-    first = next(iter(kinds_of.values()), {})
-    usual: dict[str, Counter] = defaultdict(Counter)
-    for text, kinds in kinds_of.items():
-        if kinds.keys() == first.keys():
-            for name, kind in kinds.items():
-                usual[name][kind] += counts[text]
-    odd = {}
-    for text, kinds in kinds_of.items():
-        others = [name for name, kind in kinds.items() if name in usual and kind != usual[name].most_common(1)[0][0]]
-        if kinds.keys() != first.keys():
-            why = f"data.row gave the columns {', '.join(kinds) or 'none'}, and before {', '.join(first) or 'none'}"
-        elif others:
-            name = others[-1]
-            why = f"column {name!r} holds {kinds[name]}, and in most rows {usual[name].most_common(1)[0][0]}"
-        else:
-            continue
-        odd |= dict.fromkeys(np.flatnonzero(pc.equal(column, text).to_numpy()).tolist(), why)
-    return odd
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Held-out rows
-# ---------------------------------------------------------------------------------------------------------------------
+    encoded = [(rows, ChatEncoder(tokenizer, config, rows.row_format)) for rows in sources]
+    return _training_rows(encoded, config.sequences_per_step)
 
 
 def load_eval_prompts(
     data: DataConfig, evaluation: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[Prompt]:
-    """The first `evaluation.num_prompts` prompts of each held-out set that fit, in its order; prints how many.
+    """The first `evaluation.num_prompts` usable prompts of each held-out set, in its order; prints how many.
 
-    Fewer if the set has fewer. Prompt.index counts on from 0 through all sets, Prompt.source is the set's name.
-    Raises ValueError if rows cannot be used and `data.bad_rows` is refuse, or if none of a set fits.
+    Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Raises what `usable_prompts` does.
     """
-    prompts = []
+    prompts, most, encoder = [], evaluation.num_prompts, PromptEncoder(tokenizer, data)
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)
-        limit = Limit("data.max_prompt_tokens", data.max_prompt_tokens, 1, "held-out prompts", False, data)
-        encoder = PromptEncoder(tokenizer, data)
-        rows = _held_out(_prompt_rows(source, data, evaluation.num_prompts), encoder, limit, evaluation.num_prompts)
+        rows = _usable(_prompt_rows(source, data, most), encoder, "held out", most)
         prompts += [as_prompt(rows.get(row), n, row, source.label) for n, row in enumerate(rows.usable, len(prompts))]
     return prompts
 
@@ -312,28 +190,15 @@ def load_eval_prompts(
 def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Labelled]]:
     """Name of each held-out set (empty if there is one) -> the first `validation.num_examples` of its usable rows.
 
-    Left out, as in training, are those without a label, and too long ones if `too_long` says so. Prints how many
-    there are, and raises what `load_eval_prompts` raises.
+    It prints how many there are, and raises what `usable_chats` raises.
     """
     sets, most = {}, config.validation.num_examples
     for source in config.validation.held_out(config.data):
         _warn_of_training_data(source, config.data, config.validation.section)
-        limit = Limit("max_sequence_tokens", config.max_sequence_tokens, 1, "held-out examples", False, config.data)
         loaded = _chat_rows(source, config, most)
-        rows = _held_out(loaded, ChatEncoder(tokenizer, config, loaded.row_format), limit, most)
+        rows = _usable(loaded, ChatEncoder(tokenizer, config, loaded.row_format), "held out", most)
         sets[source.label] = [as_labelled(rows.get(row)) for row in rows.usable]
     return sets
-
-
-def _held_out(rows: SourceRows, encoder: Encoder, limit: Limit, most: int) -> EncodedRows:
-    """The first `most` usable rows."""
-    encoded = _encoded(rows, encoder, limit)
-    refuse_too_few(encoded, limit, least_frac=0.0)
-    used, source = encoded.usable[:most], rows.source
-    print(f"held out: {len(used):,} of {len(encoded.table):,} rows of {source.name_and_text}", flush=True)
-    if left_out := encoded.num_wanted - len(encoded.usable):
-        print(f"warning: {left_out:,} {limit.unit} of {source.path} were left out: {reasons([encoded])}", flush=True)
-    return dataclasses.replace(encoded, usable=used)
 
 
 def _warn_of_training_data(source: Source, data: DataConfig, called: str) -> None:
@@ -346,3 +211,117 @@ def _may_overlap(one: Source, other: Source) -> bool:
     (split, _, part), (other_split, _, other_part) = one.split.partition("["), other.split.partition("[")
     same_rows = (one.path, one.name) == (other.path, other.name) and (one.is_file or split == other_split)
     return same_rows and (not part or not other_part or part == other_part)
+
+
+def _training_rows(sources: list[tuple[SourceRows, Encoder]], per_step: int) -> list[EncodedRows]:
+    """Each source encoded. per_step: rows that a step draws from all of them."""
+    total_weight = sum(rows.source.weight for rows, _ in sources)
+    found = [
+        _usable(rows, encoder, "data", per_step=per_step * rows.source.weight / total_weight)
+        for rows, encoder in sources
+    ]
+    num_left = sum(len(rows.usable) for rows in found)
+    if num_left < per_step and not found[0].encoder.data.streaming:
+        print(f"warning: a step of {per_step} rows takes each of {num_left} several times", flush=True)
+    return found
+
+
+def _usable(
+    rows: SourceRows, encoder: Encoder, what: str, most: int | None = None, per_step: float = 0.0
+) -> EncodedRows:
+    """A source encoded, with its first `most` usable rows; prints a line about it, which begins with `what`.
+
+    Raises ValueError if there are rows that cannot be used and `data.bad_rows` is refuse, or if too few are left.
+    """
+    source, data = rows.source, encoder.data
+    is_table = isinstance(rows.rows, Rows)
+    table = encode_rows(rows.rows, encoder) if is_table else as_table(encoder.encode(rows.rows))
+    fates = table.data.column("fate").to_numpy().copy()
+    bad = np.flatnonzero(np.isin(fates, (Fate.BAD, Fate.REFUSED))).tolist()
+    odd = _odd_kinds(table)
+    fates[list(odd)] = Fate.BAD
+    unusable = odd | {row: table[row]["reason"] for row in bad}
+    if unusable:
+        _refuse_or_warn(dict(sorted(unusable.items())), len(table), source, data)
+    counts = Counter(fates.tolist())
+    left_out = {
+        f"left out by {data.row}": counts[Fate.DROPPED],
+        "that cannot be used": counts[Fate.BAD],
+        "that the chat template refuses": counts[Fate.REFUSED],
+        "without a token to learn": counts[Fate.UNLABELLED],
+        f"longer than {encoder.limit}={encoder.max_tokens}": counts[Fate.TOO_LONG],
+    }
+    encoded = EncodedRows(
+        source,
+        table,
+        encoder,
+        usable=np.flatnonzero(fates == Fate.USED).tolist(),
+        lengths=table.data.column("num_tokens").to_numpy()[np.isin(fates, (Fate.USED, Fate.TOO_LONG))],
+        left_out=", ".join(f"{count:,} {why}" for why, count in left_out.items() if count),
+    )
+    _tell(encoded, what, most, num_wanted=len(table) - counts[Fate.DROPPED], per_step=per_step)
+    return dataclasses.replace(encoded, usable=encoded.usable[:most])
+
+
+def _odd_kinds(table: "datasets.Dataset") -> dict[int, str]:
+    """Rows whose columns, or kinds of values in them, are others than in most rows -> why.
+
+    A reward would meet them in the middle of a run.
+    """
+    import pyarrow.compute as pc
+
+    column = table.data.column("kinds")
+    counts = {item["values"].as_py(): item["counts"].as_py() for item in pc.value_counts(column)}
+    counts.pop("", None)  # of rows that gave none
+    usual = max(counts, key=counts.get, default="")
+    return {
+        row: f"its columns are {kinds}, and in most rows {usual}"
+        for kinds in counts.keys() - {usual}
+        for row in np.flatnonzero(pc.equal(column, kinds)).tolist()
+    }
+
+
+def _refuse_or_warn(unusable: dict[int, str], num_rows: int, source: Source, data: DataConfig) -> None:
+    """Raise ValueError about rows that cannot be used (index -> why), or warn of them if `data.bad_rows` is skip."""
+    shown = "; ".join(f"row {row + 1}: {why}" for row, why in itertools.islice(unusable.items(), SHOWN_ROWS))
+    more = f"; and {len(unusable) - SHOWN_ROWS} more" if len(unusable) > SHOWN_ROWS else ""
+    told = f"{len(unusable)} of {num_rows} rows of {source.path} cannot be used: {shown}{more} (counted from 1, without"
+    if data.bad_rows == "refuse":
+        raise ValueError(
+            f"{told} blank lines); correct them, name other columns, or leave them out with --data.bad-rows skip"
+        )
+    print(printable(f"warning: {told} blank lines); they are left out"), flush=True)
+
+
+def _tell(rows: EncodedRows, what: str, most: int | None, num_wanted: int, per_step: float) -> None:
+    """Print how many rows are used, how long they are and what is left out; warn if that is much.
+
+    most: rows that are used, None for all. num_wanted: all except those that `data.row` left out, which was meant so.
+    per_step: rows of this source in a step, 0 for held-out rows. Raises ValueError if next to nothing is left.
+    """
+    num_usable, num_rows, encoder, lengths = len(rows.usable), len(rows.table), rows.encoder, rows.lengths
+    if num_usable < max(1, LEAST_FRAC * num_wanted):
+        told = f"{num_usable} of {num_rows} rows of {rows.source.path} are left"
+        raise ValueError(f"{told}: {rows.left_out}; {_way_out(rows)}")
+    num_cut = int((lengths > encoder.max_tokens).sum()) if encoder.truncates else 0
+    parts = [f"{what}: {len(rows.usable[:most]):,} of {num_rows:,} rows of {rows.source.name_and_text}"]
+    if per_step:
+        epoch = f"an epoch is {num_usable / per_step:,.1f} steps"
+        parts.append("others are looked at as they come" if encoder.data.streaming else epoch)
+    parts.append(f"tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}")
+    if rows.left_out:
+        parts.append(f"left out: {rows.left_out}")
+    if num_cut:
+        parts.append(f"cut off: {num_cut:,} longer than {encoder.limit}={encoder.max_tokens}")
+    print(printable("; ".join(parts)), flush=True)
+    if num_usable < (1 - LOUD_FRAC) * num_wanted:
+        share = 1 - num_usable / num_wanted
+        print(printable(f"warning: {share:.0%} of the rows of {rows.source.path} are left out; {_way_out(rows)}"))
+
+
+def _way_out(rows: EncodedRows) -> str:
+    encoder, lengths = rows.encoder, sorted(rows.lengths)
+    enough = lengths[int(MOST_FRAC * (len(lengths) - 1))] if lengths else 0
+    if enough <= encoder.max_tokens or encoder.truncates:
+        return "correct them or bring others"
+    return f"with {encoder.limit}={enough}, {MOST_FRAC:.0%} of them fit"

@@ -13,18 +13,7 @@ from typing import Any
 from grpo.config import DataConfig
 from grpo.config.sources import Source
 from grpo.data.columns import BadRow, Row
-from grpo.data.sources import (
-    LINES,
-    Rows,
-    are_lists,
-    files_of,
-    load,
-    load_from_hub,
-    load_rows,
-    no_rows,
-    parse_json,
-    reason_of,
-)
+from grpo.data.sources import LINES, READERS, Rows, files_of, load, load_rows, no_rows, parse_json, reason_of
 
 # First rows of each source that are looked at before the start.
 CHECKED_ROWS = 1000
@@ -62,11 +51,9 @@ def why_not(source: Source) -> str:
     if "[" in source.split or "+" in source.split:
         return f"{source.split} is not one whole split"
     found = files_of(source)
-    if found and found[0] == "csv":
-        return "CSV is read whole; write JSON lines or parquet"
-    if found and found[0] == "json" and are_lists(path for paths in found[1].values() for path in paths):
-        return "it is one JSON list; write JSON lines"
-    return ""
+    return (
+        f"a file of kind {found[0]} is read whole; write JSON lines or parquet" if found and found[0] in READERS else ""
+    )
 
 
 class RowStream:
@@ -78,11 +65,7 @@ class RowStream:
             raise ValueError(f"{source.text} cannot be streamed: {reason}; or turn it off with --data.no-streaming")
         self.source, found = source, files_of(source)
         self._is_lines = found is not None and found[0] == "json"
-        if found:
-            kind, files = found
-            self._rows = load(source, "text" if self._is_lines else kind, data_files=files, streaming=True)
-        else:
-            self._rows = load_from_hub(source, streaming=True)
+        self._rows = load(source, found, streaming=True)
         self._start = {"row": 0, "state": self._rows.state_dict()}
         self.seek(None)
 

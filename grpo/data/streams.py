@@ -4,7 +4,6 @@ Only the driver (rank 0) reads data; generators and trainers see token ids.
 """
 
 import copy
-import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -63,7 +62,7 @@ class StreamReader(TableReader):
         self.stream = RowStream(rows.source)
         super().__init__(rows)
         self.num_rows = None  # not known
-        self._kinds = _kinds(rows.table[rows.usable[0]]["kinds"])
+        self._kinds = rows.get(rows.usable[0]).kinds
 
     def seek(self, place: dict[str, Any] | None) -> None:
         self.stream.seek(place)
@@ -81,10 +80,8 @@ class StreamReader(TableReader):
         except BadRow as error:
             return Encoded(Fate.BAD, str(error))
         (encoded,) = self.rows.encoder.encode([row], bounded=False)
-        # as the rows of a table: columns by the same names with the same kinds of values
-        if encoded.fate not in (Fate.DROPPED, Fate.BAD) and (kinds := _kinds(encoded.kinds)) != self._kinds:
-            reason = f"its columns hold {_list(kinds)}, and in the first rows {_list(self._kinds)}"
-            return Encoded(Fate.BAD, reason)
+        if encoded.kinds and encoded.kinds != self._kinds:
+            return Encoded(Fate.BAD, f"its columns are {encoded.kinds}, and in the first rows {self._kinds}")
         return encoded
 
     def order_seed(self, seed: int, epoch: int) -> str:
@@ -330,11 +327,3 @@ class ChatStream(Mixture):
     def draw(self, count: int) -> list[Labelled]:
         """The next `count` examples, across epochs where needed."""
         return [as_labelled(self.next_order().draw()[1]) for _ in range(count)]
-
-
-def _kinds(text: str) -> dict[str, str]:
-    return json.loads(text or "{}")
-
-
-def _list(kinds: dict[str, str]) -> str:
-    return ", ".join(f"{kind} in {name!r}" for name, kind in kinds.items()) or "nothing"

@@ -47,7 +47,7 @@ def test_two_sources_and_two_held_out_sets(model: pathlib.Path, tmp_path: pathli
         nproc=1,
         deadline=240,
     )
-    assert "data: chats (" in output and "has 12 rows, 12 are used; an epoch is 4.0 steps of 4 prompts, 75%" in output
+    assert "data: 12 of 12 rows of chats (" in output and "; an epoch is 4.0 steps; " in output
     assert "held out: 4 of 4 rows of first (" in output and "held out: 6 of 6 rows of texts (" in output
 
     steps = [m for m in read_metrics(tmp_path / "run") if "loss" in m]
@@ -80,5 +80,5 @@ def test_sft_on_a_table_with_a_column_path(model: pathlib.Path, tmp_path: pathli
         nproc=1,
         deadline=180,
     )
-    assert "has 6 rows, 6 are used; an epoch is 2.0 steps of 3 sequences" in output
+    assert "data: 6 of 6 rows of " in output and "; an epoch is 2.0 steps; " in output
     assert [m["step"] for m in read_metrics(tmp_path / "run")] == [1, 2]

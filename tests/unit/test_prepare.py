@@ -40,11 +40,12 @@ def test_next_to_nothing_left_is_refused_with_a_limit_that_helps(tokenizer, tmp_
         prepared(config_of(path, max_prompt_tokens=9), tokenizer)
 
 
-def test_fewer_rows_left_than_a_step_needs_are_refused(tokenizer, tmp_path):
+def test_fewer_rows_left_than_a_step_needs_are_told(tokenizer, tmp_path, capsys):
     path = long_rows(tmp_path, [5, 6, 7, 20, 20, 20])
     assert len(prepared(config_of(path, max_prompt_tokens=9), tokenizer, 3)[0].usable) == 3
-    with pytest.raises(ValueError, match="3 of 6 rows are left, and a step needs 4 prompts: .*; raise data.max_prompt"):
-        prepared(config_of(path, max_prompt_tokens=9), tokenizer, 4)
+    assert "several times" not in capsys.readouterr().out
+    prepared(config_of(path, max_prompt_tokens=9), tokenizer, 4)
+    assert "warning: a step of 4 rows takes each of 3 several times" in capsys.readouterr().out
 
 
 def test_up_to_five_percent_left_out_is_no_warning(tokenizer, tmp_path, capsys):
@@ -64,7 +65,7 @@ def test_what_the_template_refuses_is_a_row_that_cannot_be_used(tmp_path):
     with pytest.raises(ValueError, match=message):
         prepared(data, own)
     found = prepared(config_of(data.path, bad_rows="skip"), own)
-    assert list(found[0].usable) == [0, 2] and found[0].left_out == {"that the chat template refuses": 1}
+    assert list(found[0].usable) == [0, 2] and found[0].left_out == "1 that the chat template refuses"
 
 
 def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):
@@ -91,7 +92,7 @@ def test_what_an_own_function_leaves_out_is_meant_so(tokenizer, tmp_path, capsys
     data = config_of(write_rows(tmp_path / "r.jsonl", [{"n": n} for n in range(400)]), row=f"{tmp_path}/mine.py:f")
     assert list(prepared(data, tokenizer, 2)[0].usable) == [0, 200]
     out = capsys.readouterr().out
-    assert "has 400 rows, 2 are used" in out and f"left out: 398 left out by {tmp_path}/mine.py:f" in out
+    assert "data: 2 of 400 rows of" in out and f"left out: 398 left out by {tmp_path}/mine.py:f" in out
     assert "warning" not in out
 
 
@@ -125,7 +126,7 @@ def test_sources_come_by_their_weights_each_through_epochs_of_its_own(tokenizer,
     assert [p.row for p in prompts if p.source == "a"] == [*range(7)] * 2
     assert [p.index for p in prompts] == list(range(20))
     out = capsys.readouterr().out
-    assert "an epoch is 10.0 steps of 1 prompts, 70% of them from here" in out
+    assert "an epoch is 10.0 steps" in out
 
 
 @pytest.mark.parametrize("num_drawn", [0, 1, 5, 12])
@@ -168,7 +169,7 @@ def test_chats_of_a_mixture_resume_exactly(tokenizer, two_sources):
 def test_sources_whose_own_columns_differ_are_refused(two_sources, tmp_path):
     (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'p', row['answer'][0]: 1}\n")
     data = config_of(**two_sources, row=f"{tmp_path}/mine.py:f")
-    with pytest.raises(ValueError, match="data.row gives the columns b for .*b.jsonl, and a for .*a.jsonl"):
+    with pytest.raises(ValueError, match="data.row gives the columns a for .*a.jsonl; b for .*b.jsonl; give the same"):
         reward_columns(load_sources(data))
 
 
@@ -186,8 +187,8 @@ def gsm8k():
 def test_all_of_gsm8k_is_used(gsm8k, capsys):
     sources, tokenizer = gsm8k
     (found,) = usable_prompts(sources, GRPOConfig(data=DataConfig(path=str(GSM8K)), prompts_per_step=64), tokenizer)
-    assert len(found.usable) == 7473 and found.left_out == {}
-    assert "has 7,473 rows, 7,473 are used; an epoch is 116.8 steps of 64 prompts" in capsys.readouterr().out
+    assert len(found.usable) == 7473 and found.left_out == ""
+    assert re.search("7,473 of 7,473 rows of .*; an epoch is 116.8 steps", capsys.readouterr().out)
 
 
 def test_the_most_natural_first_sft_on_gsm8k_is_refused_at_once(gsm8k):
@@ -252,7 +253,7 @@ def test_an_example_without_a_label_is_counted(tokenizer, talks, capsys):
         ("<user> add <assistant> yes <user> add <assistant> yes <eos>", "yes yes <eos>"),
     ]
     out = capsys.readouterr().out
-    assert "has 4 rows, 2 are used" in out and "tokens 5 to 11, median 9" in out
+    assert "data: 2 of 4 rows of" in out and "tokens 5 to 11, median 9" in out
     assert "left out: 1 without a token to learn, 1 longer than max_sequence_tokens=9" in out
     assert len(chats(sft_of(talks, train_on="all"), tokenizer)) == 3  # there, every token is one
 
@@ -282,7 +283,7 @@ def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, tal
     assert texts["answers"] == [f"<user> add <assistant> n{i} <eos>" for i in (5, 6, 7)]
     out = capsys.readouterr().out
     assert "held out: 2 of 4 rows of talks (" in out and "held out: 3 of 5 rows of answers (" in out
-    assert "warning: 2 held-out examples of" in out and "1 longer than max_sequence_tokens=9" in out
+    assert "left out: 1 without a token to learn, 1 longer than max_sequence_tokens=9" in out
     assert f"warning: validation uses the training data {ten_answers}; set validation.path" in out
 
 

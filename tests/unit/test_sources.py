@@ -1,6 +1,5 @@
 """Where rows come from: files, folders and the hub, and what is said about those that are broken."""
 
-import csv
 import json
 
 import datasets
@@ -90,7 +89,7 @@ def test_json_may_be_one_list(tmp_path, indent):
     (tmp_path / "test.json").write_text('[{"a": 3}]')
     path.rename(tmp_path / "train.json")
     assert rows_of(tmp_path, "test+train[:1]") == [{"a": 3}, {"a": 1}]
-    with pytest.raises(ValueError, match=r"\(split 'more'\) could not be loaded: Unknown split"):
+    with pytest.raises(ValueError, match=":more could not be loaded: Unknown split"):
         rows_of(tmp_path, "more")
 
 
@@ -105,11 +104,8 @@ def test_csv_cells_are_the_text_that_they_are(tmp_path):
 
 
 def test_a_cell_of_csv_may_be_a_book(tmp_path):
-    path, limit = tmp_path / "rows.csv", csv.field_size_limit()
-    path.write_text(f"text\n{'a b ' * 50_000}\n")
-    (row,) = rows_of(path)
-    assert row == {"text": "a b " * 50_000}
-    assert csv.field_size_limit() == limit  # of the whole process
+    (tmp_path / "rows.csv").write_text(f"text\n{'a b ' * 50_000}\n")
+    assert rows_of(tmp_path / "rows.csv") == [{"text": "a b " * 50_000}]
 
 
 def test_parquet_and_parts_of_files(tmp_path):
@@ -168,7 +164,7 @@ def test_a_hub_data_set_that_does_not_load_gives_one_error_with_the_way_out(monk
     with pytest.raises(ValueError) as caught:
         rows_of("a/b[x]@v1")
     assert str(caught.value).startswith(
-        f"data set a/b (name 'x', revision 'v1', split 'train') could not be loaded: {type(error).__name__}: {error}; "
+        f"data set a/b[x]@v1:train could not be loaded: {type(error).__name__}: {error}; "
     )
     assert ".jsonl" in str(caught.value) and "\n" not in str(caught.value)
 
@@ -187,6 +183,6 @@ def test_a_table_with_mixed_types_in_a_nested_column_is_refused_in_one_line(monk
     with pytest.raises(ValueError) as caught:
         rows_of("a/b")
     message = str(caught.value)
-    assert message.startswith("data set a/b (split 'train') could not be loaded: ArrowInvalid: Could not convert 'one'")
+    assert message.startswith("data set a/b:train could not be loaded: ArrowInvalid: Could not convert 'one'")
     assert "has text in one row and a number in another; make each column one type" in message
     assert "\n" not in message

@@ -156,7 +156,7 @@ def test_skipped_rows_are_counted_and_the_first_is_told(tokenizer, odd_rows, cap
     data = data_of(odd_rows, shuffle=False, bad_rows="skip", max_prompt_tokens=20)
     stream = prompts_of(data, tokenizer)
     out = capsys.readouterr().out
-    assert f"data: {odd_rows}:train is streamed; of its first 2 rows 2 can be used; tokens 4 to 4, median 4" in out
+    assert f"data: 2 of 2 rows of {odd_rows}:train; others are looked at as they come; tokens 4 to 4, median 4" in out
     assert answers(stream.draw(4)) == ["a0", "a1", "a6", "a7"]
     counted = {"data/bad_rows": 3, "data/too_long": 1, "data/unlabelled": 0}
     assert stream.metrics() == counted
@@ -182,7 +182,7 @@ def test_refused_rows_end_the_run_with_their_number(tokenizer, odd_rows, checks_
 def test_rows_of_another_kind_than_the_first_are_refused(tokenizer, tmp_path, checks_two):
     rows = rows_of("a", 2) + [{"question": "add n1", "answer": 7}]
     data = data_of(write_rows(tmp_path / "a.jsonl", rows), shuffle=False)
-    expected = "row 3 of .* cannot be used: its columns hold text in 'question', a number in 'answer', and in the first"
+    expected = "row 3 of .* cannot be used: its columns are answer .number., .*, and in the first rows answer .str., q"
     with pytest.raises(ValueError, match=expected):
         prompts_of(data, tokenizer).draw(3)
 
@@ -228,8 +228,8 @@ def test_held_out_rows_are_the_first_and_parts_of_a_split_are_read_whole(tokeniz
     [
         ("toy:addition", "it is made in memory"),
         ("a.jsonl:train[:90%]", r"train\[:90%\] is not one whole split"),
-        ("table.csv", "CSV is read whole; write JSON lines or parquet"),
-        ("list.json", "it is one JSON list; write JSON lines"),
+        ("table.csv", "a file of kind csv is read whole; write JSON lines or parquet"),
+        ("list.json", "a file of kind list is read whole; write JSON lines or parquet"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(tokenizer, tmp_path, monkeypatch, path, why):
