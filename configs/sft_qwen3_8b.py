@@ -18,7 +18,7 @@ config = change(
     "sft_llama3_1_8b.py",
     {
         "model.path": "Qwen/Qwen3-8B",
-        "data.prompt_template": pathlib.Path(__file__).parent / "examples" / "qwen3_chat.jinja",
+        "data.prompt_template": str(pathlib.Path(__file__).parent / "examples" / "qwen3_chat.jinja"),
         "run_dir": "runs/sft_qwen3_8b",
     },
 )

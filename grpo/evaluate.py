@@ -17,6 +17,7 @@ import pathlib
 from functools import partial
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
+from grpo.config.checks import check_replicas
 from grpo.config.fields import Config
 from grpo.config.recipes import load
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
@@ -41,11 +42,7 @@ def main() -> None:
 def load_config(model: str, words: list[str], num_ranks: int) -> GRPOConfig | SFTConfig:
     """The recipe with this model and nothing to train. Raises ValueError if the ranks do not make whole engines."""
     config = load((GRPOConfig, SFTConfig), DEFAULT_RECIPES[GRPOConfig], words)
-    if num_ranks % (engine_ranks := config.generator.tensor_parallel):
-        raise ValueError(
-            f"{num_ranks} processes do not split into engines of generator.tensor_parallel={engine_ranks}; start a "
-            "multiple of it, or set --generator.tensor-parallel 1"
-        )
+    check_replicas(num_ranks, config.generator.tensor_parallel)
     changes = {"model.path": model, "metrics.tensorboard": False, "metrics.wandb_project": "", "resume": False}
     if not any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in words):
         changes["run_dir"] = new_folder(model)

@@ -3,11 +3,8 @@
 The bounds are our own four and not those of annotated_types, because they carry the words of the message.
 """
 
-import ast
-import contextlib
 import dataclasses
 import operator
-import os
 from collections.abc import Callable, MutableMapping
 from functools import partial
 from types import NoneType, UnionType
@@ -38,26 +35,8 @@ class Harmless:
     """
 
 
-class HarmlessInSFT:
-    """Marks a field that in supervised fine-tuning only evaluation by generating reads."""
-
-
-WORDS = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    NoneType: "None",
-    bool | int | float | str: "True, False, a number or text",
-    bool
-    | int
-    | float
-    | str
-    | list
-    | dict
-    | None: "what JSON can say: text, a number, True, False, None, a list, a dict",
-    dict[str, Any]: "a dict of options, on the command line one JSON object such as '{\"tokens\": 256}'",
-}
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NoneType: "None"}
+WORDS |= {list: "a list", dict: "a dict"}
 
 
 def check_fields(config: Any, path: str = "") -> None:
@@ -65,12 +44,13 @@ def check_fields(config: Any, path: str = "") -> None:
     for name, kind in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         if not fits(value, kind):
-            raise ValueError(f"{path}{name}={value!r} must be {_describe(kind)}{_instead(value, kind)}")
+            raise ValueError(f"{path}{name}={value!r} must be {_describe(kind)}")
         if dataclasses.is_dataclass(value):
             check_fields(value, f"{path}{name}.")
 
 
 def fits(value: Any, kind: Any) -> bool:
+    """Tell whether a value has a field's type and lies within its bounds."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return fits(value, parts[0]) and all(bound.holds(value, bound.limit) for bound in _bounds(parts))
@@ -80,13 +60,13 @@ def fits(value: Any, kind: Any) -> bool:
         return any(fits(value, part) for part in parts)
     if origin is tuple:
         return isinstance(value, tuple) and all(fits(entry, parts[0]) for entry in value)
-    if origin in (dict, MutableMapping):
+    if origin is MutableMapping:
         return isinstance(value, dict) and all(fits(n, str) and fits(entry, parts[1]) for n, entry in value.items())
     if kind in (int, float):  # True is an int to Python
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     if kind is str:  # a lone surrogate, which a command line in another encoding leaves, fits into no file; NUL no path
         return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" or c == "\0" for c in value)
-    return kind is Any or isinstance(value, kind)
+    return isinstance(value, kind)
 
 
 def _bounds(parts: tuple) -> list[Bound]:
@@ -96,8 +76,6 @@ def _bounds(parts: tuple) -> list[Bound]:
 def _describe(kind: Any) -> str:
     """`a whole number, at least 1`."""
     origin, parts = get_origin(kind), get_args(kind)
-    if kind in WORDS:
-        return WORDS[kind]
     if origin is Annotated:
         bounds = " and ".join(f"{b.words} {b.limit:g}" for b in _bounds(parts))
         reasons = "".join(f"; {b.why}" for b in _bounds(parts) if b.why)
@@ -110,17 +88,4 @@ def _describe(kind: Any) -> str:
         return f"a tuple, each entry {_describe(parts[0])}"
     if origin is MutableMapping:
         return f"a dict from names, each value {_describe(parts[1])}"
-    return f"an object of class {kind.__name__}"
-
-
-def _instead(value: Any, kind: Any) -> str:
-    """`; write ('answer',)`, if a small change makes the value fit."""
-
-    def by_own_name(names: Any) -> dict:
-        return {name: name for name in ([names] if isinstance(names, str) else names)}
-
-    for change in (lambda one: (one,), tuple, os.fspath, by_own_name, ast.literal_eval):
-        with contextlib.suppress(TypeError, ValueError, SyntaxError):
-            if fits(changed := change(value), kind):
-                return f"; write {changed!r}"
-    return ""
+    return WORDS.get(kind, f"an object of class {kind.__name__}")

@@ -1,6 +1,7 @@
 """What fields of a config ask of each other. What a single field takes is written at the field."""
 
 import re
+from collections.abc import Iterable
 
 from grpo.config.bounds import check_fields
 from grpo.config.engine_options import check_engine_options, needing_texts, reshaping
@@ -34,29 +35,16 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
 
 
 def _check_data(data: DataConfig) -> None:
-    labels = [source.label for source in data.all_sources if source.label]  # each must be written as it should be
-    _check_labels("data.sources", labels)
-    if labels and data.path not in ("", DataConfig.path):
-        raise ValueError(
-            f"data.path={data.path!r} and data.sources ({', '.join(labels)}) both say where rows come from; drop one "
-            '(--data.path "", or --data.sources with nothing behind it)'
-        )
+    _ = data.all_sources  # raises ValueError for one that is not written as it should be
+    _check_sets("data.path", "" if data.path == DataConfig.path else data.path, "data.sources", data.sources)
     for label in data.weights.keys() - data.sources.keys():
-        there = ", ".join(labels) or "empty"
-        raise ValueError(f"data.weights has {label!r}, not in data.sources ({there}){near_miss(label, labels)}")
-    if data.row and ":" not in data.row:
-        raise ValueError(f"data.row={data.row!r} names no function in a file; write path/file.py:function")
+        there = ", ".join(data.sources) or "empty"
+        raise ValueError(f"data.weights has {label!r}, not in data.sources ({there}){near_miss(label, data.sources)}")
     if data.columns.get("answer", data.answer_column) != data.answer_column != DataConfig.answer_column:
         raise ValueError(
             f"data.answer_column={data.answer_column!r} and data.columns answer={data.columns['answer']!r} name the "
             "same argument of the reward functions; drop one"
         )
-    for name, column in data.reward_columns.items():
-        if not name.isidentifier():
-            raise ValueError(
-                f"data.columns has the name {name!r}, which is no argument of a function; write --data.columns "
-                f"{column.rpartition('.')[2]} {column}"
-            )
     if data.is_text_template and "{question}" not in data.prompt_template:
         raise ValueError(
             f"data.prompt_template={data.prompt_template!r} has no {{question}} for the text of column "
@@ -65,23 +53,21 @@ def _check_data(data: DataConfig) -> None:
 
 
 def _check_held_out(config: HeldOutConfig, data: DataConfig) -> None:
-    if not config.interval:
-        return
-    config.held_out(data)
-    section = config.section
-    _check_labels(f"{section}.sets", [*config.sets])
-    if config.sets and config.path:
+    if config.interval:
+        config.held_out(data)
+        _check_sets(f"{config.section}.path", config.path, f"{config.section}.sets", config.sets)
+
+
+def _check_sets(path_field: str, path: str, sets_field: str, sets: Iterable[str]) -> None:
+    """Refuse a path beside sets, and names of sets that cannot become a part of metrics' names."""
+    if sets and path:
         raise ValueError(
-            f"{section}.path={config.path!r} and {section}.sets ({', '.join(config.sets)}) both say what is held out; "
-            f"drop one (--{section}.sets with nothing behind it)"
+            f"{path_field}={path!r} and {sets_field} ({', '.join(sets)}) both say where rows come from; drop one "
+            f'(--{path_field} "", or --{sets_field} with nothing behind it)'
         )
-
-
-def _check_labels(field: str, labels: list[str]) -> None:
-    """Refuse what cannot become a part of metrics' names."""
-    for label in labels:
-        if not re.fullmatch(r"[\w.-]+", label):
-            raise ValueError(f"{field} has the name {label!r}; use letters, digits, '_', '-' and '.', as in gsm8k")
+    for name in sets:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"{sets_field} has the name {name!r}; use letters, digits, '_', '-' and '.', as in gsm8k")
 
 
 def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
@@ -92,11 +78,6 @@ def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
             f"{num_trainers} trainer ranks do not split into trainer.tensor_parallel={trainer.tensor_parallel} x "
             f"trainer.data_replicas={trainer.data_replicas}; use a multiple of {shards} trainer ranks, "
             f"for example {max(shards, num_trainers - num_trainers % shards)}"
-        )
-    if trainer.lora_rank and not trainer.lora_targets:
-        raise ValueError(
-            f"trainer.lora_rank={trainer.lora_rank} with no trainer.lora_targets leaves nothing to train; name some "
-            "(--trainer.lora-targets q_proj v_proj), or set --trainer.lora-rank 0"
         )
     if config.max_sequence_tokens > trainer.micro_batch_tokens:
         raise ValueError(
@@ -114,21 +95,18 @@ def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
 
 def _check_engines(config: GRPOConfig | SFTConfig) -> None:
     roles, generator = config.roles, config.generator
-    num_generators = roles.num_trainers if roles.colocated else roles.num_generators
-    if not num_generators:
-        raise ValueError(
-            "roles.num_generators=0 leaves no rank to sample; use at least "
-            f"{generator.tensor_parallel} (generator.tensor_parallel) or --roles.colocated"
-        )
-    if num_generators % generator.tensor_parallel:
-        fit = num_generators - num_generators % generator.tensor_parallel or generator.tensor_parallel
-        raise ValueError(
-            f"{num_generators} generator ranks do not split into replicas of generator.tensor_parallel="
-            f"{generator.tensor_parallel}; use {fit} generator ranks or another tensor_parallel"
-        )
-    if "" in generator.stop:
-        raise ValueError("generator.stop has an empty string, which would end every completion; leave it out")
+    check_replicas(roles.num_trainers if roles.colocated else roles.num_generators, generator.tensor_parallel)
     check_engine_options(generator)
+
+
+def check_replicas(num_generators: int, tensor_parallel: int) -> None:
+    """Refuse generator ranks that do not make whole engines, or none. Raises ValueError with a number that does."""
+    if not num_generators or num_generators % tensor_parallel:
+        fit = num_generators - num_generators % tensor_parallel or tensor_parallel
+        raise ValueError(
+            f"{num_generators} generator ranks (num_generators) do not split into replicas of generator.tensor_parallel"
+            f"={tensor_parallel}; use {fit}, or another tensor_parallel"
+        )
 
 
 def _check_roles(config: GRPOConfig) -> None:
@@ -138,12 +116,10 @@ def _check_roles(config: GRPOConfig) -> None:
             f"roles.num_references={roles.num_references} ranks would idle, because algorithm.kl_coef=0 and "
             "distill_coef=0 need no reference; set --roles.num-references 0 or one of the two above 0"
         )
-    if generator.sleep and not roles.colocated:
-        raise ValueError("generator.sleep frees memory for a trainer on the same GPU; it needs --roles.colocated")
-    if generator.sleep and config.sync_interval > 1:
+    if generator.sleep and (not roles.colocated or config.sync_interval > 1):
         raise ValueError(
-            "generator.sleep drops the engine's weights until the next sync, so sync_interval="
-            f"{config.sync_interval} must be 1"
+            "generator.sleep drops the engine's weights until the next sync, in favour of a trainer on the same GPU: "
+            f"it needs --roles.colocated and sync_interval={config.sync_interval} to be 1"
         )
     if not 1 <= len(generator.temperature) <= config.group_size:
         raise ValueError(
@@ -296,11 +272,6 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     if algorithm.loss == "gspo" and (algorithm.clip_high or 0) > WIDE_GSPO_CLIP:
         found.append(
             f"algorithm.clip_high={algorithm.clip_high} hardly ever clips a sequence's ratio; gspo's paper has 4e-4"
-        )
-    ratio_is_1 = config.updates_per_step == 1 and algorithm.old_logprobs == "policy"
-    if ratio_is_1 and algorithm.loss_options.get("max_importance_weight"):
-        found.append(
-            "max_importance_weight in algorithm.loss_options does nothing with one update per step: every weight is 1"
         )
     if names := reshaping(generator.sampling):
         found.append(

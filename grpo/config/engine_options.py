@@ -18,6 +18,7 @@ FOLDER = "an engine loads the folder of model.path"
 STOPS = "a completion ends at the stop tokens of model.path, besides generator.stop and generator.stop_token_ids"
 LOGPROB = "the generator takes the log-prob of the sampled token and no other"
 IDS = "the generator takes token ids, which the driver decodes"
+SEED = "every request has a seed of its own; use the field seed"
 
 # EngineArgs that the project sets itself, and what decides instead.
 ENGINE_SET_HERE = {
@@ -27,12 +28,10 @@ ENGINE_SET_HERE = {
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"), REPLICA),
     **dict.fromkeys(("distributed_executor_backend", "nnodes", "node_rank", "device_ids"), REPLICA),
     **dict.fromkeys(("master_addr", "master_port"), REPLICA),
-    **dict.fromkeys(
-        ("generation_config", "override_generation_config"), "sampling is set by the section generator alone"
-    ),
+    **dict.fromkeys(("generation_config", "override_generation_config"), "the section generator alone sets sampling"),
     "skip_tokenizer_init": "an engine has a tokenizer if generator.stop or generator.sampling needs one",
     "dtype": "use model.dtype",
-    "seed": "every request has a seed of its own; use the field seed",
+    "seed": SEED,
     "max_model_len": "it is data.max_prompt_tokens + generator.max_completion_tokens",
     "gpu_memory_utilization": "use generator.gpu_memory_utilization",
     "enable_sleep_mode": "use generator.sleep",
@@ -42,7 +41,7 @@ ENGINE_SET_HERE = {
 # The same of SamplingParams.
 SAMPLING_SET_HERE = {
     "n": "use group_size",
-    "seed": "every request has a seed of its own; use the field seed",
+    "seed": SEED,
     "max_tokens": "use generator.max_completion_tokens",
     **{name: f"use generator.{name}" for name in ("temperature", "stop", "stop_token_ids")},
     "ignore_eos": STOPS,
@@ -80,15 +79,8 @@ def check_engine_options(generator: GeneratorConfig) -> None:
     quantization = generator.engine.get("quantization")
     if quantization is not None and quantization not in ONLINE_QUANTIZATION:
         raise ValueError(
-            f"generator.engine quantization={quantization!r} expects a checkpoint that is quantized already, but every "
-            f"weight sync brings unquantized weights; use one that vLLM quantizes itself: "
-            f"{', '.join(ONLINE_QUANTIZATION)}"
-        )
-    speculative = generator.engine.get("speculative_config") or {}
-    if isinstance(speculative, dict) and speculative.get("rejection_sample_method") == "synthetic":
-        raise ValueError(
-            "generator.engine speculative_config with rejection_sample_method synthetic accepts drafts that the policy "
-            "would not have sampled; use standard or block"
+            f"generator.engine quantization={quantization!r} expects a checkpoint that is quantized already, but "
+            f"weight syncs bring others; use one that vLLM applies itself: {', '.join(ONLINE_QUANTIZATION)}"
         )
     speculates = any(generator.engine.get(name) for name in ("speculative_config", "spec_method", "spec_model"))
     if speculates and {"min_p", "logit_bias"} & {*generator.sampling}:

@@ -8,21 +8,17 @@ import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
-from grpo.config.bounds import Above, AtLeast, AtMost, Below, Harmless, HarmlessInSFT
+from grpo.config.bounds import Above, AtLeast, AtMost, Below, Harmless
 from grpo.config.sources import Source, parse_source
 
 Value = TypeVar("Value")
 # A dict from names. Not written dict, of which tyro makes one flag per name of the recipe's, so that a command line
 # could not give other names; this way it is `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's.
 Table = MutableMapping[str, Value]
-# What a table may hold whose names belong to a library: booleans stay booleans (`false` on the command line).
-Scalar = bool | int | float | str
-# What a table may hold whose values a library reads: whatever JSON can say; a word that is no JSON is text.
+# What a table may hold whose values a library or a function reads: what JSON can say; a word that is no JSON is text.
 Json = bool | int | float | str | list | dict | None
-# Keyword arguments of one function; one JSON object on the command line.
-Options = dict[str, Any]
 # Every so many steps, never at 0.
 Interval = Annotated[int, AtLeast(0, "0 turns it off")]
 Temperature = Annotated[float, Above(0, "greedy samples cannot be compared"), Below(math.inf)]
@@ -31,8 +27,6 @@ Temperature = Annotated[float, Above(0, "greedy samples cannot be compared"), Be
 SHARED_GPU = 0.35
 # Sequences that an engine decodes at once, unless `generator.engine` says another number
 MAX_NUM_SEQS = 256
-# Mean absolute log-prob difference (nats) between trainer and generator above which a sync check stops the run
-LARGEST_MISMATCH = {"float32": 1e-3, "bfloat16": 0.1}
 # Those of every family; the LM head and the embeddings get no adapter.
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -48,9 +42,8 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights and optimizer are always float32."""
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], Harmless] = "auto"
-    """How the sequences of a packed row are kept apart.
-    flash: FlashAttention 4, on a GPU such as H100 or B200 and in bfloat16; flex: one flex_attention over the row, on
-    any GPU; documents: scaled_dot_product_attention for each sequence; auto: the first of them that runs here."""
+    """How the sequences of a packed row are kept apart. flash: FlashAttention 4 (H100 or B200, bfloat16);
+    flex: flex_attention, on any GPU; documents: one call for each sequence; auto: the first that runs here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +53,7 @@ class RolesConfig:
     num_trainers: Annotated[int, AtLeast(1)] = 4
     """Trainer ranks; with `colocated` every rank is trainer, reference and generator at once."""
     num_references: Annotated[int, AtLeast(0)] = 0
-    """Ranks that only hold the reference; at 0 the trainer ranks hold it.
-    It is needed if `algorithm.kl_coef` or `algorithm.distill_coef` is above 0."""
+    """Ranks that hold only the reference, which a KL or a teacher needs; at 0 the trainer ranks hold it."""
     num_generators: Annotated[int, AtLeast(0)] = 4
     """Generator ranks, split into replicas of `generator.tensor_parallel`; ignored when `colocated`."""
     colocated: bool = False
@@ -115,14 +107,12 @@ class TrainerConfig:
     share_prompts: Annotated[bool, Harmless] = True
     """Compute a prompt once for all its completions in a row, instead of once for each."""
     activation_checkpointing: Annotated[Literal["auto", "none", "logits", "selective", "full"], Harmless] = "auto"
-    """What the backward recomputes to save memory. none: nothing; logits: the LM head's product, chunk by chunk;
-    selective: that and cheap operations; full: that and every block; auto: the first of them that fits the GPU by
-    arithmetic (`--dry-run` shows it); on a CPU none."""
+    """What the backward recomputes to save memory. none: nothing; logits: the LM head's product; selective: that and
+    cheap operations; full: that and every block; auto: the first that fits the GPU by arithmetic, on a CPU none."""
     compile: Annotated[bool, Harmless] = True
     """torch.compile of each transformer block and of the log-prob chunks; GPU only."""
     logprob_chunk_tokens: Annotated[int, AtLeast(1), Harmless] = 4096
-    """Tokens whose logits the LM head computes at one time; whether it keeps them for the backward,
-    `activation_checkpointing` says. Only tokens that count in the loss have any."""
+    """Tokens whose logits the LM head computes at one time."""
     learning_rate: Annotated[float, AtLeast(0), Below(math.inf)] = 1e-6
     """Peak learning rate of AdamW."""
     adam_beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
@@ -159,22 +149,21 @@ class DataConfig:
     """Where prompts come from, what the rewards see of them, and how they become token ids."""
 
     path: str = "openai/gsm8k[main]"
-    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or a built-in task such as
-    `toy:addition`; in full PATH[NAME]@REVISION:SPLIT with the hub's configuration and branch, tag or commit, and a
-    split, or an expression of splits such as train[:90%] or train+validation. Without one it is train."""
+    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or a task such as `toy:addition`;
+    in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and revision, and splits such as train[:90%]."""
     sources: Table[str] = field(default_factory=dict)
     """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
     weights: Table[Annotated[float, Above(0)]] = field(default_factory=dict)
     """How often prompts come from each of `sources`, relative to each other, by their names; 1 where not named."""
     row: str = ""
-    """Your own `path/file.py:function`: a row in; out comes a dict with `prompt` and the columns that the rewards get,
-    or None, which leaves the row out. The fields of columns below do not apply then."""
+    """Your own `path/file.py:function`, in place of the columns below: a row in; out comes a dict with `prompt` and the
+    columns that the rewards get, or None, which leaves the row out."""
     prompt_column: str = "question"
-    """Column that holds the user's message as text, or a list of messages. In the table of a column, `a.b` is entry b;
-    in a list, `a.0` is the first entry, `a.-1` the last, and `a.:-1` all except the last."""
-    answer_column: Annotated[str, HarmlessInSFT] = "answer"
+    """Column that holds the user's message as text, or a list of messages; `a.b` is entry b of column a, and in a list
+    `a.0` is the first entry, `a.-1` the last, and `a.:-1` all except the last."""
+    answer_column: str = "answer"
     """Column that the reward functions get as `answer`; empty for none."""
-    columns: Annotated[Table[str], HarmlessInSFT] = field(default_factory=dict)
+    columns: Table[str] = field(default_factory=dict)
     """Further columns for the reward functions: the names they get them by, and where they are in the data."""
     tools_column: str = ""
     """Column with the functions that the chat template may offer to the model (list of JSON schemas, or its text)."""
@@ -183,21 +172,19 @@ class DataConfig:
     )
     """System message before every prompt; empty for none."""
     prompt_template: str = ""
-    """Replaces the model's chat template, which base models lack: a .jinja file, or text with {question} for the prompt
-    column's text and, where wanted, {system_prompt}; empty takes the model's own."""
-    chat_template_kwargs: Table[Scalar] = field(default_factory=dict)
+    """Replaces the model's chat template: a .jinja file, or text with {question} for the prompt column's text and,
+    where wanted, {system_prompt}; empty takes the model's own, which base models lack."""
+    chat_template_kwargs: Table[Json] = field(default_factory=dict)
     """Extra keyword arguments for the tokenizer's chat template, e.g. enable_thinking false."""
-    max_prompt_tokens: Annotated[int, AtLeast(1), HarmlessInSFT] = 512
+    max_prompt_tokens: Annotated[int, AtLeast(1)] = 512
     """Prompts longer than this many tokens are left out and counted at the start."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What to do about rows without a prompt or without a value in a column that is used, or with text that is none.
-    refuse: an error before the start that lists them (with `streaming`, at the first one that comes); skip: leave them
-    out and say how many."""
+    """What to do about rows without a prompt or a value in a column that is used. refuse: an error before the start
+    that lists them (with `streaming`, at the first one that comes); skip: leave them out and say how many."""
     shuffle: bool = True
     """Draw the prompts of each epoch in a new random order, which follows from `seed`; off takes the file's order."""
     streaming: bool = False
-    """Read rows as they come and keep none: data sets of the hub, JSON lines and parquet larger than memory or disk.
-    The first 1,000 are looked at before the start; 10,000 at a time are shuffled. Held-out data is the first rows."""
+    """Read rows as they come and keep none, where data is larger than memory or disk; 10,000 at a time are shuffled."""
 
     @property
     def all_sources(self) -> list[Source]:
@@ -230,8 +217,7 @@ class HeldOutConfig:
     """Data that is not trained on; what evaluation and validation have in common."""
 
     path: str = ""
-    """Held-out data set, written like `data.path`, but its split is test if it has none; empty takes the split test of
-    `data.path`."""
+    """Held-out data set, written like `data.path`, split test if it names none; empty takes that of `data.path`."""
     sets: Table[str] = field(default_factory=dict)
     """Several held-out data sets in place of `path`, as names for their metrics and PATH[NAME]@REVISION:SPLIT each."""
 
@@ -286,9 +272,8 @@ class RewardConfig:
     """What a completion is worth: a weighted sum of functions."""
 
     functions: Table[float] = field(default_factory=lambda: {"math_reward": 1.0, "thinking_reward": 0.2})
-    """Weights by name: a built-in (see `grpo/rewards/builtin.py`) or your own `path/file.py:function`.
-    Weight 0 measures only."""
-    options: Table[Options] = field(default_factory=dict)
+    """Weights by name: a built-in of grpo/rewards/builtin.py or your own `path/file.py:function`; 0 measures only."""
+    options: Table[Json] = field(default_factory=dict)
     """Keyword arguments of a reward function, by its name: `--reward.options overlong_penalty '{"tokens": 256}'`."""
     num_workers: Annotated[int, AtLeast(1), Harmless] = 4
     """Processes that run the reward functions; where built-in ones and your own (or code_reward) meet, of each kind."""
@@ -299,8 +284,7 @@ class RewardConfig:
     allow_without_landlock: Annotated[bool, Harmless] = False
     """Run code_reward also where its programs could open the files of this machine, as the kernel has no Landlock."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
-    """Where functions find the answer. answer_tag: in the last <answer>..</answer>; boxed: in the last \\boxed{};
-    hashes: after the last ####."""
+    """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####."""
     environment: Annotated[tuple[str, ...], Harmless] = ()
     """Environment variables that your own functions get on top of what Python needs, such as a judge's key."""
 
@@ -320,8 +304,8 @@ class SamplingConfig:
     filter_epochs: Annotated[int, AtLeast(1)] = 1
     """Epochs for which such a prompt is skipped before it is sampled again."""
     carry_over: Annotated[int, AtLeast(0)] = 0
-    """So many more prompts than `prompts_per_step` are in flight: a step ends once `prompts_per_step` groups are
-    complete, and the others go on in the next one, with newer weights. Needs `algorithm.importance_correction`."""
+    """So many more prompts than `prompts_per_step` are in flight, and groups that are not complete when a step is full
+    go on in the next one, with newer weights. Needs `algorithm.importance_correction`."""
 
     @property
     def filters(self) -> bool:
@@ -343,18 +327,16 @@ class AlgorithmConfig:
     batch_std: (r - mean) / std of all rewards of the step; rloo: r - mean of the others in its group;
     none: r as it is; or your own `path/file.py:function`."""
     aggregation: str | None = None
-    """How the losses of tokens become one number. token_mean: their mean over the whole update;
-    sequence_mean: mean over sequences of the mean over a sequence's tokens;
-    fixed_horizon: mean over sequences of the sum over a sequence's tokens / generator.max_completion_tokens;
-    or your own `path/file.py:function`."""
+    """How the losses of tokens become one number. token_mean: their mean over the whole update; sequence_mean: mean
+    over sequences of the mean over a sequence's tokens; fixed_horizon: mean over sequences of the sum over a sequence's
+    tokens / generator.max_completion_tokens; or your own `path/file.py:function`."""
     clip_low: Annotated[float, AtLeast(0), AtMost(1)] | None = None
     """The ratio is clipped from below at 1 - clip_low."""
     clip_high: Annotated[float, AtLeast(0)] | None = None
     """The ratio is clipped from above at 1 + clip_high."""
-    loss_options: Options = field(default_factory=dict)
-    """Keyword arguments of the loss, one JSON object.
-    dual_clip: '{"bound": 3}'; reinforce: '{"max_importance_weight": 2}';
-    sapo: '{"temperature_positive": 1, "temperature_negative": 1.05}'; your own function: what it takes."""
+    loss_options: Table[Json] = field(default_factory=dict)
+    """Keyword arguments of the loss. dual_clip: `bound 3`; reinforce: `max_importance_weight 2`;
+    sapo: `temperature_positive 1 temperature_negative 1.05`; your own function: what it takes."""
     kl_coef: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL to the reference; 0 leaves it out."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
@@ -363,8 +345,8 @@ class AlgorithmConfig:
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL goes. loss: a token's is added to its loss; reward: a completion's sum is taken off its reward."""
     distill_coef: Annotated[float, AtLeast(0)] = 0.0
-    """On-policy distillation: weight of log teacher - log policy, which is added to each token's advantage.
-    The teacher is `model.reference_path`; 0 is none. Rewards may be left out (`--reward.functions` with nothing)."""
+    """On-policy distillation: weight of log teacher - log policy in each token's advantage; 0 is none.
+    The teacher is `model.reference_path`. Rewards may be left out (`--reward.functions` with nothing)."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
     mask_truncated: bool = False
@@ -377,9 +359,8 @@ class AlgorithmConfig:
     """Denominator of the ratio. policy: the trainer's log-probs at the start of the step; generator: those sampled."""
     importance_correction: Literal["none", "truncate", "mask_tokens", "mask_sequences"] | None = None
     """Makes up for a generator that differs from the policy, by weights w = policy / generator.
-    none: no correction; truncate: a token's loss x min(w, high);
-    mask_tokens: x w, or x 0 where w is not within low and high;
-    mask_sequences: x 0 for all of a sequence whose geometric mean of w is not within low and high.
+    none: no correction; truncate: a token's loss x min(w, high); mask_tokens: x w, or x 0 where w is not within low and
+    high; mask_sequences: x 0 for all of a sequence whose geometric mean of w is not within low and high.
     None takes truncate if `old_logprobs` is policy, else none."""
     importance_correction_low: Annotated[float, AtLeast(0)] = 0.5
     """mask_tokens, mask_sequences: smallest w that is not masked."""
@@ -396,12 +377,9 @@ class AlgorithmConfig:
                     f"algorithm.{slot}={name!r} is unknown; use {', '.join(built_in)}, or write your own as "
                     "path/file.py:function"
                 )
-        return replace(self, **{name: value for name, value in self._defaults.items() if getattr(self, name) is None})
-
-    @property
-    def _defaults(self) -> dict[str, Any]:
         correction = "truncate" if self.old_logprobs == "policy" else "none"
-        return PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS) | {"importance_correction": correction}
+        defaults = PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS) | {"importance_correction": correction}
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
 # What a loss needs, in addition to its formula, to be the algorithm of its paper
@@ -447,8 +425,6 @@ class MetricsConfig:
     """Write TensorBoard event files to `RUN_DIR/tensorboard`."""
     samples_interval: Interval = 10
     """Steps between readable samples of completions with their rewards; 0 writes none."""
-    warnings: bool = True
-    """Say on the console in one line that a run goes wrong: equal rewards, no entropy, truncation, lost accuracy."""
     wandb_project: str = ""
     """Log to this project at Weights & Biases too (`pip install wandb`); empty does not."""
 
@@ -472,9 +448,8 @@ class RunConfig:
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`."""
     deadline_minutes: Annotated[float, Above(0), Harmless] = 20.0
-    """How long nothing may happen before the run ends with the name and the stack of the rank that hangs.
-    Three times as long while it starts, samples, scores or evaluates. Something happens when any rank begins another
-    phase or a collective operation, so a long step is no hang."""
+    """How long no rank may begin a phase or a collective before the run ends with the name and stack of the one that
+    hangs; three times as long while it starts, samples, scores or evaluates."""
     dry_run: Annotated[bool, Harmless] = False
     """Check data, model, rewards, memory and disk as a start does, say what fits, and stop: nothing is written."""
     gpus: Annotated[int, AtLeast(0), Harmless] = 0
@@ -483,6 +458,12 @@ class RunConfig:
     """With `gpus`: GiB of each."""
     profile: Annotated[Interval, Harmless] = 0
     """Step of which each rank writes a torch profiler trace to `RUN_DIR/profile`, with the step's phases as ranges."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes torchrun must start."""
+        roles = self.roles
+        return roles.num_trainers + (0 if roles.colocated else roles.num_references + roles.num_generators)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,8 +486,8 @@ class GRPOConfig(RunConfig):
     sync_interval: Annotated[int, AtLeast(1)] = 1
     """Steps between weight syncs; at N the generators' weights are up to N - 1 steps old."""
     overlap_steps: Annotated[int, AtLeast(0), AtMost(1)] = 0
-    """At 1 generators sample the next step while the others train on this one, with weights one step older; split only.
-    Needs `algorithm.importance_correction`. At 0 they take turns."""
+    """At 1 generators sample the next step while the others train on this one, with weights one step older; at 0 they
+    take turns. Split roles only; needs `algorithm.importance_correction`."""
     sync_check_interval: Annotated[Interval, Harmless] = 20
     """Steps between sync checks of trainer against generator log-probs, one also after the first sync; 0 is never."""
     record: Annotated[bool, Harmless] = False
@@ -548,15 +529,10 @@ class GRPOConfig(RunConfig):
         return math.lcm(self.trainer.tensor_parallel, self.generator.tensor_parallel)
 
     @property
-    def num_reference_ranks(self) -> int:
-        """Ranks that hold the reference, if there is one."""
-        num_references = 0 if self.roles.colocated else self.roles.num_references
-        return num_references or self.roles.num_trainers
-
-    @property
     def reference_tensor_parallel(self) -> int:
         """Ranks that share each layer of the reference: as many as the trainer's, as far as its ranks allow."""
-        return math.gcd(self.num_reference_ranks, self.trainer.tensor_parallel)
+        num_references = 0 if self.roles.colocated else self.roles.num_references
+        return math.gcd(num_references or self.roles.num_trainers, self.trainer.tensor_parallel)
 
     @property
     def reference_is_base(self) -> bool:
@@ -566,14 +542,8 @@ class GRPOConfig(RunConfig):
 
     @property
     def largest_mismatch(self) -> float:
-        """Mean absolute log-prob difference between trainer and generator above which a sync check stops the run."""
-        return LARGEST_MISMATCH[self.model.dtype]
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes torchrun must start for this layout."""
-        roles = self.roles
-        return roles.num_trainers + (0 if roles.colocated else roles.num_references + roles.num_generators)
+        """Mean absolute log-prob difference (nats) of trainer and generator above which a sync check stops the run."""
+        return {"float32": 1e-3, "bfloat16": 0.1}[self.model.dtype]
 
 
 # Which tokens of an example are labels, see grpo/data/turns.py.
@@ -598,17 +568,15 @@ class SFTConfig(RunConfig):
     num_steps: Annotated[int, AtLeast(1)] = 100
     """Optimizer steps in total."""
     row_format: RowFormat = "auto"
-    """What the columns of a row are. prompt_completion: `data.prompt_column` and `completion_column`, each a text or
-    messages; messages: `messages`, a chat of any number of turns; alpaca: `instruction`, `input` and `output`; text:
-    `text`, without turns; auto: the first of these, in this order, whose columns a data set has."""
+    """What a row has. prompt_completion: `data.prompt_column` and `completion_column`; messages: a chat; alpaca:
+    `instruction`, `input` and `output`; text: `text`, without turns; auto: the first of these that a data set has."""
     completion_column: str = "completion"
     """Column that holds the answer to learn for `data.prompt_column`."""
     train_on: TrainOn = "assistant"
-    """Tokens that are labels. assistant: those of all assistant turns, with the token that ends each; last: those of
-    the last one; all: every token. In plain text every token is one."""
+    """Tokens that are labels. assistant: all assistant turns, with the token that ends each; last: the last such turn;
+    all: every token, as always in plain text."""
     too_long: Literal["leave_out", "truncate"] = "leave_out"
-    """What becomes of an example of more than `max_sequence_tokens`. leave_out: it is not drawn; truncate: its first
-    tokens are. Both are counted at the start."""
+    """Examples of more than `max_sequence_tokens`. leave_out: they are not drawn; truncate: their first tokens are."""
     show: Annotated[int, AtLeast(0), Harmless] = 0
     """Print so many examples with their labels in colour, and stop before a model is loaded."""
     stop_at_loss: Annotated[float, AtLeast(0), Harmless] = 0.0
@@ -616,7 +584,7 @@ class SFTConfig(RunConfig):
     sequences_per_step: Annotated[int, AtLeast(1)] = 128
     """Examples per step."""
     max_sequence_tokens: Annotated[int, AtLeast(1)] = 2048
-    """Longest example in tokens; what becomes of longer ones is `too_long`."""
+    """Longest example in tokens."""
     seed: int = 0
     """The order of the data and, for a toy model, its first weights follow from it."""
 
@@ -627,11 +595,6 @@ class SFTConfig(RunConfig):
         """Every rank trains, and generates too if held-out prompts are completed between steps."""
         evaluates = self.evaluation.interval > 0
         return RolesConfig(colocated=evaluates, num_trainers=self.num_trainers, num_references=0, num_generators=0)
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes torchrun must start."""
-        return self.num_trainers
 
 
 Config = TypeVar("Config", GRPOConfig, SFTConfig)

@@ -1,5 +1,9 @@
-"""Recipe files and the command line -> a checked config, and back: `load`, `load_recipe`, `change`, `as_recipe`."""
+"""Recipe files and the command line -> a checked config, and back to the text of a recipe, which a run folder keeps.
 
+That text is parsed and never run when a run is resumed, so that it may come from somebody else.
+"""
+
+import ast
 import contextlib
 import dataclasses
 import difflib
@@ -7,16 +11,15 @@ import json
 import math
 import os
 import pathlib
-import re
 import sys
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, get_args, get_type_hints
 
-from grpo.config.bounds import check_fields
+from grpo.config.bounds import Harmless, check_fields
 from grpo.config.checks import cautions, validate
-from grpo.config.fields import Config, GRPOConfig, Json, Options, Scalar, SFTConfig
-from grpo.config.user_files import in_words, line_of, run_file
+from grpo.config.fields import Config, GRPOConfig, Json, SFTConfig
+from grpo.config.user_files import cause_and_line, run_file
 
 
 def load(
@@ -49,30 +52,26 @@ def load(
 
 
 def _value_parsers():
-    """Tell tyro how to read the kinds of values it does not know: JSON objects, scalars as JSON, and any JSON."""
+    """Tell tyro how to read a value that may be any JSON."""
     import tyro
+
+    def parse(words: list[str]) -> Json:
+        """`{"tokens": 256}` -> a dict, `false` and `False` -> False, `3` -> 3; what is no JSON stays text."""
+        with contextlib.suppress(ValueError):
+            return json.loads({"True": "true", "False": "false", "None": "null"}.get(words[0], words[0]))
+        return words[0]
 
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
     def rule(info):
-        kinds = {Options: (dict, "JSON"), Scalar: (Scalar, "VALUE"), Json: (Json, "JSON")}
-        if info.type not in kinds:
+        if info.type != Json:
             return None
-        kind, metavar = kinds[info.type]
-
-        def parse(words: list[str]) -> Any:
-            """`{"tokens": 256}` -> a dict, `false` and `False` -> False, `3` -> 3; what is no such JSON stays text."""
-            with contextlib.suppress(ValueError):
-                value = json.loads({"True": "true", "False": "false", "None": "null"}.get(words[0], words[0]))
-                return value if isinstance(value, kind) else words[0]
-            return words[0]
-
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
-            metavar=metavar,
+            metavar="JSON",
             instance_from_str=parse,
-            is_instance=lambda value: isinstance(value, kind),
+            is_instance=lambda value: isinstance(value, Json),
             str_from_instance=lambda value: [json.dumps(value)],
         )
 
@@ -90,33 +89,13 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
     try:
         config = getattr(run_file(path), "config", None)
         if isinstance(config, config_types):
-            config = _paths_as_text(config)
             check_fields(config)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
-        raise ValueError(f"{path}{line_of(error, path)}: {' '.join(_cause(error).split())}") from error
+        raise ValueError(f"{path}{cause_and_line(error, path)}") from error
     if not isinstance(config, config_types):
         names = " or ".join(config_type.__name__ for config_type in config_types)
         raise ValueError(f"{path} must bind `config` to a {names}, it binds {type(config).__name__}")
     return config
-
-
-def _paths_as_text(config: Any) -> Any:
-    """Return the config, or one of its sections, with text where a recipe has a `pathlib.Path`."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    texts = {name: os.fspath(value) for name, value in values.items() if isinstance(value, pathlib.Path)}
-    sections = {name: _paths_as_text(value) for name, value in values.items() if dataclasses.is_dataclass(value)}
-    return dataclasses.replace(config, **texts, **sections)
-
-
-def _cause(error: BaseException) -> str:
-    """Say what a recipe raised: `there is no field algorithm.los; did you mean algorithm.loss?`."""
-    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    for config in (GRPOConfig(), SFTConfig()) if found else ():
-        sections = {type(value).__name__: f"{name}." for name, value in vars(config).items()}
-        sections[type(config).__name__] = ""
-        if found[1] in sections:
-            return no_such_field(sections[found[1]] + found[2], config)
-    return str(error) if type(error) is ValueError else in_words(error)
 
 
 def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
@@ -129,8 +108,10 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
         caller = sys._getframe(1).f_globals.get("__file__", "")  # "" at an interactive prompt
         base = load_recipe(os.path.join(os.path.dirname(caller), base), GRPOConfig, SFTConfig)
     for path, value in changes.items():
-        if path not in field_paths(base):
-            raise ValueError(no_such_field(path, base))
+        if path not in (paths := list(field_paths(base))):
+            name = path.rpartition(".")[2]
+            near = [p for p in paths if p.rpartition(".")[2] == name] or difflib.get_close_matches(path, paths, n=1)
+            raise ValueError(f"there is no field {path}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
         section, _, name = path.rpartition(".")
         if section:
             value = dataclasses.replace(getattr(base, section), **{name: value})
@@ -144,14 +125,6 @@ def field_paths(config: Any, prefix: str = "") -> Iterator[str]:
         if dataclasses.is_dataclass(value := getattr(config, field.name)):
             yield from field_paths(value, f"{prefix}{field.name}.")
         yield f"{prefix}{field.name}"
-
-
-def no_such_field(path: str, config: GRPOConfig | SFTConfig) -> str:
-    """Say what to tell the user who set a field that `config` does not have, by its dotted path."""
-    paths = list(field_paths(config))
-    name = path.rpartition(".")[2]
-    near = [p for p in paths if p.rpartition(".")[2] == name] or difflib.get_close_matches(path, paths, n=1)
-    return f"there is no field {path}" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def differences(config: Config, recipe: Config) -> list[str]:
@@ -173,6 +146,10 @@ def derived(config: Config) -> list[str]:
     return [f"from algorithm.loss={resolved.loss} follow {', '.join(values)}"] if values else []
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The config of a run folder
+
+
 def as_recipe(config: GRPOConfig | SFTConfig) -> str:
     """Return the config as the text of a recipe file, so that a run can be repeated from its own folder.
 
@@ -192,3 +169,62 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
 
     for_one_start = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
     return f"from grpo import config as c\n\nconfig = {lines(dataclasses.replace(config, **for_one_start), '')}\n"
+
+
+class Change(NamedTuple):
+    """A field that is written in another way than in the saved config."""
+
+    path: str
+    old: str
+    """What the saved config says, as Python writes it."""
+    new: str
+    """What this run's config says, as Python writes it."""
+    breaks_exactness: bool
+    """Whether what the run samples or learns depends on it."""
+
+
+def changes_since(saved: str, config: GRPOConfig | SFTConfig) -> list[Change]:
+    """Return what `config` has other than `saved`, the text of a config that `as_recipe` wrote, which is not run.
+
+    Raises ValueError if it is no such text.
+    """
+    before, now = _written_fields(saved), _written_fields(as_recipe(config))  # so, without the flags of a single start
+    return [
+        Change(path, old, new, path not in now or not is_harmless(path, config))
+        for path in dict.fromkeys([*now, *before])
+        if (old := before.get(path, "not there")) != (new := now.get(path, "not there"))
+    ]
+
+
+def is_harmless(path: str, config: GRPOConfig | SFTConfig) -> bool:
+    """Tell whether a run may go on with another value of that field and still be the same run."""
+    if path == "num_steps":  # the other schedules end where the steps do
+        return config.trainer.schedule == "constant"
+    section = config
+    for name in path.split("."):
+        if Harmless in get_args(get_type_hints(type(section), include_extras=True)[name]):
+            return True
+        section = getattr(section, name)
+    return False
+
+
+def _written_fields(text: str) -> dict[str, str]:
+    """Return each field by its dotted path, as Python writes its value."""
+
+    def is_section(node: ast.expr) -> bool:  # `c.TrainerConfig(...)`
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+
+    def written(section: ast.Call, path: str) -> Iterator[tuple[str, str]]:
+        for keyword in section.keywords:
+            if is_section(keyword.value):
+                yield from written(keyword.value, f"{path}{keyword.arg}.")
+            else:
+                yield f"{path}{keyword.arg}", ast.unparse(keyword.value)
+
+    try:
+        *_, last = ast.parse(text).body or [None]
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        raise ValueError(f"it is no config that a run wrote ({error})") from error
+    if not (isinstance(last, ast.Assign) and ast.unparse(last.targets[0]) == "config" and is_section(last.value)):
+        raise ValueError("it is no config that a run wrote")
+    return dict(written(last.value, ""))

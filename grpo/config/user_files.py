@@ -31,10 +31,7 @@ def load_function(spec: str, what: str) -> Callable:
     try:
         module = sys.modules.get(_module_name(file)) or run_file(file)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
-        cause = str(error) if type(error) is ValueError else in_words(error)
-        raise ValueError(
-            f"{what} file {os.path.abspath(file)}{line_of(error, file)}: {' '.join(cause.split())}"
-        ) from error
+        raise ValueError(f"{what} file {os.path.abspath(file)}{cause_and_line(error, file)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
@@ -95,19 +92,15 @@ def run_file(file: str) -> ModuleType:
     return module
 
 
-def line_of(error: BaseException, file: str) -> str:
-    """`, line 12`: where in a file an exception was raised while it ran; empty if nowhere in it."""
-    file = os.path.abspath(file)
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return f", line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f", line {lines[-1]}" if lines else ""
-
-
-def in_words(error: BaseException) -> str:
-    """`KeyError: 'x'`."""
-    words = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+def cause_and_line(error: BaseException, file: str) -> str:
+    """`, line 12: KeyError: 'x'`: what a file raised while it ran, and in which of its lines, if in one."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == os.path.abspath(file)]
+    words = str(error)
+    if isinstance(error, SyntaxError):
+        words, lines = error.msg, [error.lineno] if error.filename == os.path.abspath(file) else lines
+    if type(error) is not ValueError:
+        words = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return f"{f', line {lines[-1]}' if lines else ''}: {' '.join(words.split())}"
 
 
 def _module_name(file: str) -> str:

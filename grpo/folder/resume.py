@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from grpo.config import GRPOConfig, SFTConfig
-from grpo.config.saved import changes_since
+from grpo.config.recipes import changes_since
 from grpo.folder.checkpoint import newest_checkpoint
 from grpo.folder.run_folder import CONFIG, check_run_folder
 

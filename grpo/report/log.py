@@ -6,41 +6,33 @@ A `step` is here always the number of optimizer steps finished: 0 is before the 
 import collections
 import json
 import os
+import pathlib
+import secrets
 import statistics
 import time
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import MetricsConfig
-from grpo.report.samples import (
-    TABLE_HEADER,
-    completion_records,
-    describe_rollout,
-    finite_or_none,
-    markdown_table,
-    spread_by_reward,
-    table_rows,
-)
-from grpo.report.wandb_log import WandbLog
+from grpo.report.samples import completion_records, finite_or_none, readable_sample, spread_by_reward
 from grpo.report.warnings import Watch
 from grpo.text import compact_duration, compact_number
 from grpo.types import Rollout
 
-# Metric, its label on the console line, its unit there. The rest is in metrics.jsonl and TensorBoard.
-CONSOLE_COLUMNS = (
-    ("reward/mean", "reward", ""),
-    ("loss", "loss", ""),
-    ("kl", "kl", ""),
-    ("entropy", "ent", ""),
-    ("completion/length_mean", "len", ""),
-    ("grad_norm", "grad", ""),
-    ("mismatch/mean", "diff", ""),
-    ("tokens_per_second", "", "tok/s"),
-    ("time/step", "", "s"),
-)
+# Metric and how the console line shows it; padded to the usual width, numbers of successive lines mostly line up. The
+# rest is in metrics.jsonl and TensorBoard.
+CONSOLE_COLUMNS = {
+    "reward/mean": "reward {:<6}",
+    "loss": "loss {:<6}",
+    "kl": "kl {:<6}",
+    "entropy": "ent {:<6}",
+    "completion/length_mean": "len {:<6}",
+    "grad_norm": "grad {:<6}",
+    "mismatch/mean": "diff {:<6}",
+    "tokens_per_second": "{} tok/s",
+    "time/step": "{} s",
+}
 # The time left is reckoned from this many steps: enough to smooth, few enough to forget compilation in the first ones.
 ETA_STEPS = 20
 # Completions to read in samples.txt, of each step that writes any.
@@ -65,69 +57,48 @@ class RunLog:
         whole_config: dict[str, Any] | None = None,
     ) -> None:
         """whole_config: the run's, for its page at Weights & Biases."""
-        os.makedirs(run_dir, exist_ok=True)
-        self.config = config
-        self.num_steps = num_steps
-        self.run_dir = run_dir
+        self.run_dir, self.num_steps = pathlib.Path(run_dir), num_steps
+        self.run_dir.mkdir(parents=True, exist_ok=True)
         self.step_seconds = collections.deque(maxlen=ETA_STEPS)
         self.watch = Watch()
-        # No highlighting or markup: names and numbers are printed as they are. rich colours a terminal, never a file.
-        self.console = Console(highlight=False, markup=False, soft_wrap=True)
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
-            if os.path.exists(os.path.join(run_dir, name)):
-                drop_steps_after(os.path.join(run_dir, name), start_step)
-        if start_step:
-            self._remember()
+            if (self.run_dir / name).exists():
+                drop_steps_after(self.run_dir / name, start_step)
+        if start_step and (self.run_dir / "metrics.jsonl").exists():
+            with open(self.run_dir / "metrics.jsonl", encoding="utf-8") as file:
+                for line in file:  # what was said then is not said again
+                    self.watch.look(json.loads(line))
         # TensorBoard hides what was written before at this step or later; before a fresh start that is everything.
         first_step = start_step + 1 if start_step else 0
-        folder = os.path.join(run_dir, "tensorboard")
+        folder = str(self.run_dir / "tensorboard")
         self.tensorboard = SummaryWriter(folder, purge_step=first_step) if config.tensorboard else None
-        project = config.wandb_project
-        self.wandb = WandbLog(project, run_dir, start_step, whole_config) if project else None
+        self.wandb = open_wandb(config.wandb_project, self.run_dir, start_step, whole_config)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one finished step everywhere; one call per step."""
-        self._write(step, metrics)
         if "time/step" in metrics:
             self.step_seconds.append(metrics["time/step"])
-        line = Text.assemble((f"step {self._progress(step)}", "dim"))
-        for name, label, unit in CONSOLE_COLUMNS:
-            if name in metrics:
-                number = compact_number(metrics[name])
-                # Padded to the usual width, numbers of successive lines mostly line up.
-                text = f"{number} {unit}" if unit else f"{label} {number:<6}"
-                line.append(f"  {text}", style="bold" if name == "reward/mean" else "")
+        shown = [
+            text.format(compact_number(metrics[name])) for name, text in CONSOLE_COLUMNS.items() if name in metrics
+        ]
         if self.step_seconds:
-            seconds_left = statistics.mean(self.step_seconds) * (self.num_steps - step)
-            line.append(f"  eta {compact_duration(seconds_left)}", style="dim")
-        self._print(line)
-        self._warn(step, self.watch.look(metrics))
+            shown.append(f"eta {compact_duration(statistics.mean(self.step_seconds) * (self.num_steps - step))}")
+        self._record(step, metrics, ["  ".join([f"step {self._progress(step)}", *shown])])
 
-    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Record an evaluation of the weights after `step` steps; `accuracy` is written as `eval/accuracy`.
+    def log_held_out(self, step: int, metrics: dict[str, float]) -> None:
+        """Record what the weights after `step` steps do on held-out data: `eval/accuracy`, `validation/loss`.
 
         Of several held-out sets (`eval/SET/accuracy`), each has a line of its own on the console.
         """
-        self._log_held_out(step, "eval", metrics)
-        self._warn(step, self.watch.look_at_evaluation(metrics))
-
-    def log_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """The same for the losses of held-out examples, `validation/loss` or `validation/SET/loss`."""
-        self._log_held_out(step, "validation", metrics)
-
-    def _log_held_out(self, step: int, group: str, metrics: dict[str, float]) -> None:
-        metrics = {f"{group}/{name.removeprefix(f'{group}/')}": value for name, value in metrics.items()}
-        self._write(step, metrics)
         lines: dict[str, list[str]] = {}
         for name, value in metrics.items():
-            held_out_set, _, short = name.removeprefix(f"{group}/").rpartition("/")
+            group, *held_out_set, short = name.split("/")
             error = metrics.get(f"{name}_stderr")
             number = compact_number(value) + (f" ± {compact_number(error)}" if error is not None else "")
             if not name.endswith("_stderr"):
-                lines.setdefault(held_out_set, []).append(f"{short} {number}")
-        for held_out_set, numbers in lines.items():
-            where = [held_out_set] if held_out_set else []
-            self._print(Text("  ".join([f"{group} {self._progress(step)}", *where, *numbers]), style="cyan"))
+                begin = "  ".join([f"{group} {self._progress(step)}", *held_out_set])
+                lines.setdefault(begin, [begin]).append(f"{short} {number}")
+        self._record(step, metrics, ["  ".join(parts) for parts in lines.values()])
 
     def completions(self, step: int, rollouts: list[Rollout], prompts: list[str]) -> None:
         """Record a step's completions: all in completions.jsonl, NUM_SAMPLES to read in samples.txt and TensorBoard.
@@ -138,14 +109,17 @@ class RunLog:
         records = completion_records(rollouts, prompts)
         self._append_records("completions.jsonl", [{"step": step, **record} for record in records])
         chosen = spread_by_reward([r.reward for r in rollouts], NUM_SAMPLES)
-        text = "\n\n".join(describe_rollout(rollouts[i], prompts[i]) for i in chosen)
-        self._append("samples.txt", f"{f'===== step {step} '.ljust(120, '=')}\n{text}\n\n")
-        rows = table_rows([rollouts[i] for i in chosen], [prompts[i] for i in chosen])
-        if self.tensorboard:
-            self.tensorboard.add_text("samples", markdown_table(rows), step)
+        samples = [readable_sample(rollouts[i], prompts[i]) for i in chosen]
+        self._append("samples.txt", "\n\n".join([f"===== step {step} ".ljust(120, "="), *samples]) + "\n\n")
+        if self.tensorboard:  # indented, Markdown shows it as it is
+            text = "\n\n".join(samples).replace("\n", "\n    ")
+            self.tensorboard.add_text("samples", f"    {text}", step)
             self.tensorboard.flush()
         if self.wandb:
-            self.wandb.samples(step, TABLE_HEADER, rows)
+            import wandb
+
+            table = wandb.Table(columns=["sample"], data=[[sample] for sample in samples])
+            self.wandb.log({"step": step, "samples": table})
 
     def evaluation_completions(
         self, step: int, kind: Literal["greedy", "sample"], rollouts: list[Rollout], prompts: list[str]
@@ -159,23 +133,10 @@ class RunLog:
         if self.tensorboard:
             self.tensorboard.close()
         if self.wandb:
-            self.wandb.close()
+            self.wandb.finish()
 
-    def _remember(self) -> None:
-        """What the warnings know of the steps before a resume; what was said then is not said again."""
-        path = os.path.join(self.run_dir, "metrics.jsonl")
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                for metrics in map(json.loads, file):
-                    look = self.watch.look if "loss" in metrics else self.watch.look_at_evaluation
-                    look(metrics)
-
-    def _warn(self, step: int, texts: list[str]) -> None:
-        for text in texts if self.config.warnings else ():
-            self._print(Text(f"warning: step {step}: {text}", style="yellow"))
-
-    def _write(self, step: int, metrics: dict[str, float]) -> None:
-        """One JSON line and the TensorBoard scalars, both flushed: a run that dies has told all it knew."""
+    def _record(self, step: int, metrics: dict[str, float], lines: list[str]) -> None:
+        """Write metrics everywhere, each file flushed so that a run that dies has told all; print lines and warnings."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: finite_or_none(value) for name, value in values.items()}
         self._append_records("metrics.jsonl", [{"step": step, "time": time.time(), **finite}])
@@ -184,13 +145,15 @@ class RunLog:
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()
         if self.wandb:
-            self.wandb.log(step, values)
+            self.wandb.log({"step": step, **values})
+        warnings = [f"warning: step {step}: {text}" for text in self.watch.look(metrics)]
+        print("\n".join([*lines, *warnings]), flush=True)
 
     def _append_records(self, name: str, records: list[dict[str, Any]]) -> None:
         self._append(name, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
 
     def _append(self, name: str, text: str) -> None:
-        with open(os.path.join(self.run_dir, name), "a", encoding="utf-8") as file:
+        with open(self.run_dir / name, "a", encoding="utf-8") as file:
             file.write(text)
 
     def _progress(self, step: int) -> str:
@@ -199,45 +162,52 @@ class RunLog:
         width = len(str(self.num_steps))
         return f"{step:>{width}}/{self.num_steps} {step / self.num_steps:4.0%}"
 
-    def _print(self, line: Text) -> None:
-        self.console.print(line)
-        self.console.file.flush()
 
-
-def drop_steps_after(path: str, step: int) -> None:
+def drop_steps_after(path: pathlib.Path, step: int) -> None:
     """Rewrite a JSON-lines file with only the lines up to `step`, atomically; with step 0 nothing stays.
 
     A last line cut short by a dying process is dropped too, and with a warning what else cannot be read: after a power
     loss a file may have NUL bytes, and a damaged log must not keep a run from going on.
     """
-    damaged = []
-    with (
-        open(path, encoding="utf-8", errors="surrogateescape") as old,
-        open(path + ".tmp", "w", encoding="utf-8") as new,
-    ):
-        for number, line in enumerate(old if step else [], start=1):
-            if not line.endswith("\n"):
-                continue
-            if (of_line := _step_of_line(line)) is None:
-                damaged.append(number)
-            elif of_line <= step:
-                new.write(line)
+    num_damaged, new_path = 0, f"{path}.tmp"
+    with open(path, "rb") as old, open(new_path, "wb") as new:
+        for line in old if step else ():
+            try:
+                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                    new.write(line)
+            except (ValueError, TypeError, LookupError, RecursionError):
+                num_damaged += 1
         new.flush()
         os.fsync(new.fileno())
-    os.replace(path + ".tmp", path)
-    if damaged:
-        print(
-            f"warning: {len(damaged)} lines of {path} are damaged and left out, the first is line {damaged[0]}",
-            flush=True,
-        )
+    os.replace(new_path, path)
+    if num_damaged:
+        print(f"warning: {num_damaged} lines of {path} are damaged and left out", flush=True)
 
 
-def _step_of_line(line: str) -> int | None:
-    """The step of a line of a log; None if it is no such line."""
-    try:
-        record = json.loads(line)
-        line.encode()  # bytes that are no UTF-8 stand in it as surrogates
-    except (ValueError, RecursionError):
+def open_wandb(project: str, run_dir: pathlib.Path, start_step: int, config: dict[str, Any] | None) -> Any:
+    """Return a run of Weights & Biases, the same one again if it is resumed; None without a project.
+
+    With WANDB_MODE=offline everything stays in `RUN_DIR/wandb`, for `wandb sync` later. Raises wandb's own error if it
+    cannot log in.
+    """
+    if not project:
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if type(step) is int else None
+    import wandb
+
+    id_file = run_dir / "wandb" / "run-id.txt"
+    id_file.parent.mkdir(exist_ok=True)
+    if start_step == 0 or not id_file.is_file():
+        id_file.write_text(secrets.token_hex(8))
+    run = wandb.init(
+        project=project,
+        id=id_file.read_text(),
+        name=run_dir.name,
+        dir=str(run_dir),
+        config=config,
+        resume="allow",
+        settings=wandb.Settings(silent=True, console="off"),  # the console line is the log's own
+    )
+    # an axis of its own, because wandb drops what a resumed run repeats on its built-in one
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run

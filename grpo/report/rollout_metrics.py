@@ -1,11 +1,12 @@
-"""Numbers of a step and of an evaluation: rewards, lengths, held-out accuracy and pass@k, what the updates measured.
+"""Numbers of a step and of an evaluation: rewards, lengths, held-out accuracy, pass@k, what sampling and updates did.
 
-A completion passed if the first reward function gave it at least 1.
+A completion passed if the first reward function gave it at least 1. Sampling is measured by counts, never by clocks.
 """
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +15,8 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.rewards.answers import extract_answer
 from grpo.roles.engine import peak_bytes
 from grpo.roles.metrics import StepMetrics
-from grpo.types import Rollout, TrainBatch
+from grpo.roles.requests import one_by_one, share_out, slot_steps
+from grpo.types import Completion, Requests, Rollout, TrainBatch
 
 
 def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str | None = None) -> dict[str, float]:
@@ -25,9 +27,7 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str
     `reward/none_count` counts all completions without a reward, `reward/failed_count` those with a failed function.
     answer_format: where a reward function looks for answers, None if none does. Where prompts have sources,
     `reward/source/NAME` is the mean reward of a source's completions, `prompt/source/NAME` its share of the prompts.
-    Raises ValueError unless the rollouts are whole groups, at least one.
     """
-    _check_groups(rollouts, group_size, least=1)
     rewards = [r.reward for r in rollouts if r.reward is not None]
     lengths = [r.completion.num_tokens for r in rollouts]
     rewards_S, has_reward_S = reward_tensors(rollouts)
@@ -80,14 +80,12 @@ def passed(rollout: Rollout, function: str) -> bool | None:
     return None if value is None else value >= 1
 
 
-def pass_rates(rollouts: list[Rollout], group_size: int, function: str) -> dict[tuple[str, int], float]:
+def pass_rates(rollouts: list[Rollout], function: str) -> dict[tuple[str, int], float]:
     """(Source, row) of a prompt -> share of its completions that passed, for `PromptStream.record`.
 
     Completions for which `function` gave no value are left out; a row without any other, or that is in no data set, is
-    absent. A row whose prompt was drawn twice counts once, with both groups' completions. Raises ValueError if the
-    rollouts are not whole groups.
+    absent. A row whose prompt was drawn twice counts once, with both groups' completions.
     """
-    _check_groups(rollouts, group_size)
     verdicts: dict[tuple[str, int], list[bool]] = {}
     for rollout in rollouts:
         verdict = passed(rollout, function)
@@ -100,12 +98,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Probability that at least one of k samples passes, estimated without bias from n samples of which c passed.
 
     1 - C(n - c, k) / C(n, k): Chen et al. 2021, arXiv:2107.03374, eq. 1. Computed in integers, so exact for any n.
-    Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} cannot be estimated from {num_samples} samples; take k from 1 to {num_samples}")
-    if not 0 <= num_passed <= num_samples:
-        raise ValueError(f"{num_passed} of {num_samples} samples cannot have passed; count them among the samples")
     num_subsets = math.comb(num_samples, k)
     return (num_subsets - math.comb(num_samples - num_passed, k)) / num_subsets
 
@@ -118,11 +111,8 @@ def evaluation_metrics(
     greedy: one completion per prompt. samples: `num_samples` per prompt, group after group, or none at all. One for
     which `function` gave no value, greedy or sample, has not passed. `eval/pass_at_K`, K = 1, 2, 4, ... up to
     `num_samples` and that itself, is the mean of the prompts' estimates. Means of rewards are over the completions that
-    have one, NaN if none has; `eval/none_count` counts the greedy ones that have none. Raises ValueError if there are
-    no greedy completions, or not `num_samples` samples for each of them.
+    have one, NaN if none has; `eval/none_count` counts the greedy ones that have none.
     """
-    if not greedy:
-        raise ValueError("0 greedy completions; pass one for each held-out prompt")
     accuracy = _mean(passed(r, function) is True for r in greedy)
     metrics = {
         "eval/accuracy": accuracy,
@@ -136,11 +126,6 @@ def evaluation_metrics(
         metrics["eval/has_answer_frac"] = has_answer_frac(greedy, answer_format)
     if not samples:
         return metrics
-    _check_groups(samples, num_samples)
-    if len(samples) != len(greedy) * num_samples:
-        raise ValueError(
-            f"{len(samples)} samples of {len(greedy)} prompts, expected {num_samples} of each; pass all of them"
-        )
     num_passed = [
         sum(passed(r, function) is True for r in samples[first : first + num_samples])
         for first in range(0, len(samples), num_samples)
@@ -173,13 +158,6 @@ def reward_tensors(rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]
     return rewards_S, torch.tensor([r.reward is not None for r in rollouts])
 
 
-def _check_groups(rollouts: list[Rollout], group_size: int, least: int = 0) -> None:
-    if group_size < 1 or len(rollouts) < least or len(rollouts) % group_size:
-        raise ValueError(
-            f"{len(rollouts)} rollouts are not whole groups of {group_size}; pass all those of each prompt"
-        )
-
-
 def _mean(values: Iterable[float | None]) -> float:
     """Of the values that are not None; NaN if there are none."""
     values = [value for value in values if value is not None]
@@ -201,3 +179,47 @@ def sequence_advantages(batch: TrainBatch) -> list[float | None]:
     sums_S = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.owner_N, values_N)
     means = (sums_S / batch.num_loss_tokens_S).tolist()
     return [None if math.isnan(mean) else mean for mean in means]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens sampled, and those for which there was room; of several rounds they add up."""
+
+    num_tokens: int = 0
+    num_slot_steps: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.num_tokens + other.num_tokens, self.num_slot_steps + other.num_slot_steps)
+
+    @property
+    def idle_frac(self) -> float:
+        """Share of the room that was not used: slots of sequences that had ended, while the longest went on."""
+        return 1 - self.num_tokens / self.num_slot_steps if self.num_slot_steps else 0.0
+
+
+def sampling_work(
+    requests: Requests, completions: Sequence[Completion], group_size: int, num_replicas: int, num_slots: int
+) -> Work:
+    """One round's work, from the lengths of what its engines sampled; see `slot_steps`.
+
+    It assumes that a step of an engine gives each running sequence one token, and the KV cache has room for all.
+    """
+    length_of = {completion.index: completion.num_tokens for completion in completions}
+    lengths = [
+        [length_of.get(requests.prompts[r.prompt].index * group_size + r.first, 0) for r in one_by_one(of_replica)]
+        for of_replica in share_out(requests, group_size, num_replicas)
+    ]
+    return Work(sum(length_of.values()), slot_steps(lengths, num_slots))
+
+
+def stale_frac(completions: Sequence[Completion], version: int) -> float:
+    """Share of the tokens that weights older than `version` sampled."""
+    pieces = [piece for completion in completions for piece in completion.pieces]
+    num_tokens = sum(piece.num_tokens for piece in pieces)
+    return sum(piece.num_tokens for piece in pieces if piece.version < version) / num_tokens if num_tokens else 0.0
+
+
+def nonfinite_frac(completions: Sequence[Completion]) -> float:
+    """Share of the sampled tokens that are excluded from the loss because their log-prob is not finite."""
+    masks = [piece.loss_mask_T for c in completions for piece in c.pieces if piece.logprobs_T is not None]
+    return 1 - torch.cat(masks).float().mean().item()

@@ -1,4 +1,4 @@
-"""Completions to read: records for the .jsonl files, readable text, a table, and why reward functions failed."""
+"""Completions to read: records for the .jsonl files, readable text, and why reward functions failed."""
 
 import collections
 import math
@@ -11,9 +11,6 @@ from grpo.types import Rollout
 SAMPLE_CHARACTERS = 600
 # What is told about a failed reward function is one line, so it quotes less.
 QUOTED_CHARACTERS = 200
-# Characters that mean something in a Markdown table or in HTML, as entities: `<think>`, `a|b` and `*` stay as they are.
-ENTITIES = {ord(character): f"&#{ord(character)};" for character in "&<>|\\`*_~[]"}
-TABLE_HEADER = ("prompt", "completion", "rewards", "advantage", "mismatch", "finish reason")
 
 
 def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict[str, Any]]:
@@ -21,8 +18,6 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
 
     Texts are whole and as they are (JSON escapes what acts on a terminal), except that JSON takes no lone surrogates.
     """
-    if len(prompts) != len(rollouts):
-        raise ValueError(f"{len(prompts)} prompt texts for {len(rollouts)} rollouts; pass one for each rollout")
     return [
         {
             "row": rollout.prompt.row,
@@ -33,7 +28,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
             "reward": finite_or_none(rollout.reward),
             "advantage": finite_or_none(rollout.advantage),
             "mismatch": finite_or_none(rollout.mismatch),
-            "finish_reason": _finish_reason(rollout),
+            "finish_reason": "length" if rollout.completion.truncated else "stop",
             "num_tokens": rollout.completion.num_tokens,
             "version": rollout.completion.version,
             **({"earlier": earlier} if (earlier := _earlier_pieces(rollout)) else {}),
@@ -50,52 +45,31 @@ def spread_by_reward(rewards: list[float | None], count: int) -> list[int]:
     return [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
-def describe_rollout(rollout: Rollout, prompt: str) -> str:
-    """A rollout as readable, printable text: a line of numbers, failures, prompt, its other columns, completion."""
-    numbers = [
-        *_reward_texts(rollout),
-        f"advantage {number_or_none(rollout.advantage)}",
-        f"mismatch {number_or_none(rollout.mismatch)}",
-        f"{rollout.completion.num_tokens} tokens, finish reason {_finish_reason(rollout)}",
-        *([f"source {rollout.prompt.source}"] if rollout.prompt.source else []),
-    ]
-    columns = [
-        f"{name}: {shorten(str(value), SAMPLE_CHARACTERS)}"
-        for name, value in rollout.prompt.columns.items()
-        if value != rollout.prompt.content  # the text that the prompt was made from
-    ]
+def readable_sample(rollout: Rollout, prompt: str) -> str:
+    """A rollout as readable, printable text, with the columns of its row; prompt and columns are shortened."""
+    (record,) = completion_records([rollout], [shorten(prompt, SAMPLE_CHARACTERS)])
+    columns = rollout.prompt.columns.items()
+    return describe(
+        record,
+        # not the text that the prompt was made from
+        {name: shorten(str(x), SAMPLE_CHARACTERS) for name, x in columns if x != rollout.prompt.content},
+    )
+
+
+def describe(record: dict[str, Any], columns: dict[str, str] | None = None) -> str:
+    """A completion's record as readable, printable text: a line of numbers, failures, prompt, columns, completion."""
+    numbers = [("reward", record["reward"]), *record["rewards"].items()]
+    numbers += [(name, record[name]) for name in ("advantage", "mismatch")]
+    facts = [f"{name} {number_or_none(value)}" for name, value in numbers]
+    facts += [f"{name} {record[name]}" for name in ("row", "source", "kind") if name in record]
     lines = [
-        f"--- {' | '.join(numbers)}",
-        *_failure_texts(rollout),
-        f"prompt: {shorten(prompt, SAMPLE_CHARACTERS)}",
-        *columns,
-        f"completion: {rollout.text}",
+        f"--- {' | '.join(facts)} | {record['num_tokens']} tokens, finish reason {record['finish_reason']}",
+        *(f"{name} failed: {_one_line(reason)}" for name, reason in record["failures"].items()),
+        f"prompt: {record['prompt']}",
+        *(f"{name}: {value}" for name, value in (columns or {}).items()),
+        f"completion: {record['completion']}",
     ]
     return printable("\n".join(lines))
-
-
-def table_rows(rollouts: list[Rollout], prompts: list[str]) -> list[list[str]]:
-    """A row of printable cells for each rollout, under TABLE_HEADER."""
-    rows = []
-    for rollout, prompt in zip(rollouts, prompts, strict=True):
-        cells = [
-            shorten(prompt, SAMPLE_CHARACTERS),
-            rollout.text,
-            "\n".join([*_reward_texts(rollout), *_failure_texts(rollout)]),
-            number_or_none(rollout.advantage),
-            number_or_none(rollout.mismatch),
-            _finish_reason(rollout),
-        ]
-        rows.append([printable(cell) for cell in cells])
-    return rows
-
-
-def markdown_table(rows: list[list[str]]) -> str:
-    """The rows as a Markdown table, one line each; texts keep their tags, bars, stars and line breaks."""
-    lines = [f"| {' | '.join(TABLE_HEADER)} |", f"|{' --- |' * len(TABLE_HEADER)}"]
-    for row in rows:
-        lines.append(f"| {' | '.join('<br>'.join(cell.translate(ENTITIES).splitlines()) for cell in row)} |")
-    return "\n".join(lines)
 
 
 def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:
@@ -115,25 +89,13 @@ def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:
 
 
 def finite_or_none(value: float | None) -> float | None:
+    """The number, or None if it is not finite, for which JSON has no word."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def _earlier_pieces(rollout: Rollout) -> list[tuple[int, int]]:
     """(version, tokens) of each piece before the last one."""
     return [(piece.version, piece.num_tokens) for piece in rollout.completion.pieces[:-1]]
-
-
-def _finish_reason(rollout: Rollout) -> str:
-    return "length" if rollout.completion.truncated else "stop"
-
-
-def _reward_texts(rollout: Rollout) -> list[str]:
-    rewards = [f"{name} {number_or_none(value)}" for name, value in rollout.rewards.items()]
-    return [f"reward {number_or_none(rollout.reward)}", *rewards]
-
-
-def _failure_texts(rollout: Rollout) -> list[str]:
-    return [f"{name} failed: {_one_line(reason)}" for name, reason in rollout.failures.items()]
 
 
 def _one_line(text: str) -> str:

@@ -4,9 +4,10 @@ A rule is a pure function of the metrics so far, as lists by name with one entry
 out). It returns what to say, or nothing.
 """
 
+import collections
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from grpo.text import compact_number
@@ -56,13 +57,6 @@ def truncation(history: History) -> str:
 
 
 RULES: tuple[Callable[[History], str], ...] = (equal_rewards, no_entropy, truncation)
-WATCHED = (
-    "reward/mean",
-    "groups/zero_variance_frac",
-    "distill/reverse_kl",
-    "entropy",
-    "completion/truncated_frac",
-)
 
 
 class Evaluation(NamedTuple):
@@ -96,45 +90,35 @@ class Watch:
     """The metrics so far, and what was said about them: each thing once, and again if it went away in between."""
 
     def __init__(self) -> None:
-        self.history: History = {name: [] for name in WATCHED}
-        self.evaluations: dict[str, list[Evaluation]] = {}
+        self.history: History = collections.defaultdict(list)
+        self.evaluations: dict[str, list[Evaluation]] = collections.defaultdict(list)
         self._said: set[str] = set()
 
     def look(self, metrics: dict[str, float | None]) -> list[str]:
-        """Take in a step; returns what has come up in it."""
-        for name in WATCHED:
-            if _is_finite(metrics.get(name)):
-                self.history[name].append(metrics[name])
-        return self._new((rule.__name__, rule(self.history)) for rule in RULES)
-
-    def look_at_evaluation(self, metrics: dict[str, float | None]) -> list[str]:
-        """Take in an evaluation (`eval/accuracy`, or `eval/SET/accuracy` of several sets) likewise."""
-        rewards = self.history["reward/mean"]
-        reward = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
-        found = {}
-        for name in metrics:
-            if not (name.startswith("eval/") and name.endswith("accuracy") and _is_finite(metrics[name])):
-                continue
-            seen = self.evaluations.setdefault(name, [])
-            if seen and rewards and math.isnan(seen[0].reward):  # that before the first step
-                seen[0] = seen[0]._replace(reward=statistics.fmean(rewards[:WINDOW]))
-            seen.append(Evaluation(metrics[name], metrics.get(f"{name}_stderr") or 0.0, reward))
-            text = lost_accuracy(seen)
-            found[name] = f"{name} {text}" if text else ""
-        return self._new(found.items())
-
-    def _new(self, found: Iterable[tuple[str, str]]) -> list[str]:
-        """The texts of those rules that said nothing the last time."""
-        found = dict(found)
-        new = [text for name, text in found.items() if text and name not in self._said]
-        self._said = self._said - found.keys() | {name for name, text in found.items() if text}
+        """Take in metrics of a step or an evaluation (`eval/accuracy`, `eval/SET/accuracy`); returns what is new."""
+        finite = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        for name, value in finite.items():
+            self.history[name].append(value)
+        found = {rule.__name__: rule(self.history) for rule in RULES}
+        for name in finite:
+            if name.startswith("eval/") and name.endswith("accuracy"):
+                text = lost_accuracy(self._evaluations(name, finite))
+                found[name] = f"{name} {text}" if text else ""
+        told = {name for name, text in found.items() if text}
+        new = [found[name] for name in found if name in told - self._said]
+        self._said = self._said - found.keys() | told
         return new
+
+    def _evaluations(self, name: str, metrics: dict[str, float]) -> list[Evaluation]:
+        """All evaluations of that accuracy, with this one."""
+        rewards, seen = self.history["reward/mean"], self.evaluations[name]
+        if seen and rewards and math.isnan(seen[0].reward):  # that before the first step
+            seen[0] = seen[0]._replace(reward=statistics.fmean(rewards[:WINDOW]))
+        reward = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
+        seen.append(Evaluation(metrics[name], metrics.get(f"{name}_stderr", 0.0), reward))
+        return seen
 
 
 def _recent(values: list[float]) -> float | None:
     """The mean of the last window; None if there are not so many steps yet."""
     return statistics.fmean(values[-WINDOW:]) if len(values) >= WINDOW else None
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)

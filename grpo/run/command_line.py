@@ -8,6 +8,7 @@ both have folders in it: one for each index of a GPU, and one for each kind too 
 be deleted at any time.
 """
 
+import importlib.util
 import logging
 import os
 import pathlib
@@ -19,7 +20,6 @@ from grpo.config.checks import validate
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
 from grpo.config.recipes import load
 from grpo.config.roles import check_world_size, for_one_process
-from grpo.report.wandb_log import check_wandb
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.watch.stopping import end_with_launcher
 
@@ -69,7 +69,8 @@ def _read(config_type: type[Config]) -> Config:
             config = for_one_process(config)
             validate(config)
         check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
-        check_wandb(config.metrics.wandb_project)
+        if (project := config.metrics.wandb_project) and importlib.util.find_spec("wandb") is None:
+            raise ValueError(f"metrics.wandb_project={project!r} needs a package: pip install wandb, or leave it empty")
     return config
 
 

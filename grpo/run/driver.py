@@ -16,12 +16,14 @@ from grpo.data.recorded import RecordedStep, save_step
 from grpo.folder.checkpoint import read_driver_tensors, saves
 from grpo.report.rollout_metrics import (
     measured_metrics,
+    nonfinite_frac,
     pass_rates,
     reward_tensors,
     rollout_metrics,
+    sampling_work,
     sequence_advantages,
+    stale_frac,
 )
-from grpo.report.sampling_work import nonfinite_frac, sampling_work, stale_frac
 from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
@@ -175,7 +177,7 @@ class Driver:
 
     def _collect(self) -> list[Rollout]:
         rollouts = self.scorer.collect()
-        self.stream.record(pass_rates(rollouts, self.config.group_size, self.scorer.pass_function))
+        self.stream.record(pass_rates(rollouts, self.scorer.pass_function))
         return rollouts
 
     def state(self, step: int) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:

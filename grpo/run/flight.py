@@ -23,8 +23,7 @@ import torch
 
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import SamplingConfig
-from grpo.report.rollout_metrics import reward_tensors
-from grpo.report.sampling_work import Work
+from grpo.report.rollout_metrics import Work, reward_tensors
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.types import Completion, Piece, Prompt, Requests, Rollout
 

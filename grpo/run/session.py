@@ -130,7 +130,8 @@ class Session:
         checkpoint.remove_unfinished(config.run_dir)
         forget_old_stop(config.run_dir)
         self.last_line = f"done; everything is in {config.run_dir}"
-        self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(config))
+        told = replace(config, algorithm=config.algorithm.resolved) if isinstance(config, GRPOConfig) else config
+        self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(told))
         self.skipped = SkippedSteps(config.run_dir)
         return Start(
             step=step,
@@ -247,7 +248,7 @@ class Session:
                 f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, names)}: "
                 f"{', '.join(names)}"
             )
-        self.run_log.log_evaluation(step, metrics)
+        self.run_log.log_held_out(step, metrics)
 
     def log(self, step: int, metrics: dict[str, float], batch: TrainBatch) -> None:
         """The one log call of the `step`-th step, which tells of a skipped update. On rank 0."""

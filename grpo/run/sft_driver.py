@@ -123,7 +123,7 @@ class SFTDriver:
         """Log the loss of each validation set, and of several also their plain mean."""
         metrics = {f"validation/{name}/loss": loss for name, loss in losses.items() if name}
         metrics["validation/loss"] = sum(losses.values()) / len(losses)
-        self.session.run_log.log_validation(step, metrics)
+        self.session.run_log.log_held_out(step, metrics)
 
 
 def batch_of(examples: list[Labelled]) -> TrainBatch:

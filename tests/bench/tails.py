@@ -55,7 +55,7 @@ def main() -> None:
 
 def measure(slots: int, options: argparse.Namespace) -> None:
     """Print one row per variant as JSON."""
-    from grpo.report.sampling_work import Work
+    from grpo.report.rollout_metrics import Work
 
     generator = forced_lengths(slots, options)
     steps = {variant: Steps(generator, variant, options) for variant in VARIANTS}
@@ -150,7 +150,7 @@ class Steps:
 
     def next(self):
         """(Seconds, what was sampled) of the next step."""
-        from grpo.report.sampling_work import sampling_work
+        from grpo.report.rollout_metrics import sampling_work
 
         options = self.options
         requests = self.flight.ask(options.prompts, self.draw)

@@ -42,16 +42,15 @@ OWN_SETS = {"data.path": "", "data.sources": {"a": "a.jsonl"}}
 OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 # What is changed in the defaults (4 trainers, 4 generators, 32 prompts of 8 completions), and what the message has
 REFUSED_IN_GRPO = [
-    ({"roles.num_generators": 0, "generator.tensor_parallel": 2}, "num_generators=0 leaves no rank .* at least 2"),
+    ({"roles.num_generators": 0, "generator.tensor_parallel": 2}, "0 generator ranks .* use 2"),
     ({"roles.num_generators": 7, "generator.tensor_parallel": 2}, "7 generator ranks .* use 6"),
     ({"roles.num_generators": 1, "generator.tensor_parallel": 4}, "1 generator ranks .* use 4"),
     ({"roles.colocated": True, "roles.num_trainers": 2, "generator.tensor_parallel": 4}, "2 generator ranks .* use 4"),
     ({"roles.num_references": 2}, "num_references=2 ranks would idle, because algorithm.kl_coef=0"),
     ({"generator.sleep": True}, "generator.sleep .* needs --roles.colocated"),
-    ({"generator.sleep": True, "roles.colocated": True, "sync_interval": 2}, "sync_interval=2 must be 1"),
+    ({"generator.sleep": True, "roles.colocated": True, "sync_interval": 2}, "sync_interval=2 to be 1"),
     ({"generator.temperature": (0.5, 1.0, 1.5), "group_size": 2}, "3 temperatures for group_size=2"),
     ({"generator.temperature": ()}, "0 temperatures for group_size=8"),
-    ({"generator.stop": ("a", "")}, "generator.stop has an empty string"),
     ({"prompts_per_step": 3, "group_size": 2}, "3 x group_size=2 = 6 completions .* over 4 .* next .* is 8"),
     ({"trainer.tensor_parallel": 3}, "4 trainer ranks .*tensor_parallel=3 x trainer.data_replicas=1; .* example 3"),
     ({"trainer.tensor_parallel": 4, "trainer.data_replicas": 2}, "4 trainer ranks do not split .* example 8"),
@@ -102,7 +101,6 @@ REFUSED_IN_GRPO = [
 ]
 REFUSED_IN_SFT = [
     ({"trainer.micro_batch_tokens": 1000}, "2048 tokens .*micro_batch_tokens=1000"),
-    ({"trainer.lora_rank": 8, "trainer.lora_targets": ()}, "lora_rank=8 with no trainer.lora_targets"),
     ({"num_trainers": 3, "trainer.tensor_parallel": 2}, "3 trainer ranks .*tensor_parallel=2"),
     (
         {"checkpoint.interval": 4, "checkpoint.keep_best": "accuracy"},
@@ -117,13 +115,11 @@ REFUSED_IN_SFT = [
     (OWN_SETS | {"validation.interval": 1}, "held out: set validation.path or validation.sets"),
     (
         {"validation.interval": 1, "validation.path": "b.jsonl", "validation.sets": {"a": "a.jsonl"}},
-        "validation.path='b.jsonl' and validation.sets .a. both say what is held out",
+        "validation.path='b.jsonl' and validation.sets .a. both say where rows come from",
     ),
     ({"validation.interval": 1, "validation.sets": {"a b": "a.jsonl"}}, "validation.sets has the name 'a b'"),
     ({"data.sources": {"a": "a.jsonl"}, "data.path": "b.jsonl"}, "data.path='b.jsonl' and data.sources .a. both say"),
     ({"data.weights": {"gsm": 1}, **OWN_SETS}, "data.weights has 'gsm', not in data.sources .a."),
-    ({"data.row": "rows.py"}, "data.row='rows.py' names no function"),
-    ({"data.columns": {"a-b": "c"}}, "data.columns has the name 'a-b', .* --data.columns c c"),
     ({"data.columns": {"answer": "b"}, "data.answer_column": "a"}, "data.answer_column='a' .* drop one"),
     ({"data.prompt_template": "no place"}, "data.prompt_template='no place' has no {question} .* .jinja"),
 ]
@@ -149,23 +145,23 @@ NOT_TAKEN = [
     ("num_steps", True, "a whole number, at least 1"),  # True is an int to Python
     ("deadline_minutes", 0.0, "a number, above 0"),
     ("generator.temperature", (1.0, 0.0), f"a tuple, each entry {TEMPERATURE}"),
-    ("generator.temperature", 0.7, f"a tuple, each entry {TEMPERATURE}; write (0.7,)"),
+    ("generator.temperature", 0.7, f"a tuple, each entry {TEMPERATURE}"),
     ("generator.gpu_memory_utilization", 1.5, "a number, above 0 and at most 1"),
-    ("generator.stop", ["</answer>"], "a tuple, each entry text; write ('</answer>',)"),
+    ("generator.stop", ["</answer>"], "a tuple, each entry text"),
     ("trainer.learning_rate", math.nan, "a number, at least 0 and below inf"),
-    ("trainer.learning_rate", "1e-4", "a number, at least 0 and below inf; write 0.0001"),
+    ("trainer.learning_rate", "1e-4", "a number, at least 0 and below inf"),
     ("trainer.adam_beta2", 1.0, "a number, at least 0 and below 1"),
     ("trainer.schedule", "line", "one of constant, linear, cosine"),
     ("trainer.lora_targets", ("query",), "a tuple, each entry one of q_proj, k_proj,"),
     ("algorithm.clip_low", 1.1, "None or a number, at least 0 and at most 1"),
-    ("algorithm.loss_options", '{"dual_clip": 3', "a dict of options, on the command line one JSON object"),
+    ("algorithm.loss_options", '{"dual_clip": 3', "a dict from names, each value None or"),
     ("algorithm", None, "an object of class AlgorithmConfig"),
     ("evaluation.interval", -3, "a whole number, at least 0; 0 turns it off"),
     ("resume", 1, "True or False"),
-    ("run_dir", pathlib.PurePosixPath("runs/a"), "text; write 'runs/a'"),
+    ("run_dir", pathlib.PurePosixPath("runs/a"), "text"),
     ("data.system_prompt", "f\udcfcr", "text"),
-    ("data.columns", ("answer", "level"), "a dict from names, each value text; write {'answer': 'answer', 'level':"),
-    ("data.chat_template_kwargs", {"a": [1]}, "a dict from names, each value True, False, a number or text"),
+    ("data.columns", ("answer", "level"), "a dict from names, each value text"),
+    ("data.chat_template_kwargs", {"a": b""}, "a dict from names, each value None or"),
     ("reward.functions", {"math_reward": "1"}, "a dict from names, each value a number"),
 ]
 
@@ -203,16 +199,9 @@ def test_a_teacher_needs_neither_rewards_nor_groups():
     validate(change(config, {"reward.functions": {"math_reward": 0.0}, "evaluation.interval": 1}))
 
 
-@pytest.mark.parametrize(
-    "algorithm, part",
-    [
-        ({"loss": "gspo", "clip_high": 0.2}, "algorithm.clip_high=0.2 hardly ever clips a sequence's ratio"),
-        ({"loss": "reinforce", "loss_options": {"max_importance_weight": 2.0}}, "every weight is 1"),
-    ],
-)
-def test_algorithms_that_may_surprise(algorithm, part):
-    (warning,) = cautions(GRPOConfig(algorithm=AlgorithmConfig(**algorithm)))
-    assert part in warning
+def test_an_algorithm_that_may_surprise():
+    (warning,) = cautions(GRPOConfig(algorithm=AlgorithmConfig(loss="gspo", clip_high=0.2)))
+    assert "algorithm.clip_high=0.2 hardly ever clips a sequence's ratio" in warning
 
 
 # ---- Layouts
@@ -346,11 +335,11 @@ def test_unknown_field_is_refused_once(monkeypatch, capsys):
 
 
 def test_options_are_json_on_the_command_line():
-    config = load(GRPOConfig, DEFAULT, ["--algorithm.loss-options", '{"dual_clip": 3, "deep": {"a": [null, true]}}'])
-    assert config.algorithm.loss_options == {"dual_clip": 3, "deep": {"a": [None, True]}}
-    for word in ('{"dual_clip": 3', "[3]", "3", "dual_clip"):
-        with pytest.raises(ValueError, match="^algorithm.loss_options=.* must be a dict .* one JSON object"):
-            load(GRPOConfig, DEFAULT, ["--algorithm.loss-options", word])
+    flags = ["--algorithm.loss-options", "dual_clip", "3", "deep", '{"a": [null, true]}', "word", "three"]
+    flags += ["--reward.options", "math_reward", '{"tolerance": 0.1}']
+    config = load(GRPOConfig, DEFAULT, flags)
+    assert config.algorithm.loss_options == {"dual_clip": 3, "deep": {"a": [None, True]}, "word": "three"}
+    assert config.reward.options == {"math_reward": {"tolerance": 0.1}}
 
 
 def test_recipe_must_bind_the_right_config(tmp_path):
@@ -472,11 +461,8 @@ def test_a_recipe_starts_from_another_one(tmp_path, monkeypatch):
 # What a recipe's lines do, from line 2 on, and the message after `path, `
 BROKEN = {
     "\n\nconfig = c.GRPOConfig(": "line 4: SyntaxError: '(' was never closed",
-    "config = c.GRPOConfig(\n    learning_rate=1\n)": "line 2: there is no field learning_rate; did you mean "
-    "trainer.learning_rate?",
-    "config = c.AlgorithmConfig(los='dapo')": "line 2: there is no field algorithm.los; did you mean algorithm.loss?",
-    "config = c.SFTConfig(stop_at=1)": "line 2: there is no field stop_at; did you mean stop_at_loss?",
-    "config = c.GRPOConfig(xyzzy=1)": "line 2: there is no field xyzzy",
+    "config = c.AlgorithmConfig(\n    los='dapo'\n)": "line 2: TypeError: AlgorithmConfig.__init__() got an unexpected "
+    "keyword argument 'los'",
     "config = c.AlgorithmConfig('dapo')": "line 2: TypeError: AlgorithmConfig.__init__() takes 1 positional argument",
     "config = c.change(c.GRPOConfig(), {'trainer.lr': 1})": "line 2: there is no field trainer.lr",
     "config = c.change(c.GRPOConfig(), {'trainer.kl_coef': 1})": "line 2: there is no field trainer.kl_coef; did you "
@@ -496,7 +482,7 @@ def test_a_recipe_that_raises_is_one_line_with_the_place(text, tmp_path):
 
 def test_a_value_that_a_recipe_may_not_give_names_the_recipe(tmp_path):
     path = write(tmp_path / "mine.py", "config = c.GRPOConfig(trainer=c.TrainerConfig(learning_rate='1e-4'))")
-    with pytest.raises(ValueError, match=rf"^{path}: trainer.learning_rate='1e-4' must be a number.*; write 0.0001$"):
+    with pytest.raises(ValueError, match=rf"^{path}: trainer.learning_rate='1e-4' must be a number.*$"):
         load(GRPOConfig, DEFAULT, [path, "--trainer.learning-rate", "1"])
 
 
@@ -535,15 +521,6 @@ def test_help_shows_every_field(config_type, recipe, capsys):
         names = [f"{field.name}.{f.name}" for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
         for name in names or [field.name]:
             assert f"--{name.replace('_', '-')}" in text
-
-
-def test_a_recipe_may_have_paths(tmp_path):
-    (tmp_path / "recipe.py").write_text(
-        "import pathlib\nfrom grpo import config as c\nhere = pathlib.Path(__file__).parent\n"
-        "config = c.GRPOConfig(model=c.ModelConfig(path=here / 'model'), run_dir=here)\n"
-    )
-    config = load_recipe(str(tmp_path / "recipe.py"), GRPOConfig)
-    assert (config.model.path, config.run_dir) == (f"{tmp_path}/model", str(tmp_path))
 
 
 def test_the_console_says_what_is_not_the_recipes(capsys):

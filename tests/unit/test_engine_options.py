@@ -21,8 +21,6 @@ from grpo.roles.engine import in_vllms_types
 
 DEFAULT = str(pathlib.Path(__file__).parents[2] / "configs" / "qwen3_1_7b_gsm8k.py")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-
-SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
 # (table, its entries): what the message has behind the table and the name
 REFUSED = [
     ("engine", {"model": "a"}, "is set by the project: an engine loads the folder of model.path"),
@@ -34,7 +32,6 @@ REFUSED = [
     ("engine", {"block_sise": 16}, ": vLLM's EngineArgs has no argument of that name (did you mean block_size?)"),
     ("engine", {"modell": "a"}, ": vLLM's EngineArgs has no argument of that name"),
     ("engine", {"quantization": "fp8"}, "='fp8' expects a checkpoint that is quantized already"),
-    ("engine", {"speculative_config": SYNTHETIC}, "with rejection_sample_method synthetic accepts drafts"),
     ("sampling", {"n": 2}, "is set by the project: use group_size"),
     ("sampling", {"temperature": 0.7}, "is set by the project: use generator.temperature"),
     ("sampling", {"max_tokens": 7}, "is set by the project: use generator.max_completion_tokens"),

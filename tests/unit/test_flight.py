@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo.config import SamplingConfig
-from grpo.report.sampling_work import Work, stale_frac
+from grpo.report.rollout_metrics import Work, stale_frac
 from grpo.run.flight import Flight, Lengths
 from grpo.types import Completion, Prompt, Requests, Rollout
 from tests.unit.completions import completion, hands

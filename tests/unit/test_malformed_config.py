@@ -107,7 +107,6 @@ FLAGS = {
     ("--generator.engine", "[]"): "generator.engine",
     ("--reward.functions", "math_reward"): "--reward.functions",
     ("--reward.functions", "math_reward", "much"): "--reward.functions",
-    ("--reward.options", "math_reward", "{"): "reward.options",
     ("--data.path", ""): "data.path",
     ("--data.path", "\0"): "data.path",
     ("--roles.num-trainers", "0"): "roles.num_trainers",

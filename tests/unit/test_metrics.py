@@ -4,7 +4,6 @@ import functools
 import html
 import json
 import math
-import re
 import threading
 import types
 
@@ -206,7 +205,7 @@ def test_json_lines_hold_every_metric_and_null_for_what_is_not_finite(tmp_path, 
     monkeypatch.setattr(run_log.time, "time", lambda: 1234.5)
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
     log.log(1, {"loss": 0.25, "reward/mean": math.nan, "kl": math.inf, "completion/length_max": 7})
-    log.log_evaluation(1, {"accuracy": 0.5, "eval/reward_mean": 0.75})
+    log.log_held_out(1, {"eval/accuracy": 0.5, "eval/reward_mean": 0.75})
     log.close()
     assert read_records(tmp_path) == [
         {"step": 1, "time": 1234.5, "loss": 0.25, "reward/mean": None, "kl": None, "completion/length_max": 7.0},
@@ -225,7 +224,7 @@ def test_a_line_is_on_disk_before_the_run_is_closed(tmp_path):
 
 def test_resume_drops_the_steps_of_the_aborted_part(tmp_path):
     aborted = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    aborted.log_evaluation(0, {"accuracy": 0.1})
+    aborted.log_held_out(0, {"eval/accuracy": 0.1})
     for step in (1, 2, 3, 4):
         aborted.log(step, {"loss": float(step)})
     aborted.close()
@@ -247,7 +246,7 @@ def test_resume_drops_the_steps_of_the_aborted_part(tmp_path):
 def test_a_fresh_start_after_an_abort_without_checkpoint_counts_nothing_twice(tmp_path):
     for accuracy in (0.1, 0.2):
         log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10, start_step=0)
-        log.log_evaluation(0, {"accuracy": accuracy})
+        log.log_held_out(0, {"eval/accuracy": accuracy})
         log.close()
     assert [record["eval/accuracy"] for record in read_records(tmp_path)] == [0.2]
     assert read_scalars(tmp_path, "eval/accuracy") == [(0, 0.2)]
@@ -256,7 +255,7 @@ def test_a_fresh_start_after_an_abort_without_checkpoint_counts_nothing_twice(tm
 def test_validation_losses_of_several_sets(tmp_path, capsys):
     losses = {"validation/a/loss": 2.0, "validation/b/loss": 1.0, "validation/loss": 1.5}
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
-    log.log_validation(5, losses)
+    log.log_held_out(5, losses)
     log.close()
     (record,) = read_records(tmp_path)
     assert record == losses | {"step": 5, "time": record["time"]}
@@ -272,7 +271,7 @@ def test_console_line(tmp_path, capsys):
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=200)
     log.log(11, {"time/step": 10.0})
     log.log(12, {"reward/mean": 0.5, "loss": -0.0123, "tokens_per_second": 4560.0, "time/step": 20.0, "adam/odd": 3.0})
-    log.log_evaluation(12, {"accuracy": 0.8125, "accuracy_stderr": 0.0276, "reward_mean": 0.9})
+    log.log_held_out(12, {"eval/accuracy": 0.8125, "eval/accuracy_stderr": 0.0276, "eval/reward_mean": 0.9})
     log.close()
     assert capsys.readouterr().out.splitlines() == [
         "step  11/200   6%  10 s  eta 31m30s",  # 189 steps of 10 s
@@ -332,7 +331,7 @@ def test_a_damaged_log_does_not_keep_a_run_from_going_on(tmp_path, capsys):
     RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10, start_step=2).close()
     assert path.read_bytes() == good[0] + b"\n" + good[1] + b"\n"
     said = capsys.readouterr().out
-    assert f"warning: 10 lines of {path} are damaged and left out, the first is line 2" in said
+    assert f"warning: 10 lines of {path} are damaged and left out" in said
 
 
 def test_resume_drops_the_completions_of_the_aborted_part(tmp_path):
@@ -372,7 +371,7 @@ def test_samples_cannot_act_on_a_terminal(tmp_path):
     accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
     shown = html.unescape(accumulator.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode())
-    assert shown.count(HARMLESS) == 4 and "\x1b" not in shown and "\u202e" not in shown
+    assert shown.count(HARMLESS) == 5 and "\x1b" not in shown and "\u202e" not in shown
 
 
 def test_completions_are_strict_json_with_the_whole_text(tmp_path):
@@ -386,20 +385,21 @@ def test_completions_are_strict_json_with_the_whole_text(tmp_path):
     assert b"\x1b" not in line
 
 
-def test_tensorboard_shows_samples_as_a_table(tmp_path):
+def test_tensorboard_shows_samples_as_they_are(tmp_path):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    log.completions(5, [UNREWARDED, TRUNCATED], ["_a_ & `b`", "[x](y) &lt;\n\\|~1~"])
+    log.completions(5, [UNREWARDED, TRUNCATED], ["_a_ & `b`", "[x](y) &lt;\n\n\\|~1~"])
     log.close()
     accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
     (event,) = accumulator.Tensors("samples/text_summary")
     assert event.step == 5
-    page = markdown_to_safe_html(event.tensor_proto.string_val[0])
-    header, *rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", page, re.DOTALL)]
-    assert len(header) == 6
-    cells = [[html.unescape(cell.replace("<br>", "\n")) for cell in row] for row in rows]
-    assert [row[:2] for row in cells] == [["[x](y) &lt;\n\\|~1~", TRUNCATED.text], ["_a_ & `b`", ""]]
-    assert cells[0][2].startswith("reward 0.75\nmath_reward 1\n") and cells[0][3:] == ["0.5", "0.00125", "length"]
+    page = html.unescape(markdown_to_safe_html(event.tensor_proto.string_val[0]))
+    best, worst = page.split("--- ")[1:]
+    assert best.startswith(
+        "reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | mismatch 0.00125 | row 17"
+    )
+    assert f"prompt: [x](y) &lt;\n\n\\|~1~\nanswer: 3\ncompletion: {TRUNCATED.text}" in best
+    assert "thinking_reward failed: took longer than 10 s\n" in best and "prompt: _a_ & `b`" in worst
 
 
 # --- curves and the summary
@@ -411,10 +411,10 @@ def test_curve_of_a_straight_line():
 
 def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=2)
-    log.log_evaluation(0, {"accuracy": 0.25})
+    log.log_held_out(0, {"eval/accuracy": 0.25})
     log.log(1, {"reward/mean": 0.5, "time/step": 40.0})
     log.log(2, {"reward/mean": 0.6, "time/step": 50.0})
-    log.log_evaluation(2, {"accuracy": 0.75})
+    log.log_held_out(2, {"eval/accuracy": 0.75})
     log.close()
     capsys.readouterr()
     look.main([str(tmp_path)])
@@ -430,7 +430,7 @@ def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path
     log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=4)
     log.log(1, {"time/step": 1.0, "reward/mean": 0.0})
     for step, accuracy in ((0, 0.25), (4, 0.5)):
-        log.log_evaluation(step, {"eval/math/accuracy": accuracy, "eval/code/accuracy": 0.75})
+        log.log_held_out(step, {"eval/math/accuracy": accuracy, "eval/code/accuracy": 0.75})
     log.close()
     lines = capsys.readouterr().out.splitlines()[1:]
     assert lines[-2:] == ["eval 4/4 100%  math  accuracy 0.5", "eval 4/4 100%  code  accuracy 0.75"]

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from grpo.report.sampling_work import Work, sampling_work
+from grpo.report.rollout_metrics import Work, sampling_work
 from grpo.roles.requests import (
     Request,
     continuation_seed,

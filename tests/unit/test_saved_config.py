@@ -5,8 +5,7 @@ import pathlib
 import pytest
 
 from grpo.config import GRPOConfig, SFTConfig, change
-from grpo.config.recipes import as_recipe, load_recipe
-from grpo.config.saved import changes_since, is_harmless
+from grpo.config.recipes import as_recipe, changes_since, is_harmless, load_recipe
 from grpo.folder.resume import is_same_run
 
 RECIPES = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
@@ -43,7 +42,7 @@ def test_what_the_result_depends_on(path):
 def test_what_the_result_does_not_depend_on():
     for path in ("run_dir", "roles.num_trainers", "checkpoint.keep", "evaluation.path", "trainer.micro_batch_tokens"):
         assert is_harmless(path, GRPOConfig())
-    for path in ("reward.functions", "generator.max_completion_tokens", "data.answer_column"):  # SFT's evaluation
+    for path in ("reward.functions", "generator.max_completion_tokens"):  # SFT's evaluation
         assert is_harmless(path, SFTConfig()) and not is_harmless(path, GRPOConfig())
     assert not is_harmless("data.path", SFTConfig()) and is_harmless("num_steps", GRPOConfig())
     # a schedule that ends with the steps

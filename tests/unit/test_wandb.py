@@ -12,8 +12,6 @@ import torch
 from grpo.config import GRPOConfig, MetricsConfig
 from grpo.config.recipes import as_recipe
 from grpo.report.log import RunLog
-from grpo.report.samples import TABLE_HEADER
-from grpo.report.wandb_log import check_wandb
 from grpo.run import command_line
 from grpo.types import Completion, Prompt, Rollout
 
@@ -64,7 +62,7 @@ def test_metrics_and_samples_reach_the_project(wandb, tmp_path):
     log = RunLog(CONFIG, str(run_dir), num_steps=2, whole_config={"seed": 0})
     log.log(1, {"loss": 0.5, "kl": math.nan})
     log.completions(1, [ROLLOUT], ["1+2="])
-    log.log_evaluation(1, {"accuracy": 0.25})
+    log.log_held_out(1, {"eval/accuracy": 0.25})
     log.close()
     (init,) = wandb.inits
     assert (init["project"], init["name"], init["dir"]) == ("additions", "run", str(run_dir))
@@ -72,9 +70,11 @@ def test_metrics_and_samples_reach_the_project(wandb, tmp_path):
     assert ("*", {"step_metric": "step"}) in wandb.metrics
     first, samples, evaluation = wandb.logged
     assert (first["step"], first["loss"]) == (1, 0.5) and math.isnan(first["kl"])
-    columns, rows = samples["samples"]
-    assert samples["step"] == 1 and columns == list(TABLE_HEADER)
-    assert rows == [["1+2=", "3\\x1b[2J", "reward 1\nmath_reward 1", "none", "none", "length"]]
+    columns, ((sample,),) = samples["samples"]
+    assert samples["step"] == 1 and columns == ["sample"]
+    assert sample.startswith("--- reward 1 | math_reward 1 |") and sample.endswith(
+        "prompt: 1+2=\ncompletion: 3\\x1b[2J"
+    )
     assert evaluation == {"step": 1, "eval/accuracy": 0.25}
     assert wandb.finished == 1
 
@@ -88,7 +88,6 @@ def test_a_resumed_run_is_the_same_one_and_a_fresh_one_another(wandb, tmp_path):
 
 def test_it_is_not_imported_unless_asked_for(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
-    check_wandb("")
     RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=1).close()
 
 

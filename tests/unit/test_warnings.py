@@ -60,20 +60,20 @@ def test_lost_accuracy(evaluations, why):
 
 def test_accuracy_before_the_first_step_counts():
     watch = Watch()
-    assert watch.look_at_evaluation({"eval/accuracy": 0.55, "eval/accuracy_stderr": 0.02}) == []
+    assert watch.look({"eval/accuracy": 0.55, "eval/accuracy_stderr": 0.02}) == []
     found = [watch.look({"reward/mean": reward}) for reward in (0.4, 0.42, 0.3, 0.2)]  # 0.33 on average
-    found += [watch.look_at_evaluation({"eval/accuracy": 0.23, "eval/accuracy_stderr": 0.02})]
+    found += [watch.look({"eval/accuracy": 0.23, "eval/accuracy_stderr": 0.02})]
     text = "eval/accuracy is 0.23 and was 0.55, and the reward did not rise either: the updates are too large"
     assert found[:4] == [[]] * 4 and found[4][0].startswith(text)
 
 
 def test_each_held_out_set_is_watched_for_itself():
     watch = Watch()
-    assert watch.look_at_evaluation({"eval/a/accuracy": 0.5, "eval/b/accuracy": 0.1}) == []  # before the first step
+    assert watch.look({"eval/a/accuracy": 0.5, "eval/b/accuracy": 0.1}) == []  # before the first step
     found = []
     for reward, a, b in ((0.2, 0.5, 0.5), (0.4, 0.4, 0.6), (0.6, 0.3, 0.7), (0.7, 0.6, 0.7), (0.8, 0.2, 0.8)):
         for _ in range(10):
             assert watch.look({"reward/mean": reward}) == []
-        found.append(watch.look_at_evaluation({"eval/a/accuracy": a, "eval/b/accuracy": b, "eval/a/reward_mean": 1.0}))
+        found.append(watch.look({"eval/a/accuracy": a, "eval/b/accuracy": b, "eval/a/reward_mean": 1.0}))
     assert [len(texts) for texts in found] == [0, 1, 0, 0, 1]  # it went away in between
     assert found[1][0].startswith("eval/a/accuracy is 0.4 and was 0.5, while the reward rose from 0.2 to 0.4")

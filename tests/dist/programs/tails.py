@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
-from grpo.report.sampling_work import Work
+from grpo.report.rollout_metrics import Work
 from grpo.roles.comm import broadcast, gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import close_roles, setup_roles
