@@ -78,9 +78,7 @@ class RunLog:
         """Record one finished step everywhere; one call per step."""
         if "time/step" in metrics:
             self.step_seconds.append(metrics["time/step"])
-        shown = [
-            text.format(compact_number(metrics[name])) for name, text in CONSOLE_COLUMNS.items() if name in metrics
-        ]
+        shown = [text.format(compact_number(metrics[n])) for n, text in CONSOLE_COLUMNS.items() if n in metrics]
         if self.step_seconds:
             shown.append(f"eta {compact_duration(statistics.mean(self.step_seconds) * (self.num_steps - step))}")
         self._record(step, metrics, ["  ".join([f"step {self._progress(step)}", *shown])])
@@ -136,7 +134,7 @@ class RunLog:
             self.wandb.finish()
 
     def _record(self, step: int, metrics: dict[str, float], lines: list[str]) -> None:
-        """Write metrics everywhere, each file flushed so that a run that dies has told all; print lines and warnings."""
+        """Write metrics, each file flushed, so that a run that dies has told all; print lines and warnings."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: finite_or_none(value) for name, value in values.items()}
         self._append_records("metrics.jsonl", [{"step": step, "time": time.time(), **finite}])
