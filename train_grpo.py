@@ -53,8 +53,7 @@ from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
-from grpo.roles.ahead import land, launch
-from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, send_batch
+from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, land, launch, send_batch
 from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles

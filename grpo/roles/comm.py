@@ -2,13 +2,18 @@
 
 Every function here is a collective over the bridge that it names: all ranks call it, in the same order. One over
 `learners` returns None at once on the other ranks, the generators. Ragged numbers travel as flat CPU tensors with their
-lengths, without padding; only small decisions are pickled.
+lengths, without padding.
+
+With `overlap_steps=1` the generators sample for the next step while the learners train on this one. Between `launch`
+and `land` nothing passes over `control`: the generators are busy, and the learners talk over `learners`. The weights
+that sample are then one step older than those that are trained, except in a run's first step.
 """
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from grpo.roles.process_groups import Roles
-from grpo.roles.progress import direct_messages
-from grpo.types import Completion, Piece, TrainBatch
+from grpo.types import Completion, Piece, Requests, TrainBatch
 
-if TYPE_CHECKING:
-    from grpo.roles.reference import Reference  # which loads torchtitan
+if TYPE_CHECKING:  # these load torchtitan
+    from grpo.roles.generator import Generator
+    from grpo.roles.reference import Reference
 
 Method = TypeVar("Method", bound=Callable)
 
@@ -74,7 +79,7 @@ def wait_for_all(roles: Roles) -> None:
 
 
 def gather_to_driver(value: Any, roles: Roles) -> list[Any] | None:
-    """Every rank's small picklable value, in the order of the ranks; None except on the driver.
+    """Every rank's picklable value, in the order of the ranks; None except on the driver.
 
     Collective over `roles.control`.
     """
@@ -89,27 +94,47 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
     Collective over `roles.control`; ranks that are not the head of a replica pass None. Returns the completions on the
     driver, None elsewhere.
     """
-    tensors = flatten_completions(local or [])
-    sizes = [torch.empty(len(tensors), dtype=torch.int64) for _ in range(roles.control.size())]
-    dist.all_gather(sizes, torch.tensor([len(t) for t in tensors]), group=roles.control)
-    if not roles.is_driver:
-        for tensor in tensors:
-            if len(tensor):
-                dist.send(tensor, group_dst=0, group=roles.control)
-                direct_messages[roles.control.group_name] += 1
+    parts = gather_to_driver(flatten_completions(local or []), roles)
+    if parts is None:
         return None
-    completions = []
-    for head in roles.heads:
-        parts = tensors
-        if head != roles.rank:
-            like = zip(sizes[head].tolist(), tensors, strict=True)  # dtypes are the same on all ranks
-            parts = [torch.empty(size, dtype=mine.dtype) for size, mine in like]
-            for buffer in parts:
-                if len(buffer):
-                    dist.recv(buffer, group_src=head, group=roles.control)
-                    direct_messages[roles.control.group_name] += 1
-        completions += unflatten_completions(*parts)
+    completions = [completion for part in parts for completion in unflatten_completions(*part)]
     return sorted(completions, key=lambda completion: completion.index)
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """One rank's part of what is sampled ahead, and when; seconds of the wall clock, which hosts have in common."""
+
+    completions: list[Completion] | None
+    """On the head of a replica."""
+    began: float
+    ended: float
+    """When it had sampled; `began` on the learners, which do not wait."""
+
+
+def launch(requests: Requests | None, group_size: int, generator: "Generator | None") -> Ahead | None:
+    """Sample ahead on the generators; the learners go on at once. None if nothing is asked for."""
+    if requests is None:
+        return None
+    began = time.time()
+    completions = generator.generate(requests, group_size) if generator else None
+    return Ahead(completions, began, time.time() if generator else began)
+
+
+def land(ahead: Ahead | None, driver: Any, roles: Roles) -> None:
+    """Bring what was sampled ahead to the driver, once it and the generators are done.
+
+    `driver` has a method `land_ahead(completions, seconds, overlap_seconds)` that runs on rank 0. Collective over
+    `roles.control`, if anything was sampled ahead.
+    """
+    if ahead is None:
+        return
+    arrived, seconds, overlap = time.time(), 0.0, 0.0
+    completions = gather_completions(ahead.completions, roles)
+    if times := gather_to_driver((ahead.began, ahead.ended), roles):
+        began, ended = min(times[head][0] for head in roles.heads), max(times[head][1] for head in roles.heads)
+        seconds, overlap = ended - began, max(0.0, min(ended, arrived) - max(began, ahead.began))
+    driver.land_ahead(completions, seconds, overlap)
 
 
 def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:

@@ -14,8 +14,7 @@ import torch
 from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
-from grpo.roles.process_groups import Roles
-from grpo.roles.progress import engine_steps
+from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
 CPU_KV_CACHE_GIB = 1 / 16

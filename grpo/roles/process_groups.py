@@ -1,9 +1,9 @@
 """Which rank does what, and the process groups that follow from it. The ONLY file that creates process groups.
 
 Every role is a world of its own: it has its own default process group, so torchtitan and vLLM each see exactly the
-ranks they expect. Roles talk over bridges, further groups built from torchrun's store:
-`control` over all ranks (CPU tensors, gloo), `learners` over trainers and references (gloo too) and `weights` from
-trainer rank 0 to every generator rank (NCCL on GPUs). All groups are created here, in one order, the bridges first.
+ranks they expect. Roles talk over bridges, further groups built from torchrun's store: `control` over all ranks (CPU
+tensors, gloo), `learners` over trainers and references (gloo too) and `weights` from trainer rank 0 to every generator
+rank (NCCL on GPUs). All groups are created here, in one order, the bridges first.
 
     launcher rank   0 .. num_trainers-1   then references       then generators (replicas of tensor_parallel neighbours)
     default group   trainer               reference             one per replica
@@ -17,11 +17,12 @@ step meanwhile. Colocated, every rank holds every role, one default group serves
 is `control`.
 """
 
+import collections
 import datetime
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,9 @@ MEETING_SECONDS = 0.02
 MEETING_NOTICE_SECONDS = 60
 # Timeout of a collective, in `deadline_minutes`: beyond the deadline of every phase, so that a hang is named first
 TIMEOUT_DEADLINES = 4
+
+# Forwards that this rank's engine has begun, by the first rank of its replica; torch does not see what vLLM sends.
+engine_steps: collections.Counter[int] = collections.Counter()
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,12 @@ class Roles:
         """First rank of each replica: the one that hands in the completions."""
         return tuple(ranks[0] for ranks in self.replicas)
 
+    @property
+    def world(self) -> tuple[int, ...]:
+        """The ranks of this rank's default process group."""
+        worlds = (self.trainer_ranks, self.reference_ranks, *self.replicas)
+        return next(world for world in worlds if self.rank in world)
+
 
 def setup_roles(
     layout: RolesConfig, needs_reference: bool = False, engine_ranks: int = 1, deadline_minutes: float = 20.0
@@ -113,22 +123,29 @@ def setup_roles(
     store = meet(store, rank, world_size, soon)  # nobody is watched yet, see grpo/watch
 
     trainer_ranks, own_reference_ranks, replicas = ranks_of_roles(layout, engine_ranks, world_size)
-    generator_ranks = tuple(r for ranks in replicas for r in ranks)
+    learner_ranks, generator_ranks = (
+        (*trainer_ranks, *own_reference_ranks),
+        tuple(r for ranks in replicas for r in ranks),
+    )
     if on_gpu and rank not in generator_ranks:  # vLLM decides for its own
         _let_segments_grow()
-    bridges = _bridges(rank, world_size, trainer_ranks, own_reference_ranks, generator_ranks, store, backend, timeout)
-    my_world = next(world for world in (trainer_ranks, own_reference_ranks, *replicas) if rank in world)
-    _join_own_world(my_world, rank, store, backend, timeout)
-    if on_gpu:  # NCCL connects here, before an engine changes its environment
-        dist.barrier(device_ids=[device.index])
 
+    def bridge(name: str, ranks: Sequence[int], backend: str = "gloo") -> ProcessGroup | None:
+        return _bridge(name, ranks, rank, store, backend, timeout) if rank in ranks else None
+
+    control = bridge("control", range(world_size))
+    learners = bridge("learners", learner_ranks) if len(learner_ranks) < world_size else control
+    is_split = generator_ranks and 0 not in generator_ranks
     reference_ranks = own_reference_ranks or (trainer_ranks if needs_reference else ())
     trains, generates = rank in trainer_ranks, rank in generator_ranks
-    name = "colocated" if layout.colocated else "trainer" if trains else "generator" if generates else "reference"
-    return Roles(
+    roles = Roles(
         rank=rank,
-        name=name,
+        name="colocated" if layout.colocated else "trainer" if trains else "generator" if generates else "reference",
         device=device,
+        control=control,
+        learners=learners,
+        weights=bridge("weights", (0, *generator_ranks), backend) if is_split else None,
+        saving=bridge("saving", trainer_ranks),
         trains=trains,
         references=rank in reference_ranks,
         generates=generates,
@@ -136,8 +153,9 @@ def setup_roles(
         reference_ranks=reference_ranks,
         replicas=replicas,
         store=store,
-        **bridges,
     )
+    _join_own_world(roles, backend, timeout)
+    return roles
 
 
 def ranks_of_roles(
@@ -153,45 +171,19 @@ def ranks_of_roles(
     )
 
 
-def _bridges(
-    rank: int,
-    world_size: int,
-    trainer_ranks: tuple[int, ...],
-    own_reference_ranks: tuple[int, ...],
-    generator_ranks: tuple[int, ...],
-    store: PrefixStore,
-    backend: str,
-    timeout: datetime.timedelta,
-) -> dict[str, ProcessGroup | None]:
-    """This rank's bridges by their names in `Roles`, made in one order on all ranks. Collective over all ranks."""
-    everyone, learner_ranks = tuple(range(world_size)), (*trainer_ranks, *own_reference_ranks)
-    bridges: dict[str, ProcessGroup | None] = dict.fromkeys(("learners", "weights", "saving"))
-    bridges["control"] = _bridge("control", everyone, rank, store, "gloo", timeout)
-    if learner_ranks == everyone:
-        bridges["learners"] = bridges["control"]
-    elif rank in learner_ranks:
-        bridges["learners"] = _bridge("learners", learner_ranks, rank, store, "gloo", timeout)
-    is_split = bool(generator_ranks) and 0 not in generator_ranks
-    if is_split and rank in (0, *generator_ranks):
-        bridges["weights"] = _bridge("weights", (0, *generator_ranks), rank, store, backend, timeout)
-    if rank in trainer_ranks:
-        bridges["saving"] = _bridge("saving", trainer_ranks, rank, store, "gloo", timeout)
-    return bridges
-
-
-def _join_own_world(
-    ranks: tuple[int, ...], rank: int, store: PrefixStore, backend: str, timeout: datetime.timedelta
-) -> None:
-    """Make the default process group of this rank's role. Collective over its `ranks`.
+def _join_own_world(roles: Roles, backend: str, timeout: datetime.timedelta) -> None:
+    """Make the default process group of this rank's role. Collective over the role's ranks.
 
     Without a `device_id`: torch 2.13 would split the groups of TP and of replicas off this one, and crashes there
     because the bridges were made before it.
     """
-    own_rank = ranks.index(rank)
-    os.environ.update(RANK=str(own_rank), WORLD_SIZE=str(len(ranks)))
+    own_rank, own_size = roles.world.index(roles.rank), len(roles.world)
+    os.environ.update(RANK=str(own_rank), WORLD_SIZE=str(own_size))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # so that nothing meets on torchrun's own store by env://
-    own_store = PrefixStore(f"world/{ranks[0]}", store)
-    dist.init_process_group(backend, store=own_store, rank=own_rank, world_size=len(ranks), timeout=timeout)
+    own_store = PrefixStore(f"world/{roles.world[0]}", roles.store)
+    dist.init_process_group(backend, store=own_store, rank=own_rank, world_size=own_size, timeout=timeout)
+    if roles.device.type == "cuda":  # NCCL connects here, before an engine changes its environment
+        dist.barrier(device_ids=[roles.device.index])
 
 
 def setup_trainers() -> Roles:
@@ -203,9 +195,8 @@ def setup_trainers() -> Roles:
 def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> PrefixStore:
     """The launcher's store under a prefix that only the processes of this start know. Collective over all ranks.
 
-    torchrun's store outlives a restart with all that is in it, and the agents of several nodes each count restarts for
-    themselves. So rank 0 draws a name and tells it to each rank that says hello, with a word that only this process
-    knows: what an earlier start left there answers nobody.
+    torchrun's store outlives a restart with all that is in it. So rank 0 draws a name and tells it to each rank that
+    says hello, with a word that only this process knows: what an earlier start left there answers nobody.
 
     Raises TimeoutError on rank 0 that names the ranks that did not come.
     """
@@ -279,3 +270,27 @@ def _bridge(
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(len(ranks))}
     dist.barrier(group=group)  # connect now, before an engine starts
     return group
+
+
+def collectives_entered(roles: Roles) -> dict[str, int]:
+    """Collectives that this rank has begun, as torch counts them, by group, under names that its members share.
+
+    A rank with fewer than another one of the group keeps it waiting. May be called from any thread.
+    """
+    bridges = [group for group in (roles.control, roles.learners, roles.weights) if group is not None]
+    entered, first = {group.group_name: _begun(group) for group in bridges}, roles.world[0]
+    entered[f"{first}/groups made"] = distributed_c10d._world.group_count  # which waits for all ranks of the world too
+    for group in list(distributed_c10d._world.pg_map):  # a copy, because another thread may add groups
+        ranks = distributed_c10d._world.pg_group_ranks.get(group)
+        if group not in bridges and ranks and len(ranks) > 1:
+            # torch's names are counted in each process: groups of other ranks may have the same
+            entered[f"{first}/{group.group_name}/{','.join(map(str, ranks))}"] = _begun(group)
+    if roles.generates and len(ranks := roles.replicas[roles.replica]) > 1:
+        entered[f"engine/{ranks[0]}"] = engine_steps[ranks[0]]
+    return entered
+
+
+def _begun(group: ProcessGroup) -> int:
+    """Over the group's backends, one or two for CPU and GPU; torchtitan's groups of one rank have a fake one."""
+    backends = {group._get_backend(device) for device in group._device_types}
+    return sum(backend._get_sequence_number_for_group() for backend in backends if backend.name() != "fake")

@@ -27,8 +27,7 @@ from collections.abc import Iterator
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
-from grpo.roles.process_groups import Roles
-from grpo.roles.progress import collectives_entered
+from grpo.roles.process_groups import Roles, collectives_entered
 from grpo.watch import failures, stopping
 from grpo.watch.hangs import Hang, HangDetector, Place
 
