@@ -1,16 +1,19 @@
-"""A Hugging Face folder as a sharded torchtitan model with its weights.
+"""A Hugging Face folder as a sharded torchtitan model with its weights, and a step's batch through it.
 
 Left out: pipeline and context parallelism, quantized checkpoints.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan_dist
@@ -20,21 +23,21 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.utils import set_default_dtype
 
 from grpo.config import ModelConfig, TrainerConfig
+from grpo.data.batches import take_out
+from grpo.data.packing import Packing, pack
 from grpo.models.attention import SelectiveCheckpointing, choose_attention
 from grpo.models.families import Policy, family_of, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import add_adapters, is_adapter
-from grpo.types import MicroBatch
+from grpo.types import MicroBatch, SharedPrompts, TrainBatch
 
 # A run decides what is "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
 SELECTIVE = SelectiveCheckpointing.Config()
-CHECKPOINTING_OF_BLOCKS = {
-    "none": None,
-    "logits": None,
-    "selective": SELECTIVE,
-    "full": FullAC.Config(),
-    "auto": SELECTIVE,
-}
+CHECKPOINTING_OF_BLOCKS = {"none": None, "logits": None, "full": FullAC.Config()}
+CHECKPOINTING_OF_BLOCKS |= {"selective": SELECTIVE, "auto": SELECTIVE}
+# Row lengths are rounded up to this many tokens. On GPU: flex attention's blocks are 128 wide, and few distinct lengths
+# mean few recompilations. Any multiple suits the CPU; 16 divides over tensor-parallel ranks.
+ROW_MULTIPLE = {"cuda": 512, "cpu": 16}
 
 
 @dataclass
@@ -50,8 +53,6 @@ class ShardedModel:
     """Hugging Face folder the weights came from."""
     name: str
     """What others would call that folder: its hub name, if it has one."""
-    holds_copy: bool = False
-    """Whether FSDP keeps its copy of the parameters in the compute dtype from one forward or backward to the next."""
 
     @property
     def data_rank(self) -> int:
@@ -80,20 +81,25 @@ class ShardedModel:
         """Undo `state_dict`."""
         self.module.load_state_dict(self.module.state_dict() | state)
 
-    def accumulate(self, is_last: bool) -> None:
-        """Before a micro-batch; `is_last` of those whose gradients are added. Only a copy that is held needs it.
+    def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
+        """A step's batch in rows for the data-parallel ranks, the same on each of them."""
+        multiple = ROW_MULTIPLE[self.device.type]
+        return pack(batch, self.num_data_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
 
-        The copy's gradients stay where the backward puts them, in float32, and become the parameters' with the last.
+    def micro_batches(self, packing: Packing) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, on its device, which is not waited for.
+
+        The next one is laid out before one is handed out: for all but the first two, while the device is busy.
         """
-        if self.holds_copy:
-            self.module.set_requires_gradient_sync(is_last)
-
-    def drop_copy(self) -> None:
-        """After the last forward or backward in a row: the module's parameters are the trained ones again."""
-        if self.holds_copy:
-            for part in self.module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+        laid_out = (
+            MicroBatch(**{name: _on_device(value, self.device) for name, value in vars(micro).items()})
+            for micro in packing.micro_batches(self.data_rank)
+        )
+        micro = next(laid_out)
+        for following in laid_out:
+            yield micro
+            micro = following
+        yield micro
 
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
@@ -105,6 +111,51 @@ class ShardedModel:
         masks = self.module.masks(micro)
         inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
         return self.module(*inputs)
+
+    @torch.no_grad()
+    def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
+        """Log-probs of this rank's part of the tokens: float32 [N] on the CPU, 0 where other ranks fill in.
+
+        Summed over the role's ranks (tensor-parallel ranks fill in once) it is the whole batch's, of the tokens that
+        count in the loss; of others it may be 0. Collective over the role's ranks.
+        """
+        logprobs_N = torch.zeros(batch.num_tokens)
+        found = [(micro, self.logprobs(micro)[0]) for micro in self.micro_batches(self.pack(batch, trainer))]
+        for micro, logprobs_BT in found if self.tensor_parallel_rank == 0 else ():
+            index_M, logprobs_M = take_out(logprobs_BT, micro)
+            logprobs_N[index_M.cpu()] = logprobs_M.cpu()
+        forget_forwards(self.module)
+        return logprobs_N
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scale gradients down to a global norm of at most `max_norm`; returns the norm before.
+
+        Collective over the role's ranks.
+        """
+        return float(titan_dist.clip_grad_norm_(list(self.module.parameters()), max_norm, foreach=True))
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, SharedPrompts):
+        return SharedPrompts(*(_on_device(part, device) for part in value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    if device.type == "cuda":  # from memory that may be swapped out, a copy waits for all that was launched before
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
+
+
+def forget_forwards(module: nn.Module) -> None:
+    """After forwards without a backward: drop what FSDP noted of them for it, and would forget only in it.
+
+    Else the memory of a reference grows, by some 40 bytes for each of its blocks and micro-batches.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            for group in state._fsdp_param_groups:
+                group._post_forward_indices.clear()
 
 
 def compiles(trainer: TrainerConfig, device: torch.device) -> bool:
@@ -152,7 +203,6 @@ def build_model(
     # Without other data-parallel ranks there is nothing to gather; then FSDP only casts, and what needs no cast needs
     # no FSDP, which would hold all weights a second time.
     alone = parallel_dims.get_optional_mesh("batch") is None
-    without_fsdp = alone and (frozen or adapted)
     module = family_of(hf).parallelize(
         module,
         parallel_dims=parallel_dims,
@@ -161,17 +211,14 @@ def build_model(
         compile_config=CompileConfig(enable=compiled, components=["model"]),
         ac_config=None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing],
         dump_folder="",
-        skip_dp=without_fsdp,
+        skip_dp=alone and (frozen or adapted),
     )
-    if holds_copy := alone and not without_fsdp:
-        module.set_reshard_after_forward(False)
-        module.set_reshard_after_backward(False)
     names = family_of(hf).names(config, folder)
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
     name = folder if model.path.startswith("toy:") else model.path
-    return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
+    return ShardedModel(module, names, parallel_dims, device, folder, name)
 
 
 def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
@@ -195,3 +242,25 @@ def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, devic
     tensors = names.to_hf(module.state_dict())
     dcp.load(tensors, storage_reader=names.get_hf_storage_reader(folder))
     module.load_state_dict(names.from_hf(tensors), strict=False)
+
+
+def build_optimizer(
+    model: ShardedModel, trainer: TrainerConfig, num_steps: int
+) -> tuple[OptimizersContainer, LRSchedulersContainer]:
+    """AdamW over the parameters that have a gradient, and the learning rate over `num_steps` steps."""
+    adamw = default_adamw(
+        lr=trainer.learning_rate,
+        betas=(trainer.adam_beta1, trainer.adam_beta2),
+        eps=trainer.adam_eps,
+        weight_decay=trainer.weight_decay,
+    )
+    adamw.implementation = "fused" if model.device.type == "cuda" else "foreach"
+    optimizer = adamw.build(model_parts=[model.module])
+    constant = trainer.schedule == "constant"
+    schedule = LRSchedulersContainer.Config(
+        warmup_steps=trainer.warmup_steps,
+        decay_ratio=0.0 if constant else None,
+        decay_type="linear" if constant else trainer.schedule,
+        min_lr_factor=trainer.min_lr_ratio,
+    )
+    return optimizer, schedule.build(optimizers=optimizer, training_steps=num_steps)

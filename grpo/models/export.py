@@ -11,9 +11,8 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from grpo.models.buckets import whole_tensors
+from grpo.models.buckets import WeightBuckets, whole_tensors
 from grpo.models.build import ShardedModel
-from grpo.models.gather import WeightBuckets
 from grpo.models.hf_folder import ChatForm, copied_files, open_tokenizer, stop_token_ids
 from grpo.models.lora import adapted_layers
 

@@ -185,18 +185,17 @@ def _of_a_forward(
 ) -> dict[str, float]:
     """Bytes of what a forward needs besides activations, and with `trains` the LM head's backward."""
     trainer, dtype_bytes, sizes = config.trainer, DTYPE_BYTES[config.model.dtype], sizes_of(hf)
-    # FSDP gathers two blocks at a time, and the embeddings and the LM head. Without other data-parallel ranks it holds
-    # a copy of all weights in the compute dtype, and is not used at all where they are held in that already.
-    alone = num_ranks == tensor_parallel
+    # FSDP gathers two blocks at a time, and the embeddings and the LM head, in the compute dtype. It is not used where
+    # one rank has all weights in that already.
+    trains_head = trains and not trainer.lora_rank
     gathered = 2 * max(sizes.blocks) + sizes.parameters - sum(sizes.blocks)
-    if alone:
-        gathered = sizes.parameters if trains and not trainer.lora_rank else 0
+    if num_ranks == tensor_parallel and not trains_head:
+        gathered = 0
     chunk = min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens) * hf.vocab_size
     # Compiled, float32 values exist only in registers: the product h W^T is there and, in the backward, its gradient; a
     # frozen head (LoRA) has both already in the forward. Otherwise three float32 tensors come on top of the product.
     bytes_of_a_logit = dtype_bytes * (2 if trains else 1) if trainer.compile else 3 * 4 + dtype_bytes
     parts = {"gathered weights": dtype_bytes * gathered, "logits of a chunk": chunk * bytes_of_a_logit}
-    trains_head = trains and not trainer.lora_rank
     if (trains_head or (trains and tensor_parallel > 1)) and trainer.activation_checkpointing == "none":
         others = max(trainer.micro_batch_tokens - trainer.logprob_chunk_tokens, 0)
         parts["logits of other chunks"] = dtype_bytes * others * hf.vocab_size

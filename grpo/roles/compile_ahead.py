@@ -11,8 +11,7 @@ import torch
 
 from grpo.config import GRPOConfig
 from grpo.data.batches import make_batch
-from grpo.models.build import compiles
-from grpo.models.forward import ROW_MULTIPLE
+from grpo.models.build import ROW_MULTIPLE, compiles
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.roles.reference import Reference

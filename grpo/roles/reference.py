@@ -4,7 +4,6 @@ import torch
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.models.build import ShardedModel, build_model
-from grpo.models.forward import token_logprobs
 from grpo.models.lora import adapters_off
 from grpo.roles.process_groups import Roles
 from grpo.types import TrainBatch
@@ -37,4 +36,4 @@ class Reference:
         At the sampling temperatures. Collective over the reference ranks.
         """
         with adapters_off(self.model.module):
-            return token_logprobs(batch, self.model, self.trainer)
+            return self.model.token_logprobs(batch, self.trainer)

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.models.build import build_model
-from grpo.models.forward import micro_batches, pack_for, token_logprobs
-from grpo.models.gather import WeightBuckets
-from grpo.models.optimizer import build_optimizer, clip_gradients
+from grpo.models.buckets import WeightBuckets
+from grpo.models.build import build_model, build_optimizer
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
@@ -45,7 +43,7 @@ class Trainer:
         self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)  # 1 for what was not finite on this rank
         sharding = {"device": roles.device, "tensor_parallel": trainer.tensor_parallel}
         self.model = build_model(model, trainer, folder, **sharding, seed=seed)
-        self.optimizer, self.schedule = build_optimizer(self.model.module, trainer, num_steps, roles.device)
+        self.optimizer, self.schedule = build_optimizer(self.model, trainer, num_steps)
         self._stateful = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
         if roles.is_driver:
             parameters = list(self.model.module.parameters())
@@ -57,8 +55,7 @@ class Trainer:
 
         Collective over the trainer ranks.
         """
-        logprobs_N = token_logprobs(batch, self.model, self.config).to(self.roles.device)
-        self.model.drop_copy()
+        logprobs_N = self.model.token_logprobs(batch, self.config).to(self.roles.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(logprobs_N)  # every rank holds its part and 0 elsewhere
         return logprobs_N.cpu()
@@ -72,16 +69,14 @@ class Trainer:
         for name, values_N in fields.items():
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
-        packing = pack_for(self.model, batch, self.config)
-        for micro, is_last in micro_batches(packing, self.model):
-            self.model.accumulate(is_last)
+        packing = self.model.pack(batch, self.config)
+        for micro in self.model.micro_batches(packing):
             logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, measured = objective(micro, logprobs_BT, entropy_BT)
             self._note("policy", ~logprobs_BT.detach().isfinite() & micro.loss_mask_BT)
             self._note("loss", ~loss.detach().isfinite())
             loss.backward()
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
-        self.model.drop_copy()
         metrics.record(**packing.metrics())
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
         mesh = self.model.parallel_dims.get_optional_mesh("batch")
@@ -96,7 +91,7 @@ class Trainer:
         Returns `grad_norm`, before clipping, the `learning_rate`, `skipped_frac` (0 or 1) and, of a skipped update, the
         first that was not finite, from which the others may follow, as `skipped/NAME` 1.
         """
-        grad_norm = clip_gradients(self.model.module.parameters(), self.config.max_grad_norm)
+        grad_norm = self.model.clip_gradients(self.config.max_grad_norm)
         self._note("gradient", torch.tensor(not math.isfinite(grad_norm)))
         if dist.get_world_size() > 1:
             dist.all_reduce(self._broken, dist.ReduceOp.MAX)

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.data.batches import make_batch, sample_of
-from grpo.models.buckets import BucketMap, in_pipeline
-from grpo.models.gather import WeightBuckets
+from grpo.models.buckets import BucketMap, WeightBuckets, in_pipeline
 from grpo.roles.comm import broadcast, gather_completions, send_batch, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles

@@ -149,7 +149,7 @@ def rows_of_many_lengths(shape: str) -> None:
     import torch
 
     from grpo.config import ModelConfig, TrainerConfig
-    from grpo.models.forward import ROW_MULTIPLE
+    from grpo.models.build import ROW_MULTIPLE
     from grpo.models.hf_folder import read_hf_config
     from grpo.roles.compile_ahead import made_up_batch
     from grpo.roles.metrics import StepMetrics

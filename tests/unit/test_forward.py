@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from grpo.models.forward import forget_forwards
+from grpo.models.build import forget_forwards
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.models.buckets import whole_tensors
+from grpo.models.buckets import WeightBuckets, whole_tensors
 from grpo.models.build import ShardedModel, build_model
-from grpo.models.gather import WeightBuckets
 from grpo.models.lora import adapted_layers, merged_weight
 from grpo.roles.process_groups import Roles, setup_trainers
 

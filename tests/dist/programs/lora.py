@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
 from grpo.models.build import build_model
 from grpo.models.export import adapters_beside, export_hf, hf_tensors
-from grpo.models.forward import token_logprobs
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.reference import Reference
@@ -59,8 +58,8 @@ def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
     base = build_model(
         model, options, folder, device=roles.device, tensor_parallel=options.tensor_parallel, frozen=True
     )
-    base_N = token_logprobs(batch, base, options)
-    assert torch.equal(token_logprobs(batch, trainer.model, options), base_N), f"{case}: B = 0 is not the base"
+    base_N = base.token_logprobs(batch, options)
+    assert torch.equal(trainer.model.token_logprobs(batch, options), base_N), f"{case}: B = 0 is not the base"
     check_bfloat16(options, folder, batch, roles, case)
 
     target = output / pathlib.Path(folder).name

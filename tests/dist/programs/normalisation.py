@@ -31,7 +31,6 @@ from grpo.config import (
 )
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.models.export import hf_tensors
-from grpo.models.forward import pack_for
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Objective, Trainer
@@ -77,10 +76,8 @@ def main() -> None:
         batch = make_step(IN_ORDER)
         micro = build_micro_batch(batch, [[index] for index in IN_ORDER], row_length=int(batch.lengths_S.max()))
         trainer.zero_gradient()
-        trainer.model.accumulate(is_last=True)
         loss, _ = objective_of(config, batch)(micro, *trainer.model.logprobs(micro))
         loss.backward()
-        trainer.model.drop_copy()
         return full_gradients(trainer)
 
     def gradients(config: GRPOConfig, count: int, order: list[int], wrong: bool = False) -> dict[str, torch.Tensor]:
@@ -88,7 +85,7 @@ def main() -> None:
         tokens = MICRO_BATCH_TOKENS[num_ranks][count]
         trainer.config = dataclasses.replace(options, micro_batch_tokens=tokens)
         batch = make_step(order)
-        found = len(pack_for(trainer.model, batch, trainer.config).rows[0])
+        found = len(trainer.model.pack(batch, trainer.config).rows[0])
         assert found == count, f"{num_ranks} ranks, {tokens} tokens: {found} micro-batches"
         objective = objective_of(config, batch)
         if wrong:

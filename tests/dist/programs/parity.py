@@ -19,7 +19,6 @@ from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch, take_out
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import hf_tensors
-from grpo.models.forward import micro_batches, pack_for
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import Sample, TrainBatch
 
@@ -65,7 +64,6 @@ def check_case(case: str, roles: Roles) -> None:
     differences_2, largest_2 = (x_2M.abs().amax(1) for x_2M in (got_2M - expected_2M, expected_2M))
     value_error = (differences_2 / largest_2).max().item()
 
-    model.drop_copy()
     with torch.no_grad():  # so that gradients come out under HF names as weights do
         for parameter in model.module.parameters():
             parameter.copy_(parameter.grad)
@@ -111,7 +109,7 @@ def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: Train
         return statistics(product, targets, temperatures, first_row)
 
     head.statistics = spy
-    for micro, _ in micro_batches(pack_for(model, batch, trainer), model):
+    for micro in model.micro_batches(model.pack(batch, trainer)):
         model.logprobs(micro)
     wanted = {*torch.tensor([*TEMPERATURES, 1.0]).tolist()}  # 1 is padding's
     assert seen and seen <= wanted, f"{case}: temperatures {sorted(seen)}, expected some of {sorted(wanted)}"
@@ -152,9 +150,8 @@ def sharded_values(
 ) -> torch.Tensor:
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
     got_2N = torch.zeros_like(weights_2N)
-    for micro, is_last in micro_batches(pack_for(model, batch, trainer), model):
+    for micro in model.micro_batches(model.pack(batch, trainer)):
         assert trainer.share_prompts == (micro.shared is not None)
-        model.accumulate(is_last)
         values = model.logprobs(micro)
         index_M = micro.token_BT[micro.token_BT >= 0]
         values_2M = torch.stack([take_out(values_BT, micro)[1] for values_BT in values])
