@@ -5,7 +5,6 @@ git-lfs in place of a file, a config.json whose numbers cannot be. Left out: whe
 architecture, beyond the shape of the embedding; loading finds out.
 """
 
-import itertools
 import json
 import os
 import pathlib
@@ -24,33 +23,14 @@ from grpo.text import one_line, shorten
 
 # What an exported model takes from the one that training started from, besides config.json: what a tokenizer reads.
 # By name, so that neither code nor pickles, nor anything else that lies there, travels on.
-COPIED_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+TABLES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TABLES += ("added_tokens.json", "vocab.json", "chat_template.json")
+COPIED_FILES = (*TABLES, "tokenizer.model", "vocab.txt", "merges.txt", "chat_template.jinja")
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # of a tokenizer with several, by name
 
-# Fields of config.json that count something; some may be absent, or None where they follow from others
-COUNTS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-)
-MAY_BE_NONE = ("num_key_value_heads", "head_dim")
+# Fields of config.json that count something
+COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
 INDEX = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 WAY_OUT = "copy or download it again"
@@ -76,31 +56,22 @@ def resolve_folder(path: str) -> str:
     Raises FileNotFoundError, which says the way out, and for a hub model that cannot be trained ValueError, before its
     weights are downloaded.
     """
-    if pathlib.Path(path).is_dir():
-        folder = pathlib.Path(path)
-        for needed in ("config.json", "tokenizer_config.json"):
-            if not (folder / needed).is_file():
-                raise FileNotFoundError(
-                    f"model folder {folder.resolve()} has no {needed}; it must be a Hugging Face folder"
-                )
-        return str(folder)
-    read_hf_config(config_folder(path))
-    return _download(path, WANTED_FILES)
-
-
-def config_folder(path: str) -> str:
-    """A folder with the model's config.json: `path` itself, or where the hub's was downloaded to, without weights."""
-    return path if pathlib.Path(path).is_dir() else _download(path, ["config.json"])
+    folder = pathlib.Path(path)
+    if not folder.is_dir():
+        read_hf_config(_download(path, ["config.json"]))
+        return _download(path, WANTED_FILES)
+    for needed in ("config.json", "tokenizer_config.json"):
+        if not (folder / needed).is_file():
+            raise FileNotFoundError(
+                f"model folder {folder.resolve()} has no {needed}; it must be a Hugging Face folder"
+            )
+    return str(folder)
 
 
 def _download(path: str, files: list[str]) -> str:
     """The folder with these files of a hub model; raises FileNotFoundError if there is none such."""
-    folder = pathlib.Path(path)
-    if (
-        path.startswith((".", "/", "~"))
-        or path.count("/") != 1
-        or (folder.parent.is_dir() and path.startswith("runs/"))
-    ):
+    folder, is_run = pathlib.Path(path), path.startswith("runs/") and pathlib.Path("runs").is_dir()
+    if path.startswith((".", "/", "~")) or path.count("/") != 1 or is_run:
         raise FileNotFoundError(f"model folder {folder.absolute()} does not exist")
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -129,9 +100,10 @@ def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int) ->
     files, and for those that an export could not copy (`copied_files`).
     """
     config = read_hf_config(folder)
-    copied_files(folder)
-    check_tables(folder, [name for name in COPIED_FILES if name.endswith(".json")])
-    check_weights(folder, config)
+    for file in copied_files(folder):
+        if file.name in TABLES:
+            read_table(file)
+    check_weights(pathlib.Path(folder), config)
     if max_sequence_tokens > config.max_position_embeddings:
         raise ValueError(
             f"sequences of up to {max_sequence_tokens} tokens do not fit into {folder}, which has "
@@ -219,7 +191,8 @@ def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase,
 
 def read_hf_config(folder: str) -> transformers.PretrainedConfig:
     """Read config.json and refuse what this project cannot train. Raises ValueError naming the field and the reason."""
-    raw = read_raw_config(folder)
+    path = pathlib.Path(folder) / "config.json"
+    raw = read_table(path)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:  # before transformers, which knows fewer reasons
         experts = any("expert" in name and value for name, value in raw.items())
@@ -227,24 +200,37 @@ def read_hf_config(folder: str) -> transformers.PretrainedConfig:
             f"{folder} is a {model_type} model{', a mixture of experts' if experts else ''}; only dense "
             f"{', '.join(FAMILIES)} models are supported"
         )
+    for reason in _no_plain_language_model(raw):  # before transformers, which fails at some of it
+        raise ValueError(f"{folder}: {reason}")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
-        reason = shorten(one_line(str(error)), SHOWN_CHARACTERS)
-        raise ValueError(f"{folder}/config.json cannot be read: {reason}") from error
-    for reason in itertools.chain(_no_plain_language_model(raw), FAMILIES[model_type].unsupported(raw, config)):
+        raise ValueError(f"{path} cannot be read: {shorten(one_line(str(error)), SHOWN_CHARACTERS)}") from error
+    for name in COUNTS:
+        if (value := getattr(config, name, None)) is not None and value < 1:
+            raise ValueError(f"{path}: {name} is {value}, not a whole number above 0; {WAY_OUT}")
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % key_value_heads:
+        raise ValueError(
+            f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}; {WAY_OUT}"
+        )
+    for reason in FAMILIES[model_type].unsupported(raw, config):
         raise ValueError(f"{folder}: {reason}")
     return config
 
 
 def _no_plain_language_model(raw: dict[str, Any]) -> Iterator[str]:
     """Why no model with such a config.json can be trained, of whatever family."""
-    other_heads = [name for name in raw.get("architectures") or () if not name.endswith("ForCausalLM")]
-    if other_heads:
-        yield f"a {other_heads[0]} has no language model head; use the causal model (...ForCausalLM)"
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        yield f"architectures is {architectures!r}, not a list; {WAY_OUT}"
+    for name in architectures:
+        if not name.endswith("ForCausalLM"):
+            yield f"a {name} has no language model head; use the causal model (...ForCausalLM)"
     if quantization := raw.get("quantization_config") or raw.get("compression_config"):
-        method = quantization.get("quant_method", "quantized")
-        yield f"{method} weights cannot be trained; use the checkpoint in bfloat16 that they were made from"
+        method = quantization.get("quant_method", "quantized") if isinstance(quantization, dict) else quantization
+        found = f"{method} weights cannot be trained; use the checkpoint in bfloat16"
+        yield f"{found} that they were made from, whose config.json has no quantization_config"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,38 +248,11 @@ def read_table(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def read_raw_config(folder: str | pathlib.Path) -> dict[str, Any]:
-    """config.json as it stands. Raises ValueError for fields that are not what such a file has, with their values."""
-    path = pathlib.Path(folder) / "config.json"
-    raw = read_table(path)
-    for name in COUNTS:
-        value = raw.get(name, 1)
-        if (type(value) is not int or value < 1) and not (value is None and name in MAY_BE_NONE):
-            raise ValueError(f"{path}: {name} is {value!r}, not a whole number above 0; {WAY_OUT}")
-    for name, kinds in (("architectures", list), ("quantization_config", dict), ("compression_config", dict)):
-        if not isinstance(raw.get(name), kinds | None):
-            raise ValueError(f"{path}: {name} is {raw[name]!r}, not a {kinds.__name__}; {WAY_OUT}")
-    heads, key_value_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
-    if heads and key_value_heads and heads % key_value_heads:
-        raise ValueError(
-            f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}; {WAY_OUT}"
-        )
-    return raw
-
-
-def check_tables(folder: str | pathlib.Path, names: Iterable[str]) -> None:
-    """Those of the JSON files that are there hold a JSON object each. Raises ValueError that names the first other."""
-    for name in names:
-        if (pathlib.Path(folder) / name).is_file():
-            read_table(pathlib.Path(folder) / name)
-
-
-def check_weights(folder: str | pathlib.Path, config: transformers.PretrainedConfig) -> None:
+def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -> None:
     """Look at the headers of the weights: whole files, all that the index names, an embedding as config.json says.
 
     Raises FileNotFoundError if there are none or one is missing, ValueError for one that is broken.
     """
-    folder = pathlib.Path(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
