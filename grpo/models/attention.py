@@ -1,7 +1,7 @@
 """Attention within the documents of packed rows, and to a prompt that they share.
 
-flash and documents are what torchtitan's FlexAttention leaves to be wished for. They take what `document_masks` says of
-a micro-batch: where documents begin, the longest one, and which keys of others they attend to.
+flash is faster than torchtitan's FlexAttention, documents runs on CPUs. Both take what `document_masks` says of a
+micro-batch: where documents begin, the longest one, and which keys of others they attend to.
 """
 
 import functools
@@ -24,10 +24,7 @@ HOPPER, BLACKWELL = 9, 10  # major compute capabilities; on others its backward 
 
 
 def choose_attention(model: ModelConfig, device: torch.device) -> str:
-    """`model.attention`, or what "auto" takes: the fastest that runs here.
-
-    Raises ValueError for a kind that does not.
-    """
+    """`model.attention`; "auto" is the fastest that runs here. Raises ValueError for a kind that does not."""
     on_gpu = device.type == "cuda"
     flash_runs = on_gpu and _has_flash_attention() and model.dtype == "bfloat16"
     if model.attention == "flash" and not flash_runs:
@@ -92,10 +89,9 @@ def _as_rows(bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class FlashAttention(DocumentAttention):
-    """The kernels of the package flash-attn-4, on Hopper and Blackwell: up to 1.6 times flex attention's speed, where
-    documents are long; as fast with documents of some hundred tokens.
+    """The package flash-attn-4 (Shah et al. 2024, arXiv:2407.08608): up to 1.6 times as fast as flex on long documents.
 
-    Source: Shah et al. 2024, arXiv:2407.08608. torch has a hook for this package, which wants an earlier version of it.
+    torch has a hook for this package, which wants an earlier version of it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -104,12 +100,10 @@ class FlashAttention(DocumentAttention):
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, **unused):
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-        q_TNH, k_TNH, v_TNH = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
-        masks = attention_masks
-        bounds, shared = (masks.cu_seq_q, masks.cu_seq_k), masks.shared
+        *documents, shared = attention_masks
         repeats = (shared.keys_K, shared.own_T, shared.reused_R, shared.uses_RU) if shared else (None,) * 4
-        longest = masks.max_q, masks.max_k
-        out_TNH, _ = flash_attention(q_TNH, k_TNH, v_TNH, *bounds, *longest, *repeats, scale)
+        values = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
+        out_TNH, _ = flash_attention(*values, *documents, *repeats, scale)
         return out_TNH.view(q_BLNH.shape)
 
 
@@ -125,7 +119,7 @@ class DocumentMasks(NamedTuple):
 
 
 def document_masks(micro: MicroBatch) -> DocumentMasks:
-    """Of a micro-batch; torchtitan would make them of the positions, and wait for the device."""
+    """A micro-batch's documents; torchtitan would make them of the positions, and wait for the device."""
     bounds, longest, shared = micro.document_starts, micro.longest_document, micro.shared
     if shared is None:
         return DocumentMasks(bounds, bounds, longest, longest, None)
@@ -133,10 +127,7 @@ def document_masks(micro: MicroBatch) -> DocumentMasks:
 
 
 def shared_prompt_mask(micro: MicroBatch) -> Callable[..., torch.Tensor]:
-    """What flex attention's mask is made of: a query sees the keys of its document and of the prompt in front of it.
-
-    Only of one row; apart from being causal.
-    """
+    """Flex attention's mask of one row, besides being causal: a query sees its document and the prompt before it."""
     starts, shared = micro.document_starts, micro.shared
     document_T = torch.searchsorted(starts[1:], torch.arange(micro.ids_BT.numel(), device=starts.device), right=True)
     prompt_T = document_T[shared.keys_K[shared.key_starts[:-1]]][document_T]  # its own document's number without one
@@ -148,7 +139,7 @@ def shared_prompt_mask(micro: MicroBatch) -> Callable[..., torch.Tensor]:
 
 
 def for_compiler(masks: DocumentMasks) -> DocumentMasks:
-    """The same, so that compiled code serves any number of documents of any length.
+    """The masks for compiled code that serves any number of documents of any length.
 
     The longest one's length must stay on the CPU: from a GPU each use of it would wait for all that was launched.
     """
@@ -163,10 +154,7 @@ def for_compiler(masks: DocumentMasks) -> DocumentMasks:
 
 
 def keep_kernels_apart() -> None:
-    """Give this GPU's index and kind a folder of its own in the package's cache, which is read as it is imported.
-
-    It does not find all kernels by the kind of GPU, and those of one GPU were never loaded on another.
-    """
+    """Give this GPU's index and kind a folder of its own in the package's cache, which does not tell all GPUs apart."""
     if folder := os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
         major, minor = torch.cuda.get_device_capability()
         part = f"sm{major}{minor}-gpu{torch.cuda.current_device()}"
@@ -176,7 +164,7 @@ def keep_kernels_apart() -> None:
 @functools.cache
 def kernels() -> tuple[Callable, Callable]:
     """The package's forward and backward, which it imports on a GPU only."""
-    keep_kernels_apart()
+    keep_kernels_apart()  # before the import, which reads the folder
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd
@@ -204,9 +192,8 @@ def flash_attention(
     None where documents have their own keys alone.
     """
     forward, _ = kernels()
-    documents = _documents(bounds_S, key_bounds_S, longest, longest_keys)
-    keys, values = _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K)
-    out, logsumexp, *_ = forward(q_TNH, keys, values, softmax_scale=scale, causal=True, return_lse=True, **documents)
+    options = _options(bounds_S, key_bounds_S, longest, longest_keys, scale)
+    out, logsumexp, *_ = forward(q_TNH, _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K), return_lse=True, **options)
     return out, logsumexp
 
 
@@ -232,9 +219,9 @@ def flash_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, and of k and v as the documents attend to them; added up in one order always."""
     _, backward = kernels()
-    documents = _documents(bounds_S, key_bounds_S, longest, longest_keys)
+    options = _options(bounds_S, key_bounds_S, longest, longest_keys, scale)
     values = q_TNH, _repeated(k_TKH, keys_K), _repeated(v_TKH, keys_K), out_TNH, grad_TNH, logsumexp_NT
-    return backward(*values, softmax_scale=scale, causal=True, deterministic=True, **documents)[:3]
+    return backward(*values, deterministic=True, **options)[:3]
 
 
 @flash_attention_backward.register_fake
@@ -243,16 +230,10 @@ def _(grad_TNH, out_TNH, logsumexp_NT, q_TNH, k_TKH, v_TKH, bounds_S, key_bounds
     return q_TNH.new_empty(q_TNH.shape), *(x.new_empty(num_keys, *x.shape[1:]) for x in (k_TKH, v_TKH))
 
 
-def _documents(
-    bounds_S: torch.Tensor, key_bounds_S: torch.Tensor, longest: torch.Tensor, longest_keys: torch.Tensor
-) -> dict[str, object]:
-    """As the kernels name it. Their causal mask is for documents whose last query and last key are of one token."""
-    return {
-        "cu_seqlens_q": bounds_S,
-        "cu_seqlens_k": key_bounds_S,
-        "max_seqlen_q": int(longest),
-        "max_seqlen_k": int(longest_keys),
-    }
+def _options(bounds_S, key_bounds_S, longest, longest_keys, scale: float) -> dict[str, object]:
+    """What the kernels are told. Their causal mask is for documents whose last query and key are of one token."""
+    lengths = {"max_seqlen_q": int(longest), "max_seqlen_k": int(longest_keys)}
+    return lengths | {"cu_seqlens_q": bounds_S, "cu_seqlens_k": key_bounds_S, "softmax_scale": scale, "causal": True}
 
 
 def _repeated(values_TKH: torch.Tensor, keys_K: torch.Tensor | None) -> torch.Tensor:

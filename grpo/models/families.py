@@ -49,8 +49,7 @@ def dense_block(
 ) -> Qwen3TransformerBlock.Config:
     """torchtitan's config of a block of grouped-query attention and SwiGLU.
 
-    qk_norm: queries and keys are normalized per head. qkv_bias: the projections to queries, keys and values have a
-    bias.
+    qk_norm: queries and keys are normalized per head. qkv_bias: the projections to them and to values have a bias.
     """
     attention = make_gqa_config(
         dim=hf.hidden_size,
@@ -108,10 +107,8 @@ class DenseNames(Qwen3StateDictAdapter):
 
     def __init__(self, model_config: "Policy.Config", hf_assets_path: str | None):
         super().__init__(model_config, hf_assets_path)
-        for hf, titan in (("q_proj", "wq"), ("k_proj", "wk"), ("v_proj", "wv")):
-            self.from_hf_map[f"model.layers.{{}}.self_attn.{hf}.bias"] = (
-                f"layers.{{}}.attention.qkv_linear.{titan}.bias"
-            )
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self.from_hf_map[f"model.layers.{{}}.self_attn.{name}.bias"] = f"layers.{{}}.{DENSE_LINEARS[name]}.bias"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,10 +177,10 @@ class Policy(Qwen3Model):
 
 
 def settled(hidden_BTD: torch.Tensor) -> torch.Tensor:
-    """The embeddings as compiled blocks can take them with tensor parallelism: of one kind for all blocks.
+    """The embeddings, waited for.
 
-    What torchtitan redistributes over ranks is still on its way; torch does not tell apart the code for such a tensor
-    and for one that is there, and the one fails with the other.
+    With tensor parallelism they are still on their way, and torch takes code that it compiled for such a tensor also
+    for one that is there, which fails.
     """
     if isinstance(hidden_BTD, DTensor) and isinstance(hidden_BTD._local_tensor, AsyncCollectiveTensor):
         hidden_BTD._local_tensor = hidden_BTD._local_tensor.wait()
@@ -230,9 +227,7 @@ def titan_config(
         layers=[family.block(hf, rope, config_of(attention)) for _ in range(hf.num_hidden_layers)],
         enable_weight_tying=bool(hf.tie_word_embeddings),
         tok_embeddings=Embedding.Config(
-            num_embeddings=hf.vocab_size,
-            embedding_dim=hf.hidden_size,
-            param_init=_NO_INIT,
+            num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_NO_INIT
         ),
         lm_head=LogprobHead.Config(
             in_features=hf.hidden_size,

@@ -158,7 +158,7 @@ class FrozenHeadLogprobs(torch.autograd.Function):
 
 
 def chunk_statistics(product_NV, targets_N, temperatures_N, first_row: int):
-    """Of one chunk's logits l = h W^T / temperature: max, sum exp(l - max), sum l exp(l - max), target's logit.
+    """(max, sum exp(l - max), sum l exp(l - max), target's l) of one chunk's logits l = h W^T / temperature.
 
     product_NV: h W^T over a rank's rows of the vocabulary, from `first_row` on.
     """
@@ -212,9 +212,6 @@ def _add_product(sum_VD: torch.Tensor, left_VN: torch.Tensor, right_ND: torch.Te
 
 
 def _chunks(num_tokens: int, hidden_ND: torch.Tensor, *per_token: torch.Tensor):
-    """Tensors of all tokens, cut alike.
-
-    Copies of those with a value per token: code that is compiled for a part of a tensor is not for a whole one.
-    """
+    """Tensors of all tokens, cut alike; copies, since code that is compiled for a part of a tensor is not for a whole."""
     parts = ([part.clone() for part in values.split(num_tokens)] for values in per_token)
     return zip(hidden_ND.split(num_tokens), *parts, strict=True)

@@ -4,9 +4,9 @@ A is [rank, inputs] and B [outputs, rank], both held in float32 whatever W is he
 weights are. B starts at 0, so the policy starts as its base to the last bit. They are sharded like W, B's rows as W's
 rows and A's columns as W's columns, so that each rank merges its own shard.
 
-torchtitan 0.3.0 has a LoRA converter, which runs under FSDP and TP here too. It is not used: keys and values share one
-config there, so that v_proj cannot be chosen without k_proj; adapters are held in the base's dtype; A starts with other
-numbers when it is sharded otherwise; and it neither merges a sharded weight nor leaves the adapters out of a forward.
+torchtitan 0.3.0 has a LoRA converter. It is not used: v_proj cannot be chosen without k_proj; adapters are held in the
+base's dtype; A starts with other numbers when it is sharded otherwise; and it neither merges a sharded weight nor
+leaves the adapters out of a forward.
 """
 
 import contextlib
@@ -78,10 +78,9 @@ def merged_linear(
 ) -> torch.Tensor:
     """input [.., I] times (weight + scale * B A)^T, plus bias. Weight and bias have no gradients.
 
-    The sum is rounded to the weight's dtype, as a float32 weight is before a forward: up to the rounding of A and B it
-    is the merged weight that generators sample with. One large product, where a separate adapter adds two thin ones and
-    a sum, in the backward too. The merged weight is made anew there and never kept; the compiler, if it could look
-    inside, would keep it.
+    The sum is rounded to the weight's dtype: up to the rounding of A and B it is the merged weight that generators
+    sample with. One large product replaces two thin ones and a sum, in the backward too. The merged weight is made anew
+    there; the compiler, if it could look inside, would keep it.
     """
     return F.linear(input, torch.addmm(weight_OI, b_OR, a_RI, alpha=scale), bias_O)
 
@@ -142,13 +141,13 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted_layers(module: nn.Module) -> list[LoRALinear]:
-    """Those of a model, or of a part of it; none without LoRA."""
+    """The adapted layers of a model, or of a part of it; none without LoRA."""
     return [part for part in module.modules() if isinstance(part, LoRALinear)]
 
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Within it, a forward is the base's."""
+    """A forward within the block is the base's."""
     layers = adapted_layers(module)
     for layer in layers:
         layer.adapted = False
