@@ -212,6 +212,6 @@ def _add_product(sum_VD: torch.Tensor, left_VN: torch.Tensor, right_ND: torch.Te
 
 
 def _chunks(num_tokens: int, hidden_ND: torch.Tensor, *per_token: torch.Tensor):
-    """Tensors of all tokens, cut alike; copies, since code that is compiled for a part of a tensor is not for a whole."""
+    """Tensors of all tokens, cut alike; copies, because code compiled for a part of a tensor is not for a whole."""
     parts = ([part.clone() for part in values.split(num_tokens)] for values in per_token)
     return zip(hidden_ND.split(num_tokens), *parts, strict=True)
