@@ -1,8 +1,8 @@
 """Is this loss right? Five checks on a CPU, in a second, before a run depends on it: `python -m grpo.check_loss LOSS`.
 
-    python -m grpo.check_loss path/file.py:function                 your own
+    python -m grpo.check_loss path/file.py:function                  your own
     python -m grpo.check_loss path/file.py:function '{"alpha": 2}'   with options
-    python -m grpo.check_loss gspo                                  or a built-in one
+    python -m grpo.check_loss gspo                                   or a built-in one
 
 Each check is a mistake that trains without an error and gives a different algorithm than the one written down. Options
 of the loss follow it as one JSON object. What is left out: whether the idea is good. Exit code 1 if a check fails.
@@ -20,6 +20,7 @@ from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.trial import check_loss_output
 from grpo.config import AlgorithmConfig
 from grpo.data.batches import build_micro_batch, make_batch, take_out
+from grpo.run.command_line import subject_of
 from grpo.types import MicroBatch, Sample, TrainBatch
 from train_grpo import policy_loss
 
@@ -27,29 +28,27 @@ LENGTHS = (5, 1, 3, 4)  # loss tokens of each sequence, between a prompt token a
 ADVANTAGES = (1.0, -0.5, -2.0, 0.7)
 TOLERANCE = 1e-5
 EXTREME = 1e4  # nats
+ONE_ROW = [[[0, 1, 2, 3]]]  # all sequences packed into the one row of one micro-batch
 Loss = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 def main(arguments: list[str]) -> int:
     """Print one line per check; returns the exit code."""
-    if not 1 <= len(arguments) <= 2 or arguments[0].startswith("-"):
-        print(__doc__)
-        return 2
-    name, options = arguments[0], json.loads(arguments[1]) if len(arguments) == 2 else {}
-    algorithm = AlgorithmConfig(loss=name, loss_options=options).resolved
+    name, options = subject_of(__doc__, arguments)
+    algorithm = AlgorithmConfig(loss=name, loss_options=json.loads(options[0]) if options else {}).resolved
 
     def loss(x: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return policy_loss(x, algorithm)
 
-    failures = 0
+    code = 0
     for check in CHECKS:
         try:
             complaint = check(loss)
         except Exception as error:  # a user's function may raise anything; the other checks go on
             complaint = f"{type(error).__name__}: {error}"
-        failures += complaint is not None
-        print(f"{'FAILS' if complaint else 'holds'}  {check.__doc__}" + (f"\n       {complaint}" if complaint else ""))
-    return 1 if failures else 0
+        print(f"FAILS  {check.__doc__}\n       {complaint}" if complaint else f"holds  {check.__doc__}")
+        code |= complaint is not None
+    return code
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -58,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 def shapes(loss: Loss) -> str | None:
     """One loss and one value of each metric per position, metrics detached."""
-    x = lay_out(some_tokens(), [[0, 1, 2, 3]])[-1]
+    x = lay_out(some_tokens(), ONE_ROW[0])[-1]
     check_loss_output(loss(x), x, "to check")
     return None
 
@@ -67,7 +66,7 @@ def packing(loss: Loss) -> str | None:
     """The same sequences packed into rows in other ways, or split into micro-batches, have the same loss."""
     expected = values_and_gradients(loss, some_tokens(), [[[0], [1], [2], [3]]])
     ways = {
-        "one packed row": [[[0, 1, 2, 3]]],
+        "one packed row": ONE_ROW,
         "another order": [[[3, 1], [2, 0]]],
         "two micro-batches": [[[0, 2]], [[1], [3]]],
     }
@@ -82,27 +81,22 @@ def packing(loss: Loss) -> str | None:
 
 def extreme_ratios(loss: Loss) -> str | None:
     """A log-ratio of +-1e4 gives a finite loss and gradient."""
-    for sign, advantage in itertools.product((1, -1), (1, -1)):
-        tokens = some_tokens()
-        tokens = dataclasses.replace(
-            tokens,
-            generator_logprobs_N=tokens.old_logprobs_N - sign * EXTREME,
-            advantages_N=torch.full_like(tokens.advantages_N, float(advantage)),
-        )
-        for values in values_and_gradients(loss, tokens, [[[0, 1, 2, 3]]]):
-            if not values.isfinite().all():
-                return (
-                    f"log-ratio {sign * EXTREME:g} with advantage {advantage}: not finite. Clamp the log-ratio before "
-                    "exp (the built-in losses do at +-20)"
-                )
+    policy_N = some_tokens().old_logprobs_N
+    for log_ratio, advantage in itertools.product((EXTREME, -EXTREME), (1.0, -1.0)):
+        advantages_N = torch.full_like(policy_N, advantage)
+        tokens = some_tokens(generator_logprobs_N=policy_N - log_ratio, advantages_N=advantages_N)
+        if not torch.cat(values_and_gradients(loss, tokens, ONE_ROW)).isfinite().all():
+            return (
+                f"log-ratio {log_ratio:g} with advantage {advantage:g}: not finite. Clamp the log-ratio before exp (as "
+                "the built-in losses do at +-20)"
+            )
     return None
 
 
 def no_advantage(loss: Loss) -> str | None:
     """Without an advantage there is no gradient."""
-    tokens = some_tokens()
-    tokens = dataclasses.replace(tokens, advantages_N=torch.zeros_like(tokens.advantages_N))
-    _, gradients = values_and_gradients(loss, tokens, [[[0, 1, 2, 3]]])
+    advantages_N = torch.zeros_like(some_tokens().advantages_N)
+    _, gradients = values_and_gradients(loss, some_tokens(advantages_N=advantages_N), ONE_ROW)
     if gradients.abs().max() > 0:
         return f"advantages of 0 give a gradient of up to {gradients.abs().max():.2g}; meant so only for a regulariser"
     return None
@@ -110,9 +104,8 @@ def no_advantage(loss: Loss) -> str | None:
 
 def direction(loss: Loss) -> str | None:
     """On-policy, a descent step makes tokens with a positive advantage likelier and those with a negative one rarer."""
-    tokens = some_tokens()
-    tokens = dataclasses.replace(tokens, generator_logprobs_N=tokens.old_logprobs_N)
-    _, gradients = values_and_gradients(loss, tokens, [[[0, 1, 2, 3]]])
+    tokens = some_tokens(generator_logprobs_N=some_tokens().old_logprobs_N)
+    _, gradients = values_and_gradients(loss, tokens, ONE_ROW)
     if (gradients * tokens.advantages_N > 0).any():
         return "the gradient by log-prob has the sign of the advantage at some token: is a minus missing?"
     if not (gradients * tokens.advantages_N < 0).any():
@@ -127,7 +120,7 @@ CHECKS = (shapes, packing, extreme_ratios, no_advantage, direction)
 # Sequences as tensors
 
 
-def some_tokens() -> TrainBatch:
+def some_tokens(**changes: torch.Tensor) -> TrainBatch:
     """The policy's log-probs as `old_logprobs_N`; log-ratios between -0.5 and 0.5, so that clips cut some tokens."""
     generator = torch.Generator().manual_seed(0)
     samples, policy = [], []
@@ -138,9 +131,9 @@ def some_tokens() -> TrainBatch:
         samples.append(Sample(position_T, (position_T > 0) & (position_T <= length), sampled_T))
     batch = make_batch(samples)
     advantages_N = torch.tensor(ADVANTAGES)[batch.owner_N].where(batch.loss_mask_N, 0)
-    return dataclasses.replace(
-        batch, old_logprobs_N=torch.cat(policy), ref_logprobs_N=torch.cat(policy) - 0.1, advantages_N=advantages_N
-    )
+    policy_N = torch.cat(policy)
+    tokens = {"old_logprobs_N": policy_N, "ref_logprobs_N": policy_N - 0.1, "advantages_N": advantages_N}
+    return dataclasses.replace(batch, **tokens | changes)
 
 
 def lay_out(tokens: TrainBatch, rows: list[list[int]]) -> tuple[MicroBatch, torch.Tensor, LossInputs]:

@@ -51,20 +51,21 @@ def main(arguments: list[str]) -> int:
     print(f"reward {name}: {len(examples)} rows, {how}")
     columns = columns_of(examples[0], [""])
     print("columns: " + ", ".join(f"{column} ({type(values[0]).__name__})" for column, values in columns.items()))
-    printed, any_failed = "", False
+    any_failed = False
     for number, example in enumerate(examples, start=1):
-        completions = some_completions(example, config.reward.answer_format)
-        outcomes = try_row(function, example, list(completions.values()))
+        completions, values, printed = some_completions(example, config.reward.answer_format), {}, ""
         print(f"row {number}: {_short(example.prompt if isinstance(example.prompt, str) else repr(example.prompt))}")
-        for (kind, text), outcome in zip(completions.items(), outcomes, strict=True):
-            print(f"  {kind:<9}  {_short(text):<{SHOWN_CHARACTERS}}  {outcome.seconds:8.4f} s  {_told(outcome.value)}")
-            printed += outcome.printed
-            any_failed = any_failed or isinstance(outcome.value, str)
-        values = dict(zip(completions, (outcome.value for outcome in outcomes), strict=True))
-        same = "reference" in values and values["reference"] == values["wrong"]
-        if same and not isinstance(values["reference"], str):
+        for kinds in [list(completions)] if is_group_level(function) else [[kind] for kind in completions]:
+            found, seconds, output = call(function, example, [completions[kind] for kind in kinds])
+            for kind, value in zip(kinds, found, strict=True):
+                values[kind], told = value, f"{value:g}" if isinstance(value, float) else value
+                print(f"  {kind:<9}  {_short(completions[kind]):<{SHOWN_CHARACTERS}}  {seconds:8.4f} s  {told}")
+            printed += output
+        if printed:
+            print(f"  prints: {printable(shorten(printed, PRINTED_CHARACTERS)).strip()}")
+        if "reference" in values and values["reference"] == values["wrong"]:
             print("  note: the reference earns what a wrong answer earns")
-    print(f"prints: {printable(shorten(printed, PRINTED_CHARACTERS)).strip() or 'nothing'}")
+        any_failed = any_failed or any(isinstance(value, str) for value in values.values())
     return 1 if any_failed else 0
 
 
@@ -115,37 +116,20 @@ def columns_of(example: Example, completions: list[str]) -> dict[str, list]:
     return {name: [value] * len(completions) for name, value in example.columns.items()} | extra
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """Of one completion: its value or what went wrong, the wall seconds of its call, and what that printed."""
-
-    value: float | str | None
-    seconds: float
-    printed: str
-
-
-def try_row(function: RewardFunction, example: Example, completions: list[str]) -> list[Outcome]:
-    """Call the function as a run does: once for all completions if it is group-level, else for each."""
-    together = [completions] if is_group_level(function) else [[text] for text in completions]
-    return [outcome for texts in together for outcome in _call(function, texts, columns_of(example, texts))]
-
-
-def _call(function: RewardFunction, completions: list[str], columns: dict[str, list]) -> list[Outcome]:
+def call(
+    function: RewardFunction, example: Example, completions: list[str]
+) -> tuple[list[float | str | None], float, str]:
+    """Each completion's value, or how the call failed; the call's wall seconds for each; and what it printed."""
     output, start = io.StringIO(), time.perf_counter()
-    arguments, named = call_arguments(function, list(completions), columns)
+    arguments, named = call_arguments(function, list(completions), columns_of(example, completions))
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             values = plain_values(function(*arguments, **named), len(completions))
     except Exception as error:  # a user's function may raise anything, and the other calls go on
         values = describe(error)
     seconds = (time.perf_counter() - start) / len(completions)
-    values = [values] * len(completions) if isinstance(values, str) else values
-    printed = [output.getvalue(), *[""] * (len(completions) - 1)]
-    return [Outcome(value, seconds, text) for value, text in zip(values, printed, strict=True)]
-
-
-def _told(value: float | str | None) -> str:
-    return f"FAILS: {value}" if isinstance(value, str) else "None" if value is None else f"{value:g}"
+    values = [f"FAILS: {values}"] * len(completions) if isinstance(values, str) else values
+    return values, seconds, output.getvalue()
 
 
 def _short(text: str) -> str:

@@ -9,21 +9,20 @@ and evaluation.jsonl. Texts are whole; what would act on a terminal is shown as 
 """
 
 import argparse
+import itertools
 import json
 import math
+import os
 import pathlib
 import statistics
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.rule import Rule
-from rich.text import Text
 
-from grpo.text import compact_number, number_or_none, printable
-
-FILES = {False: "completions.jsonl", True: "evaluation.jsonl"}
+from grpo.report.samples import describe
+from grpo.text import compact_number
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -38,46 +37,35 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", default="", metavar="TEXT", help="only prompts that have this text")
     parser.add_argument("--evaluation", action="store_true", help="held-out completions instead")
     given = parser.parse_args(arguments)
-    sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
-    step = given.step or ("latest" if given.worst or given.prompt or given.evaluation else "")
-    if not step:
-        print(summarize(read_metrics(given.run_dir), given.run_dir))
-        return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
     try:
-        step, records = read_step(given.run_dir / FILES[given.evaluation], step)
-        chosen = choose(records, given.prompt, given.worst, given.num)
+        shows_rollouts = given.step or given.worst or given.prompt or given.evaluation
+        text = rollouts_text(given) if shows_rollouts else summarize(given.run_dir)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    title = f"{given.run_dir} after step {step}: {len(chosen)} of {len(records)} completions"
-    console.print(Text(f"{title}, {'lowest' if given.worst else 'highest'} reward first", "bold"))
-    for record in chosen:
-        console.print(Rule(style="dim"))
-        console.print(describe(record))
+    sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # of `| head`; Python would flush, and complain, once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def read_metrics(run_dir: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of the run's metrics.jsonl. Raises SystemExit if there is none."""
-    if not (run_dir / "metrics.jsonl").is_file():
-        raise SystemExit(f"{run_dir}/metrics.jsonl does not exist; train first, or name another run folder")
-    with open(run_dir / "metrics.jsonl", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+# ---------------------------------------------------------------------------------------------------------------------
+# The summary
 
 
-def summarize(records: list[dict], run_dir: pathlib.Path) -> str:
-    """The summary as text. `records` are the lines of metrics.jsonl in their order."""
+def summarize(run_dir: pathlib.Path) -> str:
+    """The summary as text. Raises ValueError if the run has no metrics.jsonl."""
+    records = list(read_lines(run_dir / "metrics.jsonl", "train first, or name another run folder"))
     steps = [record for record in records if "time/step" in record]
     # of several held-out sets (`eval/SET/accuracy`) the first
     names = [name for record in records for name in record]
-    accuracies = [name for name in names if name.startswith("eval/") and name.endswith("accuracy")]
-    accuracy = accuracies[0] if accuracies else "eval/accuracy"
+    accuracy = next((n for n in names if n.startswith("eval/") and n.endswith("accuracy")), "eval/accuracy")
     evaluated = [record for record in records if record.get(accuracy) is not None]
-    rewarded = [record for record in records if record.get("reward/mean") is not None]
-    curve, name, label = rewarded, "reward/mean", "mean reward of the sampled completions"
+    curve = [record for record in records if record.get("reward/mean") is not None]
+    name, label = "reward/mean", "mean reward of the sampled completions"
     if len(evaluated) > 1:
-        held_out_set = accuracy.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
-        where = f"held-out prompts of {held_out_set}" if held_out_set else "held-out prompts"
-        curve, name, label = evaluated, accuracy, f"accuracy on {where} (greedy)"
+        held_out_set = "".join(f" of {part}" for part in accuracy.split("/")[1:-1])
+        curve, name, label = evaluated, accuracy, f"accuracy on held-out prompts{held_out_set} (greedy)"
     minutes = sum(record["time/step"] for record in steps) / 60
     lines = [f"{run_dir}: {len(steps)} steps in {minutes:.1f} minutes, start-up not counted"]
     if curve:
@@ -91,61 +79,66 @@ def summarize(records: list[dict], run_dir: pathlib.Path) -> str:
 def terminal_curve(values: list[float], width: int = 60, height: int = 8) -> str:
     """A line chart of `height` text lines, `width` columns wide, with y labels at the left.
 
-    Few values are joined by straight lines, many are averaged per column. NaN values are left out.
+    Few values are joined by straight lines, many are averaged per column.
     """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return "(no values)"
-    if len(finite) > width:
-        columns = [statistics.fmean(part) for part in np.array_split(finite, width)]
+    if len(values) > width:
+        columns = [statistics.fmean(part) for part in np.array_split(values, width)]
     else:
-        columns = np.interp(np.linspace(0, len(finite) - 1, width), range(len(finite)), finite).tolist()
-    low, high = min(columns), max(columns)
-    unit = (high - low) / (height - 1)
-    if high <= low:  # a constant lies in the middle, on a line that has its value as label
-        unit = 1 / height
-        low -= unit * (height // 2)
+        columns = np.interp(np.linspace(0, len(values) - 1, width), range(len(values)), values).tolist()
+    low, unit = min(columns), (max(columns) - min(columns)) / (height - 1) or 1.0
     rows = [round((value - low) / unit) for value in columns]  # 0 is the lowest line
-    canvas = [[" "] * len(rows) for _ in range(height)]
-    for x, row in enumerate(rows):
-        previous = rows[max(x - 1, 0)]
-        if row == previous:
-            canvas[row][x] = "─"
-            continue
-        # Enter at the previous height, leave at the new one.
-        canvas[previous][x], canvas[row][x] = ("╯", "╭") if row > previous else ("╮", "╰")
-        for between in range(min(row, previous) + 1, max(row, previous)):
-            canvas[between][x] = "│"
+
+    def mark(line: int, before: int, now: int) -> str:  # a column enters at the previous height, leaves at the new one
+        if not min(before, now) <= line <= max(before, now):
+            return " "
+        if before == now:
+            return "─"
+        if line == now:
+            return "╭" if now > before else "╰"
+        return ("╯" if now > before else "╮") if line == before else "│"
+
     # Rounded, because a sum like -0.3 + 3 * 0.1 is not quite 0.
-    labels = [compact_number(round((low + row * unit) / unit, 6) * unit) for row in range(height)]
-    label_width = max(map(len, labels))
-    lines = [f"{label:>{label_width}} ┤{''.join(row)}".rstrip() for label, row in zip(labels, canvas, strict=True)]
-    return "\n".join(reversed(lines))
+    labels = [compact_number(round(low / unit + line, 6) * unit) for line in range(height)]
+    lines = []
+    for line in reversed(range(height)):
+        marks = "".join(mark(line, *pair) for pair in itertools.pairwise([rows[0], *rows]))
+        lines.append(f"{labels[line]:>{max(map(len, labels))}} ┤{marks}".rstrip())
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollouts
+
+
+def rollouts_text(given: argparse.Namespace) -> str:
+    """The rollouts that the command line chooses, as text. Raises ValueError if there are none."""
+    file = "evaluation.jsonl" if given.evaluation else "completions.jsonl"
+    step, records = read_step(given.run_dir / file, given.step or "latest")
+    chosen = choose(records, given.prompt, given.worst, given.num)
+    title = f"{given.run_dir} after step {step}: {len(chosen)} of {len(records)} completions"
+    title += f", {'lowest' if given.worst else 'highest'} reward first"
+    return "\n\n".join([title, *map(describe, chosen)])
 
 
 def read_step(path: pathlib.Path, step: str) -> tuple[int, list[dict[str, Any]]]:
     """(step, its records) of one of the .jsonl files; `step` is a number or `latest`.
 
-    A last line that is still being written is left out. Raises ValueError if there is no such file or step.
+    Raises ValueError if there is no such file or step.
     """
     if step != "latest" and not step.isdecimal():
         raise ValueError(f"--step {step}: give a number, or latest")
-    if not path.is_file():
-        way_out = "the run evaluated nothing" if path.name == FILES[True] else "see metrics.samples_interval"
-        raise ValueError(f"{path} does not exist: name the folder of a run that writes it ({way_out})")
-    found: dict[int, list[dict[str, Any]]] = {}
-    with open(path, encoding="utf-8") as file:
-        for record in (json.loads(line) for line in file if line.endswith("\n")):
-            if record["step"] not in found and step == "latest":
+    there, found = [], []
+    for record in read_lines(path, "name the folder of a run that writes it (see metrics.samples_interval)"):
+        if record["step"] not in there:
+            there.append(record["step"])
+            if step == "latest":
                 found.clear()  # a file of a long run is large; one step of it is kept
-            keep = found.setdefault(record["step"], [])
-            if step in ("latest", str(record["step"])):
-                keep.append(record)
-    wanted = max(found, default=None) if step == "latest" else int(step)
-    if not found.get(wanted):
-        there = ", ".join(map(str, sorted(found))) or "none"
-        raise ValueError(f"{path} has no completions of step {step}; there are those of: {there}")
-    return wanted, found[wanted]
+        if step in ("latest", str(record["step"])):
+            found.append(record)
+    if not found:
+        steps = ", ".join(map(str, there)) or "none"
+        raise ValueError(f"{path} has no completions of step {step}; there are those of: {steps}")
+    return found[0]["step"], found
 
 
 def choose(records: list[dict[str, Any]], prompt: str = "", worst: bool = False, num: int = 0) -> list[dict[str, Any]]:
@@ -162,24 +155,12 @@ def choose(records: list[dict[str, Any]], prompt: str = "", worst: bool = False,
     return ranked[:num] if num else ranked
 
 
-def describe(record: dict[str, Any]) -> Text:
-    """Numbers in one line, then failures, prompt and completion; printable."""
-    parts = [f"{name} {number_or_none(value)}" for name, value in record["rewards"].items()]
-    numbers = [
-        *([record["kind"]] if "kind" in record else []),
-        *([f"source {record['source']}"] if "source" in record else []),
-        f"row {record['row']}",
-        *(f"{name} {number_or_none(record[name])}" for name in ("advantage", "mismatch") if record[name] is not None),
-        f"{record['num_tokens']} tokens, finish reason {record['finish_reason']}",
-    ]
-    lines = [
-        (f"reward {number_or_none(record['reward'])}", "bold"),
-        (printable("".join(f" | {part}" for part in [*parts, *numbers])) + "\n", ""),
-        *((printable(f"{name} failed: {why}\n"), "red") for name, why in record["failures"].items()),
-        (printable(record["prompt"]).rstrip("\n") + "\n", "dim"),
-        (printable(record["completion"]), ""),
-    ]
-    return Text.assemble(*lines)
+def read_lines(path: pathlib.Path, way_out: str) -> Iterator[dict[str, Any]]:
+    """The records of a .jsonl file; a last line that is still being written is left out."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {way_out}")
+    with open(path, encoding="utf-8") as file:
+        yield from (json.loads(line) for line in file if line.endswith("\n"))
 
 
 if __name__ == "__main__":

@@ -71,3 +71,9 @@ def test_mistakes_are_found(mistake: str, check, tmp_path: pathlib.Path, capsys:
 def test_a_loss_that_returns_a_mean_fails(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     assert check_loss.shapes.__doc__ in failing_checks(f"{tmp_path}/mistakes.py:scalar", capsys)
+
+
+def test_help_is_no_error(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as ended:
+        check_loss.main(["--help"])
+    assert ended.value.code == 0 and "python -m grpo.check_loss gspo" in capsys.readouterr().out

@@ -57,14 +57,14 @@ def test_it_shows_columns_values_and_what_is_printed(show):
     assert reference.split() == ["reference", "<answer>1</answer>", reference.split()[2], "s", "1"]
     assert wrong.split()[:2] == ["wrong", "<answer>2</answer>"] and wrong.endswith("  0")
     assert empty.split()[0] == "empty" and empty.endswith("  0")
-    assert "prints: seen ['0 + 1?'] [1] [0]\n" in out
+    assert "  prints: seen ['0 + 1?'] [1] [0]\n" in out
 
 
 def test_a_group_level_function_gets_all_of_a_row(show):
     code, out = show("mine.py:lengths", "--reward.answer-format", "hashes")
     assert code == 0 and "one call for each row" in out
     assert "reference  #### 1 " in out and out.count("note: the reference earns what a wrong answer earns") == 3
-    assert out.endswith("prints: nothing\n")
+    assert "prints:" not in out
 
 
 def test_what_fails_is_told_with_its_line(show):

@@ -1,6 +1,9 @@
 """`python -m grpo.look`: the rollouts of a step, in the order asked for, on a terminal that they cannot act on."""
 
 import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -53,16 +56,25 @@ def test_what_is_printed(run_dir, capsys):
     main([str(run_dir), "--step", "11", "--num", "1"])
     out = capsys.readouterr().out
     assert "after step 11: 1 of 4 completions, highest reward first" in out
-    assert "reward 1 | math_reward 1 | row 7 | advantage 0.5 | 2 tokens, finish reason stop\nab\\x1b[2J\n2\n" in out
+    numbers = "--- reward 1 | math_reward 1 | advantage 0.5 | mismatch none | row 7 | 2 tokens, finish reason stop"
+    assert f"{numbers}\nprompt: ab\\x1b[2J\ncompletion: 2\n" in out
     assert "\x1b" not in out
     main([str(run_dir), "--evaluation"])
     out = capsys.readouterr().out
-    assert (
-        "after step 10" in out and "| greedy | row 7" in out and "math_reward failed: took longer\nthan 10 s\n" in out
-    )
+    assert "after step 10" in out and "| row 7 | kind greedy" in out
+    assert "math_reward failed: took longer than 10 s\n" in out
 
 
 def test_without_such_a_run_there_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match="does not exist: name the folder of a run") as stop:
         main([str(tmp_path), "--step", "latest"])
     assert "\n" not in str(stop.value)
+
+
+def test_a_reader_who_stops_reading_sees_no_traceback(run_dir):
+    lines = (run_dir / "completions.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "completions.jsonl").write_text("".join(lines[1:2] * 2000))  # more than a pipe holds
+    command = f"{sys.executable} -m grpo.look {run_dir} --step latest --num 0 | head -1"
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(command, shell=True, cwd=root, capture_output=True, text=True, timeout=120)
+    assert "2000 of 2000 completions" in done.stdout and done.stderr == ""

@@ -434,7 +434,7 @@ def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path
     log.close()
     lines = capsys.readouterr().out.splitlines()[1:]
     assert lines[-2:] == ["eval 4/4 100%  math  accuracy 0.5", "eval 4/4 100%  code  accuracy 0.75"]
-    text = look.summarize(read_records(tmp_path), tmp_path)
+    text = look.summarize(tmp_path)
     assert "accuracy on held-out prompts of math (greedy): 0.25 after step 0, 0.5 after step 4" in text
 
 
