@@ -1,9 +1,8 @@
 """How a rank ends: the rank that failed first prints one clear message, the others print nothing.
 
 When a rank dies, all others fail too, in the collective they were waiting in. Before they print their own error they
-wait a while, in which torchrun ends them; only a rank that is still running afterwards says where it waited. The
-message is left for torchrun too, whose report then shows it as the root cause. Left out: ranks that hang or are ended
-from outside (watchdog.py).
+wait a while, in which torchrun ends them. The message is left for torchrun too, whose report then shows it as the root
+cause. Left out: ranks that hang or are ended from outside (watchdog.py).
 """
 
 import contextlib
@@ -91,38 +90,31 @@ def leave_for_launcher(line: str) -> None:
 
 
 def run_rank(main: Callable[[], Result]) -> Result:
-    """What `main` returns; if it fails, print one message and end the process with a non-zero exit code.
-
-    The process then skips destructors, because process groups whose peers are gone would print errors or hang.
-    """
+    """What `main` returns; if it fails, print one message and end the process with a non-zero exit code."""
     # taken now, because roles rewrite RANK to the role's own
     rank = _place["rank"] = os.environ.get("RANK", "0")
-    code, quiet = 1, False
+    code, line, trace = 1, "", ""
     try:
         return main()
-    except SystemExit as stop:
-        set_ending()
-        quiet = True
+    except SystemExit as stop:  # it has said why
         code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+        is_follower = bool(code) and rank != "0"
         if code and rank == "0":
             leave_for_launcher("rank 0 ended with the message above")
     except BadInput as error:
-        set_ending()
-        quiet = True
-        if rank == "0":
-            line = printable(f"error: {error}")
-            leave_for_launcher(line)
-            print(line, file=sys.stderr)
+        is_follower = rank != "0"
+        line = "" if is_follower else f"error: {error}"
     except BaseException as error:
-        set_ending()
-        if any(sign in str(error) for sign in LOST_PEER):
-            time.sleep(FOLLOWER_PATIENCE_SECONDS)
-        # printable: it may quote a completion
-        line = printable(f"error: rank {rank} ({_place['role']}) failed in phase {_place['phase']}: {error}")
+        is_follower = any(sign in str(error) for sign in LOST_PEER)
+        line = f"error: rank {rank} ({_place['role']}) failed in phase {_place['phase']}: {error}"
+        trace = traceback.format_exc()
+    set_ending()
+    if is_follower:
+        time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun ends all soon after the first exit, which has the message
+    if line:
+        line = printable(line)  # it may quote a completion
         leave_for_launcher(line)
-        print(f"{printable(traceback.format_exc())}{line}", file=sys.stderr)
-    if code and rank != "0" and quiet:
-        time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun kills all at the first exit; let the driver print first
+        print(f"{printable(trace)}{line}", file=sys.stderr)
     end_process(code)
 
 
@@ -133,7 +125,7 @@ def run_script(main: Callable[[], None]) -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once: engines and libraries, whose destructors take seconds and may print, have nothing left to do."""
+    """End without destructors, which take seconds, and which print errors or hang where a group's peers are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     exit_now(code)

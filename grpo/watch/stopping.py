@@ -2,15 +2,12 @@
 
 SIGTERM, SIGINT, SIGHUP or SIGUSR1 at any rank (torchrun passes the first three on), the file `stop` in the run folder,
 or the one that STOP_VARIABLE names. The driver decides it between two steps: what is done is saved, no other step
-begins, and one line says how to continue. Left out: how a signal at another rank reaches the driver (watchdog.py).
+begins, and one line says so. Left out: how a signal at another rank reaches the driver (watchdog.py).
 """
 
-import contextlib
 import os
 import pathlib
-import shlex
 import signal
-import sys
 
 from grpo.workers import kernel
 
@@ -49,22 +46,7 @@ def obey_stop(reason: str, step: int, run_dir: str) -> str:
     for path in stop_files(run_dir):
         path.unlink(missing_ok=True)
     saved = f"saved after step {step}" if step else "before the first step, nothing is saved"
-    return f"stopped by {reason}, {saved}; everything is in {run_dir}, continue with: {command_to_continue()}"
-
-
-def command_to_continue() -> str:
-    """The command line that started this run, with --resume; of torchrun, if that started it."""
-    words = sys.orig_argv
-    if launched_by_torchrun():
-        with contextlib.suppress(OSError):
-            line = pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-            words = line.decode(errors="replace").rstrip("\0").split("\0")
-    words = [word for word in words if word != "--overwrite"]
-    for number, word in enumerate(words):
-        if word == "torch.distributed.run" or pathlib.PurePath(word).name == "torchrun":
-            words = ["torchrun", *words[number + 1 :]]
-            break
-    return shlex.join(words if "--resume" in words else [*words, "--resume"])
+    return f"stopped by {reason}, {saved}; everything is in {run_dir}, continue with the same command and --resume"
 
 
 def launched_by_torchrun() -> bool:

@@ -1,43 +1,139 @@
 """A thread on every rank: it tells the others where this rank is, hears stop signals, and ends what hangs.
 
 Each second it puts the rank's place (role, phase, collectives begun) into the store that all ranks share; the loop
-itself does nothing for it. Rank 0's thread looks at all places (hangs.py) and past the deadline of a phase ends the run
-with the name of the rank that hangs, which prints its stack, if it still can. Rank 1's thread does the same a little
-later, for a rank 0 that was stopped. What the thread says goes to the screen also while the main thread has sys.stdout
-and sys.stderr elsewhere, as a compiler of kernels does for seconds.
+itself does nothing for it. Rank 0's thread looks at all places and past the deadline of a phase ends the run with the
+name of the rank that hangs, which prints its stack, if it still can. Rank 1's thread does the same a little later, for
+a rank 0 that was stopped. What the thread says goes to the screen also while the main thread has sys.stdout and
+sys.stderr elsewhere, as a compiler of kernels does for seconds.
 
 Signals wake the thread at once, also while the main thread waits in a collective. SIGTERM means two things: stop, or
-that torchrun ends all ranks because one has failed. In the second case a process of the same torchrun is missing, or a
-rank has told that it fails.
+that torchrun ends all ranks because one has failed. In the second case a rank's process is gone, or a rank has told
+that it fails.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
-import pathlib
-import select
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from grpo.roles.process_groups import Roles, collectives_entered
 from grpo.watch import failures, stopping
-from grpo.watch.hangs import Hang, HangDetector, Place
 
+# Phases that load models, wait for vLLM or for reward functions, and how much longer they may take
+LONG_PHASES = ("start", "startup", "generate", "reward", "evaluate")
+LONGER = 3
 TICK_SECONDS = 1.0
+# A rank whose thread did not tell its place for so long is stopped, gone or starved
+ANSWER_SECONDS = 5.0
+# Longer between two looks means that this process itself was stopped (Ctrl-Z, a machine that slept)
+OWN_GAP_SECONDS = 10.0
 # Rank 1 looks for a rank 0 that should have ended the run so long ago
 SECOND_PATIENCE_SECONDS = 10.0
 # For the ranks that hang to print their stacks
 STACK_SECONDS = 3.0
 # After Ctrl-C, a later signal ends the run at once; torchrun passes the first one on within milliseconds
 SECOND_SIGNAL_SECONDS = 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which rank keeps the others waiting, out of what each one tells about itself
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    role: str
+    phase: str
+    changes: int
+    """Phases begun so far."""
+    entered: dict[str, int]
+    """Collectives begun in each of its groups."""
+    beat: int
+    """Grows by 1 each time the rank tells its place."""
+    host: str
+    pid: int
+    asked: str = ""
+    """The signal by which this rank was asked to stop."""
+
+
+class Hang(NamedTuple):
+    """Nothing has happened for longer than the deadline."""
+
+    ranks: list[int]
+    """Those that the others wait for."""
+    line: str
+
+
+def deadline_seconds(phase: str, deadline_minutes: float) -> float:
+    """Seconds for which nothing may happen in a phase."""
+    return 60 * deadline_minutes * (LONGER if phase in LONG_PHASES else 1)
+
+
+def awaited(places: Mapping[int, Place]) -> list[int]:
+    """The ranks that keep others waiting, while nothing moves.
+
+    In a group, whoever has begun fewer collectives than another member is awaited by it. A rank that waits in one group
+    itself is excused for its absence in the others. Empty if nobody is behind.
+    """
+    behind, waiting = set(), set()
+    for group in {name for place in places.values() for name in place.entered}:
+        begun = {rank: place.entered[group] for rank, place in places.items() if group in place.entered}
+        fewest = min(begun.values())
+        if fewest != max(begun.values()):
+            behind |= {rank for rank, number in begun.items() if number == fewest}
+            waiting |= {rank for rank, number in begun.items() if number > fewest}
+    return sorted(behind - waiting)
+
+
+class HangDetector:
+    """Looks at all places again and again, and finds when nothing has happened for too long."""
+
+    def __init__(self, deadline_minutes: float, patience: float = 0.0):
+        """patience: seconds after the deadline, for a rank that only stands in for another."""
+        self.deadline_minutes, self.patience = deadline_minutes, patience
+        self.places: dict[int, Place] = {}
+        self.answered: dict[int, float] = {}
+        self.moved = self.looked = float("-inf")
+
+    def look(self, places: Mapping[int, Place], now: float) -> Hang | None:
+        """Who hangs, if anybody; `now` in seconds of a steady clock."""
+        if now - self.looked > OWN_GAP_SECONDS:  # nobody was watched meanwhile; the first look too
+            self.moved, self.answered = now, dict.fromkeys(places, now)
+        self.looked = now
+        for rank, place in places.items():
+            before = self.places.get(rank)
+            if before is None or place.beat != before.beat:
+                self.answered[rank] = now
+            if before is None or (place.changes, place.entered) != (before.changes, before.entered):
+                self.moved = now
+        self.places = dict(places)
+        mute = [rank for rank in sorted(places) if now - self.answered[rank] > ANSWER_SECONDS]
+        ranks = mute or awaited(places) or sorted(places)
+        limit = max((deadline_seconds(places[rank].phase, self.deadline_minutes) for rank in ranks), default=0.0)
+        silent = now - self.moved
+        if not ranks or silent <= limit + self.patience:
+            return None
+        does = "does not answer, last seen" if mute else "hangs"
+        told = (f"rank {rank} ({places[rank].role}) {does} in phase {places[rank].phase}" for rank in ranks)
+        why = f"nothing has happened for {silent:.0f} s, and deadline_minutes allows {limit:.0f} s here"
+        return Hang(ranks, f"error: {', '.join(told)}: {why}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The thread
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -60,16 +156,12 @@ class Watchdog:
     """The thread and what it knows."""
 
     def __init__(self, roles: Roles, deadline_minutes: float):
-        self.roles, self.launcher, self.host = roles, os.getppid(), socket.gethostname()
-        self.num_ranks = roles.control.size()
-        # read now, because vLLM's CPU backend overwrites it
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.roles, self.host = roles, socket.gethostname()
         # a connection of its own: another thread's wait would block it
         self.store = PrefixStore("watch", roles.store.clone())
         patience = SECOND_PATIENCE_SECONDS if roles.rank else 0.0
         self.detector = HangDetector(deadline_minutes, patience) if roles.rank <= 1 else None
-        self.known: list[int] = []  # ranks that have told their place
-        self.beat, self.asked, self.asked_at, self.is_judged = 0, "", 0.0, False
+        self.beat, self.asked, self.asked_at = 0, "", 0.0
         self.closing = threading.Event()
         self.stdout, self.stderr = sys.stdout, sys.stderr
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -77,6 +169,7 @@ class Watchdog:
     def start(self) -> None:
         """Listen to signals and begin to tell. On the main thread."""
         self.wake_reader, self.wake_writer = socket.socketpair()
+        self.wake_reader.settimeout(TICK_SECONDS)
         self.wake_writer.setblocking(False)
         for number in stopping.STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
@@ -97,95 +190,70 @@ class Watchdog:
             if failed:
                 self.store.set("failed", "")
 
-    # ---- the thread ---------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             while not self.closing.is_set():
                 self._tell_place()
                 self._obey_verdict()
                 if self.detector is not None:
-                    self._look_at_all()
+                    self._look_at_all(self.detector)
                 for number in self._signals():
                     self._hear(signal.Signals(number))
         except (DistNetworkError, DistStoreError):  # the process that holds the store is gone, and its ranks with it
             if not self.closing.is_set():
                 failures.leave_for_launcher(f"rank {self.roles.rank} lost the store of its launcher")
                 failures.exit_now(1)
-        except Exception as error:  # a defect; the others would take this rank for stopped, or a hang would last
-            here = failures.place()
-            where = f"rank {self.roles.rank} ({here['role']}) failed in phase {here['phase']}, in its watchdog"
-            line = f"error: {where}: {error}"
-            failures.leave_for_launcher(line)
-            print(f"{traceback.format_exc()}{line}", file=self.stderr, flush=True)
-            self.tell_end(failed=True)
-            failures.exit_now(1)
 
     def _signals(self) -> list[int]:
         """Those that come within a tick."""
-        ready, _, _ = select.select([self.wake_reader], [], [], TICK_SECONDS)
-        return [number for number in self.wake_reader.recv(64) if number] if ready else []
+        try:
+            return [number for number in self.wake_reader.recv(64) if number]
+        except TimeoutError:
+            return []
 
     def _tell_place(self) -> None:
         self.beat += 1
-        here = failures.place()
-        place = Place(
-            role=here["role"],
-            phase=here["phase"],
-            changes=here["changes"],
-            entered=collectives_entered(self.roles),
-            beat=self.beat,
-            host=self.host,
-            launcher=self.launcher,
-            pid=os.getpid(),
-            asked=self.asked,
-        )
-        self.store.set(f"place/{self.roles.rank}", json.dumps(dataclasses.asdict(place)))
+        here = {name: value for name, value in failures.place().items() if name in ("role", "phase", "changes")}
+        entered = collectives_entered(self.roles)
+        place = Place(**here, entered=entered, beat=self.beat, host=self.host, pid=os.getpid(), asked=self.asked)
+        self.store.set(f"place/{self.roles.rank}", json.dumps(asdict(place)))
 
     def _places(self) -> dict[int, Place]:
         """Where the ranks are that have told it."""
-        if len(self.known) < self.num_ranks:
-            self.known = [rank for rank in range(self.num_ranks) if self.store.check([f"place/{rank}"])]
-        values = self.store.multi_get([f"place/{rank}" for rank in self.known])
-        return {rank: Place(**json.loads(value)) for rank, value in zip(self.known, values, strict=True)}
+        known = [rank for rank in range(self.roles.control.size()) if self.store.check([f"place/{rank}"])]
+        values = self.store.multi_get([f"place/{rank}" for rank in known])
+        return {rank: Place(**json.loads(value)) for rank, value in zip(known, values, strict=True)}
 
-    def _is_neighbour(self, place: Place) -> bool:
-        return (place.host, place.launcher) == (self.host, self.launcher)
-
-    def _look_at_all(self) -> None:
+    def _look_at_all(self, detector: HangDetector) -> None:
         places = self._places()
-        if self.roles.is_driver and not self.asked:
-            for asked in filter(None, (place.asked for place in places.values())):
-                self._ask(asked)
-                break
-        if hang := self.detector.look(places, time.monotonic()):
+        if self.roles.is_driver and (asked := next((place.asked for place in places.values() if place.asked), "")):
+            self._ask(asked)
+        if hang := detector.look(places, time.monotonic()):
             self._end_the_run(hang, places)
 
     def _end_the_run(self, hang: Hang, places: dict[int, Place]) -> None:
         """Say which ranks hang, let them print their stacks, and end: torchrun then ends all others."""
-        failures.leave_for_launcher(hang.line)
         print(hang.line, file=self.stderr, flush=True)
-        self.store.set("verdict", json.dumps(dataclasses.asdict(hang)))
         for rank in {self.roles.rank, *hang.ranks}:
             self.store.set(f"ended/{rank}", "")
+        self.store.set("verdict", json.dumps(hang))
         self._obey_verdict()
         time.sleep(STACK_SECONDS)
         for rank in {*hang.ranks} - {self.roles.rank}:
-            # a stopped process would hear torchrun's SIGTERM only when it is continued
-            if self._is_neighbour(places[rank]):
+            if places[rank].host == self.host:  # if stopped, it would hear torchrun's SIGTERM only when continued
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(places[rank].pid, signal.SIGKILL)
         failures.exit_now(1)
 
     def _obey_verdict(self) -> None:
         """Print this rank's stack if it is one that hangs. It does not end first: the verdict's line is the cause."""
-        if self.is_judged or not self.store.check(["verdict"]):
+        here = failures.place()
+        if here["ending"] or not self.store.check(["verdict"]):
             return
-        self.is_judged, verdict = True, json.loads(self.store.get("verdict"))
+        verdict = Hang(*json.loads(self.store.get("verdict")))
         failures.set_ending()
-        failures.leave_for_launcher(verdict["line"])
-        if self.roles.rank in verdict["ranks"]:
-            here = failures.place()
+        failures.leave_for_launcher(verdict.line)
+        if self.roles.rank in verdict.ranks:
             stack = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident]))
             title = f"rank {self.roles.rank} ({here['role']}) is here, in phase {here['phase']}:"
             print(f"{title}\n{stack}", file=self.stderr, end="", flush=True)
@@ -199,10 +267,9 @@ class Watchdog:
             failures.exit_now(1)
         if not failures.place()["in_steps"]:
             self._end_by(number, f"{number.name} before the first step: nothing to save")
-        if not self.asked:
-            self._ask(number.name)
-        elif self.asked == signal.SIGINT.name and time.monotonic() - self.asked_at > SECOND_SIGNAL_SECONDS:
+        if self.asked == signal.SIGINT.name and time.monotonic() - self.asked_at > SECOND_SIGNAL_SECONDS:
             self._end_by(number, f"{number.name} again: ended at once, without saving")
+        self._ask(number.name)
 
     def _end_by(self, number: signal.Signals, line: str) -> None:
         if self.roles.is_driver:
@@ -213,6 +280,8 @@ class Watchdog:
         failures.exit_now(128 + number)
 
     def _ask(self, name: str) -> None:
+        if self.asked:
+            return
         self.asked, self.asked_at = name, time.monotonic()
         if self.roles.is_driver:
             stopping.ask_to_stop(name)
@@ -220,29 +289,24 @@ class Watchdog:
 
     def _others_failed(self) -> bool:
         """Whether torchrun ends this rank because another one has failed; the first to see that says which."""
-        alive = living_children(self.launcher) if stopping.launched_by_torchrun() else None
-        if alive is None or len(alive) >= self.local_world_size:
+        places = self._places()
+        gone = [rank for rank, place in places.items() if place.host == self.host and not is_running(place.pid)]
+        if not gone:
             return self.store.check(["failed"])  # of another node
-        gone = {rank: place for rank, place in self._places().items() if not self.store.check([f"ended/{rank}"])}
+        silent = [rank for rank in gone if not self.store.check([f"ended/{rank}"])]
         self.store.set("failed", "")
         if self.store.add("told", 1) == 1:
-            for rank, place in sorted(gone.items()):
-                if self._is_neighbour(place) and place.pid not in alive:
-                    line = f"error: rank {rank} ({place.role}) was ended from outside in phase {place.phase}"
-                    hint = "torchrun's report has the signal; 9 is often the kernel's, out of memory (dmesg)"
-                    print(f"{line}; {hint}", file=self.stderr, flush=True)
+            for rank in silent:
+                line = f"error: rank {rank} ({places[rank].role}) was ended from outside in phase {places[rank].phase}"
+                hint = "torchrun's report has the signal; 9 is often the kernel's, out of memory (dmesg)"
+                print(f"{line}; {hint}", file=self.stderr, flush=True)
         return True
 
 
-def living_children(pid: int) -> set[int] | None:
-    """Process ids of a process's children that run; None where the kernel does not tell."""
+def is_running(pid: int) -> bool:
+    """Whether there is such a process; torchrun has waited for a dead one before it ends the others."""
     try:
-        children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return None
-    alive = set()
-    for child in children:
-        with contextlib.suppress(OSError):  # it is gone
-            state = pathlib.Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-            alive |= {int(child)} if state not in ("Z", "X") else set()
-    return alive
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -35,7 +35,7 @@ import psutil
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from grpo.data import toy
-from grpo.watch.hangs import deadline_seconds
+from grpo.watch.watchdog import deadline_seconds
 from tests.tiny_models import SMALL
 from tests.torchrun import ROOT, SETTINGS
 

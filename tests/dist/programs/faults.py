@@ -1,7 +1,7 @@
 """Steps of 2 trainers, 1 reference and 1 generator without models, in which one rank fails in one way.
 
 Arguments: rank, phase, what happens to it there in the second step (a key of SIGNALS, raise, hang, spin, mute: a hang
-with sys.stdout and sys.stderr elsewhere, blind: its watchdog raises), and the seconds for which nothing may happen.
+with sys.stdout and sys.stderr elsewhere), and the seconds for which nothing may happen.
 """
 
 import contextlib
@@ -34,24 +34,17 @@ def fail(kind: str) -> None:
     time.sleep(2 * watchdog.TICK_SECONDS)  # so that the others know the phase
     print(f"fault at {time.time()}", flush=True)
     if kind == "raise":
-        forced()
+        raise RuntimeError("forced")
     if kind == "hang":
         time.sleep(600)
     if kind == "mute":
         nowhere = io.StringIO()  # without a file number
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             time.sleep(600)
-    if kind == "blind":
-        watchdog.Watchdog._tell_place = forced
-        time.sleep(600)
     if kind == "spin":
         while True:
             pass
     os.kill(os.getpid(), SIGNALS[kind])
-
-
-def forced(*_) -> None:
-    raise RuntimeError("forced")
 
 
 def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
@@ -63,8 +56,6 @@ def steps(rank: int, phase: str, kind: str, seconds: float) -> None:
             fail(kind)
 
     with watchdog.watched(roles, seconds / 60):
-        if roles.generates:
-            os.environ["LOCAL_WORLD_SIZE"] = "1"  # as vLLM's CPU backend does
         timer = StepTimer()
         for step in range(1000):
             if broadcast(stop_reason("") if roles.is_driver else None, roles.control):
