@@ -23,7 +23,6 @@ from grpo.config.recipes import load
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.run.inputs import check_functions, read_evaluation
 from grpo.run.session import Session, Start, run
-from grpo.types import Prompt
 from grpo.watch.failures import refuse_bad_input, run_script
 
 RUNS = pathlib.Path("runs/evaluate")
@@ -57,20 +56,22 @@ def new_folder(model: str) -> str:
     return str(next(folder for folder in itertools.chain([first], numbered) if not folder.exists()))
 
 
-def read(session: Session) -> list[Prompt]:
-    """Check the rewards, the model and the held-out rows; returns the prompts. On rank 0."""
+def read(session: Session) -> None:
+    """Check the rewards, the model and the held-out rows. On rank 0."""
     config = session.config
     check_functions(config)
     session.open([source.path for source in config.evaluation.held_out(config.data)], config.generator.tensor_parallel)
-    return read_evaluation(session)
+    read_evaluation(session)
 
 
 def start(session: Session) -> Start:
     """Refuse bad input before the engines start, open the run folder. On rank 0."""
     with refuse_bad_input():
-        prompts = read(session)
-    begun = session.begin(prompts, num_steps=0)
-    session.last_line = f"{len(prompts)} prompts; every completion is in {session.config.run_dir}/evaluation.jsonl"
+        read(session)
+    begun = session.begin(num_steps=0)
+    session.last_line = (
+        f"{len(begun.eval_prompts)} prompts; every completion is in {session.config.run_dir}/evaluation.jsonl"
+    )
     return begun
 
 

@@ -23,7 +23,7 @@ from grpo.models.build import build_model
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.roles.process_groups import close_roles, setup_trainers
-from grpo.run.model_folder import learned_form
+from grpo.run.inputs import learned_form
 from grpo.watch.failures import refuse_bad_input, run_rank
 
 

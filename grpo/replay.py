@@ -89,7 +89,7 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
             batch = add_advantages(config, found.batch, found.rewards_S, found.has_reward_S, kl_coef, metrics)
             update(config, trainer, batch, kl_coef, metrics)
         measured = measured_metrics(metrics, timer.close_step(), batch.num_tokens)
-        session.ask_driver(session.log, step + 1, found.metrics | measured, batch)
+        session.ask_driver(session.log, step + 1, found.metrics | measured)
         if saves(config.checkpoint, step + 1, is_last=step + 1 == config.num_steps):
             session.save(step + 1, trainer, state | {"step": step + 1})
     else:  # not stopped

@@ -47,13 +47,13 @@ class Driver:
         """Refuse bad input before any model is loaded, open the run folder, start the reward processes. On rank 0."""
         config, session = self.config, self.session
         with refuse_bad_input():
-            inputs = read_grpo(session)
-            self.scorer, state, self.stream = session.scorer, session.opened.state, inputs.stream
+            self.stream = read_grpo(session)
+            self.scorer, state = session.scorer, session.opened.state
             settings = config.sampling, config.prompts_per_step, config.group_size
             self.flight = Flight(*settings, keeps_rows=not config.data.streaming)
             if "flight" in state:
                 self.flight.load(state["flight"], read_driver_tensors(session.opened.checkpoint))
-        return session.start(f"{describe_roles(config)} ranks", inputs.eval_prompts, inputs.reference_folder)
+        return session.start(f"{describe_roles(config)} ranks")
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -208,13 +208,12 @@ class Driver:
     ) -> None:
         num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in self.flight.everything)
         metrics = self._sampling_metrics(rollouts, batch) | measured_metrics(measured, times, num_tokens)
-        self.session.run_log.log(step, metrics)
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:
             values = zip(rollouts, sequence_advantages(batch), measured.sequence_means(), strict=True)
             rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
             self.session.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
-        self.session.skipped.look(step, metrics, batch)
+        self.session.log(step, metrics)
 
     def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> dict[str, float]:
         config, completions = self.config, [r.completion for r in rollouts]

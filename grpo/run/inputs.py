@@ -4,7 +4,7 @@ Every function raises ValueError or FileNotFoundError with the reason and the wa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
@@ -21,39 +21,20 @@ from grpo.data.prepare import (
     usable_prompts,
 )
 from grpo.data.streams import ChatStream, PromptStream
+from grpo.data.turns import end_of_turn
 from grpo.models import hf_folder
 from grpo.models.hf_folder import ChatForm
 from grpo.rewards.loading import load_functions
-from grpo.run.model_folder import learned_form
 from grpo.run.scorer import Scorer
 from grpo.run.session import Session
 from grpo.types import Prompt
 
-
-@dataclass(frozen=True)
-class GRPOInputs:
-    """What GRPO draws from, scores with and is measured on."""
-
-    stream: PromptStream
-    eval_prompts: list[Prompt]
-    reference_folder: str
-    """Empty if there is no reference."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class SFTInputs:
-    """What SFT draws from and is measured on."""
-
-    stream: ChatStream
-    validation: dict[str, list[Labelled]]
-    """Name -> examples of each held-out set; one empty name if there is only one."""
-    form: ChatForm
-    """For the exported folder."""
-    eval_prompts: list[Prompt]
-
-
-def read_grpo(session: Session) -> GRPOInputs:
-    """Open the session, the data, the reference and the rewards of a GRPO run."""
+def read_grpo(session: Session) -> PromptStream:
+    """Open the session, the data, the reference and the rewards of a GRPO run; returns what it draws from."""
     config: GRPOConfig = session.config
     data, evaluates = config.data, config.evaluation.interval > 0
     check_functions(config)
@@ -64,16 +45,22 @@ def read_grpo(session: Session) -> GRPOInputs:
     read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
     inputs = (config.model.reference_path, *(source.path for source in read))
     session.open(inputs, config.largest_tensor_parallel, texts_of(sources))
-    reference_folder = _check_reference(session) if config.needs_reference else ""
+    if config.needs_reference:
+        session.reference_folder = _check_reference(session)
     rows = usable_prompts(sources, config, session.tokenizer)
     stream = session.resumed(lambda: PromptStream(rows, config))
-    eval_prompts = held_out_prompts(session) if evaluates else []
+    if evaluates:
+        session.eval_prompts = held_out_prompts(session)
     session.scorer = Scorer(config.reward, config.generator, session.model_folder, session.tokenizer)
-    return GRPOInputs(stream, eval_prompts, reference_folder)
+    return stream
 
 
-def read_sft(session: Session) -> SFTInputs:
-    """Open the session, the data and, if the run generates between steps, the rewards of supervised fine-tuning."""
+def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Labelled]], ChatForm]:
+    """Open the session, the data and, if the run generates between steps, the rewards of supervised fine-tuning.
+
+    Returns what it draws from; the examples of each held-out set by name, one empty name if there is only one; and the
+    form of chats for the exported folder.
+    """
     config: SFTConfig = session.config
     validates, evaluates = config.validation.interval > 0, config.evaluation.interval > 0
     if evaluates:
@@ -86,7 +73,9 @@ def read_sft(session: Session) -> SFTInputs:
     rows = usable_chats(sources, config, session.tokenizer)
     stream = session.resumed(lambda: ChatStream(rows, config))
     validation = load_validation(config, session.tokenizer) if validates else {}
-    return SFTInputs(stream, validation, form, read_evaluation(session, form.end_token_ids) if evaluates else [])
+    if evaluates:
+        read_evaluation(session, form.end_token_ids)
+    return stream, validation, form
 
 
 def _check_reference(session: Session) -> str:
@@ -100,8 +89,8 @@ def _check_reference(session: Session) -> str:
     return path
 
 
-def read_evaluation(session: Session, end_token_ids: Sequence[int] = ()) -> list[Prompt]:
-    """The held-out prompts of a session that trains by other rows or not at all; the reward processes start.
+def read_evaluation(session: Session, end_token_ids: Sequence[int] = ()) -> None:
+    """Read the held-out prompts of a session that trains by other rows or not at all; the reward processes start.
 
     end_token_ids: further tokens that end an answer.
     """
@@ -109,14 +98,13 @@ def read_evaluation(session: Session, end_token_ids: Sequence[int] = ()) -> list
     longest = data.max_prompt_tokens + generator.max_completion_tokens
     hf_folder.check_folder(session.model_folder, longest, generator.tensor_parallel)
     try:
-        prompts = held_out_prompts(session)
+        session.eval_prompts = held_out_prompts(session)
     except ValueError as error:
         raise ValueError(
             f"evaluation reads rows as GRPO does, prompts from data.prompt_column={data.prompt_column} and what "
             f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
         ) from error
     session.scorer = Scorer(config.reward, generator, session.model_folder, session.tokenizer, end_token_ids)
-    return prompts
 
 
 def held_out_prompts(session: Session) -> list[Prompt]:
@@ -137,3 +125,13 @@ def check_functions(config: RunConfig, columns: list[str] | None = None) -> None
     if columns is None and not config.data.row:
         columns = config.data.reward_columns
     load_functions(config.reward, columns, config.generator.max_completion_tokens)
+
+
+def learned_form(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> ChatForm:
+    """How a model that SFT trained with this config writes chats, where its folder does not say so already.
+
+    A template that reads `question`, which no one else passes, stays where it is.
+    """
+    end, template = end_of_turn(tokenizer, config.data), tokenizer.chat_template
+    is_own = config.data.prompt_template and not config.data.is_text_template and "question" not in template
+    return ChatForm(template if is_own else "", () if end is None else (end,))

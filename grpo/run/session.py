@@ -9,15 +9,18 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
 from grpo.config.recipes import as_recipe
 from grpo.config.user_files import near_miss
+from grpo.data import toy
+from grpo.data.chat import check_template, load_tokenizer
 from grpo.folder import checkpoint
 from grpo.folder.resume import Stream, open_run_folder, resumed_stream
 from grpo.folder.run_folder import begin_run
+from grpo.models import hf_folder
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import ChatForm, fetch_folder
 from grpo.report.log import RunLog
@@ -31,15 +34,17 @@ from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
 from grpo.run.machine import fit_to_machine, tell_what_fits
-from grpo.run.model_folder import open_model_folder
 from grpo.run.scorer import Scorer, check_version
-from grpo.run.skipped import SkippedSteps
 from grpo.run.step_timer import StepTimer, profile_step
-from grpo.types import Completion, Prompt, TrainBatch
-from grpo.watch.failures import refuse_bad_input, set_place
+from grpo.types import Completion, Prompt
+from grpo.watch.failures import BadInput, refuse_bad_input, set_place
 from grpo.watch.stopping import forget_old_stop, obey_stop, stop_reason
 from grpo.watch.watchdog import watched
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_SKIPPED = 3  # steps in a row without an update, which end the run
 Result = TypeVar("Result")
 
 
@@ -56,7 +61,7 @@ class Start:
     """Empty without generators."""
     eval_prompts: list[Prompt]
     """Empty without evaluations."""
-    reference_folder: str = ""
+    reference_folder: str
     """Empty if no rank holds a reference."""
 
 
@@ -95,7 +100,10 @@ class Session:
         """script: its name in run.json. toy_dir: of a dry run, without roles, the one place where it may write."""
         self.config, self.script, self.roles, self.toy_dir = config, script, roles, toy_dir
         self.timer = StepTimer(roles is not None and roles.is_driver)
-        self.scorer: Scorer | None = None  # on rank 0, if completions are scored
+        # on rank 0, what the script's checks find; the prompts later on all ranks
+        self.scorer: Scorer | None = None
+        self.eval_prompts: list[Prompt] = []
+        self.reference_folder = ""
 
     # ---- before the first step, on rank 0 -------------------------------------------------------------------------
 
@@ -115,14 +123,14 @@ class Session:
         """A stream of data at the place where the checkpoint was taken; see `resumed_stream`."""
         return resumed_stream(make, self.opened, self.config.allow_changes)
 
-    def start(self, ranks: str, eval_prompts: Iterable[Prompt] = (), reference_folder: str = "") -> Start:
+    def start(self, ranks: str) -> Start:
         """Begin a training run, fit its config to the machine, and print on which `ranks` and where it starts."""
-        begun = self.begin(eval_prompts, self.config.num_steps)
+        begun = self.begin(self.config.num_steps)
         trainer = fit_to_machine(self.config, self.model_folder)
         print(f"{ranks}; {self.config.run_dir}, starting at step {begun.step}", flush=True)
-        return replace(begun, trainer=trainer, reference_folder=reference_folder)
+        return replace(begun, trainer=trainer)
 
-    def begin(self, eval_prompts: Iterable[Prompt], num_steps: int) -> Start:
+    def begin(self, num_steps: int) -> Start:
         """Begin to write, now that nothing is refused any more: only here may an earlier run be deleted."""
         config, step = self.config, self.opened.step
         flags = {"resume": config.resume, "overwrite": config.overwrite}
@@ -132,14 +140,15 @@ class Session:
         self.last_line = f"done; everything is in {config.run_dir}"
         told = replace(config, algorithm=config.algorithm.resolved) if isinstance(config, GRPOConfig) else config
         self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(told))
-        self.skipped = SkippedSteps(config.run_dir)
+        self.num_skipped = 0  # in a row
         return Start(
             step=step,
             trainer=config.trainer,
             model_folder=self.model_folder,
             checkpoint=self.opened.checkpoint,
             stop_token_ids=self.scorer.stop_token_ids if self.scorer else [],
-            eval_prompts=list(eval_prompts),
+            eval_prompts=self.eval_prompts,
+            reference_folder=self.reference_folder,
         )
 
     # ---- before the first step, on every rank -----------------------------------------------------------------------
@@ -199,11 +208,7 @@ class Session:
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """The steps to do, each the number of those done before; the one that `profile` names leaves a trace.
-
-        Collective over `roles.control` before the first one, where it prints what the start took.
-        """
-        self.timer.close_startup(self.roles)
+        """The steps to do, each the number of those done before; the one that `profile` names leaves a trace."""
         steps = range(self.first_step, self.config.num_steps)
         yield from profile_step(steps, self.config.profile, self.config.run_dir, self.roles)
 
@@ -250,10 +255,26 @@ class Session:
             )
         self.run_log.log_held_out(step, metrics)
 
-    def log(self, step: int, metrics: dict[str, float], batch: TrainBatch) -> None:
-        """The one log call of the `step`-th step, which tells of a skipped update. On rank 0."""
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """The one log call of the `step`-th step, which tells of a skipped update. On rank 0.
+
+        Raises BadInput after MOST_SKIPPED such steps in a row.
+        """
         self.run_log.log(step, metrics)
-        self.skipped.look(step, metrics, batch)
+        causes = [name.removeprefix("skipped/") for name in metrics if name.startswith("skipped/")]
+        self.num_skipped = self.num_skipped + 1 if causes else 0
+        if not causes:
+            return
+        told = (
+            f"step {step} skipped {metrics['skipped_frac']:.0%} of its update, because not finite: {', '.join(causes)}"
+        )
+        if self.num_skipped == MOST_SKIPPED:
+            raise BadInput(
+                f"{told}; so did the {MOST_SKIPPED - 1} before it, and the weights are those before them. Lower "
+                "trainer.learning_rate or look at the metrics of the steps before, then continue with --resume; with "
+                "--record too, it keeps its batches"
+            )
+        print(f"warning: {told}", flush=True)
 
     # ---- after the last step ------------------------------------------------------------------------------------
 
@@ -284,3 +305,22 @@ def check_profile(chosen: int, first_step: int) -> None:
             f"profile={chosen} is a step before step {first_step + 1}, with which this run continues; name that or a "
             "later one"
         )
+
+
+def open_model_folder(
+    config: GRPOConfig | SFTConfig, tensor_parallel: int, texts: Iterable[str] = (), toy_dir: str = ""
+) -> tuple[str, "PreTrainedTokenizerBase"]:
+    """The folder (or hub name) of `model.path`, and its tokenizer, whose template was tried.
+
+    tensor_parallel: what its heads and vocabulary must divide by. A toy model is built in `toy_dir`, by default the run
+    folder; its tokenizer may need `texts`, those of the data.
+    Raises ValueError if there is no such folder, its model is not supported, its positions are fewer than
+    `config.max_sequence_tokens`, or its tokenizer or template cannot be used.
+    """
+    folder = toy.build_if_toy(config.model.path, toy_dir or config.run_dir, texts, config.seed)
+    folder = hf_folder.resolve_folder(folder)
+    hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)
+    tokenizer = load_tokenizer(folder, config.data)
+    hf_folder.check_vocabulary(folder, tokenizer)
+    check_template(tokenizer, config.data)
+    return folder, tokenizer

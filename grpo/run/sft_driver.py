@@ -21,8 +21,7 @@ from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.run.inputs import read_sft
-from grpo.run.model_folder import open_model_folder
-from grpo.run.session import Session, Start
+from grpo.run.session import Session, Start, open_model_folder
 from grpo.text import printable
 from grpo.types import Sample, TrainBatch
 from grpo.watch.failures import refuse_bad_input
@@ -53,11 +52,10 @@ class SFTDriver:
     def start(self) -> Start:
         """Refuse bad input before the model is loaded, open the run folder. On rank 0."""
         with refuse_bad_input():
-            inputs = read_sft(self.session)
-        self.stream, self.validation, self.form = inputs.stream, inputs.validation, inputs.form
+            self.stream, self.validation, self.form = read_sft(self.session)
         recent_losses = self.session.opened.state.get("recent_losses", [])
         self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
-        return self.session.start(f"{self.config.num_trainers} trainer ranks", inputs.eval_prompts)
+        return self.session.start(f"{self.config.num_trainers} trainer ranks")
 
     @property
     def validation_sets(self) -> list[str]:
@@ -116,7 +114,7 @@ class SFTDriver:
         metrics = measured_metrics(measured, self.timer.close_step(), batch.num_tokens) | self.stream.metrics()
         if self.config.too_long == "truncate":
             metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
-        self.session.log(step, metrics, batch)
+        self.session.log(step, metrics)
 
     @on_driver
     def log_validation(self, step: int, losses: dict[str, float]) -> None:

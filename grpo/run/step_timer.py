@@ -12,13 +12,10 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from grpo.roles.comm import gather_to_driver
 from grpo.roles.process_groups import Roles
 from grpo.watch.failures import BEGAN, set_place
 
 PROFILE = "profile"  # the folder of traces in the run's
-# What took less of the start is not told, unless nothing took more.
-SHORTEST_SECONDS = 0.05
 
 
 def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) -> Iterator[int]:
@@ -51,8 +48,6 @@ class StepTimer:
         self.open_phases: list[str] = []
         self._entered = contextlib.ExitStack()  # the phase that `enter` began
         self.step_start = self.last_change = time.perf_counter()
-        self.startup_parts = {"importing": self.last_change - BEGAN}
-        """Seconds of what `startup` was told, and of what came before."""
 
     def enter(self, name: str) -> None:
         """Begin phase `name`, which lasts until the next `enter` or `close_step`. What fails meanwhile failed in it."""
@@ -83,23 +78,11 @@ class StepTimer:
     @contextlib.contextmanager
     def startup(self, what: str) -> Iterator[None]:
         """Phase `startup`; the driver prints `what` the user waits for, and the seconds since the process began."""
-        self._print(what)
-        began = time.perf_counter()
+        if self.is_driver:
+            line = f"starting {time.perf_counter() - BEGAN:4.0f} s  {what}"
+            Console(highlight=False, markup=False).print(line, style="dim", soft_wrap=True)
         with self.phase("startup"):
             yield
-        self.startup_parts[what] = self.startup_parts.get(what, 0.0) + time.perf_counter() - began
-
-    def close_startup(self, roles: Roles) -> None:
-        """Print on the driver what the start's seconds went to, for each role. Collective over `roles.control`."""
-        for line in startup_lines(self.startup_parts, roles):
-            self._print(line)
-
-    def _print(self, what: str) -> None:
-        if self.is_driver:
-            seconds = time.perf_counter() - BEGAN
-            Console(highlight=False, markup=False).print(
-                f"starting {seconds:4.0f} s  {what}", style="dim", soft_wrap=True
-            )
 
     @contextlib.contextmanager
     def compilation_in_startup(self) -> Iterator[None]:
@@ -150,27 +133,3 @@ class StepTimer:
             name = self.open_phases[-1]
             self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last_change
         self.last_change = now
-
-
-def startup_lines(parts: dict[str, float], roles: Roles) -> list[str]:
-    """A line for each role on the driver: the seconds of each part of the start; none elsewhere.
-
-    parts: of this rank, in order; one that begins with "waiting" is for others. Collective over `roles.control`.
-    """
-    everyone = gather_to_driver((roles.name, parts), roles)
-    by_role: dict[str, list[dict[str, float]]] = {}
-    for name, of_rank in everyone or []:
-        by_role.setdefault(name, []).append(of_rank)
-    return [f"{name}: {slowest_of(ranks)}" for name, ranks in by_role.items()]
-
-
-def slowest_of(ranks: list[dict[str, float]]) -> str:
-    """The parts of the rank that worked longest."""
-
-    def work(parts: dict[str, float]) -> float:
-        return sum(seconds for part, seconds in parts.items() if not part.startswith("waiting"))
-
-    slowest = max(ranks, key=work)
-    told = {part: seconds for part, seconds in slowest.items() if seconds >= SHORTEST_SECONDS} or slowest
-    text = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in told.items())
-    return text + (f" (the slowest of {len(ranks)} ranks)" if len(ranks) > 1 else "")

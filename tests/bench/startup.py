@@ -10,8 +10,8 @@ times with what is in it; nothing is saved. The first step has ended when metric
 alone, whose rows change their length: seconds of the first row of each length, which is compiled for or not, and tokens
 per second of the next three.
 
-Columns of roles are what the run prints at its start, on the slowest rank; those of vLLM are its log's, and parts of
-`starting vLLM`. What compiles within the first step is in `step 1 compiles`.
+Lines `starting` are the seconds at which rank 0 began with a part of the start; those of vLLM are its log's, and parts
+of `starting vLLM`. What compiles within the first step is in `step 1 compiles`.
 """
 
 import argparse
@@ -31,8 +31,7 @@ sys.path.insert(0, str(ROOT))
 from grpo.run.command_line import CACHES
 
 LAYOUTS = ("colocated", "split", "rows")
-ROLE_LINE = re.compile(r"^starting +\d+ s  (\w+): (.*)", re.MULTILINE)
-PART = re.compile(r"(?:, )?(.+?) (\d+\.\d) s")
+STARTING = re.compile(r"^starting +(\d+) s  (.*)", re.MULTILINE)
 # What vLLM 0.32 logs; the last of each counts
 VLLM = {
     "vLLM: loading": r"Model loading took \S+ GiB memory and ([\d.]+) seconds",
@@ -130,9 +129,7 @@ def steps_of(metrics: pathlib.Path) -> dict[str, float]:
 
 def parts_of(log: str) -> dict[str, float]:
     """What the run printed of its start, and vLLM of its own."""
-    parts = {}
-    for role, text in ROLE_LINE.findall(log):
-        parts |= {f"{role}: {part.split(',')[0]}": float(seconds) for part, seconds in PART.findall(text)}
+    parts = {f"starting: {part.split(',')[0]}": float(seconds) for seconds, part in STARTING.findall(log)}
     found = {name: re.findall(pattern, log) for name, pattern in VLLM.items()}
     return parts | {name: float(values[-1]) for name, values in found.items() if values}
 

@@ -5,8 +5,6 @@ import pathlib
 import shutil
 import subprocess
 
-from safetensors import safe_open
-
 from tests.e2e.runs import read_metrics
 from tests.torchrun import run_torchrun, torchrun
 
@@ -38,13 +36,10 @@ def test_nan_then_a_damaged_checkpoint_then_another_config(model: pathlib.Path, 
     layout = ("--roles.num-trainers", 2, "--roles.num-references", 0)
     arguments = (recipe, *layout, "--model.path", model, "--run-dir", run_dir, "--checkpoint.no-export")
     output = torchrun("train_grpo.py", *arguments, nproc=3)
-    assert output.count("skipped its update: log-probs of the reference are not finite; its batch is in") == 1
+    assert output.count("warning: step 2 skipped 100% of its update, because not finite: reference") == 1
     first, second, third = read_metrics(run_dir)
     assert second["skipped_frac"] == second["skipped/reference"] == 1 and second["kl"] is None
     assert first["skipped_frac"] == third["skipped_frac"] == 0 and third["grad_norm"] > 0
-    with safe_open(run_dir / "batches/skipped-step-00000002.safetensors", "pt") as file:
-        mask_N, ref_N = file.get_tensor("loss_mask_N"), file.get_tensor("ref_logprobs_N")
-    assert mask_N.any() and ref_N[mask_N].isnan().all() and ref_N[~mask_N].isfinite().all()
 
     # the newest is cut short, and removed; without the NaN, which the reference has in its second call of a process
     for shard in (run_dir / "checkpoints/step-00000003").glob("*.distcp"):

@@ -1,7 +1,6 @@
 """What a config asks of the machine, each with a machine that has it and one that does not."""
 
 import shutil
-import sys
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from grpo.run import machine
 from grpo.run.machine import Device, check_disk, check_gpus, check_memory, check_versions, fit_to_machine
 from tests.unit.test_memory import QWEN3_1_7B, QWEN3_8B, hf
 
-H100 = Device(8, "H100", 79.2, 78.8)
+H100 = Device(8, "H100", 79.2)
 ROLES = c.RolesConfig(num_trainers=4, num_references=0, num_generators=4)
 
 
@@ -23,22 +22,16 @@ def grpo(**fields) -> c.GRPOConfig:
 def test_the_versions_of_this_environment_fit_and_another_one_is_named(monkeypatch):
     row = check_versions()
     assert row.fits and "torchtitan 0.3.0" in row.found and "vllm 0.32.0" in row.found
-    installed = machine._installed
+    installed = machine.installed_version
 
     def other(package: str) -> str | None:
         return {"vllm": None, "torchtitan": "0.2.0"}.get(package, installed(package))
 
-    monkeypatch.setattr(machine, "_installed", other)
+    monkeypatch.setattr(machine, "installed_version", other)
     row = check_versions()
     assert not row.fits and "launch/setup.sh" in row.to_do
     assert "torchtitan 0.2.0, pinned is 0.3.0" in row.found and "vllm missing, pinned is 0.32.0" in row.found
     assert "transformers" in row.found and "transformers 5.19.0, pinned" not in row.found
-
-
-def test_a_python_without_wheels_is_a_problem(monkeypatch):
-    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
-    row = check_versions()
-    assert not row.fits and row.found.startswith("Python 3.9, not 3.11 or 3.12; ")
 
 
 GPUS = {
@@ -51,25 +44,17 @@ GPUS = {
 @pytest.mark.parametrize("num_gpus", GPUS)
 def test_gpus_against_the_layout(num_gpus):
     fits, told = GPUS[num_gpus]
-    row = check_gpus(grpo(), Device(num_gpus, "H100", 79.2, 78.8))
+    row = check_gpus(grpo(), Device(num_gpus, "H100", 79.2))
     assert row.fits == fits and told in str(row)
 
 
-def test_gpus_in_use_and_gpus_that_torch_does_not_see(monkeypatch):
-    row = check_gpus(grpo(), Device(8, "H100", 79.2, 54.2))
-    assert not row.fits and "hold 25.0 GiB" in row.found and "nvidia-smi" in row.to_do
-    none = Device(0, "2 CPU cores", 24, 20)
+def test_gpus_that_torch_does_not_see(monkeypatch):
+    none = Device(0, "2 CPU cores", 20)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert check_gpus(grpo(), none).fits
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     row = check_gpus(grpo(), none)
     assert not row.fits and "sees no GPU" in row.found
-
-
-def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(ValueError, match="process 4 of this host needs a GPU of its own, and there are 4; .*_node=4"):
-        machine.look_at_device(4)
 
 
 def statuses(config: c.GRPOConfig | c.SFTConfig, raw: dict = QWEN3_8B, device: Device = H100) -> dict[str, bool]:
@@ -82,7 +67,7 @@ def test_memory_of_each_role_against_a_gpu():
     one = c.RolesConfig(num_trainers=1, num_references=1, num_generators=1)
     with_kl = grpo(roles=one, algorithm=c.AlgorithmConfig(kl_coef=0.1))
     assert statuses(with_kl) == {"trainer": False, "generator": True, "reference": True}
-    small = Device(8, "L4", 16.0, 15.9)  # an engine may use 13.6
+    small = Device(8, "L4", 16.0)  # an engine may use 13.6
     assert statuses(with_kl, device=small) == dict.fromkeys(("trainer", "generator", "reference"), False)
     assert statuses(c.SFTConfig(num_trainers=8)) == {"trainer": True}
 
@@ -104,7 +89,7 @@ def test_memory_of_a_trainer_that_shares_its_gpu():
 
 def test_memory_of_all_ranks_on_a_cpu():
     """Qwen3-1.7B: 4 trainers of 24.9 GiB are far above 20 GiB already; a tiny model is far below."""
-    cpu = Device(0, "2 CPU cores", 24, 20)
+    cpu = Device(0, "2 CPU cores", 20)
     assert statuses(grpo(), QWEN3_1_7B, cpu) == {"memory": False}
     tiny = QWEN3_1_7B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
     assert statuses(grpo(), tiny, cpu) == {"memory": True}
@@ -146,12 +131,12 @@ def test_what_a_resumed_run_replaces_counts_as_room(tmp_path, monkeypatch):
 def test_a_start_warns_of_each_problem_in_one_line(tmp_path, monkeypatch, capsys):
     hf(QWEN3_8B).save_pretrained(tmp_path)
     config = grpo(run_dir=str(tmp_path / "run"), checkpoint=c.CheckpointConfig(interval=10))
-    monkeypatch.setattr(machine, "look_at_device", lambda index: H100)
+    monkeypatch.setattr(machine, "look_at_device", lambda: H100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**50))
     assert fit_to_machine(config, str(tmp_path)).activation_checkpointing == "selective"
     assert capsys.readouterr().out == "trainer.activation_checkpointing: selective, by arithmetic\n"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**30))
-    monkeypatch.setattr(machine, "look_at_device", lambda index: Device(8, "L4", 22.0, 21.8))
+    monkeypatch.setattr(machine, "look_at_device", lambda: Device(8, "L4", 22.0))
     fit_to_machine(config, str(tmp_path))
     told = capsys.readouterr().out.splitlines()
     assert told.pop() == "trainer.activation_checkpointing: full, by arithmetic"

@@ -10,7 +10,7 @@ from grpo.data import toy
 from grpo.data.chat import load_tokenizer
 from grpo.models.export import write_form
 from grpo.models.hf_folder import COPIED_FILES, ChatForm, copied_files, read_hf_config, stop_token_ids
-from grpo.run.model_folder import learned_form
+from grpo.run.inputs import learned_form
 
 
 def names(folder: pathlib.Path) -> list[str]:
