@@ -88,8 +88,7 @@ def train(config: GRPOConfig, session: Session) -> None:
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
         timer.enter("sync")
         if plan.probe:  # every sync_check_interval steps: do trainers and generators hold the same weights?
-            with timer.compilation_in_startup():
-                check_sync(plan.probe, trainer, generator, config.largest_mismatch, roles)
+            check_sync(plan.probe, trainer, generator, config.largest_mismatch, roles)
 
         timer.enter("generate")
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
@@ -108,9 +107,8 @@ def train(config: GRPOConfig, session: Session) -> None:
         timer.enter("train")
         metrics = StepMetrics(batch.num_sequences if trainer else 0)
         if trainer:
-            with timer.compilation_in_startup():
-                batch = add_advantages(config, batch, *rewards, kl_coef, metrics)
-                update(config, trainer, batch, kl_coef, metrics)
+            batch = add_advantages(config, batch, *rewards, kl_coef, metrics)
+            update(config, trainer, batch, kl_coef, metrics)
 
         timer.enter("generate")
         land(ahead, driver, roles)  # generators -> driver, for the next step

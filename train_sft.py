@@ -53,7 +53,7 @@ def train(config: SFTConfig, session: Session) -> None:
             break
         batch = send_batch(driver.next_batch(), roles)  # driver -> trainers
         metrics = StepMetrics(batch.num_sequences)
-        with timer.phase("train"), timer.compilation_in_startup():
+        with timer.phase("train"):
             denominator = float(batch.loss_mask_N.sum())  # the whole step's, whatever the micro-batch
             trainer.forward_backward(batch, partial(label_objective, denominator=denominator), metrics)
             metrics.record(**trainer.optimizer_step())

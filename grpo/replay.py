@@ -85,7 +85,7 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
                 "model with the tokenizer of the recorded run"
             )
         metrics = StepMetrics(found.batch.num_sequences)
-        with timer.phase("train"), timer.compilation_in_startup():
+        with timer.phase("train"):
             batch = add_advantages(config, found.batch, found.rewards_S, found.has_reward_S, kl_coef, metrics)
             update(config, trainer, batch, kl_coef, metrics)
         measured = measured_metrics(metrics, timer.close_step(), batch.num_tokens)

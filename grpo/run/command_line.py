@@ -1,11 +1,10 @@
 """A script's command line as a checked config, and the process made ready, before anything slow is imported.
 
 Only the standard library and tyro are needed for it. What compilers keep (torch.compile, Triton, vLLM and
-FlashAttention 4) goes into one folder, with which the next run starts: by default `grpo` in the user's cache folder,
-where torch alone would take /tmp, which machines empty. Ranks, runs and nodes share it: entries are found by a hash of
-what was compiled, for which GPU, and appear whole. Those of vLLM and of FlashAttention are not found by the GPU, so
-both have folders in it: one for each index of a GPU, and one for each kind too (engine.py, attention.py). All of it can
-be deleted at any time.
+FlashAttention 4) goes into one folder, with which the next run starts: `~/.cache/grpo`, or what GRPO_CACHE_DIR names.
+Ranks, runs and nodes share it: entries are found by a hash of what was compiled, for which GPU, and appear whole. Those
+of vLLM and of FlashAttention are not found by the GPU, so both have folders in it: one for each index of a GPU, and one
+for each kind too (engine.py, attention.py). All of it can be deleted at any time.
 """
 
 import importlib.util
@@ -59,8 +58,8 @@ def read_config(config_type: type[Config]) -> Config:
 
 
 def _read(config_type: type[Config]) -> Config:
+    keep_caches()
     with refuse_bad_input():
-        keep_caches()
         config = load(config_type, DEFAULT_RECIPES[config_type])
         if config.dry_run:
             return config
@@ -84,35 +83,18 @@ def subject_of(doc: str, words: list[str] | None = None) -> tuple[str, list[str]
         print(doc)
         raise SystemExit(0 if words[:1] in (["--help"], ["-h"]) else 2)
     quiet_libraries()
-    with refuse_bad_input():
-        keep_caches()
+    keep_caches()
     return words[0], words[1:]
 
 
 def keep_caches() -> None:
-    """Point the libraries to the folder, before they are used; one whose own variable is set stays where it is.
-
-    Raises ValueError if the folder that GRPO_CACHE_DIR names cannot be written; the default one is then not used.
-    """
+    """Point the libraries to the folder, before they are used; one whose own variable is set stays where it is."""
     inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     if inductor and os.environ.get("TORCHINDUCTOR_CACHE_DIR") == inductor.default_cache_dir():
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"]  # torch sets its default while it is imported
-    chosen = os.environ.get(CACHE_VARIABLE)
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = pathlib.Path(chosen or f"{home}/grpo").absolute()
-    parts = {variable: folder / part for variable, part in CACHES.items() if not os.environ.get(variable)}
-    try:
-        for part in parts.values():
-            part.mkdir(parents=True, exist_ok=True)
-            if not os.access(part, os.W_OK):
-                raise PermissionError(f"{part} is not writable")
-    except OSError as error:
-        if chosen:
-            raise ValueError(
-                f"{CACHE_VARIABLE}={chosen} cannot hold the compilers' caches: {error}; name another"
-            ) from error
-        return
-    os.environ.update({variable: str(part) for variable, part in parts.items()})
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]  # torch, which would take /tmp, sets it while it is imported
+    folder = pathlib.Path(os.environ.get(CACHE_VARIABLE, "~/.cache/grpo")).expanduser().absolute()
+    for variable, part in CACHES.items():
+        os.environ.setdefault(variable, str(folder / part))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # it keeps nothing otherwise
 
 

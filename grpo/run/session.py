@@ -18,7 +18,7 @@ from grpo.config.user_files import near_miss
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
 from grpo.folder import checkpoint
-from grpo.folder.resume import Stream, open_run_folder, resumed_stream
+from grpo.folder.resume import open_run_folder
 from grpo.folder.run_folder import begin_run
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
@@ -116,12 +116,7 @@ class Session:
         """
         config = self.config
         self.opened = open_run_folder(config, self.script, (config.model.path, *inputs))
-        check_profile(config.profile, self.opened.step)
         self.model_folder, self.tokenizer = open_model_folder(config, tensor_parallel, texts, self.toy_dir)
-
-    def resumed(self, make: Callable[[], Stream]) -> Stream:
-        """A stream of data at the place where the checkpoint was taken; see `resumed_stream`."""
-        return resumed_stream(make, self.opened, self.config.allow_changes)
 
     def start(self, ranks: str) -> Start:
         """Begin a training run, fit its config to the machine, and print on which `ranks` and where it starts."""
@@ -296,15 +291,6 @@ class Session:
         self.run_log.close()
         os.close(self.lock)
         print(self.last_line, flush=True)
-
-
-def check_profile(chosen: int, first_step: int) -> None:
-    """Refuse to trace a step that this run does not train any more. Raises ValueError."""
-    if 0 < chosen <= first_step:
-        raise ValueError(
-            f"profile={chosen} is a step before step {first_step + 1}, with which this run continues; name that or a "
-            "later one"
-        )
 
 
 def open_model_folder(

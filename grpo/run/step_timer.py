@@ -38,7 +38,7 @@ def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) 
 class StepTimer:
     """Seconds of each phase of one step. A phase inside another pauses it, so no second counts twice.
 
-    Phase `startup` is not the step's: loading models, and compiling inside the first steps.
+    Phase `startup`, loading models, is not the step's.
     """
 
     def __init__(self, is_driver: bool = False) -> None:
@@ -57,18 +57,14 @@ class StepTimer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the wall seconds of the `with` block to phase `name` (startup, generate, reference, train, ...)."""
-        with record_function(name), self._phase(name):  # a range in a profiler's trace
-            yield
-
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
         if name in ("other", "step"):
             raise ValueError(f"time/{name} is computed by close_step; give the phase another name")
         self._book()
         self.open_phases.append(name)
         set_place(phase=name)
         try:
-            yield
+            with record_function(name):  # a range in a profiler's trace
+                yield
         finally:
             self._book()
             self.open_phases.pop()
@@ -83,32 +79,6 @@ class StepTimer:
             Console(highlight=False, markup=False).print(line, style="dim", soft_wrap=True)
         with self.phase("startup"):
             yield
-
-    @contextlib.contextmanager
-    def compilation_in_startup(self) -> Iterator[None]:
-        """While the `with` block runs, what torch.compile takes pauses the open phase and counts as `startup`.
-
-        It compiles at the first call of a function and again for new shapes, also in autograd's threads, for which the
-        caller waits. Torch reports the first of nested or parallel compilations as the start, the last as the end.
-        """
-        from torch._dynamo.callback import callback_handler  # takes seconds to load
-
-        open_phase = contextlib.ExitStack()
-
-        def start(_) -> None:
-            open_phase.enter_context(self._phase("startup"))  # perhaps in a thread of autograd's
-
-        def end(_) -> None:
-            open_phase.close()
-
-        callback_handler.register_start_callback(start)
-        callback_handler.register_end_callback(end)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(ValueError):  # torch._dynamo.reset() may have removed them
-                callback_handler.remove_start_callback(start)
-                callback_handler.remove_end_callback(end)
 
     def close_step(self) -> dict[str, float]:
         """Seconds since the last call: `time/PHASE` of each phase that ran, `time/other`, `time/step`.

@@ -1,18 +1,14 @@
 """The run's books: times, averages, files and curves, with numbers a person can check."""
 
-import functools
 import html
 import json
 import math
-import threading
 import types
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
-from torch._dynamo.backends.common import aot_autograd
 
 from grpo import look
 from grpo.config import MetricsConfig
@@ -97,40 +93,6 @@ def test_the_driver_says_what_start_up_waits_for(clock, capsys, monkeypatch):
         clock.now += 3.0
         with timer.startup("loading the policy"):
             assert capsys.readouterr().out == ("starting    3 s  loading the policy\n" if is_driver else "")
-
-
-def test_timer_counts_compilation_as_start_up(clock, monkeypatch):
-    """The compiler moves the clock: 10 s for the forward graph, 100 s for the backward one, which autograd asks for."""
-    phases = []
-    monkeypatch.setattr(step_timer, "set_place", lambda phase: phases.append(phase))
-
-    def compiler(graph, inputs, seconds):
-        clock.now += seconds
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(
-        fw_compiler=functools.partial(compiler, seconds=10.0), bw_compiler=functools.partial(compiler, seconds=100.0)
-    )
-    torch._dynamo.reset()
-    function = torch.compile(lambda x: x.sin().sum(), backend=backend)  # the backward when it is first called
-
-    def step(timer):
-        with timer.phase("train"):
-            loss = function(torch.ones(3, requires_grad=True))
-            clock.now += 1.0
-            backward = threading.Thread(target=loss.backward)  # as autograd's, for which the caller waits
-            backward.start()
-            backward.join()
-            clock.now += 1.0
-        return timer.close_step()
-
-    timer = StepTimer()
-    with timer.compilation_in_startup():
-        assert step(timer) == {"time/train": 2.0, "time/startup": 110.0, "time/other": 0.0, "time/step": 2.0}
-        assert phases == ["train", "startup", "train", "startup", "train", "other"]
-        assert step(timer) == {"time/train": 2.0, "time/other": 0.0, "time/step": 2.0}
-    torch._dynamo.reset()
-    assert step(timer) == {"time/train": 112.0, "time/other": 0.0, "time/step": 112.0}
 
 
 # --- metrics of rollouts

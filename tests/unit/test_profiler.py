@@ -9,7 +9,6 @@ import torch
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.checks import validate
-from grpo.run.session import check_profile
 from grpo.run.step_timer import StepTimer, profile_step
 
 ROLES = types.SimpleNamespace(rank=3, name="generator")
@@ -34,7 +33,3 @@ def test_a_step_outside_of_the_run_is_refused(config_type):
     validate(config_type(num_steps=5, profile=5))
     with pytest.raises(ValueError, match="profile=6 is no step of a run of num_steps=5"):
         validate(config_type(num_steps=5, profile=6))
-    check_profile(6, first_step=5)
-    check_profile(0, first_step=5)
-    with pytest.raises(ValueError, match="profile=5 is a step before step 6, with which this run continues"):
-        check_profile(5, first_step=5)
