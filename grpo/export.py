@@ -59,28 +59,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def find_checkpoint(run_dir: pathlib.Path, step: str, metric: str) -> pathlib.Path:
-    """The checkpoint that `step` names: a number, `latest`, or `best` by the held-out `metric`.
-
-    Raises ValueError if there is none such.
-    """
-    there = step_folders(run_dir)
-    if not there:
-        raise ValueError(f"{run_dir} has no checkpoint")
-    if step == "latest":
-        return there[-1]
-    if step == "best":
-        found = best_checkpoint(run_dir, metric) if metric else None
-        if found is None:
-            raise ValueError(
-                f"{run_dir} has no best checkpoint: it was trained with checkpoint.keep_best={metric!r}, which names "
-                "a held-out metric, such as accuracy; give a step"
-            )
-        return found
-    found = [folder for folder in there if str(step_of(folder)) == step]
-    if not found:
-        steps = ", ".join(str(step_of(folder)) for folder in there)
-        raise ValueError(f"{run_dir} has no checkpoint of step {step}; there are {steps}")
-    return found[0]
+    """The checkpoint that `step` names: a number, `latest`, or `best` by the held-out `metric`; ValueError if none."""
+    there = {str(step_of(folder)): folder for folder in step_folders(run_dir)}
+    if step == "latest" and there:
+        return list(there.values())[-1]
+    best = best_checkpoint(run_dir, metric) if step == "best" and metric else None
+    if best is None and step not in there:
+        raise ValueError(
+            f"{run_dir} has no checkpoint of step {step}; there are: {', '.join(there) or 'none'} (best is by "
+            f"checkpoint.keep_best, which is {metric!r})"
+        )
+    return best or there[step]
 
 
 if __name__ == "__main__":

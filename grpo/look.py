@@ -38,8 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--evaluation", action="store_true", help="held-out completions instead")
     given = parser.parse_args(arguments)
     try:
-        shows_rollouts = given.step or given.worst or given.prompt or given.evaluation
-        text = rollouts_text(given) if shows_rollouts else summarize(given.run_dir)
+        asks = given.step or given.worst or given.prompt or given.evaluation
+        text = rollouts_text(given) if asks else summarize(given.run_dir)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
@@ -127,18 +127,15 @@ def read_step(path: pathlib.Path, step: str) -> tuple[int, list[dict[str, Any]]]
     """
     if step != "latest" and not step.isdecimal():
         raise ValueError(f"--step {step}: give a number, or latest")
-    there, found = [], []
-    for record in read_lines(path, "name the folder of a run that writes it (see metrics.samples_interval)"):
-        if record["step"] not in there:
-            there.append(record["step"])
-            if step == "latest":
-                found.clear()  # a file of a long run is large; one step of it is kept
-        if step in ("latest", str(record["step"])):
-            found.append(record)
+    there, found = [], None
+    records = read_lines(path, "name the folder of a run that writes it (see metrics.samples_interval)")
+    for number, of_step in itertools.groupby(records, lambda record: record["step"]):
+        there.append(str(number))
+        if step in ("latest", str(number)):  # a file of a long run is large; one step of it is kept
+            found = number, list(of_step)
     if not found:
-        steps = ", ".join(map(str, there)) or "none"
-        raise ValueError(f"{path} has no completions of step {step}; there are those of: {steps}")
-    return found[0]["step"], found
+        raise ValueError(f"{path} has no completions of step {step}; there are those of: {', '.join(there) or 'none'}")
+    return found
 
 
 def choose(records: list[dict[str, Any]], prompt: str = "", worst: bool = False, num: int = 0) -> list[dict[str, Any]]:

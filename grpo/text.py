@@ -6,12 +6,11 @@ What a model writes and what stands in a data set is shown through `printable`, 
 import math
 import re
 
-# As ranges of code points. Line breaks and tabs stay.
-CONTROLS = r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 with ESC and carriage return, DEL, C1
-LINE_SEPARATORS = r"\u2028\u2029"
+# Ranges of code points. Line breaks and tabs stay.
+CONTROLS = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029"  # C0 with ESC and carriage return, DEL, C1, line separators
 BIDI = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # they show text in another order than it is in
 SURROGATES = r"\ud800-\udfff"  # half of a character; no UTF-8 can hold one
-_ACTING = re.compile(f"[{CONTROLS}{LINE_SEPARATORS}{BIDI}{SURROGATES}]")
+_ACTING = re.compile(f"[{CONTROLS}{BIDI}{SURROGATES}]")
 _SURROGATE = re.compile(f"[{SURROGATES}]")
 
 
@@ -55,12 +54,10 @@ def compact_number(value: float) -> str:
 
 def compact_duration(seconds: float) -> str:
     """Seconds as 12s, 3m05s or 1h02m."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    minutes, seconds = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 def number_or_none(value: float | None) -> str:

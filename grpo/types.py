@@ -45,8 +45,7 @@ class Piece:
     loss_mask_T: torch.Tensor
     """bool: the token counts in the loss."""
     logprobs_T: torch.Tensor | None = None
-    """float32: natural-log probability of each under the distribution sampled from, temperature included; None: they
-    were written, and are not in the loss."""
+    """float32: natural log-prob under the distribution sampled from; None: they were written, not sampled."""
     version: int = 0
     """Steps in the weights that sampled it."""
 
@@ -179,8 +178,7 @@ class TrainBatch:
     ids_N: torch.Tensor
     """int64."""
     loss_mask_N: torch.Tensor
-    """bool: the token counts. False: prompts, what nobody sampled, and whatever is excluded (no reward, a sampling
-    log-prob that is not finite, truncated if so configured)."""
+    """bool: the token counts: neither prompts nor what is excluded (no reward, a log-prob that is not finite, ...)."""
     lengths_S: torch.Tensor
     """int64: tokens of each sequence."""
     sequence_S: torch.Tensor
@@ -188,7 +186,7 @@ class TrainBatch:
     temperatures_S: torch.Tensor
     """float32: what each sequence was sampled with."""
     versions_S: torch.Tensor
-    """int64: steps in the weights that sampled it, its first token if it was carried over."""
+    """int64: steps in the weights that sampled its first token."""
     truncated_S: torch.Tensor
     """bool: it ran out of tokens."""
     prompt_lengths_S: torch.Tensor | None = None
@@ -253,18 +251,14 @@ class SharedPrompts(NamedTuple):
 class MicroBatch:
     """One forward and backward on one rank: B rows of T positions, each row whole sequences and then padding.
 
-    Sequences that share a prompt may have it once, in front of all of them, see grpo/data/batches.py.
-
-    All fields down to `advantages_BT` are [B, T] and side by side: what belongs to a token is at the position that
-    *predicts* it, the one before it. At positions that predict nothing (the last token of a sequence, padding) the mask
-    is False.
+    Fields down to `advantages_BT` are [B, T]: what belongs to a token is at the position that *predicts* it, the one
+    before it; the mask is False where nothing is predicted. Sequences that share a prompt may have it once, in front.
     """
 
     ids_BT: torch.Tensor
     """int64: the input, each token at its own position; `pad_id` on padding."""
     positions_BT: torch.Tensor
-    """int64: within the sequence, also behind a shared prompt; padding at the end of a row is documents of PAD_DOCUMENT
-    positions."""
+    """int64: within the sequence, also behind a shared prompt; padding is documents of PAD_DOCUMENT positions."""
     targets_BT: torch.Tensor
     """int64: the predicted token; 0 where there is none."""
     token_BT: torch.Tensor
@@ -283,11 +277,9 @@ class MicroBatch:
     ref_logprobs_BT: torch.Tensor | None
     advantages_BT: torch.Tensor | None
     scored_M: torch.Tensor
-    """int64: places b * T + t, in order, at which log-probs and entropy are computed: those that count in the loss, and
-    others up to a number that suits kernels."""
+    """int64: places b * T + t, in order, at which log-probs are computed: the loss tokens, and some for kernels."""
     document_starts: torch.Tensor
-    """int32 [documents + 1]: places b * T + t at which sequences, shared prompts, what follows these, and documents of
-    padding begin, in order, and B * T."""
+    """int32 [documents + 1]: places b * T + t at which documents (sequences, shared prompts, ...) begin, and B * T."""
     longest_document: int
     """Positions."""
     shared: SharedPrompts | None

@@ -22,10 +22,7 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
         _check_roles(config)
         _check_algorithm(config.algorithm.resolved, config)
         _check_advantages(config.algorithm.resolved, config)
-        if config.overlap_steps:
-            _check_overlap(config.algorithm.resolved, config)
-        if config.sampling.carry_over:
-            _check_carry_over(config.algorithm.resolved, config)
+        _check_lag(config.algorithm.resolved, config)
         _check_sampling(config)
     _check_held_out(config.evaluation, config.data)
     if isinstance(config, GRPOConfig) or config.evaluation.interval:
@@ -157,8 +154,6 @@ def _check_advantages(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             "algorithm.kl_in=reward uses the value of the KL alone, which is k3's in k3_k2_gradient; use "
             "--algorithm.kl-estimator k3"
         )
-    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
-        raise ValueError("algorithm.kl_in=reward does nothing with algorithm.kl_coef=0; set it above 0")
     if algorithm.distill_coef and not config.model.reference_path:
         raise ValueError(
             f"algorithm.distill_coef={algorithm.distill_coef} has no teacher; name a --model.reference-path"
@@ -171,46 +166,37 @@ def _check_advantages(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         )
 
 
-def _check_overlap(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
-    if config.roles.colocated:
+def _check_lag(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
+    """Refuse completions of older weights where a step cannot have them, or nothing makes up for them."""
+    overlap, carried, generator = config.overlap_steps, config.sampling.carry_over, config.generator
+    if overlap and config.roles.colocated:
         raise ValueError(
-            f"overlap_steps={config.overlap_steps} lets generators sample while other ranks train, and with "
-            "roles.colocated every rank does both in turns; set --overlap-steps 0, or split the roles: "
-            "--roles.no-colocated with --roles.num-trainers and --roles.num-generators"
+            f"overlap_steps={overlap} lets generators sample while other ranks train, and with roles.colocated every "
+            "rank does both in turns; set --overlap-steps 0, or split the roles: --roles.no-colocated with "
+            "--roles.num-trainers and --roles.num-generators"
         )
-    _check_correction(
-        algorithm, f"overlap_steps={config.overlap_steps} trains on completions of weights one step older"
-    )
-
-
-def _check_correction(algorithm: AlgorithmConfig, lag: str) -> None:
-    # a mask of whole sequences weighs nothing, so the ratio must
-    in_the_ratio = algorithm.old_logprobs == "generator" and algorithm.importance_correction == "mask_sequences"
-    if algorithm.importance_correction not in ("truncate", "mask_tokens") and not in_the_ratio:
+    if carried >= config.prompts_per_step:
         raise ValueError(
-            f"{lag}, which algorithm.importance_correction={algorithm.importance_correction} with old_logprobs="
-            f"{algorithm.old_logprobs} does not make up for; use --algorithm.old-logprobs policy with "
-            "--algorithm.importance-correction truncate (or mask_tokens), or old_logprobs generator with mask_sequences"
-        )
-
-
-def _check_carry_over(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
-    number, generator = config.sampling.carry_over, config.generator
-    if number >= config.prompts_per_step:
-        raise ValueError(
-            f"sampling.carry_over={number} must be below prompts_per_step={config.prompts_per_step}, so that a step "
+            f"sampling.carry_over={carried} must be below prompts_per_step={config.prompts_per_step}, so that a step "
             "samples at all; a quarter of it is a good deal"
         )
     for name, values in (("stop", generator.stop), ("sampling", needing_texts(generator.sampling))):
-        if values:
+        if carried and values:
             raise ValueError(
-                f"sampling.carry_over={number} goes on with a completion as with a longer prompt, of which generator."
+                f"sampling.carry_over={carried} goes on with a completion as with a longer prompt, of which generator."
                 f"{name} {', '.join(map(repr, values))} would see the end alone; drop one (generator.stop_token_ids "
                 "may stay)"
             )
-    _check_correction(
-        algorithm, f"sampling.carry_over={number} trains on completions whose first tokens older weights sampled"
-    )
+    # a mask of whole sequences weighs nothing, so the ratio must
+    in_the_ratio = algorithm.old_logprobs == "generator" and algorithm.importance_correction == "mask_sequences"
+    corrected = algorithm.importance_correction in ("truncate", "mask_tokens") or in_the_ratio
+    if (overlap or carried) and not corrected:
+        raise ValueError(
+            f"overlap_steps={overlap} and sampling.carry_over={carried} train on completions of older weights, which "
+            f"algorithm.importance_correction={algorithm.importance_correction} with old_logprobs="
+            f"{algorithm.old_logprobs} does not make up for; use --algorithm.old-logprobs policy with "
+            "--algorithm.importance-correction truncate (or mask_tokens), or old_logprobs generator with mask_sequences"
+        )
 
 
 def _check_sampling(config: GRPOConfig) -> None:

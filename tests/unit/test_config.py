@@ -58,7 +58,6 @@ REFUSED_IN_GRPO = [
     ({"algorithm.loss": "ppo"}, "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo"),
     ({"algorithm.advantages": "gruop_std"}, "algorithm.advantages='gruop_std' is unknown; use group_std, group_mean"),
     ({"algorithm.num_mini_batches": 33}, "num_mini_batches=33 .* raise prompts_per_step=32"),
-    ({"algorithm.kl_in": "reward"}, "kl_in=reward does nothing with algorithm.kl_coef=0"),
     (
         {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k3_k2_gradient"},
         "kl_in=reward uses the value .* --algorithm.kl-estimator k3",
