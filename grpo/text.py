@@ -10,6 +10,7 @@ import re
 CONTROLS = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029"  # C0 with ESC and carriage return, DEL, C1, line separators
 BIDI = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # they show text in another order than it is in
 SURROGATES = r"\ud800-\udfff"  # half of a character; no UTF-8 can hold one
+REASON_CHARACTERS = 300
 _ACTING = re.compile(f"[{CONTROLS}{BIDI}{SURROGATES}]")
 _SURROGATE = re.compile(f"[{SURROGATES}]")
 
@@ -39,6 +40,11 @@ def shorten(text: str, limit: int) -> str:
 def one_line(text: str) -> str:
     """Each run of blanks and line breaks as one blank, the rest `printable`."""
     return printable(" ".join(text.split()))
+
+
+def reason_of(error: BaseException) -> str:
+    """What was raised, on one line of up to REASON_CHARACTERS."""
+    return shorten(one_line(f"{type(error).__name__}: {error}"), REASON_CHARACTERS)
 
 
 def compact_number(value: float) -> str:

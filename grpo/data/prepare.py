@@ -99,9 +99,9 @@ def _chat_rows(source: Source, config: SFTConfig, held_out: int = 0) -> SourceRo
             row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
             if row_format is None:
                 raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
-            needed = " and ".join(columns.needed(row_format))
+            needed = " and ".join(columns.of_format[row_format])
             print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
-        rows = _narrowed(rows, source, data, columns.needed(row_format), ["input", columns.tools])
+        rows = _narrowed(rows, source, data, columns.of_format[row_format], ["input", columns.tools])
     return SourceRows(source, rows, chat_reader(config, row_format), row_format)
 
 
@@ -268,16 +268,12 @@ def _odd_kinds(table: "datasets.Dataset") -> dict[int, str]:
 
     A reward would meet them in the middle of a run.
     """
-    import pyarrow.compute as pc
-
-    column = table.data.column("kinds")
-    counts = {item["values"].as_py(): item["counts"].as_py() for item in pc.value_counts(column)}
-    counts.pop("", None)  # of rows that gave none
-    usual = max(counts, key=counts.get, default="")
+    kinds = table.data.column("kinds").to_pylist()
+    usual = Counter(filter(None, kinds)).most_common(1)
     return {
-        row: f"its columns are {kinds}, and in most rows {usual}"
-        for kinds in counts.keys() - {usual}
-        for row in np.flatnonzero(pc.equal(column, kinds)).tolist()
+        row: f"its columns are {those}, and in most rows {usual[0][0]}"
+        for row, those in enumerate(kinds)
+        if those and those != usual[0][0]  # rows that cannot be used have none
     }
 
 

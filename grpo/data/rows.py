@@ -11,10 +11,7 @@ from typing import Any
 from grpo.config import DataConfig, RowFormat, SFTConfig
 from grpo.config.user_files import load_function
 from grpo.data.columns import ABSENT, BadRow, Message, Row, any_value, messages_of, text_of, tools_of, value_at
-from grpo.text import one_line, shorten
-
-# Of what a user's function raised.
-SHOWN_CHARACTERS = 200
+from grpo.text import reason_of
 
 
 @dataclass(frozen=True)
@@ -55,55 +52,47 @@ def row_reader(data: DataConfig) -> RowReader:
     Raises ValueError, or whatever a user's file raises, if there is no such function `data.row`.
     """
     if data.row:
-        return functools.partial(_own_prompt, own_function(data.row))
-    return functools.partial(_prompt_row, data)
+        return _own_reader(data.row, _read_own_prompt)
+    return functools.partial(_read_prompt, data.prompt_column, data.reward_columns, data.tools_column)
 
 
-def _prompt_row(data: DataConfig, row: Row) -> Example:
-    prompt = _prompt(value_at(row, data.prompt_column), data.prompt_column)
-    paths = data.reward_columns.items()
-    columns = {name: prompt if path == data.prompt_column else any_value(row, path) for name, path in paths}
-    tools = tools_of(value_at(row, data.tools_column, None), data.tools_column) if data.tools_column else None
-    return Example(prompt, columns, tools=tools)
+def _read_own_prompt(made: Row) -> Example:
+    return _read_prompt("prompt", {name: name for name in made if name not in ("prompt", "tools")}, "tools", made)
 
 
-def _own_prompt(own: Callable[[Row], dict | None], row: Row) -> Example | None:
-    made = own(row)
-    if made is None:
-        return None
-    if "prompt" not in made:
-        keys = ", ".join(map(str, made))
-        raise BadRow(f"data.row gave the keys {keys}, and not a dict with `prompt`, or None")
-    columns = {name: any_value(made, name) for name in made if name not in ("prompt", "tools")}
-    return Example(_prompt(made["prompt"], "prompt"), columns, tools=tools_of(made.get("tools"), "tools"))
+def _read_prompt(prompt_column: str, columns: dict[str, str], tools_column: str, row: Row) -> Example:
+    prompt = value_at(row, prompt_column)
+    if not isinstance(prompt, list):
+        prompt = text_of(prompt, prompt_column)
+    elif (prompt := messages_of(prompt, prompt_column))[-1]["role"] == "assistant":
+        raise BadRow(
+            f"column {prompt_column!r} ends with the assistant's answer, which is not a part of the prompt; take "
+            f"{prompt_column}.:-1"
+        )
+    values = {name: prompt if path == prompt_column else any_value(row, path) for name, path in columns.items()}
+    tools = value_at(row, tools_column, None) if tools_column else None
+    return Example(prompt, values, tools=tools_of(tools, tools_column))
 
 
-def own_function(name: str) -> Callable[[Row], dict | None]:
-    """The user's function `data.row`; what it raises, and what is no dict, becomes BadRow."""
+def _own_reader(name: str, read: Callable[[Row], Example]) -> RowReader:
+    """The user's function `data.row`, then `read` for the row that it makes. What it raises becomes BadRow."""
     function = load_function(name, "data.row")
 
-    def call(row: Row) -> dict | None:
+    def read_own(row: Row) -> Example | None:
         try:
             made = function(dict(row))
         except Exception as error:  # a user's function may raise anything; it is told with the row's number
-            text = shorten(one_line(f"{type(error).__name__}: {error}"), SHOWN_CHARACTERS)
-            raise BadRow(f"data.row raised {text}") from error
-        if made is not None and not isinstance(made, dict):
-            raise BadRow(f"data.row gave {type(made).__name__}, and not a dict with `prompt`, or None")
-        return made
+            raise BadRow(f"data.row raised {reason_of(error)}") from error
+        if made is None:
+            return None
+        if not isinstance(made, dict):
+            raise BadRow(f"data.row gave {type(made).__name__}, and not a dict, or None for no row")
+        try:
+            return read(made)
+        except BadRow as error:
+            raise BadRow(f"data.row gave the keys {', '.join(map(str, made)) or 'none'}: {error}") from error
 
-    return call
-
-
-def _prompt(value: Any, path: str) -> str | list[Message]:
-    if not isinstance(value, list):
-        return text_of(value, path)
-    messages = messages_of(value, path)
-    if messages[-1]["role"] == "assistant":
-        raise BadRow(
-            f"column {path!r} ends with the assistant's answer, which is not a part of the prompt; take {path}.:-1"
-        )
-    return messages
+    return read_own
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,25 +115,21 @@ class ChatColumns:
             return cls("prompt", config.completion_column)
         return cls(config.data.prompt_column, config.completion_column, config.data.tools_column or "tools")
 
-    def needed(self, row_format: RowFormat) -> tuple[str, ...]:
-        """The columns without which a row is not of this format."""
+    @property
+    def of_format(self) -> dict[RowFormat, tuple[str, ...]]:
+        """Row format -> the columns without which a row is not of it, in the order in which formats are tried."""
         return {
             "prompt_completion": (self.prompt, self.completion),
             "messages": ("messages",),
             "alpaca": ("instruction", "output"),
             "text": ("text",),
-        }[row_format]
-
-
-# In the order in which `detect_format` tries them: the columns that the config names come first.
-ROW_FORMATS: tuple[RowFormat, ...] = ("prompt_completion", "messages", "alpaca", "text")
+        }
 
 
 def detect_format(rows: Iterable[Row], columns: ChatColumns) -> RowFormat | None:
     """The first row format that some of these rows have all columns for; None if there is none."""
     rows = list(rows)
-    for name in ROW_FORMATS:
-        needed = columns.needed(name)
+    for name, needed in columns.of_format.items():
         if any(all(value_at(row, column, ABSENT) is not ABSENT for column in needed) for row in rows):
             return name
     return None
@@ -152,7 +137,7 @@ def detect_format(rows: Iterable[Row], columns: ChatColumns) -> RowFormat | None
 
 def no_format(names: Iterable[str], columns: ChatColumns) -> str:
     """The message about rows that have columns of these names, and no format."""
-    choices = ", or ".join(" and ".join(columns.needed(name)) for name in ROW_FORMATS)
+    choices = ", or ".join(" and ".join(needed) for needed in columns.of_format.values())
     return (
         f"the columns {', '.join(map(str, names)) or 'none'} are no row format; there must be {choices}; rename "
         "columns, or name those of prompt and completion"
@@ -164,28 +149,17 @@ def chat_reader(config: SFTConfig, row_format: RowFormat) -> RowReader:
 
     row_format: `auto` only with `data.row`, of which each row is looked at for itself.
     """
-    columns = ChatColumns.of(config)
-    if config.data.row:
-        return functools.partial(_own_chat, own_function(config.data.row), row_format, columns)
-    return functools.partial(read_chat, row_format, columns)
-
-
-def _own_chat(
-    own: Callable[[Row], dict | None], row_format: RowFormat, columns: ChatColumns, row: Row
-) -> Example | None:
-    if (made := own(row)) is None:
-        return None
-    its_format = detect_format([made], columns) if row_format == "auto" else row_format
-    if its_format is None:
-        raise BadRow(f"data.row gave no chat: {no_format(made, columns)}")
-    return read_chat(its_format, columns, made)
+    read = functools.partial(read_chat, row_format, ChatColumns.of(config))
+    return _own_reader(config.data.row, read) if config.data.row else read
 
 
 def read_chat(row_format: RowFormat, columns: ChatColumns, row: Row) -> Example:
-    """One row as a chat, read as `row_format`, which is not `auto`. The row is left as it is.
+    """One row as a chat; `auto` takes the first format that it has all columns of. The row is left as it is.
 
     Raises BadRow, without the row's number, if the row does not hold what the format asks for.
     """
+    if row_format == "auto" and (row_format := detect_format([row], columns)) is None:
+        raise BadRow(no_format(row, columns))
     if row_format == "text":
         return Example(text=_text(row, "text"))
     if row_format == "alpaca":

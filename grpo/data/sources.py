@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo.config.sources import KINDS, Source
-from grpo.data.columns import Row
-from grpo.text import one_line, shorten
+from grpo.data.columns import BadRow, Row
+from grpo.text import reason_of
 
 if TYPE_CHECKING:
     import datasets
@@ -26,8 +26,6 @@ READ_ROWS = 1000
 LINES = "text"
 # What the library says of a split and of a file without rows.
 NO_ROWS = ("corresponds to no data", "Please pass `features` or at least one example")
-# Of a library's message.
-SHOWN_CHARACTERS = 400
 # How gzip, bzip2, xz, zstd, zip and a file whose writing was broken off begin. The library would unpack some of them,
 # and fail in as many ways.
 PACKED_OR_BROKEN = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\0")
@@ -205,13 +203,13 @@ READERS = {"list": _read_list, "csv": _read_csv}
 
 
 def parse_json(text: str, kind: type = dict) -> Any:
-    """The value, of this kind; else ValueError, which says what it is."""
+    """The value, of this kind; else BadRow, which says what it is."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, or a number or nesting beyond all bounds
-        raise ValueError(f"not JSON ({error})") from error
+        raise BadRow(f"not JSON ({error})") from error
     if not isinstance(value, kind):
-        raise ValueError(f"a {type(value).__name__}, not a JSON object")
+        raise BadRow(f"a {type(value).__name__}, not a JSON object")
     return value
 
 
@@ -245,7 +243,6 @@ def load(source: Source, found: tuple[str, dict[str, list[str]]] | None, **optio
         options |= {"revision": source.revision} if source.revision else {}
     # Else each load is reported to the hub, also one of a local file, which takes seconds where there is no network
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is said once, by the error
     try:
         return datasets.load_dataset(*arguments, split=source.split, **options)
@@ -268,10 +265,3 @@ def load(source: Source, found: tuple[str, dict[str, list[str]]] | None, **optio
                 "make each column one type, or write the rows as JSON lines"
             )
         raise ValueError(f"data set {source.text} could not be loaded: {reason_of(cause)}; {way_out}") from error
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-
-
-def reason_of(error: BaseException) -> str:
-    """What a library raised, on one line."""
-    return shorten(one_line(f"{type(error).__name__}: {error}"), SHOWN_CHARACTERS)

@@ -7,13 +7,13 @@ shard of a hub data set). Left out: shuffling shards, reading ahead, parts of a 
 
 import copy
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from grpo.config import DataConfig
 from grpo.config.sources import Source
 from grpo.data.columns import BadRow, Row
-from grpo.data.sources import LINES, READERS, Rows, files_of, load, load_rows, no_rows, parse_json, reason_of
+from grpo.data.sources import LINES, READERS, Rows, files_of, load, load_rows, no_rows, parse_json
+from grpo.text import reason_of
 
 # First rows of each source that are looked at before the start.
 CHECKED_ROWS = 1000
@@ -22,19 +22,14 @@ SHUFFLED_ROWS = 10_000
 
 
 def read_rows(source: Source, data: DataConfig, held_out: int = 0) -> Rows | list[Row]:
-    """All rows of a source; with `data.streaming` a list of its first ones. Raises what `load_rows` raises.
+    """All rows of a source; with `data.streaming` a list of its first ones. Raises what `load_rows` and `RowStream` do.
 
     held_out: so many rows are needed at least, and what cannot be streamed is read whole; 0 for training data.
     """
     if not data.streaming or (held_out and why_not(source)):
         return load_rows(source)
-    return first_rows(source, max(CHECKED_ROWS, held_out))
-
-
-def first_rows(source: Source, count: int) -> list[Row]:
-    """Up to so many rows of a stream. Raises ValueError as `RowStream` does, and for a line that is no JSON object."""
     stream, rows = RowStream(source), []
-    for number in stream.read(count):
+    for number in stream.read(max(CHECKED_ROWS, held_out)):
         try:
             rows.append(stream.row(number))
         except BadRow as error:
@@ -50,10 +45,8 @@ def why_not(source: Source) -> str:
         return "it is made in memory"
     if "[" in source.split or "+" in source.split:
         return f"{source.split} is not one whole split"
-    found = files_of(source)
-    return (
-        f"a file of kind {found[0]} is read whole; write JSON lines or parquet" if found and found[0] in READERS else ""
-    )
+    kind = (files_of(source) or ("hub",))[0]
+    return f"a file of kind {kind} is read whole; write JSON lines or parquet" if kind in READERS else ""
 
 
 class RowStream:
@@ -86,7 +79,8 @@ class RowStream:
 
         first = self.place["row"]
         try:
-            window = list(itertools.islice(self._not_blank(), count))
+            rows = (row for row in self._iterator if not self._is_lines or row[LINES].strip())
+            window = list(itertools.islice(rows, count))
         # OSError: a file or the hub is out of reach; ValueError also for what pyarrow cannot read
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise ValueError(
@@ -97,19 +91,7 @@ class RowStream:
         self.place = {"row": first + len(window), "state": self._rows.state_dict()}
         return range(first, first + len(window))
 
-    def _not_blank(self) -> Iterator[Any]:
-        for row in self._iterator:
-            if not self._is_lines:
-                yield row
-            elif row[LINES].strip():
-                yield row[LINES]
-
     def row(self, number: int) -> Row:
         """A row of the window. Raises BadRow for a line that is no JSON object."""
         item = self._window[number - self._first]
-        if not self._is_lines:
-            return item
-        try:
-            return parse_json(item)
-        except ValueError as error:
-            raise BadRow(str(error)) from error
+        return parse_json(item[LINES]) if self._is_lines else item

@@ -209,9 +209,9 @@ def test_an_own_function_makes_prompt_and_columns_and_leaves_rows_out(own):
     ("body", "message"),
     [
         ("return row['no']", "row 1: data.row raised KeyError: 'no'; row 2"),
-        ("return [row]", "row 1: data.row gave list, and not a dict with `prompt`, or None"),
-        ("return row", "row 1: data.row gave the keys question, answer, and not a dict with `prompt`, or None"),
-        ("return {'prompt': 3}", "row 1: column 'prompt' holds int, not text"),
+        ("return [row]", "row 1: data.row gave list, and not a dict, or None"),
+        ("return row", "row 1: data.row gave the keys question, answer: column 'prompt' is missing"),
+        ("return {'prompt': 3}", "row 1: data.row gave the keys prompt: column 'prompt' holds int, not text"),
         ("return None", "0 of 2 rows of f.jsonl are left: 2 left out by "),
     ],
 )
@@ -260,5 +260,5 @@ def test_an_own_function_may_make_rows_of_any_format(own):
 
 
 def test_an_own_function_that_makes_no_chat(own):
-    with pytest.raises(ValueError, match="row 1: data.row gave no chat: the columns q are no row format"):
+    with pytest.raises(ValueError, match="row 1: data.row gave the keys q: the columns q are no row format"):
         chats({"q": "1+1"}, row=own("return row"))

@@ -11,7 +11,7 @@ from grpo.config.checks import validate
 from grpo.config.sources import parse_source
 from grpo.data import streaming, streams
 from grpo.data.prepare import load_chat_sources, load_sources, load_validation, usable_chats, usable_prompts
-from grpo.data.streaming import RowStream, first_rows
+from grpo.data.streaming import RowStream
 from grpo.data.streams import ChatStream, PromptStream
 from tests.unit.test_data import word_tokenizer, write_rows
 
@@ -170,13 +170,14 @@ def test_skipped_rows_are_counted_and_the_first_is_told(tokenizer, odd_rows, cap
     assert answers(resumed.draw(3)) == ["a0", "a1", "a6"] and resumed.metrics()["data/bad_rows"] == 6
 
 
-def test_refused_rows_end_the_run_with_their_number(tokenizer, odd_rows, checks_two):
+def test_refused_rows_end_the_run_with_their_number(tokenizer, odd_rows, checks_two, monkeypatch):
     stream = prompts_of(data_of(odd_rows, shuffle=False, max_prompt_tokens=20), tokenizer)
     stream.draw(2)
     with pytest.raises(ValueError, match="row 3 of .*odd.jsonl:train cannot be used: not JSON .*skip, and go on from"):
         stream.draw(1)
+    monkeypatch.setattr(streaming, "CHECKED_ROWS", 3)
     with pytest.raises(ValueError, match=r"odd.jsonl, row 3: not JSON \(.*\); write one JSON object per line"):
-        first_rows(parse_source(odd_rows, "data.path"), 3)
+        prompts_of(data_of(odd_rows), tokenizer)
 
 
 def test_rows_of_another_kind_than_the_first_are_refused(tokenizer, tmp_path, checks_two):
