@@ -202,15 +202,14 @@ def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> 
 
 
 def _warn_of_training_data(source: Source, data: DataConfig, called: str) -> None:
-    if any(_may_overlap(source, training) for training in data.all_sources):
-        print(f"warning: {called} uses the training data {source.path}; set {called}.path", flush=True)
-
-
-def _may_overlap(one: Source, other: Source) -> bool:
-    """Whether both have rows of one split, except two different parts of it, which a user wrote to keep them apart."""
-    (split, _, part), (other_split, _, other_part) = one.split.partition("["), other.split.partition("[")
-    same_rows = (one.path, one.name) == (other.path, other.name) and (one.is_file or split == other_split)
-    return same_rows and (not part or not other_part or part == other_part)
+    """Warn of held-out rows that are trained on; two parts of one split were written by a user to keep them apart."""
+    split, _, part = source.split.partition("[")
+    for training in data.all_sources:
+        its_split, _, its_part = training.split.partition("[")
+        same_data = (source.path, source.name) == (training.path, training.name)
+        same_split = source.is_file or split == its_split
+        if same_data and same_split and (not part or not its_part or part == its_part):
+            print(f"warning: {called} uses the training data {source.path}; set {called}.path", flush=True)
 
 
 def _training_rows(sources: list[tuple[SourceRows, Encoder]], per_step: int) -> list[EncodedRows]:
@@ -240,7 +239,8 @@ def _usable(
     bad = np.flatnonzero(np.isin(fates, (Fate.BAD, Fate.REFUSED))).tolist()
     odd = _odd_kinds(table)
     fates[list(odd)] = Fate.BAD
-    unusable = odd | {row: table[row]["reason"] for row in bad}
+    reason = table.data.column("reason")
+    unusable = odd | {row: reason[row].as_py() for row in bad}
     if unusable:
         _refuse_or_warn(dict(sorted(unusable.items())), len(table), source, data)
     counts = Counter(fates.tolist())
@@ -281,12 +281,13 @@ def _refuse_or_warn(unusable: dict[int, str], num_rows: int, source: Source, dat
     """Raise ValueError about rows that cannot be used (index -> why), or warn of them if `data.bad_rows` is skip."""
     shown = "; ".join(f"row {row + 1}: {why}" for row, why in itertools.islice(unusable.items(), SHOWN_ROWS))
     more = f"; and {len(unusable) - SHOWN_ROWS} more" if len(unusable) > SHOWN_ROWS else ""
-    told = f"{len(unusable)} of {num_rows} rows of {source.path} cannot be used: {shown}{more} (counted from 1, without"
+    told = (
+        f"{len(unusable)} of {num_rows} rows of {source.path} cannot be used: {shown}{more} (counted from 1, without "
+        "blank lines)"
+    )
     if data.bad_rows == "refuse":
-        raise ValueError(
-            f"{told} blank lines); correct them, name other columns, or leave them out with --data.bad-rows skip"
-        )
-    print(printable(f"warning: {told} blank lines); they are left out"), flush=True)
+        raise ValueError(f"{told}; correct them, name other columns, or leave them out with --data.bad-rows skip")
+    print(printable(f"warning: {told}; they are left out"), flush=True)
 
 
 def _tell(rows: EncodedRows, what: str, most: int | None, num_wanted: int, per_step: float) -> None:
