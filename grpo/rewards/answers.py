@@ -21,7 +21,7 @@ from grpo.rewards.numbers import clean_text, read_number
 # ---------------------------------------------------------------------------------------------------------------------
 # Where the answer stands
 
-# Tags in any case, with blanks and attributes: an answer is not shown to a reader because its <Think > is odd.
+# Tags in any case, with blanks and attributes: thoughts stay thoughts if their <Think > is odd.
 _THINK_TAG = re.compile(r"<\s*(?P<close>/\s*)?think\b[^<>]*>", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<\s*(?P<close>/\s*)?answer\s*>", re.IGNORECASE)
 _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
@@ -60,8 +60,8 @@ def extract_answer(text: str, answer_format: str) -> str | None:
 def without_thoughts(text: str) -> str:
     """The text without its thoughts: what stands between the first <think> and the last </think>.
 
-    A block that never ends hides all that follows; a closing tag without an opening one before it (chat templates open
-    <think> in the prompt) hides all that stands before it.
+    A block that never ends hides all that follows; a closing tag without an opening one (chat templates open <think> in
+    the prompt) hides all before it.
     """
     tags = list(_THINK_TAG.finditer(text)) if "<" in text else []
     closing = [number for number, tag in enumerate(tags) if tag["close"]]

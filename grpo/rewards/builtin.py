@@ -1,15 +1,13 @@
 """The built-in reward functions, text to float.
 
 A reward function is `f(completions: list[str], **columns: list) -> list[float | None]`: the texts, then each column of
-the data set as a list of the same length, and two columns that every call gets: `num_tokens` (tokens of each
-completion, its EOS included) and `truncated` (whether it ran out of tokens). None means "no reward for this
-completion". It is called with one completion at a time; one marked `@group_level` with all completions of one prompt.
+the data set as a list of the same length, and those that every call gets, `num_tokens` (EOS included) and `truncated`
+among them. None means "no reward for this completion". It is called with one completion at a time; one marked
+`@group_level` with all completions of one prompt.
 
 Its keyword-only arguments, those behind a `*`, are options: `reward.options` sets them, and what the run knows itself
-(loading.py lists it) is filled in where a function asks for it by name. Each function checks its own options before it
-looks at a completion; it is called once with none at the start of a run, so that a bad option is refused there.
-
-No torch, nor anything that imports it: worker processes load this file and must start fast.
+(loading.py lists it) is filled in. Each built-in function checks its options before it looks at a completion, and is
+called with none at the start of a run. None imports torch: worker processes must start fast.
 """
 
 import contextlib
@@ -53,11 +51,9 @@ def math_reward(
     answers are equal by the three sentences at the head of answers.py: the same text after a clean-up, or the same
     number written out ("5 cm" is 5 and not "5 m", "50%" is 50), or, with answer_format="boxed", the same expression to
     math-verify, which needs the process's main thread. Where the reference is a number, an operation left to do
-    (`17*42`) earns nothing; where it is an expression, an equal one is paid, also if it is the question.
-    A reference with #### (GSM8K's solutions) counts from the last one on.
+    (`17*42`) earns nothing. A reference with #### (GSM8K's solutions) counts from the last one on.
 
-    Returns `partial_credit` (0 to 1) for an answer in the right form that is wrong, None where the reference is empty
-    or None.
+    Returns `partial_credit` (0 to 1) for a wrong answer in the right form, None where the reference is empty or None.
     """
     extract_answer("", answer_format)  # refuses an unknown format
     latex = answer_format == "boxed"

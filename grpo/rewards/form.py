@@ -37,8 +37,8 @@ def format_reward(completions: list[str], **columns: list) -> list[float | None]
     """1.0 if the completion is <think>..</think><answer>..</answer> and nothing else but blanks around, else 0.0.
 
     Each tag occurs once, written exactly so: `<THINK>`, `< think >` and `<think now="yes">` count as tags too, but
-    malformed. Both contents have something that a reader would see (see `has_content`). A chat template that opens
-    <think> in the prompt makes 1.0 impossible, as for thinking_reward.
+    malformed. Both have content (see `has_content`). A chat template that opens <think> in the prompt makes 1.0
+    impossible.
     """
     rewards = []
     for text in completions:
@@ -90,8 +90,8 @@ _LETTER_OR_DIGIT = re.compile(r"[^\W_]")
 def has_content(text: str) -> bool:
     """Whether there is a letter, a digit or a sign of mathematics beyond ASCII (the answer ∅): one of them suffices.
 
-    Not content: punctuation and lines made of it, emoji, blanks of any width, HTML's entities, comments and tags, and
-    the line that opens a code block. LaTeX's commands are, whether or not a reader would see what they print.
+    Not content: punctuation, emoji, blanks of any width, HTML's entities, comments and tags, and the line that opens a
+    code block. LaTeX's commands are, whether or not a reader would see what they print.
     """
     seen = _UNSEEN.sub(" ", text)
     if _LETTER_OR_DIGIT.search(seen):
@@ -120,11 +120,9 @@ _MOST_NGRAM = 100  # n-grams of a text of 100 kB take about 100 MB then
 def repetition_penalty(completions: list[str], *, ngram: int = 4, **columns: list) -> list[float | None]:
     """Minus the share of n-grams of `ngram` words that occurred before: -(1 - distinct / total), 0 with fewer words.
 
-    Words are split at blanks, case ignored. Where there are none to split at:
-      - each character is a word in scripts that are written without blanks (Chinese, Japanese, Thai, Lao, Khmer,
-        Burmese, Tibetan); a larger `ngram` suits them;
-      - what a word repeats three times or more in a row counts as that many words: `hahaha` as `ha ha ha`. The unit has
-        up to 64 characters; if none is a letter (1000000, a line of dashes), the whole has more than 32.
+    Words are split at blanks, case ignored. In scripts that are written without blanks (Chinese, Japanese, Thai ..)
+    each character is a word. What a word repeats three times or more in a row counts as that many words: `hahaha` as
+    `ha ha ha`; a unit without a letter (1000000, a line of dashes) only if the whole has more than 32 characters.
 
     One number per completion, as open-r1 has it (after arXiv:2502.03373, appendix C.2, which penalizes tokens).
     """
@@ -149,9 +147,8 @@ def _spread(repeated: re.Match) -> str:
 def language_reward(completions: list[str], *, language: str = "latin", **columns: list) -> list[float | None]:
     """Share of the completion's letters (characters, not words) in one script; None if it has no letters.
 
-    `language` is how Unicode starts the names of that script's letters, in any case: latin, cyrillic, greek, arabic,
-    cjk, hiragana, hangul ... In the way of DeepSeek-R1's language consistency reward (arXiv:2501.12948), which counts
-    words of the target language.
+    `language` is how Unicode starts the names of that script's letters: latin, cyrillic, greek, arabic, cjk, hangul ...
+    After DeepSeek-R1's language consistency reward (arXiv:2501.12948), which counts words of the target language.
     """
     prefix = f"{language.upper()} "
     if not _is_script(prefix):

@@ -15,8 +15,7 @@ import math
 import re
 from typing import Any
 
-# Longest LaTeX answer compared as an expression, and seconds for each parse and comparison: policies do write
-# 9^{9^{9^9}} and thousands of open brackets.
+# Longest LaTeX answer compared as an expression, and seconds for each parse and comparison.
 LATEX_CHARACTERS = 300
 LATEX_SECONDS = 2
 # Digits of the largest number that an expression may be worth on the way; Python's powers of integers cannot be
@@ -65,13 +64,8 @@ def parse_expression(text: str) -> Any | None:
     text = normalize_latex(text, cleanup)
     if not text or not is_plain(text):
         return None
-    expression = _within_seconds(
-        latex2sympy,
-        text,
-        is_real=not should_treat_as_complex(text),
-        convert_degrees=False,
-        normalization_config=None,
-    )
+    options = {"is_real": not should_treat_as_complex(text), "convert_degrees": False, "normalization_config": None}
+    expression = _within_seconds(latex2sympy, text, **options)
     return expression if _is_small(expression) else None
 
 
@@ -81,8 +75,7 @@ def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | Non
 
     try:
         return timeout(LATEX_SECONDS)(function)(*arguments, **options)
-    # The parser raises plain Exception for a syntax error, and sympy nearly any class for what it cannot handle: all of
-    # them mean that the text is no expression, or not comparable.
+    # The parser raises plain Exception for a syntax error, and sympy nearly any class for what it cannot handle.
     except (Exception, TimeoutException) as error:
         if isinstance(error, ValueError) and "main thread" in str(error):
             raise

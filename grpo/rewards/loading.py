@@ -46,11 +46,9 @@ def load_functions(
 ) -> dict[str, RewardFunction]:
     """Name (as in `config.functions`) -> function with its options bound.
 
-    columns: names of the data set's columns each function will be called with, on top of EXTRA_COLUMNS; given, they are
-    checked against its signature, so that a missing column shows here and not at the first step.
-    max_completion_tokens: of the generator; None is unknown, and a function that needs it is refused.
-
-    Raises ValueError if a name, a column or an option does not fit, and whatever the user's file raises when it runs.
+    columns: the data set's columns that each function will be called with, on top of EXTRA_COLUMNS; given, they are
+    checked against its signature. max_completion_tokens: of the generator; None is unknown, and a function that needs
+    it is refused. Raises ValueError if a name, a column or an option does not fit, or the user's file raises.
     """
     if columns is not None:
         if taken := [name for name in columns if name in EXTRA_COLUMNS]:

@@ -32,7 +32,7 @@ _UNIT_NAMES = {spelling: name for name, spellings in UNITS.items() for spelling 
 class Number(NamedTuple):
     """A number as written: `unit` is what stands around it, known units by one name (`cm`, `$/h`), "" without one."""
 
-    value: int | Fraction
+    value: Fraction
     unit: str = ""
     has_known_unit: bool = True
     """Whether the unit is none or in UNITS, so that it may be missing on the other side."""
@@ -123,26 +123,23 @@ def read_number(text: str) -> Number | None:
     return Number(-value if "-" in (match["sign"], match["inner_sign"]) else value, unit, known)
 
 
-def _value(match: re.Match) -> int | Fraction | None:
+def _value(match: re.Match) -> Fraction | None:
     if match["exponent"]:
-        factor, exponent = _decimal(match["factor"] or "1"), int(match["exponent"])
-        return None if factor is None or abs(exponent) > LARGEST_EXPONENT else factor * Fraction(10) ** exponent
+        factor, power = _decimal(match["factor"] or "1"), _decimal(f"1e{match['exponent']}")
+        return None if factor is None or power is None else factor * power
     if match["whole"]:
         part, parts = int(match["part"]), int(match["parts"])
         return int(match["whole"]) + Fraction(part, parts) if 0 < part < parts else None
     if match["top"]:
         top, bottom = _decimal(match["top"]), _decimal(match["bottom"])
-        return Fraction(top) / bottom if top is not None and bottom else None
+        return top / bottom if top is not None and bottom else None
     return _decimal(match["decimal"])
 
 
-def _decimal(digits: str) -> int | Fraction | None:
+def _decimal(digits: str) -> Fraction | None:
     mantissa, _, exponent = re.sub("[, ]", "", digits).lower().partition("e")
-    if not exponent and mantissa.isdigit():
-        return int(mantissa)
-    if abs(int(exponent or "0")) > LARGEST_EXPONENT:
-        return None
-    return Fraction(mantissa) * Fraction(10) ** int(exponent or "0")
+    exponent = int(exponent or "0")
+    return Fraction(mantissa) * Fraction(10) ** exponent if abs(exponent) <= LARGEST_EXPONENT else None
 
 
 def _unit_name(text: str) -> str:

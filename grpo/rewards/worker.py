@@ -50,8 +50,10 @@ class Call(NamedTuple):
 def work(
     config: RewardConfig, confined: bool, max_completion_tokens: int, parent: int, connection: socket.socket
 ) -> None:
-    """Load the reward functions, confined or not, then make calls until the supervisor is gone. On the main thread:
-    math-verify's own time limit is a SIGALRM, which Python handles there."""
+    """Load the reward functions, confined or not, then make calls until the supervisor is gone.
+
+    On the main thread: math-verify's own time limit is a SIGALRM, which Python handles there.
+    """
     pid = os.getpid()
 
     def reply(**message) -> None:

@@ -7,11 +7,9 @@ three measures of the kernel, none of which takes a privilege, so that they work
 - seccomp (Linux 3.5), a blacklist of system calls: no network, no other process, no corner of the kernel;
 - capabilities and users: what root has called goes on as a user who owns nothing.
 
-Left out: limits (processes.py, programs.py), and a view of the machine of its own (namespaces). Landlock governs
-opening, making, renaming and removing files, but not stat: whether a file of a known name exists, and how large it is,
-stays visible. Nor does it govern changes of owner, mode, times or attributes; so those system calls are denied.
-
-Standard library only.
+Left out: limits (processes.py, programs.py) and namespaces. Landlock governs opening, making, renaming and removing
+files, but not stat: whether a file of a known name exists, and how large it is, stays visible. Nor does it govern
+changes of owner, mode, times or attributes; so those system calls are denied.
 """
 
 import ctypes
@@ -59,7 +57,7 @@ def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> N
 
     readable: files and folders that it may read and execute; those in `writable` it may also write, make and remove.
     What root calls goes on as another user, who is given the folders in `writable`, with one capability at most: to
-    read what is closed to others (`closed_place`). The process keeps its one stretch of memory, its threads, what it
+    read what is closed to others (`is_closed`). The process keeps its one stretch of memory, its threads, what it
     has open, and signals to itself; it cannot start processes.
 
     Call it with a single thread. Raises OSError if the kernel refuses a measure that it offers.
@@ -93,7 +91,7 @@ def identity(readable: tuple[str, ...]) -> tuple[int | None, list[int]]:
     if os.geteuid() != 0 or not all(permitted >> c & 1 for c in needed):
         return None, []
     keep = []
-    if closed_place(readable):
+    if is_closed(readable):
         # Landlock confines the second one to reading
         able = [kernel.CAP_DAC_READ_SEARCH, *([kernel.CAP_DAC_OVERRIDE] if landlock else [])]
         keep = [c for c in able if permitted >> c & 1][:1]
@@ -127,26 +125,23 @@ def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
     places |= {"/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", *glob.glob("/etc/python3*")}
     for name in LOADER_VARIABLES:
         places |= {path for path in os.environ.get(name, "").split(":") if path.startswith("/")}
-    with open(
-        "/proc/self/maps"
-    ) as maps:  # libraries of this process: on some systems not even kernel.libc is in those folders
+    with open("/proc/self/maps") as maps:  # this process's libraries: some systems keep even libc elsewhere
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/" in line}
     places |= {path for path in mapped if ".so" in os.path.basename(path) and os.path.isfile(path)}
     return tuple(sorted(place for place in places if os.path.exists(place)))
 
 
 @functools.cache
-def closed_place(places: tuple[str, ...]) -> str | None:
-    """One of `places`, of the packages, or of the folders on the way to them that other users than root cannot read.
+def is_closed(places: tuple[str, ...]) -> bool:
+    """Whether only root can read all of `places` and of the packages, with the folders on the way to them.
 
-    Looks at the packages' folders, not at each of their files. None if there is none.
+    Looks at the packages' folders, not at each of their files.
     """
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     packages = [os.path.join(place, name) for place in libraries if os.path.isdir(place) for name in os.listdir(place)]
-    closed = [place for place in {*places, *libraries, *packages} if os.path.exists(place) and not _is_open(place)]
     folders = {folder for place in {*places, *libraries} for folder in pathlib.Path(os.path.realpath(place)).parents}
-    closed += [str(folder) for folder in folders if folder.exists() and not folder.stat().st_mode & stat.S_IXOTH]
-    return min(closed, default=None)
+    open_to_others = map(_is_open, filter(os.path.exists, {*places, *libraries, *packages}))
+    return not all(open_to_others) or any(not f.stat().st_mode & stat.S_IXOTH for f in folders if f.exists())
 
 
 def _is_open(path: str) -> bool:

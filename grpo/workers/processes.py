@@ -4,13 +4,11 @@
     parent    one small program with a single thread (`Parent`), which forks the workers and watches them
     workers   run what may loop, crash or allocate without end, and answer in lines
 
-Why a program of its own: multiprocessing's spawn would import the training script, with torch and vLLM, again in each
-worker, and a fork of the owner would copy a process with CUDA, NCCL and gloo threads. The parent imports little, starts
-in a tenth of a second and may fork. It runs no user code and never blocks on a worker.
+The parent is a program of its own because the owner, with CUDA, NCCL and gloo threads, must not fork, and a spawned
+worker would import torch and vLLM again. It runs no user code and never blocks on a worker.
 
 Nothing that a worker starts outlives the run. A worker is killed with its process group; what left the group and lost
-its parent becomes a child of this parent, the subreaper, and is killed as well. Left out: what a line means, which the
-subclass of `Parent` says (rewards/supervisor.py).
+its parent becomes a child of this parent, the subreaper, and is killed as well.
 """
 
 import contextlib
@@ -112,9 +110,9 @@ class Worker:
 class Parent:
     """Starts workers, carries lines to and from them, kills the late ones and reaps the dead.
 
-    A subclass has `begin`, `step` (before each wait, of at most LOOK_SECONDS), `on_owner` (the owner wrote),
-    `on_line` (a worker wrote a line; False if it is none that a worker sends) and `on_end` (a worker ended). Whatever
-    ends `run` ends all that was started.
+    A subclass has `begin`, `step` (before each wait, of at most LOOK_SECONDS), `on_owner` (the owner wrote), `on_line`
+    (a worker wrote a line; False if it is none that a worker sends) and `on_end` (a worker ended). Whatever ends `run`
+    ends all that was started.
     """
 
     def __init__(self, owner: socket.socket):
@@ -139,13 +137,8 @@ class Parent:
     def start(self, kind: type[Worker], memory_gib: float, work: Callable[[socket.socket], None]) -> Worker:
         """Fork a worker that calls `work` with its end of the connection. Raises OSError if no process can be had."""
         here, there = socket.socketpair()
-        parent = os.getpid()
+        parent, pid = os.getpid(), os.fork()
         with there:
-            try:
-                pid = os.fork()
-            except OSError:
-                here.close()
-                raise
             if pid == 0:
                 try:  # whatever happens, this process never returns into the parent's code
                     for other in (here, self.owner, self.reader, *(w.connection for w in self.workers.values())):
@@ -185,10 +178,7 @@ class Parent:
         self.on_end(worker, reason)
 
     def end_strays(self) -> None:
-        """Kill this process's children that are no workers: what left its worker's process group and lost its parent.
-
-        Whose it was cannot be told, so nothing may rely on what a user's function has detached.
-        """
+        """Kill the children that are no workers: what left its worker's process group and lost its parent."""
         for pid in children() - self.workers.keys():
             kill(pid)
 
@@ -270,8 +260,7 @@ class Parent:
 def serve(kind: type[Parent]) -> None:
     """Be the parent that `start_parent` started, until its owner is gone."""
     # Ctrl-C is the owner's business, and so are the signals that ask a run to stop. SIGTERM is also what the kernel
-    # sends when the owner's main thread, which started this process, is gone; SIGKILL would not let it end what the
-    # workers started.
+    # sends when the owner is gone; SIGKILL would not let this process end what the workers started.
     owner = os.getppid()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

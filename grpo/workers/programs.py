@@ -2,10 +2,7 @@
 
 Each program is a child of its caller, under the one lockdown (lockdown.py), which is applied between fork and exec: a
 fresh interpreter (`-I`: no user site, no PYTHON* variables) with an empty environment, its own empty folder, and limits
-on wall clock, CPU time, address space, file size, open files, threads and output. Wherever it runs it has no network,
-starts no process, and calls no part of the kernel that programs do without; root's programs are another user's, who
-owns nothing and has not run before. By Landlock it can open nothing but the interpreter with its packages, the system's
-libraries and its folder, which alone it can write to.
+on wall clock, CPU time, address space, file size, open files, threads and output.
 
 What this does not stop: using the memory limit in several programs at once; filling a disk for a fifth of a second,
 which is how often its folder is looked at; seeing whether a file of a known name exists, and how large it is; bugs of
@@ -16,7 +13,6 @@ Call it from a small process, such as a worker: it forks. Linux on x86_64 or aar
 """
 
 import contextlib
-import fcntl
 import os
 import resource
 import selectors
@@ -88,9 +84,8 @@ def check_programs(allow_without_landlock: bool) -> str:
     if not version and not allow_without_landlock:
         raise ValueError(
             f"code_reward is refused because {release} has or allows no Landlock (version 0; version 1, of Linux 5.13, "
-            "would do), so that programs could open the files of this machine; use another kernel or a container whose "
-            "filter allows Landlock, or, if this machine holds nothing that must stay private, set "
-            "--reward.allow-without-landlock"
+            "would do), so that programs could open the files of this machine; use another kernel or container, or, if "
+            "this machine holds nothing that must stay private, set --reward.allow-without-landlock"
         )
     # In a process of its own, since the caller may be large and have threads.
     command = [sys.executable, "-m", "grpo.workers.programs"]
@@ -100,11 +95,8 @@ def check_programs(allow_without_landlock: bool) -> str:
     files = f"only its own and the interpreter's files (Landlock {version})" if version else "ALL FILES OF ITS USER"
     other, kept = lockdown.identity(lockdown.interpreter_places())
     user = "this user" if os.geteuid() else "ROOT WITHOUT CAPABILITIES" if other is None else "another user than root"
-    closed = lockdown.closed_place(lockdown.interpreter_places())
-    capability = f", the capability to read {closed}, which is closed to others" if kept else ""
-    return (
-        f"programs run with: no network, {files}, threads but no processes, system calls filtered, {user}{capability}"
-    )
+    capability = " with the capability to read" if kept else ""
+    return f"programs run with: no network, {files}, threads but no processes, few system calls, {user}{capability}"
 
 
 def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
@@ -114,7 +106,7 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
     """
     deadline = time.monotonic() + limits.timeout_seconds
     folder = tempfile.mkdtemp(prefix="program-")
-    lockdown.closed_place(lockdown.interpreter_places())  # looked up once, and not after each fork
+    lockdown.is_closed(lockdown.interpreter_places())  # looked up once, and not after each fork
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, and why it could not be run
     caller, program = os.getpid(), os.fork()
     if program == 0:
@@ -126,53 +118,45 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
             os._exit(1)
     for _, end in pipes:
         os.close(end)
+    written = {pipe: bytearray() for pipe, _ in pipes}
     try:
-        status, written = _watch(program, [end for end, _ in pipes], folder, limits, deadline)
+        status = _watch(program, written, folder, limits, deadline)
     finally:
-        with contextlib.suppress(ChildProcessError, ProcessLookupError):  # both: it was waited for
-            os.kill(program, signal.SIGKILL)
-            os.waitpid(program, 0)
-        for end, _ in pipes:
-            os.close(end)
+        os.kill(program, signal.SIGKILL)  # it may have ended, but was not waited for
+        code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+        for pipe in written:
+            while _read_some(pipe, written[pipe], limits.output_bytes):
+                pass  # what it wrote to the last
+            os.close(pipe)
         _remove(folder)
-    stdout, stderr, failure = (text.decode(errors="replace") for text in written)
+    stdout, stderr, failure = (text.decode(errors="replace") for text in written.values())
     if failure:
         raise ProgramError(failure.strip()[-2000:])
-    return Outcome(status, stdout[: limits.output_bytes], stderr[: limits.output_bytes])
+    return Outcome(status or _status(code), stdout[: limits.output_bytes], stderr[: limits.output_bytes])
 
 
-def _watch(program: int, pipes: list[int], folder: str, limits: Limits, deadline: float) -> tuple[str, list[bytearray]]:
-    """Read from the pipes until the program has ended, or end it; returns how it ended, and what they held."""
-    written = {pipe: bytearray() for pipe in pipes}
-    status, look_at = None, time.monotonic() + LOOK_SECONDS
+def _watch(program: int, written: dict[int, bytearray], folder: str, limits: Limits, deadline: float) -> str | None:
+    """Read from the pipes until the program has ended (None) or is to be ended: how."""
+    look_at = time.monotonic() + LOOK_SECONDS
     with selectors.DefaultSelector() as selector:
-        for pipe in pipes:
+        for pipe in written:
             selector.register(pipe, selectors.EVENT_READ)
-        while status is None:
-            now = time.monotonic()
-            if now >= deadline:
-                status = "timeout"
-            elif now >= look_at:
-                status = "killed" if _has_too_many_files(program, folder, limits.file_bytes) else None
+        while (now := time.monotonic()) < deadline:
+            if now >= look_at:
+                if _has_too_many_files(program, folder, limits.file_bytes):
+                    return "killed"
                 look_at = time.monotonic() + LOOK_SECONDS  # a look may take longer than that
             elif selector.get_map():
                 for key, _ in selector.select(min(deadline, look_at) - now):
                     if not _read_some(key.fd, written[key.fd], limits.output_bytes):
                         selector.unregister(key.fd)
                 if max(map(len, written.values())) > limits.output_bytes:
-                    status = "output"
+                    return "output"
             elif os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                status = "ended"
+                return None
             else:
                 time.sleep(0.001)  # it is ending, or has closed its streams and goes on
-    if status == "ended":
-        return _status(os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])), list(written.values())
-    os.kill(program, signal.SIGKILL)
-    os.waitpid(program, 0)
-    for pipe in pipes:  # what it wrote to the last
-        while _read_some(pipe, written[pipe], limits.output_bytes):
-            pass
-    return status, list(written.values())
+    return "timeout"
 
 
 def _status(code: int) -> str:
@@ -240,9 +224,11 @@ def _become_program(code: str, stdin: str, limits: Limits, folder: str, caller: 
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, this goes, and not a rank
     os.chdir(folder)
-    with open("program.py", "wb") as file:
-        file.write(code.encode(errors="surrogatepass"))
-    os.dup2(_sealed(stdin.encode(errors="surrogatepass")), 0)
+    for name, text in (("program.py", code), ("stdin", stdin)):
+        with open(name, "wb") as file:
+            file.write(text.encode(errors="surrogatepass"))
+    os.dup2(os.open("stdin", os.O_RDONLY), 0)
+    os.unlink("stdin")
     for output, end in enumerate(outputs[:2], start=1):
         os.dup2(end, output)
     for name in os.listdir("/proc/self/fd"):
@@ -261,16 +247,6 @@ def _become_program(code: str, stdin: str, limits: Limits, folder: str, caller: 
     # Last, since the caller may be larger than its programs may be.
     lower(resource.RLIMIT_AS, int(limits.memory_gib * 2**30))
     os.execve(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", "program.py"], environment)
-
-
-def _sealed(content: bytes) -> int:
-    """A file in memory that can neither grow, which no limit would count, nor change."""
-    fd = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    with os.fdopen(fd, "wb", closefd=False) as file:
-        file.write(content)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
 
 
 def _num_other_tasks() -> int:

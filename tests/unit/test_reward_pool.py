@@ -99,10 +99,6 @@ def print_much():
 
 def close_all():
     os.closerange(0, 1000)
-    return [1.0]
-
-def close_all_and_loop():
-    os.closerange(0, 1000)
     loop()
 
 def babble():
@@ -147,11 +143,6 @@ def fork_and_kill():
         time.sleep(1000)
     kill()
 
-def fork_and_return():
-    if os.fork() == 0:
-        time.sleep(1000)
-    return [1.0]
-
 def return_twice():
     """Also the forked child comes back."""
     os.fork()
@@ -165,11 +156,6 @@ def detach_and_loop():
             HERE.joinpath("daemon.pid").write_text(str(os.getpid()))
             time.sleep(1000)
         os._exit(0)
-    loop()
-
-def new_session():
-    os.fork() and os._exit(0)
-    os.setsid()
     loop()
 
 def late_alarm():
@@ -191,19 +177,14 @@ def die_later():
     return [1.0]
 
 MISDEEDS = {
-    "loop": loop, "stubborn": stubborn, "sleep": lambda: time.sleep(1000), "allocate": allocate,
-    "hoarding": hoarding, "one_big": lambda: bytearray(10**12), "kill": kill,
-    "segfault": lambda: ctypes.string_at(0), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "exit0": lambda: os._exit(0), "exit3": lambda: os._exit(3), "abort": os.abort, "raises": raises,
-    "unspeakable": unspeakable, "wordy": lambda: {}["x" * 10**6], "interrupt": interrupt,
-    "recursion": recursion, "leave": lambda: sys.exit(5),
-    "library": lambda: json.loads("{"), "nan": lambda: [math.nan], "two": lambda: [1.0, 2.0],
-    "text": lambda: ["x"], "scalar": lambda: 0.5, "huge": lambda: [10**400], "complex": lambda: [1j],
-    "nothing": lambda: None, "print": print_much, "stdin": lambda: [float(len(sys.stdin.read()))],
-    "bool": lambda: (True,), "fork": fork_and_return, "twice": return_twice, "late_alarm": late_alarm,
-    "die_later": die_later, "fork_on": fork_on_and_on, "enormous": lambda: [1e300], "close_all": close_all,
-    "close_all_and_loop": close_all_and_loop, "babble": babble, "lie": lie, "fork_and_kill": fork_and_kill,
-    "detach": detach_and_loop, "session": new_session,
+    "loop": loop, "stubborn": stubborn, "allocate": allocate, "hoarding": hoarding, "sleep": lambda: time.sleep(1000),
+    "one_big": lambda: bytearray(10**12), "kill": kill, "segfault": lambda: ctypes.string_at(0),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP), "exit0": lambda: os._exit(0), "raises": raises,
+    "unspeakable": unspeakable, "wordy": lambda: {}["x" * 10**6], "interrupt": interrupt, "recursion": recursion,
+    "leave": lambda: sys.exit(5), "library": lambda: json.loads("{"), "nan": lambda: [math.nan],
+    "two": lambda: [1.0, 2.0], "print": print_much, "stdin": lambda: [float(len(sys.stdin.read()))],
+    "twice": return_twice, "late_alarm": late_alarm, "die_later": die_later, "fork_on": fork_on_and_on,
+    "close_all": close_all, "babble": babble, "lie": lie, "fork_and_kill": fork_and_kill, "detach": detach_and_loop,
 }
 
 def length(completions, **columns):
@@ -238,13 +219,6 @@ def act_on_group(completions, **columns):
 def slow_group(completions, **columns):
     time.sleep(1.5)
     return [1.0] * len(completions)
-
-def meet(completions, **columns):
-    """Return only once another call has begun that has not returned."""
-    HERE.joinpath(completions[0]).touch()
-    while len(list(HERE.glob("meet*"))) < 2:
-        time.sleep(0.01)
-    return [1.0]
 
 def main_thread(completions, **columns):
     return [float(threading.current_thread() is threading.main_thread())]
@@ -329,20 +303,15 @@ IN_THE_LINE = "the process wrote into its connection to its parent"
 # For one completion, as JSON; _ stands for a blank.
 FORGED = ["[NaN]", "[Infinity]", "[-Infinity]", "[1e999]", '["1.0"]', "[[1.0]]", "[]", "[1.0,_2.0]"]
 FORGED += ["1.0", "null", "{}", '"text"', f"[{'9' * 5000}]", '[1.0]}_{"call":_0', "[1e300]", "megabytes"]
-NO_NUMBER = r"returned %s, not None or a finite number of at most 1e\+09"
 # What the text says that a function does -> the failure of its completion.
 MISDEEDS = {
     "overdue": dict.fromkeys(("loop", "stubborn", "sleep", "hoarding", "stop", "detach"), TOO_LONG),
     "dead": {
         "kill": "the process was killed by signal 9",
         "segfault": "the process was killed by signal 11",
-        "abort": "the process was killed by signal 6",
         "fork_and_kill": "the process was killed by signal 9",
         "exit0": "the process exited with code 0",
-        "exit3": "the process exited with code 3",
-        "session": "the process exited with code 0",
-        "close_all": "the process exited with code 1",
-        "close_all_and_loop": "the process closed its connection to its parent",
+        "close_all": "the process closed its connection to its parent",
     },
     "forged": dict.fromkeys(("babble", "lie", *(f"forge:{outcome}" for outcome in FORGED)), IN_THE_LINE),
     "failed": {
@@ -355,14 +324,8 @@ MISDEEDS = {
         "interrupt": r"KeyboardInterrupt \(/.*/mine.py:\d+\)",
         "leave": r"SystemExit: 5 \(/.*/mine.py:\d+\)",
         "recursion": r"RecursionError: maximum recursion depth exceeded.* \(/.*/mine.py:\d+\)",
-        "nan": NO_NUMBER % r"nan \(float\)",
-        "enormous": NO_NUMBER % r"1e\+300 \(float\)",
-        "text": NO_NUMBER % r"'x' \(str\)",
-        "complex": NO_NUMBER % r"1j \(complex\)",
-        "huge": NO_NUMBER % r"10+ \(int\)",
+        "nan": r"returned nan \(float\), not None or a finite number of at most 1e\+09",
         "two": "returned 2 values for 1 completions",
-        "scalar": r"returned 0.5 \(float\), not a list with 1 values",
-        "nothing": r"returned None \(NoneType\), not a list with 1 values",
     },
 }
 
@@ -406,7 +369,7 @@ def stands_still(file: pathlib.Path) -> bool:
 def test_what_is_odd_but_no_failure(open_pool, capfd):
     pool = open_pool({"act": 1.0}, num_workers=1)
     before = workers(pool)
-    values = {"print": 1.0, "stdin": 0.0, "bool": 1.0, "fork": 1.0, "twice": 1.0, "late_alarm": 1.0, "good": 4.0}
+    values = {"print": 1.0, "stdin": 0.0, "twice": 1.0, "late_alarm": 1.0, "good": 4.0}
     for _ in range(2):
         scored = score(pool, [rollout(deed) for deed in values], group_size=1)
         assert [r.reward for r in scored] == list(values.values())
@@ -446,11 +409,6 @@ def test_what_fills_the_memory_does_not_stay(open_pool):
 
 
 # ---- Calls
-
-
-def test_two_calls_run_at_the_same_time(open_pool):
-    pool = open_pool({"meet": 1.0})
-    assert [r.reward for r in score(pool, [rollout("meet1"), rollout("meet2")], group_size=1)] == [1.0, 1.0]
 
 
 def test_ordinary_functions_get_one_completion_and_group_level_ones_a_group(open_pool, tmp_path):
@@ -588,12 +546,12 @@ def test_functions_that_can_no_longer_be_loaded_end_the_run_only_with_the_last_p
 def test_a_dead_supervisor_is_an_error_and_takes_the_workers_along(when, open_pool):
     pool = open_pool({"act": 1.0})
     started = family(pool.supervisor.pid)
-    rollouts = [rollout("sleep"), rollout("sleep")]
-    if when == "after":
-        pool.submit(rollouts, group_size=1)
+    if when == "before":
+        pool.supervisor.kill()
+    pool.submit([rollout("sleep")] * 2, group_size=1)
     pool.supervisor.kill()
     with pytest.raises(RuntimeError, match="supervises the reward functions hung up; it ended with code -9"):
-        pool.collect() if when == "after" else score(pool, rollouts, group_size=1)
+        pool.collect()
     wait_until(lambda: not any(map(alive, started)), "the workers to be gone")
 
 
@@ -646,6 +604,3 @@ def test_nothing_outlives_the_driver(how, send, socket, tmp_path):
         driver.wait(10)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(driver.pid, signal.SIGKILL)
-
-
-# ---- The worker's parts
