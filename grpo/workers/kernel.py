@@ -113,8 +113,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
     "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469), "truncate": (76, 45),
     "flock": (73, 32),
-}  # fmt: skip
-_SIGNALS = {
+    # Signals, to others than the process itself.
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
 }  # fmt: skip
@@ -122,7 +121,7 @@ _SIGNALS = {
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
 _CLONE_THREAD, _CLONE_NEW_NAMESPACES = 0x00010000, 0x7E020000
 
-DENIED: Calls = dict.fromkeys(_NUMBERS, ()) | {
+_DENIED: Calls = dict.fromkeys(_NUMBERS, ()) | {
     # Stream pairs remain: a pair of datagram sockets could send to any address.
     "socketpair": (Unless(0, _AF_UNIX), Unless(1, _SOCK_STREAM, _SOCK_TYPE)),
     "clone": (Unless(0, _CLONE_THREAD, _CLONE_THREAD), Unless(0, 0, _CLONE_NEW_NAMESPACES)),
@@ -137,11 +136,6 @@ DENIED: Calls = dict.fromkeys(_NUMBERS, ()) | {
 }
 
 
-def others_signals(process: int) -> Calls:
-    """Signals to any process except `process`, also where Landlock does not refuse them (below its version 6)."""
-    return dict.fromkeys(_SIGNALS, (Unless(0, process),))
-
-
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06  # linux/bpf_common.h
 _ALLOW, _DENY, _UNKNOWN, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
 _X32 = 0x40000000  # system calls of x86_64 with short pointers, numbered from here
@@ -149,7 +143,7 @@ _X32 = 0x40000000  # system calls of x86_64 with short pointers, numbered from h
 
 def call_number(name: str) -> int | None:
     """Number of a system call on this machine; None if this architecture has no such call."""
-    return (_NUMBERS | _SIGNALS)[name][_ARCHITECTURES[os.uname().machine][0]]
+    return _NUMBERS[name][_ARCHITECTURES[os.uname().machine][0]]
 
 
 def can_deny_calls() -> bool:
@@ -161,12 +155,14 @@ def can_deny_calls() -> bool:
     return False
 
 
-def deny_calls(calls: Calls = DENIED) -> None:
-    """From now on these system calls fail: PermissionError, clone3 as if the kernel did not know it.
+def deny_calls() -> None:
+    """From now on these system calls of the calling process fail: PermissionError, clone3 as if it were unknown.
 
     clone3's flags lie in memory, where a filter cannot look; libc falls back on clone. A call by another architecture's
     numbers (32-bit x86) ends the process. Sets no_new_privs.
     """
+    itself = (Unless(0, os.getpid()),)  # also where Landlock does not refuse signals to others (below its version 6)
+    calls = _DENIED | dict.fromkeys(("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"), itself)
     architecture = _ARCHITECTURES[os.uname().machine][1]
     filters = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     filters += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]

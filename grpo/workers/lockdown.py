@@ -76,7 +76,7 @@ def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> N
     kernel.drop_capabilities(keep)
     kernel.die_with(parent)  # late, because a change of user clears it
     if kernel.can_deny_calls():
-        kernel.deny_calls(kernel.DENIED | kernel.others_signals(os.getpid()))
+        kernel.deny_calls()
 
 
 def identity(readable: tuple[str, ...]) -> tuple[int | None, list[int]]:
