@@ -338,11 +338,10 @@ def test_a_function_of_the_users_has_options_and_facts_of_the_run_like_a_built_i
         load_functions(config, ["answer", "level"])
 
 
-@pytest.mark.parametrize("functions", [{"math_reward": 1.0}])
-def test_the_library_that_compares_latex_is_loaded_at_the_start(functions):
+def test_the_library_that_compares_latex_is_loaded_at_the_start():
     program = (
         "import sys; from grpo.config import RewardConfig; from grpo.rewards.loading import load_functions; "
-        f"load_functions(RewardConfig(functions={functions}, answer_format='boxed')); "
+        "load_functions(RewardConfig(functions={'math_reward': 1.0}, answer_format='boxed')); "
         "print('math_verify' in sys.modules)"
     )
     root = pathlib.Path(__file__).parents[2]
