@@ -56,7 +56,7 @@ def read(recorded: str, session: Session) -> None:
     session.open((str(batch_path(recorded, 1).parent),), config.trainer.tensor_parallel)
     coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
     needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
-    steps = range(session.opened.step + 1, config.num_steps + 1)
+    steps = range(session.num_done + 1, config.num_steps + 1)
     check_recorded(recorded, steps, config.group_size, needs_reference)
 
 

@@ -4,8 +4,7 @@ The config of the run before is read from its `config.py` as data: the file is p
 """
 
 import pathlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from grpo.config import GRPOConfig, SFTConfig
@@ -16,23 +15,10 @@ from grpo.folder.run_folder import CONFIG, check_run_folder
 Stream = TypeVar("Stream")
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Where a run starts."""
-
-    checkpoint: pathlib.Path | None = None
-    """None starts at step 0."""
-    state: dict[str, Any] = field(default_factory=dict)
-    """The driver's, in that checkpoint."""
-
-    @property
-    def step(self) -> int:
-        """Steps finished."""
-        return self.state.get("step", 0)
-
-
-def open_run_folder(config: GRPOConfig | SFTConfig, script: str, inputs: tuple[str, ...]) -> Opened:
-    """Find the newest checkpoint, if the run is to be resumed. Nothing in the folder changes.
+def open_run_folder(
+    config: GRPOConfig | SFTConfig, script: str, inputs: Iterable[str]
+) -> tuple[pathlib.Path | None, dict[str, Any]]:
+    """The newest checkpoint and the driver's state in it, if the run is to be resumed and has one. Changes nothing.
 
     inputs: paths and hub names that the run reads. Raises ValueError if the folder is not for this run (see
     `check_run_folder`), if that checkpoint cannot be used, or if the run would go on as another one.
@@ -41,7 +27,7 @@ def open_run_folder(config: GRPOConfig | SFTConfig, script: str, inputs: tuple[s
     checkpoint, state = newest_checkpoint(config.run_dir) if config.resume else (None, {})
     if checkpoint is not None and not is_same_run(config):
         state = without_groups(state)
-    return Opened(checkpoint, state)
+    return checkpoint, state
 
 
 def without_groups(state: dict[str, Any]) -> dict[str, Any]:
@@ -77,16 +63,16 @@ def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
     return not refused
 
 
-def resumed_stream(make: Callable[[], Stream], opened: Opened, allow_changes: bool) -> Stream:
-    """A stream of data at the place where the checkpoint was taken; a new one if the run starts at step 0.
+def resumed_stream(make: Callable[[], Stream], state: dict[str, Any], allow_changes: bool) -> Stream:
+    """A stream of data at the place that a checkpoint's `state` has; a new one without any.
 
     With `allow_changes`, a place in other data is none, and theirs begin at their beginning. Raises ValueError else.
     """
     stream = make()
-    if opened.checkpoint is None:
+    if not state:
         return stream
     try:
-        stream.load_state_dict(opened.state["data"])
+        stream.load_state_dict(state["data"])
     except ValueError as error:
         if not allow_changes:
             raise

@@ -49,7 +49,7 @@ def read_grpo(session: Session) -> PromptStream:
     if config.needs_reference:
         session.reference_folder = _check_reference(session)
     rows = usable_prompts(sources, config, session.tokenizer)
-    stream = resumed_stream(lambda: PromptStream(rows, config), session.opened, config.allow_changes)
+    stream = resumed_stream(lambda: PromptStream(rows, config), session.saved_state, config.allow_changes)
     if evaluates:
         session.eval_prompts = held_out_prompts(session)
     session.scorer = Scorer(config.reward, config.generator, session.model_folder, session.tokenizer)
@@ -72,7 +72,7 @@ def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Labelled]], C
     session.open([source.path for source in read], config.trainer.tensor_parallel, texts_of(sources))
     form = learned_form(config, session.tokenizer)
     rows = usable_chats(sources, config, session.tokenizer)
-    stream = resumed_stream(lambda: ChatStream(rows, config), session.opened, config.allow_changes)
+    stream = resumed_stream(lambda: ChatStream(rows, config), session.saved_state, config.allow_changes)
     validation = load_validation(config, session.tokenizer) if validates else {}
     if evaluates:
         read_evaluation(session, form.end_token_ids)

@@ -108,15 +108,20 @@ class Session:
     # ---- before the first step, on rank 0 -------------------------------------------------------------------------
 
     def open(self, inputs: Iterable[str], tensor_parallel: int, texts: Iterable[str] = ()) -> None:
-        """Take the run folder, find the checkpoint to continue from, open the model's folder and tokenizer.
+        """Check the run folder, find the checkpoint to continue from, open the model's folder and tokenizer.
 
         inputs: paths and hub names that the run reads besides its model. tensor_parallel: what the model's heads and
         vocabulary must divide by. texts: the data's, which a toy model's tokenizer may need. Raises ValueError if one
         of them cannot be used; see `open_run_folder` and `open_model_folder`.
         """
         config = self.config
-        self.opened = open_run_folder(config, self.script, (config.model.path, *inputs))
+        self.checkpoint, self.saved_state = open_run_folder(config, self.script, (config.model.path, *inputs))
         self.model_folder, self.tokenizer = open_model_folder(config, tensor_parallel, texts, self.toy_dir)
+
+    @property
+    def num_done(self) -> int:
+        """Steps finished in the checkpoint to continue from."""
+        return self.saved_state.get("step", 0)
 
     def start(self, ranks: str) -> Start:
         """Begin a training run, fit its config to the machine, and print on which `ranks` and where it starts."""
@@ -127,9 +132,10 @@ class Session:
 
     def begin(self, num_steps: int) -> Start:
         """Begin to write, now that nothing is refused any more: only here may an earlier run be deleted."""
-        config, step = self.config, self.opened.step
+        config, step = self.config, self.num_done
         flags = {"resume": config.resume, "overwrite": config.overwrite}
-        self.lock = begin_run(config.run_dir, self.script, as_recipe(config), step=step, **flags)
+        with refuse_bad_input():  # another run may have begun there meanwhile
+            self.lock = begin_run(config.run_dir, self.script, as_recipe(config), step=step, **flags)
         checkpoint.remove_unfinished(config.run_dir)
         forget_old_stop(config.run_dir)
         self.last_line = f"done; everything is in {config.run_dir}"
@@ -140,7 +146,7 @@ class Session:
             step=step,
             trainer=config.trainer,
             model_folder=self.model_folder,
-            checkpoint=self.opened.checkpoint,
+            checkpoint=self.checkpoint,
             stop_token_ids=self.scorer.stop_token_ids if self.scorer else [],
             eval_prompts=self.eval_prompts,
             reference_folder=self.reference_folder,

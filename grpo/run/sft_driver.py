@@ -53,7 +53,7 @@ class SFTDriver:
         """Refuse bad input before the model is loaded, open the run folder. On rank 0."""
         with refuse_bad_input():
             self.stream, self.validation, self.form = read_sft(self.session)
-        recent_losses = self.session.opened.state.get("recent_losses", [])
+        recent_losses = self.session.saved_state.get("recent_losses", [])
         self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
         return self.session.start(f"{self.config.num_trainers} trainer ranks")
 

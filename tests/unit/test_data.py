@@ -13,7 +13,7 @@ from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig
 from grpo.data.chat import encode_prompt, load_tokenizer
 from grpo.data.prepare import load_chat_sources, load_eval_prompts, load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
-from grpo.folder.resume import Opened, resumed_stream
+from grpo.folder.resume import resumed_stream
 
 # One token per word; the template writes "<role> content .." and, for the generation prompt, "<assistant>".
 WORDS = ["<unk>", "<eos>", "<system>", "<user>", "<assistant>", "<nothink>", "Be", "brief", "add", "yes"]
@@ -163,18 +163,18 @@ def test_a_state_of_another_data_set_seed_or_order_is_refused(tokenizer, ten_row
 def test_other_data_begin_at_their_beginning_if_that_is_allowed(tokenizer, ten_rows, capsys):
     drawn = prompts_of(config_of(ten_rows), tokenizer, seed=0)
     first = [prompt.row for prompt in drawn.draw(3)]
-    opened = Opened(pathlib.Path("step-00000001"), {"step": 1, "data": drawn.state_dict()})
+    saved = {"step": 1, "data": drawn.state_dict()}
 
-    def rows_of(seed: int, opened: Opened, allow_changes: bool) -> list[int]:
-        stream = resumed_stream(lambda: prompts_of(config_of(ten_rows), tokenizer, seed), opened, allow_changes)
+    def rows_of(seed: int, state: dict, allow_changes: bool) -> list[int]:
+        stream = resumed_stream(lambda: prompts_of(config_of(ten_rows), tokenizer, seed), state, allow_changes)
         return [prompt.row for prompt in stream.draw(3)]
 
-    assert rows_of(0, Opened(), False) == first
-    assert rows_of(0, opened, True) == [prompt.row for prompt in drawn.draw(3)] != first
+    assert rows_of(0, {}, False) == first
+    assert rows_of(0, saved, True) == [prompt.row for prompt in drawn.draw(3)] != first
     with pytest.raises(ValueError, match="has seed=0, this run has 1"):
-        rows_of(1, opened, False)
+        rows_of(1, saved, False)
     capsys.readouterr()
-    assert rows_of(1, opened, True) == rows_of(1, Opened(), True)
+    assert rows_of(1, saved, True) == rows_of(1, {}, True)
     assert "the data begin anew: the saved place in the data has seed=0, this run has 1\n" in capsys.readouterr().out
 
 
