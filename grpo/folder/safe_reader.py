@@ -32,10 +32,7 @@ def content_of(path: pathlib.Path) -> bytes:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a checkpoint whose metadata may hold only what METADATA_CLASSES names.
-
-    torch's own reader unpickles that file whatever is in it. (It reads tensors with `weights_only`.)
-    """
+    """Reads a checkpoint whose metadata may hold only what METADATA_CLASSES names."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """torch's description of the checkpoint. Raises ValueError if it cannot be read or would run code."""
@@ -57,10 +54,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return dtype
         if (module, name) in METADATA_CLASSES:
             return METADATA_CLASSES[module, name]
-        raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which no checkpoint of this project has; it may have been tampered with, "
-            "nothing of it was run"
-        )
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has; nothing of it was run")
 
 
 class SafePlanner(dcp.DefaultLoadPlanner):

@@ -95,15 +95,14 @@ class Driver:
         self._add(completions)
         return self._fill()
 
+    @from_driver
     def request_ahead(self) -> Requests | None:
         """What the generators sample for the next step, while this one trains; None without `overlap_steps`.
 
         In the last step too: it is in its checkpoint, should the run be made longer.
         """
-        return self._request_ahead() if self.config.overlap_steps else None
-
-    @from_driver
-    def _request_ahead(self) -> Requests | None:
+        if not self.config.overlap_steps:
+            return None
         self.requests = self.flight.ask(self.config.prompts_per_step, self._draw)
         return self.requests
 
