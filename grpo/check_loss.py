@@ -64,14 +64,15 @@ def shapes(loss: Loss) -> str | None:
 
 def packing(loss: Loss) -> str | None:
     """The same sequences packed into rows in other ways, or split into micro-batches, have the same loss."""
-    expected = values_and_gradients(loss, some_tokens(), [[[0], [1], [2], [3]]])
+    expected = torch.cat(values_and_gradients(loss, some_tokens(), [[[0], [1], [2], [3]]]))
     ways = {
         "one packed row": ONE_ROW,
         "another order": [[[3, 1], [2, 0]]],
         "two micro-batches": [[[0, 2]], [[1], [3]]],
     }
     for way, micro_batches in ways.items():
-        if not same(values_and_gradients(loss, some_tokens(), micro_batches), expected):
+        found = torch.cat(values_and_gradients(loss, some_tokens(), micro_batches))
+        if not torch.allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE):  # NaN agrees with nothing
             return (
                 f"{way}: loss or gradient differs from one sequence per row. Take statistics over sequences "
                 "(grpo.algorithm.inputs.sequence_means), not over rows or over what is in this call"
@@ -157,11 +158,6 @@ def values_and_gradients(
         values_N[index_M] = values_M
         gradients_N[index_M] = take_out(policy_BT.grad, micro)[1]
     return values_N, gradients_N
-
-
-def same(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Both pairs agree to TOLERANCE; NaN agrees with nothing."""
-    return all(torch.allclose(a, b, atol=TOLERANCE, rtol=TOLERANCE) for a, b in zip(got, expected, strict=True))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
     else:
         _check_roles(config)
         _check_algorithm(config.algorithm.resolved, config)
-        _check_advantages(config.algorithm.resolved, config)
         _check_lag(config.algorithm.resolved, config)
         _check_sampling(config)
     _check_held_out(config.evaluation, config.data)
@@ -131,10 +130,9 @@ def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             f"algorithm.num_mini_batches={algorithm.num_mini_batches} mini-batches of whole groups need as many "
             f"prompts; raise prompts_per_step={config.prompts_per_step}"
         )
-    own = algorithm.loss not in PAPER_DEFAULTS
     has_ratio = algorithm.loss != "reinforce" or algorithm.loss_options.get("max_importance_weight")
     weighs = algorithm.importance_correction in ("truncate", "mask_tokens")
-    if weighs and algorithm.old_logprobs == "generator" and has_ratio and not own:
+    if weighs and algorithm.old_logprobs == "generator" and has_ratio and algorithm.loss in PAPER_DEFAULTS:
         raise ValueError(
             "algorithm.old_logprobs=generator has the generator in the ratio already; "
             f"algorithm.importance_correction={algorithm.importance_correction} would count it twice; use none or "
@@ -146,14 +144,13 @@ def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             f"algorithm.importance_correction_low={algorithm.importance_correction_low} and importance_correction_high="
             f"{algorithm.importance_correction_high} must have 1 between them, where generator and policy agree"
         )
-
-
-def _check_advantages(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
     if algorithm.kl_in == "reward" and algorithm.kl_estimator == "k3_k2_gradient":
         raise ValueError(
             "algorithm.kl_in=reward uses the value of the KL alone, which is k3's in k3_k2_gradient; use "
             "--algorithm.kl-estimator k3"
         )
+    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
+        raise ValueError("algorithm.kl_in=reward does nothing with algorithm.kl_coef=0; set it above 0")
     if algorithm.distill_coef and not config.model.reference_path:
         raise ValueError(
             f"algorithm.distill_coef={algorithm.distill_coef} has no teacher; name a --model.reference-path"

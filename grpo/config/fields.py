@@ -88,11 +88,6 @@ class GeneratorConfig:
         """Most sequences that one engine decodes at once."""
         return self.engine.get("max_num_seqs", MAX_NUM_SEQS)
 
-    @property
-    def kv_cache_gib(self) -> float:
-        """Size of the KV cache; 0 lets vLLM fill `gpu_memory_utilization` of a GPU."""
-        return (self.engine.get("kv_cache_memory_bytes") or 0) / 2**30
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
@@ -150,7 +145,7 @@ class DataConfig:
 
     path: str = "openai/gsm8k[main]"
     """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or a task such as `toy:addition`;
-    in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and revision, and splits such as train[:90%]."""
+    in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and revision; split train, or e.g. train[:90%]."""
     sources: Table[str] = field(default_factory=dict)
     """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
     weights: Table[Annotated[float, Above(0)]] = field(default_factory=dict)
@@ -522,11 +517,6 @@ class GRPOConfig(RunConfig):
     def needs_reference(self) -> bool:
         """Whether any rank holds a frozen reference."""
         return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
-
-    @property
-    def largest_tensor_parallel(self) -> int:
-        """What the model's heads and vocabulary must divide by."""
-        return math.lcm(self.trainer.tensor_parallel, self.generator.tensor_parallel)
 
     @property
     def reference_tensor_parallel(self) -> int:

@@ -27,11 +27,8 @@ def load(
 ) -> Config:
     """Read `[RECIPE.py] [--field value ...]` into a checked config. Prints what differs and what follows.
 
-    config_type: what the recipe may bind; of several, its flags are those of the one that it binds.
-
-    Raises:
-        ValueError: the recipe cannot be used (see `load_recipe`), or a check failed.
-        SystemExit: `--help`, or an unknown field (tyro prints the near misses).
+    config_type: what the recipe may bind; of several, its flags are those of the one that it binds. Raises ValueError
+    if the recipe cannot be used or a check failed, SystemExit for `--help` and unknown fields (tyro prints them).
     """
     import tyro  # not needed by code that gets its config as an object
 
@@ -146,10 +143,6 @@ def derived(config: Config) -> list[str]:
     return [f"from algorithm.loss={resolved.loss} follow {', '.join(values)}"] if values else []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The config of a run folder
-
-
 def as_recipe(config: GRPOConfig | SFTConfig) -> str:
     """Return the config as the text of a recipe file, so that a run can be repeated from its own folder.
 
@@ -172,15 +165,12 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
 
 
 class Change(NamedTuple):
-    """A field that is written in another way than in the saved config."""
+    """A field that the saved config writes in another way, and whether what the run samples or learns depends on it."""
 
     path: str
     old: str
-    """What the saved config says, as Python writes it."""
     new: str
-    """What this run's config says, as Python writes it."""
     breaks_exactness: bool
-    """Whether what the run samples or learns depends on it."""
 
 
 def changes_since(saved: str, config: GRPOConfig | SFTConfig) -> list[Change]:

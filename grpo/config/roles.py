@@ -9,15 +9,11 @@ def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
     """Compare torchrun's number of processes with the config's. Raises ValueError that names both and a way out."""
     if world_size == config.num_ranks:
         return
-    if isinstance(config, SFTConfig):
-        raise ValueError(
-            f"num_trainers={config.num_trainers}, but torchrun started {world_size} processes; "
-            f"use --nproc_per_node={config.num_ranks} or --num-trainers {world_size}"
-        )
+    is_sft = isinstance(config, SFTConfig)
+    flags = f"--num-trainers {world_size}" if is_sft else suggest_roles(config, world_size)
     raise ValueError(
         f"the layout ({describe_roles(config)}) needs {config.num_ranks} processes, but torchrun started "
-        f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
-        f"{suggest_roles(config, world_size)}"
+        f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: {flags}"
     )
 
 
@@ -40,7 +36,7 @@ def for_one_process(config: Config) -> Config:
     )
 
 
-def describe_roles(config: GRPOConfig) -> str:
+def describe_roles(config: GRPOConfig | SFTConfig) -> str:
     """Name the ranks of each role in one phrase, such as `2 trainer + 1 reference + 1 generator`."""
     roles = config.roles
     if roles.colocated:

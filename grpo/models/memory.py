@@ -107,10 +107,10 @@ def engine_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig
     generator = config.generator
     if not shares:
         return 0.0
-    if not generator.kv_cache_gib:
+    if not (cache := generator.engine.get("kv_cache_memory_bytes")):
         return generator.gpu_memory_utilization * gpu_gib
     weights = DTYPE_BYTES[config.model.dtype] * num_parameters(hf) / generator.tensor_parallel
-    return weights / 2**30 + generator.kv_cache_gib
+    return (weights + cache) / 2**30
 
 
 def num_parameters(hf: transformers.PretrainedConfig) -> int:

@@ -3,6 +3,7 @@
 Every function raises ValueError or FileNotFoundError with the reason and the way out.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ def read_grpo(session: Session) -> PromptStream:
         check_functions(config, reward_columns(sources))
     read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
     inputs = (config.model.reference_path, *(source.path for source in read))
-    session.open(inputs, config.largest_tensor_parallel, texts_of(sources))
+    session.open(inputs, math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel), texts_of(sources))
     if config.needs_reference:
         session.reference_folder = _check_reference(session)
     rows = usable_prompts(sources, config, session.tokenizer)
