@@ -256,7 +256,7 @@ class MicroBatch:
     """
 
     ids_BT: torch.Tensor
-    """int64: the input, each token at its own position; `pad_id` on padding."""
+    """int64: the input, each token at its own position; 0 on padding."""
     positions_BT: torch.Tensor
     """int64: within the sequence, also behind a shared prompt; padding is documents of PAD_DOCUMENT positions."""
     targets_BT: torch.Tensor

@@ -65,16 +65,13 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
         raise ValueError(f"{batch.num_sequences} sequences are not whole groups of {group_size}")
     num_parts = min(num_parts, num_groups)
     edges = [group_size * (part * num_groups // num_parts) for part in range(num_parts + 1)]
-    return [_slice_batch(batch, start, end) for start, end in zip(edges[:-1], edges[1:], strict=True)]
-
-
-def _slice_batch(batch: TrainBatch, start: int, end: int) -> TrainBatch:
-    """Sequences `start` to `end` as a batch of their own."""
-    # a field's last letter says what it is laid out by: sequences or tokens
-    tokens = slice(int(batch.lengths_S[:start].sum()), int(batch.lengths_S[:end].sum()))
-    bounds = {"S": slice(start, end), "N": tokens}
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return TrainBatch(**{name: x if x is None else x[bounds[name[-1]]] for name, x in values.items()})
+    starts, parts = [*batch.starts_S.tolist(), batch.num_tokens], []
+    for start, end in itertools.pairwise(edges):
+        # a field's last letter says what it is laid out by: sequences or tokens
+        bounds = {"S": slice(start, end), "N": slice(starts[start], starts[end])}
+        values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        parts.append(TrainBatch(**{name: x if x is None else x[bounds[name[-1]]] for name, x in values.items()}))
+    return parts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -94,13 +91,12 @@ def prompts_of(batch: TrainBatch) -> Prompts | None:
     """None if no two sequences have a prompt to share. Raises ValueError if a token of a prompt counts in the loss."""
     if batch.prompt_lengths_S is None:
         return None
-    ids, counts = batch.ids_N.numpy(), batch.loss_mask_N.numpy()
-    lengths, first_of = batch.prompt_lengths_S.tolist(), {}
-    spans = [slice(start, start + n) for start, n in zip(batch.starts_S.tolist(), lengths, strict=True)]
-    if bad := [index for index, span in enumerate(spans) if counts[span].any()]:
-        raise ValueError(f"sequence {bad[0]} has a token that counts in the loss within its prompt")
-    keys = [ids[span].tobytes() for span in spans]
-    first_S = [first_of.setdefault(key, index) for index, key in enumerate(keys)]
+    ids, counts, first_of = batch.ids_N.numpy(), batch.loss_mask_N.numpy(), {}
+    lengths, first_S = batch.prompt_lengths_S.tolist(), []
+    for index, (start, length) in enumerate(zip(batch.starts_S.tolist(), lengths, strict=True)):
+        if counts[start : start + length].any():
+            raise ValueError(f"sequence {index} has a token that counts in the loss within its prompt")
+        first_S.append(first_of.setdefault(ids[start : start + length].tobytes(), index))
     tokens_S = [max(length - 1, 0) for length in lengths]
     shared = any(tokens_S[index] for index, first in enumerate(first_S) if first != index)
     return Prompts(first_S, tokens_S) if shared else None
@@ -108,12 +104,9 @@ def prompts_of(batch: TrainBatch) -> Prompts | None:
 
 def runs(row: Sequence[int], prompts: Prompts | None) -> Iterator[tuple[list[int], int]]:
     """The row's sequences in order, neighbours with the same prompt together: (indices, tokens that they share)."""
-    if prompts is None:
-        yield from (([index], 0) for index in row)
-        return
-    for first, run in itertools.groupby(row, lambda index: prompts.first_S[index]):
+    for first, run in itertools.groupby(row, lambda index: prompts.first_S[index] if prompts else index):
         indices = list(run)
-        yield indices, prompts.tokens_S[first] if len(indices) > 1 else 0
+        yield indices, prompts.tokens_S[first] if prompts and len(indices) > 1 else 0
 
 
 def row_tokens(row: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> int:
@@ -139,7 +132,6 @@ def build_micro_batch(
     batch: TrainBatch,
     rows: Sequence[Sequence[int]],
     row_length: int,
-    pad_id: int = 0,
     multiple: int = 1,
     prompts: Prompts | None = None,
 ) -> MicroBatch:
@@ -164,7 +156,7 @@ def build_micro_batch(
     owner_BT = _at(own_BT, batch.owner_N, -1)
     document_starts = torch.tensor([*(document.start for document in documents), own_BT.numel()], dtype=torch.int32)
     return MicroBatch(
-        **per_token | {"ids_BT": _at(own_BT, batch.ids_N, pad_id)},
+        **per_token | {"ids_BT": _at(own_BT, batch.ids_N)},
         targets_BT=per_token["ids_BT"],
         positions_BT=positions_BT,
         token_BT=token_BT,
@@ -183,8 +175,7 @@ def take_out(values_BT: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, 
     """The values of the M tokens that a micro-batch predicts: (index_M int64 among the N of the batch, values_M).
 
     `values_N[index_M] = values_M`, once per micro-batch, fills a flat tensor in the order of `TrainBatch`, except the
-    first token of each sequence, which nothing predicts, and prompts that are shared, of which one is filled in. (M is
-    larger here than in `scored_M`.)
+    first token of each sequence, which nothing predicts, and prompts that are shared, of which one is filled in.
     """
     predicts_BT = micro.token_BT >= 0
     return micro.token_BT[predicts_BT], values_BT[predicts_BT]

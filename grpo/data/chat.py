@@ -1,12 +1,11 @@
-"""A model's tokenizer and its chat template, or the user's prompt template: texts in, token ids out, within bounds.
+"""A model's tokenizer and its chat template, or the user's prompt template: messages in, text out, within bounds.
 
 A chat template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
 attribute of Python's; a loop has at most 100,000 rounds there, but loops may be nested, and texts and numbers grow
 without a bound. So it is tried before the run in a process of its own, on a text that it cannot know, and has a
-deadline and a longest result each time.
+deadline each time.
 """
 
-import functools
 import math
 import multiprocessing
 import pathlib
@@ -14,8 +13,9 @@ import re
 import resource
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
 from grpo.data.bounds import TEMPLATE_BYTES, bounded_memory, deadline
@@ -25,37 +25,32 @@ from grpo.text import one_line, shorten
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Item = TypeVar("Item")
+# Start and end among the characters of a text.
+Span = tuple[int, int]
 
 # A template takes a millisecond.
 TEMPLATE_SECONDS = 10
-# For the process that tries it, on a machine that is busy with others.
-TRIAL_SECONDS = 120
 # What a template may write around a short message: those of current models, with their advice on tools, stay below
 # 10,000.
 TEMPLATE_CHARACTERS = 1_000_000
 QUOTED_CHARACTERS = 300
-# Tokenized together: 300 bytes of memory for each.
-TOKENIZED_CHARACTERS = 500_000
 HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-
-class TooLong(Exception):
-    """A text has more tokens than it may: `num_tokens`, or, if not `exact`, at least as many."""
-
-    def __init__(self, num_tokens: int, exact: bool):
-        super().__init__(f"{'' if exact else 'at least '}{num_tokens} tokens")
-        self.num_tokens = num_tokens
+SYSTEM_ROLES = ("system", "developer")
 
 
 class Refused(ValueError):
     """A row cannot be encoded, mostly because the chat template does not take its messages; the message says why."""
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model folder, with the chat template of `data.prompt_template` if that is a file.
 
-    Raises ValueError if there is no template or no EOS token, or the folder brings code.
+    Raises ValueError if there is no template or no EOS token, or its files cannot be used.
     """
     data = data or DataConfig()
     tokenizer = open_tokenizer(folder)
@@ -75,18 +70,15 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
 
 
 def open_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer as tokenizer.json has it, if there is one; no code that a folder brings is run.
+    """The tokenizer as tokenizer.json has it; no code that a folder brings is run. Raises ValueError if it cannot be.
 
-    Raises ValueError if its files cannot be used.
+    AutoTokenizer would rebuild it after the name of a class, which is the wrong one where a Llama has another tokenizer
+    (R1-Distill): silently other tokens.
     """
     import transformers
 
     try:
-        if (pathlib.Path(folder) / "tokenizer.json").is_file():
-            # AutoTokenizer rebuilds it after the name of a class, which is the wrong one where a Llama has another
-            # tokenizer (R1-Distill): silently other tokens.
-            return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # the library that reads tokenizer.json raises nothing more precise
         reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
         raise ValueError(
@@ -103,227 +95,114 @@ def _read_template(path: str) -> str:
         raise ValueError(f"data.prompt_template file {path} is no text in UTF-8 ({error})") from error
 
 
-def check_template(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, seconds: float = TEMPLATE_SECONDS) -> None:
-    """Try the chat template on a short random message, in a process with bounds.
-
-    Raises ValueError if it needs more than `seconds` of the CPU's time, TEMPLATE_BYTES or TEMPLATE_CHARACTERS, or
-    raises, or leaves the message out.
-    """
-    if config.is_text_template:  # nothing is run
-        return
-    probe = f"What is {secrets.token_hex(4)}?"  # which no template can know
-    messages = _messages(config, probe)
-    tried = _try_template(tokenizer, config, messages, seconds)
-    wrong = template_name(tokenizer, config)
-    way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
-    if tried is None:
-        raise ValueError(f"{wrong} was not done with one short message after {seconds:g} s; {way_out}")
-    if isinstance(tried, Refused):
-        raise ValueError(f"{tried} (one short message, within {TEMPLATE_BYTES >> 30} GiB); {way_out}")
-    if len(tried) > TEMPLATE_CHARACTERS + sum(len(message["content"]) for message in messages):
-        raise ValueError(f"{wrong} makes {len(tried)} characters of one short message; {way_out}")
-    if probe not in tried:
-        raise ValueError(
-            f"{wrong} leaves the prompt out; write it as the content of `messages`"
-            + (", or as {{ question }}" if config.prompt_template else "")
-        )
+def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]]) -> list[str]:
+    """The texts of token ids, special tokens included; on all cores, if the tokenizer leaves blanks as they are."""
+    if not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=False)
+    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in sequences]
 
 
-def _try_template(
-    tokenizer: "PreTrainedTokenizerBase", config: DataConfig, messages: list[Message], seconds: float
-) -> str | Refused | None:
-    """What `apply_template` makes of the messages or raises; None if its process had to be killed."""
-
-    def render() -> None:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds),) * 2)
-        with bounded_memory():
-            try:
-                tried = apply_template(tokenizer, config, messages, opening=True)[0]
-            except Refused as error:
-                tried = error
-        theirs.send(tried)
-
-    fork = multiprocessing.get_context("fork")  # starts at once
-    ours, theirs = fork.Pipe(duplex=False)
-    process = fork.Process(target=render, daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv() if ours.poll(TRIAL_SECONDS) else None
-    except EOFError:  # killed at its limit
-        return None
-    finally:
-        process.kill()
-        process.join()
+# ---------------------------------------------------------------------------------------------------------------------
+# Template
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def apply_template(
+def prompt_messages(data: DataConfig, prompt: str | list[Message]) -> list[Message]:
+    """A prompt as messages, behind `data.system_prompt` unless that is empty or they begin with a system message."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not data.system_prompt or messages[0]["role"] in SYSTEM_ROLES:
+        return messages
+    return [{"role": "system", "content": data.system_prompt}, *messages]
+
+
+def render(
     tokenizer: "PreTrainedTokenizerBase",
-    config: DataConfig,
+    data: DataConfig,
     messages: list[Message],
     opening: bool,
     tools: list[Any] | None = None,
-) -> tuple[str, list[tuple[int, int]] | None]:
-    """What the chat template makes of messages, and the characters inside its generation markers (None without such).
+) -> tuple[str, list[Span] | None]:
+    """What the template makes of messages, and the characters inside its generation markers (None without such).
 
-    opening: with what begins an answer. Raises Refused if the template does not take the messages.
+    opening: with what begins an answer. A template that is a text writes the question, whatever follows it.
+    Raises Refused if the template does not take the messages, ValueError if that takes longer than TEMPLATE_SECONDS.
     """
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
     question = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
-    arguments = tokenizer.special_tokens_map | ({"question": question} if config.prompt_template else {})
-    arguments |= dict(config.chat_template_kwargs)
+    if data.is_text_template:
+        check_one_question(tokenizer, data, messages)
+        system = "\n".join(message["content"] for message in messages if message["role"] in SYSTEM_ROLES)
+        # the question last, so that nothing within it is taken for a placeholder
+        return data.prompt_template.replace("{system_prompt}", system).replace("{question}", question), None
+    arguments = tokenizer.special_tokens_map | ({"question": question} if data.prompt_template else {})
+    arguments |= dict(data.chat_template_kwargs)
     template = tokenizer.get_chat_template(arguments.pop("chat_template", None), tools)
-    has_markers = HAS_MARKERS.search(template) is not None
+    has_markers, name = HAS_MARKERS.search(template) is not None, template_name(tokenizer, data)
+    arguments |= {"add_generation_prompt": opening, "return_assistant_tokens_mask": has_markers}
     try:
-        texts, spans = render_jinja_template(
-            [messages],
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=opening,
-            return_assistant_tokens_mask=has_markers,
-            **arguments,
-        )
+        with deadline(TEMPLATE_SECONDS, name):
+            texts, spans = render_jinja_template([messages], tools, chat_template=template, **arguments)
     # what the operators of a template raise when a row is not what they expect
     except (
         *(jinja2.TemplateError, TypeError, AttributeError, LookupError),
         *(ArithmeticError, RecursionError, MemoryError),
     ) as error:
         reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
-        raise Refused(f"{template_name(tokenizer, config)} refuses it: {reason}") from error
+        raise Refused(f"{name} refuses it: {reason}") from error
     return texts[0], spans[0] if has_markers else None
 
 
-def encode_prompt(
-    tokenizer: "PreTrainedTokenizerBase",
-    config: DataConfig,
-    prompt: str | list[Message],
-    max_tokens: int,
-    tools: list[Any] | None = None,
-) -> list[int]:
-    """Token ids of one prompt, as `render_prompt` writes it and `tokenize_prompts` takes it apart.
-
-    Raises TooLong for more than `max_tokens`, and what `render_prompt` raises.
-    """
-    (ids,) = tokenize_prompts(tokenizer, config, [render_prompt(tokenizer, config, prompt, max_tokens, tools)])
-    if len(ids) > max_tokens:
-        raise TooLong(len(ids), exact=True)
-    return ids
+def check_one_question(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, messages: list[Message]) -> None:
+    """Raise Refused for anything else than one question, perhaps with its answer."""
+    roles = [message["role"] for message in messages if message["role"] not in SYSTEM_ROLES]
+    if roles not in (["user"], ["user", "assistant"]):
+        raise Refused(
+            f"{template_name(tokenizer, data)} writes one question for one answer, and this chat has "
+            f"{', '.join(roles) or 'none'}; give a template that writes all `messages` as data.prompt_template "
+            "FILE.jinja"
+        )
 
 
-def render_prompt(
-    tokenizer: "PreTrainedTokenizerBase",
-    config: DataConfig,
-    prompt: str | list[Message],
-    max_tokens: int,
-    tools: list[Any] | None = None,
-) -> str:
-    """The text of one prompt.
-
-    By the chat template: the system prompt unless empty, `prompt` as the user's message, the assistant's opening. A
-    prompt that is a list of messages follows the system prompt, or begins with its own; `tools` are for the template.
-    By a text template: that text with its placeholders filled in. Raises TooLong if it has more characters than
-    `max_tokens` tokens stand for, Refused if the template does not take it, and ValueError if it takes longer than
-    TEMPLATE_SECONDS.
-    """
-    messages = _messages(config, prompt)
-    check_characters(tokenizer, "".join(message["content"] for message in messages), max_tokens)
-    if config.is_text_template:
-        chat = fill_in(config, messages, template_name(tokenizer, config))
-    else:
-        with deadline(TEMPLATE_SECONDS, template_name(tokenizer, config)):
-            chat, _ = apply_template(tokenizer, config, messages, opening=True, tools=tools)
-    check_characters(tokenizer, chat, max_tokens)
-    return chat
-
-
-def fill_in(config: DataConfig, messages: list[Message], name: str) -> str:
-    """The text template with its placeholders filled in. Raises Refused for anything else than one question."""
-    systems = [message["content"] for message in messages if message["role"] in ("system", "developer")]
-    others = [message for message in messages if message["role"] not in ("system", "developer")]
-    if [message["role"] for message in others] != ["user"]:
-        roles = ", ".join(message["role"] for message in others) or "none"
-        raise Refused(f"{name} takes one question, and this prompt has the turns {roles}")
-    # the question last, so that nothing within it is taken for a placeholder
-    filled = config.prompt_template.replace("{system_prompt}", "\n".join(systems))
-    return filled.replace("{question}", others[0]["content"])
-
-
-def tokenize_prompts(tokenizer: "PreTrainedTokenizerBase", config: DataConfig, texts: list[str]) -> list[list[int]]:
-    """Token ids of rendered prompts: a chat template writes special tokens itself, a text begins with BOS if any."""
-    if not config.is_text_template:
-        return tokenize(tokenizer, texts)
-    ids = tokenize(tokenizer, texts, add_special_tokens=True)
-    # some tokenizers close every text
-    return [sequence[:-1] if sequence[-1:] == [tokenizer.eos_token_id] else sequence for sequence in ids]
-
-
-def tokenize(
-    tokenizer: "PreTrainedTokenizerBase", texts: list[str], add_special_tokens: bool = False
-) -> list[list[int]]:
-    """Token ids of texts, so many at a time as memory allows."""
-    batches = by_characters(texts, len)
-    return [ids for batch in batches for ids in tokenizer(batch, add_special_tokens=add_special_tokens)["input_ids"]]
-
-
-def by_characters(items: Iterable[Item], num_characters: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """The items in lists of at most TOKENIZED_CHARACTERS each, or of one."""
-    waiting, total = [], 0
-    for item in items:
-        if waiting and total + num_characters(item) > TOKENIZED_CHARACTERS:
-            yield waiting
-            waiting, total = [], 0
-        waiting.append(item)
-        total += num_characters(item)
-    if waiting:
-        yield waiting
-
-
-def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]]) -> list[str]:
-    """The texts of token ids, special tokens included; on all cores, if the tokenizer alone makes them."""
-    from transformers import PreTrainedTokenizerFast
-
-    own = [getattr(type(tokenizer), name, None) for name in ("decode", "_decode")]
-    is_plain = own == [PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode]
-    if is_plain and not tokenizer.clean_up_tokenization_spaces:
-        return tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=False)
-    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in sequences]
-
-
-def template_name(tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> str:
+def template_name(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str:
     """The template as a message names it."""
-    own = config.prompt_template
+    own = data.prompt_template
     return f"data.prompt_template {own}" if own else f"the chat template of {tokenizer.name_or_path}"
 
 
-def check_characters(tokenizer: "PreTrainedTokenizerBase", text: str, max_tokens: int) -> None:
-    """Raise TooLong if `text` has more characters than `max_tokens` tokens stand for; nothing is tokenized.
+def check_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, seconds: float = TEMPLATE_SECONDS) -> None:
+    """Try the chat template on a short random message, in a process with bounds.
 
-    Tokenizers take 300 bytes of memory and more for each character. No token stands for more characters than the
-    longest entry of the vocabulary has. (Where a tokenizer drops characters, or has one sign for all words that it does
-    not know, a text might have fitted that is refused here.)
+    Raises ValueError if it needs more than `seconds` of the CPU's time, TEMPLATE_BYTES or TEMPLATE_CHARACTERS, or
+    raises, or leaves the message out.
     """
-    if len(text) <= max_tokens:
+    if data.is_text_template:  # nothing is run
         return
-    least = -(-len(text) // longest_token(tokenizer))
-    if least > max_tokens:
-        raise TooLong(least, exact=False)
+    probe = f"What is {secrets.token_hex(4)}?"  # which no template can know
+    name = template_name(tokenizer, data)
+    way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # which starts at once
+            text = pool.submit(_render_within, seconds, tokenizer, data, prompt_messages(data, probe)).result()
+    except BrokenProcessPool as error:  # killed at its limit
+        raise ValueError(f"{name} was not done with one short message after {seconds:g} s; {way_out}") from error
+    except Refused as error:
+        raise ValueError(f"{error} (one short message, within {TEMPLATE_BYTES >> 30} GiB); {way_out}") from error
+    if len(text) > TEMPLATE_CHARACTERS + len(data.system_prompt):
+        raise ValueError(f"{name} makes {len(text)} characters of one short message; {way_out}")
+    if probe not in text:
+        raise ValueError(
+            f"{name} leaves the prompt out; write it as the content of `messages`"
+            + (", or as {{ question }}" if data.prompt_template else "")
+        )
 
 
-@functools.lru_cache(maxsize=4)  # 0.1 s for 150,000 entries
-def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Characters of the longest entry of the vocabulary."""
-    return max(map(len, tokenizer.get_vocab()))
-
-
-def with_system_prompt(config: DataConfig, messages: list[Message]) -> list[Message]:
-    """`messages` behind `data.system_prompt`, unless that is empty or they begin with a system message."""
-    if not config.system_prompt or messages[0]["role"] in ("system", "developer"):
-        return messages
-    return [{"role": "system", "content": config.system_prompt}, *messages]
-
-
-def _messages(config: DataConfig, prompt: str | list[Message]) -> list[Message]:
-    return with_system_prompt(config, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+def _render_within(
+    seconds: float, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, messages: list[Message]
+) -> str:
+    """What the template makes of a prompt; ends this process after so many seconds of the CPU's time."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds),) * 2)
+    with bounded_memory():
+        return render(tokenizer, data, messages, opening=True)[0]

@@ -11,21 +11,21 @@ import enum
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from grpo.config import DataConfig, RowFormat, SFTConfig
+from grpo.config import DataConfig, RowFormat, SFTConfig, TrainOn
 from grpo.config.sources import Source
 from grpo.data.bounds import bounded_memory
-from grpo.data.chat import Refused, TooLong, render_prompt, tokenize_prompts
+from grpo.data.chat import Refused
 from grpo.data.columns import BadRow, Row, kinds_of
 from grpo.data.rows import Example, RowReader, chat_reader, row_reader
 from grpo.data.sources import Rows
-from grpo.data.turns import tokenize_written, write_example
+from grpo.data.turns import Written, longest_token, tokenize, write_example, write_prompt
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -82,128 +82,119 @@ def features() -> "datasets.Features":
     """The columns of a table of encoded rows, which are the fields of Encoded."""
     from datasets import Features, List, Value
 
-    texts = dict.fromkeys(("reason", "values", "kinds"), Value("large_string"))
-    numbers = {"fate": Value("int8"), "num_tokens": Value("int64")}
-    lists = {"ids": List(Value("int32")), "mask": List(Value("bool"))}
-    types = texts | numbers | lists
-    return Features({field.name: types[field.name] for field in dataclasses.fields(Encoded)})
+    text = Value("large_string")
+    return Features(
+        fate=Value("int8"),
+        reason=text,
+        num_tokens=Value("int64"),
+        ids=List(Value("int32")),
+        mask=List(Value("bool")),
+        values=text,
+        kinds=text,
+    )
 
 
+@dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of rows; what GRPO and SFT have in common."""
+    """Makes tokens of rows: prompts with the columns that rewards get (GRPO), or examples with labels (SFT)."""
 
-    limit: str
-    """The field that holds `max_tokens`."""
-    truncates = False
+    tokenizer: "PreTrainedTokenizerBase"
+    data: DataConfig
+    read: RowReader
+    max_tokens: int
+    train_on: TrainOn | None = None
+    """What the labels are; None makes prompts."""
+    truncates: bool = False
     """Longer rows are cut off, and not left out."""
+    columns: tuple[str, ...] = ()
+    """What else of the config decides about tokens: what `read` looks for, where `data` does not say it."""
 
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, read: RowReader, max_tokens: int, *others: str
-    ):
-        """others: what else of the config decides about tokens."""
-        self.tokenizer, self.data, self.read, self.max_tokens = tokenizer, data, read, max_tokens
-        self.counted = max(max_tokens + 1, COUNTED_TOKENS)
-        sources = {"path": "", "sources": {}, "weights": {}, "streaming": False}
-        what = dataclasses.replace(data, **sources, bad_rows="refuse", shuffle=True)
-        self.settings = repr((type(self).__name__, max_tokens, others, what))
+    @property
+    def limit(self) -> str:
+        """The field that holds `max_tokens`."""
+        return "max_sequence_tokens" if self.train_on else "data.max_prompt_tokens"
 
-    def encode(self, rows: list[Row], bounded: bool = True) -> list[Encoded]:
+    @property
+    def counted(self) -> int:
+        """Tokens up to which the length of a row is exact."""
+        return max(self.max_tokens + 1, COUNTED_TOKENS)
+
+    def encode(self, rows: Sequence[Row], bounded: bool = True) -> list[Encoded]:
         """What becomes of each row. Raises ValueError if the chat template does not end.
 
         bounded: limit the memory of a template, and with it that of all threads of this process.
         """
-        found, examples, written = [Encoded() for _ in rows], {}, {}
-        for number, (row, encoded) in enumerate(zip(rows, found, strict=True)):
-            try:
-                if (example := self.read(row)) is None:
-                    encoded.fate = Fate.DROPPED
-                    continue
-                self.keep(encoded, example)
-                examples[number] = example
-            except BadRow as error:
-                encoded.fate, encoded.reason = Fate.BAD, str(error)
+        found = [Encoded() for _ in rows]
+        pairs = zip(found, rows, strict=True)
+        read = [(encoded, example) for encoded, row in pairs if (example := self._read(row, encoded))]
         with bounded_memory() if bounded else contextlib.nullcontext():
-            for number, example in examples.items():
-                try:
-                    written[number] = self.write(example)
-                except TooLong as error:
-                    found[number].fate, found[number].num_tokens = Fate.TOO_LONG, error.num_tokens
-                except Refused as error:
-                    found[number].fate, found[number].reason = Fate.REFUSED, str(error)
-        for number, tokens in zip(written, self.tokenize(list(written.values())), strict=True):
-            self.fill_in(found[number], *tokens)
+            written = [(encoded, text) for encoded, example in read if (text := self._write(example, encoded))]
+        tokens = tokenize(self.tokenizer, [text for _, text in written])
+        for (encoded, _), (ids, mask) in zip(written, tokens, strict=True):
+            self._fill_in(encoded, ids, mask)
         return found
 
-    def keep(self, encoded: Encoded, example: Example) -> None:
-        """Put what is kept of an example besides its tokens into `encoded`."""
-
-    def write(self, example: Example) -> Any:
-        """What is to be tokenized; raises TooLong and Refused."""
-        raise NotImplementedError
-
-    def tokenize(self, written: list) -> list[tuple]:
-        """Tokens of what was written, as `fill_in` takes them."""
-        raise NotImplementedError
-
-    def fill_in(self, encoded: Encoded, ids: list[int], mask: list[bool]) -> None:
-        """Put tokens into `encoded`, if they are not too many."""
-        encoded.num_tokens = len(ids)
-        if len(ids) > self.max_tokens:
-            encoded.fate = Fate.TOO_LONG
-        else:
-            encoded.ids, encoded.mask = ids, mask
-
-
-class PromptEncoder(Encoder):
-    """Makes prompts of rows, with the columns that rewards get."""
-
-    limit = "data.max_prompt_tokens"
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig):
-        super().__init__(tokenizer, data, row_reader(data), data.max_prompt_tokens)
-
-    def keep(self, encoded: Encoded, example: Example) -> None:
+    def _read(self, row: Row, encoded: Encoded) -> Example | None:
+        """What the row gives, if it can be used; what is kept of it besides its tokens goes into `encoded`."""
         try:
-            encoded.values = json.dumps([example.prompt, example.columns])
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadRow(
-                f"a column for rewards holds what JSON cannot ({error}); make text of it in data.row"
-            ) from error
-        encoded.kinds = kinds_of(example.columns)
+            example = self.read(row)
+            if example is None:
+                encoded.fate = Fate.DROPPED
+            elif self.train_on is None:
+                encoded.values, encoded.kinds = _as_json([example.prompt, example.columns]), kinds_of(example.columns)
+            return example
+        except BadRow as error:
+            encoded.fate, encoded.reason = Fate.BAD, str(error)
+            return None
 
-    def write(self, example: Example) -> str:
-        return render_prompt(self.tokenizer, self.data, example.prompt, self.counted, example.tools)
+    def _write(self, example: Example, encoded: Encoded) -> Written | None:
+        """What is to be tokenized, if its characters are not more than `counted` tokens stand for."""
+        try:
+            if self.train_on is None:
+                written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools)
+            else:
+                written = write_example(self.tokenizer, self.data, example, self.train_on)
+        except Refused as error:
+            encoded.fate, encoded.reason = Fate.REFUSED, str(error)
+            return None
+        longest = longest_token(self.tokenizer)
+        if self.truncates:
+            return written._replace(text=written.text[: (self.counted + 2) * longest])
+        encoded.num_tokens = math.ceil(len(written.text) / longest)
+        if encoded.num_tokens <= self.counted:
+            return written
+        encoded.fate = Fate.TOO_LONG
+        return None
 
-    def tokenize(self, written: list[str]) -> list[tuple[list[int], list[bool]]]:
-        return [(ids, []) for ids in tokenize_prompts(self.tokenizer, self.data, written)]
-
-
-class ChatEncoder(Encoder):
-    """Makes examples of rows, whose labels are learned."""
-
-    limit = "max_sequence_tokens"
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, row_format: RowFormat):
-        others = (row_format, config.completion_column, config.train_on, config.too_long)
-        super().__init__(tokenizer, config.data, chat_reader(config, row_format), config.max_sequence_tokens, *others)
-        self.train_on, self.truncates = config.train_on, config.too_long == "truncate"
-
-    def write(self, example: Example) -> Any:
-        return write_example(self.tokenizer, self.data, example, self.train_on, self.counted, self.truncates)
-
-    def tokenize(self, written: list) -> list[tuple[list[int], list[bool]]]:
-        return tokenize_written(self.tokenizer, written)
-
-    def fill_in(self, encoded: Encoded, ids: list[int], mask: list[bool]) -> None:
+    def _fill_in(self, encoded: Encoded, ids: list[int], mask: list[bool]) -> None:
         encoded.num_tokens, most = len(ids), self.max_tokens
         if self.truncates:
             encoded.num_tokens, ids, mask = min(len(ids), self.counted), ids[:most], mask[:most]
-        if not any(mask) and encoded.num_tokens <= self.counted:
+        if self.train_on and not any(mask):
             encoded.fate = Fate.UNLABELLED
         elif len(ids) > most:
             encoded.fate = Fate.TOO_LONG
         else:
-            encoded.ids, encoded.mask = ids, mask
+            encoded.ids, encoded.mask = ids, mask if self.train_on else []
+
+
+def _as_json(values: list) -> str:
+    try:
+        return json.dumps(values)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(f"a column for rewards holds what JSON cannot ({error}); make text of it in data.row") from error
+
+
+def prompt_encoder(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> Encoder:
+    """The encoder of GRPO's rows."""
+    return Encoder(tokenizer, data, row_reader(data), data.max_prompt_tokens)
+
+
+def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, row_format: RowFormat) -> Encoder:
+    """The encoder of SFT's rows of this format."""
+    read, truncates = chat_reader(config, row_format), config.too_long == "truncate"
+    columns = (row_format, config.completion_column)
+    return Encoder(tokenizer, config.data, read, config.max_sequence_tokens, config.train_on, truncates, columns)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,9 +207,14 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
 
     Raises ValueError for a line that is not a JSON object, and if the chat template does not end.
     """
+    import datasets
+
     is_own, num_rows = bool(encoder.data.row), len(rows.table)
-    num_processes = min(num_rows // ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), MOST_PROCESSES)
-    with _told(rows, num_processes := num_processes if num_processes > 1 and not is_own else None):
+    num_processes = 1 if is_own else min(num_rows // ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    if num_processes > 1:
+        print(f"data: {num_rows:,} rows of {rows.where}, encoded by {num_processes} processes or before", flush=True)
+    datasets.disable_progress_bars()
+    try:
         return rows.table.map(
             functools.partial(_encode_batch, dataclasses.replace(rows, table=None), encoder),
             batched=True,
@@ -226,10 +222,13 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
             with_indices=True,
             remove_columns=rows.table.column_names,
             features=features(),
-            num_proc=num_processes,
+            num_proc=num_processes if num_processes > 1 else None,
             load_from_cache_file=not is_own,
             new_fingerprint=_fingerprint(rows, encoder),
         )
+    finally:  # the library leaves it off for code outside of Python, where tokenizers look
+        value = os.environ.get(PARALLEL)
+        os.unsetenv(PARALLEL) if value is None else os.putenv(PARALLEL, value)
 
 
 def as_table(found: list[Encoded]) -> "datasets.Dataset":
@@ -248,41 +247,20 @@ def _columns(found: list[Encoded]) -> dict[str, list]:
 
 
 def _fingerprint(rows: Rows, encoder: Encoder) -> str:
-    """A name for all that the encoded rows follow from; each time another one for a tokenizer that is no fast one."""
+    """A name for all that the encoded rows follow from."""
     tokenizer = encoder.tokenizer
+    unused = {"path": "", "sources": {}, "weights": {}, "streaming": False, "bad_rows": "refuse", "shuffle": True}
+    data = dataclasses.replace(encoder.data, **unused)
     own_code = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
     text = [
-        *(rows.table._fingerprint, rows.where, encoder.settings),
+        *(rows.table._fingerprint, rows.where),
+        repr((data, encoder.max_tokens, encoder.train_on, encoder.truncates, encoder.columns)),
         *(type(tokenizer).__name__, tokenizer.name_or_path, str(tokenizer.chat_template)),
         *(repr(tokenizer.special_tokens_map), repr(tokenizer.init_kwargs)),
-        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else os.urandom(16).hex(),
+        tokenizer.backend_tokenizer.to_str(),
         *(f"{name} {version(name)}" for name in LIBRARIES),
     ]
     return hashlib.sha256(json.dumps(text).encode() + b"".join(own_code)).hexdigest()[:32]
-
-
-@contextlib.contextmanager
-def _told(rows: Rows, num_processes: int | None) -> Iterator[None]:
-    """Show how far the encoding of many rows is, to a terminal; clear up after its processes."""
-    import datasets
-
-    is_off = datasets.are_progress_bars_disabled()
-    if not (num_processes and sys.stderr.isatty()):
-        datasets.disable_progress_bars()
-    try:
-        yield
-    except RuntimeError as error:  # of a process that was killed
-        if num_processes is None:
-            raise
-        raise ValueError(
-            f"one of {num_processes} processes that encode the rows of {rows.where} died ({error}); is memory short?"
-        ) from error
-    finally:
-        if not is_off:
-            datasets.enable_progress_bars()
-        if num_processes:  # the library leaves it off for code outside of Python, where tokenizers look
-            value = os.environ.get(PARALLEL)
-            os.unsetenv(PARALLEL) if value is None else os.putenv(PARALLEL, value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ groups; every rank computes the same rows from the same lengths and takes its ow
 """
 
 import bisect
-import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def pack(batch: TrainBatch, num_ranks: int, max_tokens: int, multiple: int = 1, 
     lengths, prompts = batch.lengths_S.tolist(), prompts_of(batch) if share_prompts else None
     rows = plan_rows(lengths, num_ranks, max_tokens, multiple, prompts)
     longest = max(row_tokens(row, lengths, prompts) for of_rank in rows for row in of_rank)
-    return Packing(batch, rows, max(multiple, _round_up(longest, multiple)), multiple, prompts)
+    return Packing(batch, rows, multiple * max(1, math.ceil(longest / multiple)), multiple, prompts)
 
 
 def plan_rows(
@@ -73,10 +73,8 @@ def plan_rows(
     positions.
 
     The rows depend on the arguments alone: ties go to the lower index. `lengths` are tokens, prompt and completion.
-    Raises ValueError if a sequence is empty or longer than `max_tokens`, or a count is below 1.
+    Raises ValueError if a sequence is empty or longer than `max_tokens`.
     """
-    if num_ranks < 1 or multiple < 1:
-        raise ValueError(f"num_ranks={num_ranks} and multiple={multiple} must be at least 1")
     for index, length in enumerate(lengths):
         if not 1 <= length <= max_tokens:
             raise ValueError(
@@ -87,50 +85,34 @@ def plan_rows(
     rows = _pack_rows(longest_first, lengths, num_ranks, max_tokens)
     if prompts:
         by_group = _pack_groups(longest_first, lengths, prompts, num_ranks, max_tokens, multiple)
-        rows = min(by_group, [sorted(row) for row in rows], key=lambda rows: _positions(rows, lengths, prompts))
+        packings = by_group, [sorted(row) for row in rows]
+        rows = min(packings, key=lambda rows: len(rows) * max(row_tokens(row, lengths, prompts) for row in rows))
     return _zigzag(rows, num_ranks)
-
-
-def _positions(rows: list[Row], lengths: Sequence[int], prompts: Prompts) -> int:
-    """In rows that are all as long as the longest."""
-    return len(rows) * max(row_tokens(row, lengths, prompts) for row in rows)
 
 
 def _pack_rows(longest_first: Row, lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[Row]:
     """Fill num_ranks x k rows, k as small as it goes; the rows come back fullest first."""
     # no two sequences of more than half a row fit together, so there are at least as many rows as such sequences
     at_least = max(1, math.ceil(sum(lengths) / max_tokens), sum(2 * length > max_tokens for length in lengths))
-    num_micro_batches = math.ceil(at_least / num_ranks)
     # ends at the latest when every sequence has a row of its own
-    while True:
-        num_rows = num_ranks * num_micro_batches
-        rows = _fill_evenly(longest_first, lengths, num_rows, max_tokens)
-        rows = rows or _fill_by_best_fit(longest_first, lengths, num_rows, max_tokens)
-        if rows:
-            break
-        num_micro_batches += 1
-    return sorted(rows, key=lambda row: -sum(lengths[index] for index in row))
+    for num_micro_batches in itertools.count(math.ceil(at_least / num_ranks)):
+        for best_fit in (False, True):
+            if rows := _fill(longest_first, lengths, num_ranks * num_micro_batches, max_tokens, best_fit):
+                return sorted(rows, key=lambda row: -sum(lengths[index] for index in row))
 
 
-def _fill_evenly(longest_first: Row, lengths: Sequence[int], num_rows: int, max_tokens: int) -> list[Row] | None:
-    """Put each sequence into the emptiest row; None as soon as one does not fit there, since it then fits nowhere."""
-    rows: list[Row] = [[] for _ in range(num_rows)]
-    emptiest = [(0, row) for row in range(num_rows)]
-    for index in longest_first:
-        load, row = emptiest[0]
-        if load + lengths[index] > max_tokens:
-            return None
-        rows[row].append(index)
-        heapq.heapreplace(emptiest, (load + lengths[index], row))
-    return rows
+def _fill(
+    longest_first: Row, lengths: Sequence[int], num_rows: int, max_tokens: int, best_fit: bool
+) -> list[Row] | None:
+    """Put each sequence into the emptiest row, or into the one that it leaves least room in; None if one fits nowhere.
 
-
-def _fill_by_best_fit(longest_first: Row, lengths: Sequence[int], num_rows: int, max_tokens: int) -> list[Row] | None:
-    """Put each sequence into the row that it leaves least room in; None as soon as one fits nowhere."""
+    Of rows with as much room, it is the first.
+    """
     rows: list[Row] = [[] for _ in range(num_rows)]
     fullest_first = [(max_tokens, row) for row in range(num_rows)]  # room left
     for index in longest_first:
-        place = bisect.bisect_left(fullest_first, (lengths[index], 0))
+        wanted = lengths[index] if best_fit else max(lengths[index], fullest_first[-1][0])
+        place = bisect.bisect_left(fullest_first, (wanted, 0))
         if place == num_rows:
             return None
         room, row = fullest_first.pop(place)
@@ -191,7 +173,3 @@ def _zigzag(largest_first: list[Row], num_ranks: int) -> list[list[Row]]:
         turn, rank = divmod(i, num_ranks)
         parts[rank if turn % 2 == 0 else num_ranks - 1 - rank].append(row)
     return parts
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return math.ceil(number / multiple) * multiple

@@ -16,16 +16,16 @@ from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, RowFormat, SFT
 from grpo.config.sources import Source
 from grpo.data.columns import ABSENT, BadRow, Row, value_at
 from grpo.data.encode import (
-    ChatEncoder,
     EncodedRows,
     Encoder,
     Fate,
     Labelled,
-    PromptEncoder,
     as_labelled,
     as_prompt,
     as_table,
+    chat_encoder,
     encode_rows,
+    prompt_encoder,
 )
 from grpo.data.rows import ChatColumns, Example, RowReader, chat_reader, detect_format, no_format, row_reader
 from grpo.data.sources import Rows
@@ -160,7 +160,7 @@ def usable_prompts(
 
     Raises ValueError if rows cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
     """
-    encoder = PromptEncoder(tokenizer, config.data)
+    encoder = prompt_encoder(tokenizer, config.data)
     return _training_rows([(rows, encoder) for rows in sources], config.prompts_per_step)
 
 
@@ -168,7 +168,7 @@ def usable_chats(
     sources: list[SourceRows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[EncodedRows]:
     """The sources as examples of SFT, see `usable_prompts`; left out are also those of which no token is a label."""
-    encoded = [(rows, ChatEncoder(tokenizer, config, rows.row_format)) for rows in sources]
+    encoded = [(rows, chat_encoder(tokenizer, config, rows.row_format)) for rows in sources]
     return _training_rows(encoded, config.sequences_per_step)
 
 
@@ -179,7 +179,7 @@ def load_eval_prompts(
 
     Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Raises what `usable_prompts` does.
     """
-    prompts, most, encoder = [], evaluation.num_prompts, PromptEncoder(tokenizer, data)
+    prompts, most, encoder = [], evaluation.num_prompts, prompt_encoder(tokenizer, data)
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)
         rows = _usable(_prompt_rows(source, data, most), encoder, "held out", most)
@@ -196,7 +196,7 @@ def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> 
     for source in config.validation.held_out(config.data):
         _warn_of_training_data(source, config.data, config.validation.section)
         loaded = _chat_rows(source, config, most)
-        rows = _usable(loaded, ChatEncoder(tokenizer, config, loaded.row_format), "held out", most)
+        rows = _usable(loaded, chat_encoder(tokenizer, config, loaded.row_format), "held out", most)
         sets[source.label] = [as_labelled(rows.get(row)) for row in rows.usable]
     return sets
 

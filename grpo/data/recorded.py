@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -70,20 +70,15 @@ def read_step(run_dir: str, step: int) -> RecordedStep:
         with safe_open(path, "pt") as file:
             facts = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+        lengths_S = tensors["lengths_S"]
+        sizes = {"S": len(lengths_S), "N": int(lengths_S.sum())}  # a field's last letter says what it is laid out by
+        if wrong := {name: list(x.shape) for name, x in tensors.items() if x.shape != (sizes[name[-1]],)}:
+            raise ValueError(f"of {sizes['S']} sequences and {sizes['N']} tokens it has {wrong}")
+        rewards = [tensors.pop(name) for name in REWARDS]
         metrics, group_size = json.loads(facts["metrics"]), int(facts["group_size"])
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        return RecordedStep(TrainBatch(**tensors), *rewards, group_size, metrics)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no recorded batch ({type(error).__name__}: {error}); record it again") from error
-    required = [*REWARDS, *(field.name for field in fields(TrainBatch) if field.default is MISSING)]
-    names = [*REWARDS, *(field.name for field in fields(TrainBatch))]
-    if wrong := sorted({*required} - tensors.keys()) + sorted(tensors.keys() - {*names}):
-        raise ValueError(f"{path} has other tensors than this version writes: {', '.join(wrong)}; record it again")
-    lengths_S = tensors["lengths_S"]
-    sizes = {"S": len(lengths_S), "N": int(lengths_S.sum())}  # a field's last letter says what it is laid out by
-    for name, tensor in tensors.items():
-        if tensor.shape != (sizes[name[-1]],):
-            raise ValueError(f"{path} has {name} of shape {tuple(tensor.shape)}, not ({sizes[name[-1]]},)")
-    batch = TrainBatch(**{name: tensors.get(name) for name in names if name not in REWARDS})
-    return RecordedStep(batch, tensors["rewards_S"], tensors["has_reward_S"], group_size, metrics)
 
 
 def check_recorded(run_dir: str, steps: Iterable[int], group_size: int, needs_reference: str = "") -> None:
@@ -92,15 +87,12 @@ def check_recorded(run_dir: str, steps: Iterable[int], group_size: int, needs_re
     needs_reference: why the reference's log-probs must be there; empty if they need not. Raises ValueError.
     """
     steps, folder = list(steps), pathlib.Path(run_dir) / BATCHES
-    there = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-" + "[0-9]" * 8 + ".safetensors"))
-    if not there:
-        raise ValueError(f"{folder} has no recorded batches; train that run with --record first, or name another one")
-    if missing := sorted({*steps} - {*there}):
-        whole = missing[0] - 1
-        way_out = f"use --num-steps {whole}" if whole >= steps[0] else "record that run from its first step"
+    missing = [step for step in steps if not batch_path(run_dir, step).is_file()]
+    if missing:
+        fewer = f"use --num-steps {missing[0] - 1}, or " if missing[0] > steps[0] else ""
         raise ValueError(
-            f"{folder} has {len(there)} steps, from {there[0]} to {there[-1]}, and step {missing[0]} "
-            f"is not among them; {way_out}"
+            f"{folder} has {len(steps) - len(missing)} of the {len(steps)} steps from {steps[0]} to {steps[-1]}, and "
+            f"step {missing[0]} is not among them; {fewer}train that run with --record first"
         )
     first = read_step(run_dir, steps[0])
     if first.group_size != group_size:

@@ -31,8 +31,7 @@ class TableReader:
     """The usable rows of a table, from any place."""
 
     def __init__(self, rows: EncodedRows):
-        self.rows, self.label = rows, rows.source.label
-        self.num_rows: int | None = len(rows.usable)
+        self.rows = rows
         self.seek(None)
 
     def seek(self, place: dict[str, Any] | None) -> None:
@@ -49,43 +48,25 @@ class TableReader:
         """A row of those that were read last."""
         return self.rows.get(number)
 
-    def order_seed(self, seed: int, epoch: int) -> str:
-        """What the order of the rows that were read last follows from."""
-        return f"{seed} {epoch} {self.label}".rstrip()
 
-
-class StreamReader(TableReader):
-    """The rows of a source that is streamed, usable or not."""
+class StreamReader(RowStream):
+    """The rows of a source that is streamed, usable or not; as TableReader."""
 
     def __init__(self, rows: EncodedRows):
         """rows: the first of the source, which say how all are encoded and what they must be like."""
-        self.stream = RowStream(rows.source)
-        super().__init__(rows)
-        self.num_rows = None  # not known
-        self._kinds = rows.get(rows.usable[0]).kinds
-
-    def seek(self, place: dict[str, Any] | None) -> None:
-        self.stream.seek(place)
-        self.place = self.stream.place
-
-    def read(self, count: int) -> Sequence[int]:
-        self._first = self.place["row"]
-        numbers = self.stream.read(count)
-        self.place = self.stream.place
-        return numbers
+        super().__init__(rows.source)
+        self.encoder, self.kinds = rows.encoder, rows.get(rows.usable[0]).kinds
 
     def get(self, number: int) -> Encoded:
+        """A row of those that were read last."""
         try:
-            row = self.stream.row(number)
+            row = self.row(number)
         except BadRow as error:
             return Encoded(Fate.BAD, str(error))
-        (encoded,) = self.rows.encoder.encode([row], bounded=False)
-        if encoded.kinds and encoded.kinds != self._kinds:
-            return Encoded(Fate.BAD, f"its columns are {encoded.kinds}, and in the first rows {self._kinds}")
+        (encoded,) = self.encoder.encode([row], bounded=False)
+        if encoded.kinds and encoded.kinds != self.kinds:
+            return Encoded(Fate.BAD, f"its columns are {encoded.kinds}, and in the first rows {self.kinds}")
         return encoded
-
-    def order_seed(self, seed: int, epoch: int) -> str:
-        return f"{seed} {epoch} {self._first} {self.label}".rstrip()
 
 
 class Order:
@@ -100,22 +81,22 @@ class Order:
 
     def __init__(self, rows: EncodedRows, config: GRPOConfig | SFTConfig, sampling: SamplingConfig | None = None):
         """sampling: the filter's bounds; None has no filter."""
-        self.rows, self.bad_rows, is_streamed = rows, config.data.bad_rows, config.data.streaming
-        self.reader = StreamReader(rows) if is_streamed else TableReader(rows)
+        self.rows, self.bad_rows, self.is_streamed = rows, config.data.bad_rows, config.data.streaming
+        self.reader = StreamReader(rows) if self.is_streamed else TableReader(rows)
         self.source, self.label, self.weight = rows.source.text, rows.source.label, rows.source.weight
-        self.seed, self.shuffle, self.num_rows = config.seed, int(config.data.shuffle), self.reader.num_rows
+        self.seed, self.shuffle = config.seed, int(config.data.shuffle)
+        self.num_rows = None if self.is_streamed else len(rows.usable)  # None: not known
         self.window = self.num_rows or (SHUFFLED_ROWS if self.shuffle else READ_ROWS)
         self.sampling = sampling if sampling and sampling.filters else None
         self.epoch = 0
         self.start: dict[str, Any] | None = None  # the place where the window begins
         self.position = 0  # rows of the window that were drawn or passed over
         self.num_drawn = 0
-        self.left_out = dict.fromkeys(LEFT_OUT.values() if is_streamed else (), 0)
+        self.left_out = dict.fromkeys(LEFT_OUT.values() if self.is_streamed else (), 0)
         self._window: list[int] | None = None
         # Both are row: epoch in which it was last drawn; the filter's memory, empty without a filter.
         self._unrecorded: dict[int, int] = {}
         self._too_hard_or_easy: dict[int, int] = {}
-        self._warned = False
 
     def draw(self) -> tuple[int, Encoded]:
         """The number of the next row that can be used and is not filtered, and the row.
@@ -146,7 +127,7 @@ class Order:
 
     def _window_has_rows(self) -> bool:
         """Whether a row of this epoch is left; opens its next window if this one is drawn."""
-        if self._window is None:
+        if self._window is None:  # at the place that was loaded
             position = self.position
             self._open_window(self.start)
             self.position = position
@@ -162,7 +143,8 @@ class Order:
         self.start, self.position = self.reader.place, 0
         self._window = list(self.reader.read(self.window))
         if self.shuffle:
-            random.Random(self.reader.order_seed(self.seed, self.epoch)).shuffle(self._window)
+            place = f"{self.start['row']} " if self.is_streamed else ""
+            random.Random(f"{self.seed} {self.epoch} {place}{self.label}".rstrip()).shuffle(self._window)
 
     def _leave_out(self, row: int, encoded: Encoded) -> None:
         """Count a row of a stream that cannot be used; raises ValueError if it must not be left out."""
@@ -174,10 +156,7 @@ class Order:
             return
         told = f"row {row + 1} of {self.source} cannot be used: {encoded.reason}"
         if self.bad_rows == "refuse":
-            raise ValueError(
-                f"{told} (counted from 1, without blank lines); correct it, or leave such rows out with "
-                "--data.bad-rows skip, and go on from the last checkpoint with --resume"
-            )
+            raise ValueError(f"{told}; correct it, or use --data.bad-rows skip, and go on with --resume")
         if self.left_out[name] == 1:
             print(f"warning: {told}; it is left out, and so are others, which data/bad_rows counts", flush=True)
 
@@ -204,15 +183,12 @@ class Order:
         """After an epoch in which all rows are filtered, because a run needs prompts; ValueError without a filter."""
         if not self.sampling:
             raise ValueError(f"no row of epoch {self.epoch + 1} of {self.source} can be used; bring other rows")
-        if not self._warned:
-            self._warned = True
-            print(
-                f"warning: in epoch {self.epoch + 1} of {self.rows.source.path} all {self.num_filtered} rows are "
-                f"filtered, having passed less often than sampling.min_pass_rate={self.sampling.min_pass_rate:g} "
-                f"or more often than sampling.max_pass_rate={self.sampling.max_pass_rate:g}: they are drawn all the "
-                "same, now and without further notice later on; widen these bounds or bring other prompts",
-                flush=True,
-            )
+        print(
+            f"warning: in epoch {self.epoch + 1} of {self.rows.source.path} all {self.num_filtered} rows are filtered "
+            f"by sampling.min_pass_rate={self.sampling.min_pass_rate:g} and sampling.max_pass_rate="
+            f"{self.sampling.max_pass_rate:g}: they are drawn all the same; widen these bounds or bring other prompts",
+            flush=True,
+        )
         self._too_hard_or_easy.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,12 +200,7 @@ class Order:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
         for name in BELONGS_TO:
-            if state.get(name) != getattr(self, name):
-                raise ValueError(
-                    f"the saved place in the data has {name}={state.get(name)!r}, this run has "
-                    f"{getattr(self, name)!r}; resume with the data sets, weights, limits, seed and shuffle it was "
-                    "saved with, or start a new run"
-                )
+            _check_same(name, state.get(name), getattr(self, name))
         for name in PLACE:
             setattr(self, name, copy.deepcopy(state[name]))
         self._window = None
@@ -271,12 +242,7 @@ class Mixture:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it is of other sources."""
-        if list(state["sources"]) != list(self.orders):
-            saved, ours = (", ".join(labels) or "none" for labels in (state["sources"], self.orders))
-            raise ValueError(
-                f"the saved place in the data has the data.sources {saved}, this run has {ours}; resume with those it "
-                "was saved with, or start a new run"
-            )
+        _check_same("data.sources", list(state["sources"]), list(self.orders))
         for label, order in self.orders.items():
             order.load_state_dict(state["sources"][label])
 
@@ -289,14 +255,10 @@ class PromptStream(Mixture):
         super().__init__([Order(rows, config, config.sampling) for rows in sources])
         self.filters = config.sampling.filters
 
-    @property
-    def num_filtered(self) -> int:
-        """Rows left out of this epoch of their source because of their pass rates."""
-        return sum(order.num_filtered for order in self.orders.values())
-
     def metrics(self) -> dict[str, int]:
-        """See Mixture.metrics; with a filter also how many rows it leaves out."""
-        return super().metrics() | ({"sampling/filtered": self.num_filtered} if self.filters else {})
+        """See Mixture.metrics; with a filter also how many rows it leaves out of this epoch of their source."""
+        num_filtered = sum(order.num_filtered for order in self.orders.values())
+        return super().metrics() | ({"sampling/filtered": num_filtered} if self.filters else {})
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts, across epochs where needed; Prompt.index counts on through the whole run."""
@@ -327,3 +289,11 @@ class ChatStream(Mixture):
     def draw(self, count: int) -> list[Labelled]:
         """The next `count` examples, across epochs where needed."""
         return [as_labelled(self.next_order().draw()[1]) for _ in range(count)]
+
+
+def _check_same(name: str, saved: Any, ours: Any) -> None:
+    if saved != ours:
+        raise ValueError(
+            f"the saved place in the data has {name}={saved!r}, this run has {ours!r}; resume with the data sets, "
+            "weights, limits, seed and shuffle it was saved with, or start a new run"
+        )

@@ -1,22 +1,27 @@
 """Tiny models, tokenizers and tasks that need no download: what the tests, the quickstart and `toy:NAME` paths run on.
 
-The addition task is learnable in a minute on a CPU: one token per character, and the columns from the right as
-thinking, each as its two digits and the digit below them, so that a step needs only one column and its carry.
-It is learned late and then fast, and when exactly differs by tens of steps between seeds: stop a supervised start by
-its loss. The task of a GPU is in word_problems.py.
+Additions are learnable in a minute on a CPU: one token per character, and the columns from the right as thinking, each
+as its two digits and the digit below them, so that a step needs only one column and its carry. They are learned late
+and then fast, and when exactly differs by tens of steps between seeds: stop a supervised start by its loss.
+
+Word problems are for a model of tens of millions of parameters, trained from nothing: a person has some things; two to
+four sentences add, take away or multiply; the question is how many there are then:
+
+    Mia has 37 pens. She buys 4 boxes with 12 pens each. She gives 18 pens to Tom. How many pens does Mia have now?
+    <think>4*12=48. 37+48=85. 85-18=67.</think><answer>67</answer>
+
+A completion follows from its problem, word for word, so the loss of a supervised start tells how much is left to learn.
 
 What is built is an ordinary Hugging Face folder; nothing that reads it can tell it from a real checkpoint.
-
 It imports transformers and tokenizers inside functions, since they take seconds.
 """
 
+import math
 import random
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from grpo.data import word_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,7 +46,6 @@ MODEL = {
     "rms_norm_eps": 1e-6,
     "dtype": "float32",
 }
-
 # The word problems' model, by what differs: 64 M parameters.
 WORD_PROBLEMS_MODEL = {
     "hidden_size": 768,
@@ -52,11 +56,10 @@ WORD_PROBLEMS_MODEL = {
     "head_dim": 64,
 }
 
-ADDITION_NUMBERS = (10, 999)
-ADDITION_ROWS = {"train": 50_000, "test": 2_000}
+ROWS = {"addition": {"train": 50_000, "test": 2_000}, "word_problems": {"train": 40_000, "test": 1_000}}
+
 # With the 7 tokens that are not characters this makes 32, so that 2, 4 or 8 tensor-parallel ranks split it evenly.
 ADDITION_CHARACTERS = "0123456789+;= -*/.,:()?x\n"
-
 # The question, then "=" as generation prompt. System messages are left out, or they would be most of the text.
 ADDITION_CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -73,32 +76,130 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+LARGEST = 999
+WOMEN = "Ada Anna Bea Clara Dana Ella Emma Eva Grace Ida Iris Jane Lea Lena Lily Mia Nina Nora Olga Rosa Sara"
+MEN = "Adam Ben Carl Dan Emil Finn Fred Hugo Ivan Jack Jan Karl Leo Luis Max Nick Noah Omar Otto Paul Tom"
+THINGS = (
+    "apples pears plums lemons cookies muffins candies nuts eggs shells stones coins stamps cards stickers marbles "
+    "pencils pens books notebooks ribbons buttons beads bricks tiles balls kites badges keys bottles flowers leaves"
+)
+HOLDERS = "boxes bags baskets packs jars trays crates bundles"
+# Sentences; {n} is a number, {k} how many {holders} of {n}, or how many times
+ADD = (
+    "{She} buys {n} more {things}.",
+    "{She} finds {n} {things}.",
+    "{friend} gives {her} {n} {things}.",
+    "{She} gets {n} {things} as a present.",
+    "Then {n} more {things} arrive.",
+)
+TAKE_AWAY = (
+    "{She} gives {n} {things} to {friend}.",
+    "{She} loses {n} {things}.",
+    "{She} sells {n} of the {things}.",
+    "{friend} borrows {n} {things}.",
+    "Then {n} {things} break.",
+)
+ADD_HOLDERS = ("{She} buys {k} {holders} with {n} {things} each.", "{friend} brings {k} {holders} of {n} {things}.")
+TAKE_HOLDERS = (
+    "{She} fills {k} {holders} with {n} {things} each and sells them.",
+    "{She} gives away {k} {holders} of {n} {things}.",
+)
+MULTIPLY = (
+    "Then the number of {things} grows to {k} times as many.",
+    "After a year {she} has {k} times as many {things}.",
+)
+# What they do to the number of things, and from where to where each factor of the change is.
+KINDS = (
+    *((ADD, "+", [(2, 99)]), (TAKE_AWAY, "-", [(2, 99)])),
+    *((ADD_HOLDERS, "+", [(2, 9), (2, 12)]), (TAKE_HOLDERS, "-", [(2, 9), (2, 12)])),
+    (MULTIPLY, "*", [(2, 4)]),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tasks
+# ---------------------------------------------------------------------------------------------------------------------
+
 
 def task_rows(name: str, split: str) -> list[dict[str, str]]:
     """The rows of a built-in task: `question`, `answer`, and a worked `completion` to start from; always the same ones.
 
     `addition`: {"question": "70+98", "answer": "168", "completion": "<think>088;796;</think><answer>168</answer>"},
     numbers uniform in 10..999, thinking = columns from the right (0 and 8 give 8; 7 and 9 give 6, carry 1). 50000 train
-    and 2000 test rows, all distinct; a problem and its mirror image (98+70) are in the same split.
-    `word_problems`: see word_problems.py, 40000 train and 1000 test rows.
+    and 2000 test rows; a problem and its mirror image (98+70) are in the same split. `word_problems`: 40000 train and
+    1000 test rows; 37+4*12-18 is in one split, whatever is counted. All questions of a split differ.
     Raises ValueError for another task or split.
     """
-    if name not in ("addition", "word_problems"):
-        raise ValueError(f"toy task {name!r} is unknown; there are addition, word_problems")
-    splits = ADDITION_ROWS if name == "addition" else word_problems.ROWS
-    if split not in splits:
-        raise ValueError(f"toy task {name!r} has no split {split!r}; there are {', '.join(splits)}")
-    if name == "word_problems":
-        return word_problems.rows(split)
-    generator = random.Random(f"addition/{split}")
-    pairs: dict[tuple[int, int], None] = {}  # a dict, because a set has no fixed order
-    while len(pairs) < ADDITION_ROWS[split]:
-        a, b = generator.randint(*ADDITION_NUMBERS), generator.randint(*ADDITION_NUMBERS)
+    if name not in ROWS:
+        raise ValueError(f"toy task {name!r} is unknown; there are {', '.join(ROWS)}")
+    if split not in ROWS[name]:
+        raise ValueError(f"toy task {name!r} has no split {split!r}; there are {', '.join(ROWS[name])}")
+    draw, make = random.Random(f"{name}/{split}"), {"addition": _addition, "word_problems": _word_problem}[name]
+    found: dict[str, dict[str, str]] = {}  # a dict, because a set has no fixed order
+    while len(found) < ROWS[name][split]:
+        calculation, row = make(draw)
         # a checksum rather than a modulus of the numbers, which would hold out certain last digits
-        held_out = zlib.crc32(f"{min(a, b)}+{max(a, b)}".encode()) % 10 == 0
-        if held_out == (split == "test"):
-            pairs[a, b] = None
-    return [_addition_row(a, b) for a, b in pairs]
+        if (zlib.crc32(calculation.encode()) % 10 == 0) == (split == "test"):
+            found[row["question"]] = row
+    return list(found.values())
+
+
+def _addition(draw: random.Random) -> tuple[str, dict[str, str]]:
+    """A calculation without the order of its numbers, and its row."""
+    a, b = draw.randint(10, 999), draw.randint(10, 999)
+    return f"{min(a, b)}+{max(a, b)}", addition_row(a, b)
+
+
+def addition_row(a: int, b: int) -> dict[str, str]:
+    """The row of a + b, as `task_rows` tells."""
+    thinking, carry, x, y = "", 0, a, b
+    while x or y:
+        carry, digit = divmod(x % 10 + y % 10 + carry, 10)
+        thinking += f"{x % 10}{y % 10}{digit};"
+        x, y = x // 10, y // 10
+    completion = f"<think>{thinking}</think><answer>{a + b}</answer>"
+    return {"question": f"{a}+{b}", "answer": str(a + b), "completion": completion}
+
+
+def _word_problem(draw: random.Random) -> tuple[str, dict[str, str]]:
+    """A calculation such as "37+4*12-18", and its row."""
+    is_woman = draw.random() < 0.5
+    person = draw.choice((WOMEN if is_woman else MEN).split())
+    words = {"She": "She", "she": "she", "her": "her"} if is_woman else {"She": "He", "she": "he", "her": "him"}
+    words |= {"things": draw.choice(THINGS.split()), "holders": draw.choice(HOLDERS.split())}
+    total = draw.randint(5, 99)
+    calculation, thoughts = str(total), []
+    sentences = [f"{person} has {total} {words['things']}."]
+    for _ in range(draw.randint(2, 4)):
+        templates, sign, factors, result = _change(draw, total)
+        number = math.prod(factors)
+        if len(factors) == 2:
+            thoughts.append(f"{factors[0]}*{factors[1]}={number}.")
+        thoughts.append(f"{total}{sign}{number}={result}.")
+        calculation += sign + "*".join(map(str, factors))
+        total = result
+        friend = draw.choice((MEN if is_woman else WOMEN).split())  # so that nobody gives something to themselves
+        numbers = {"k": factors[0], "n": factors[-1], "friend": friend}
+        sentences.append(draw.choice(templates).format(**words, **numbers))
+    sentences.append(f"How many {words['things']} does {person} have now?")
+    completion = f"<think>{' '.join(thoughts)}</think><answer>{total}</answer>"
+    return calculation, {"question": " ".join(sentences), "answer": str(total), "completion": completion}
+
+
+def _change(draw: random.Random, total: int) -> tuple[tuple[str, ...], str, list[int], int]:
+    """Sentences to choose from, a sign, the factors behind it, and the 1 to LARGEST things that are left."""
+    while True:
+        templates, sign, ranges = draw.choice(KINDS)
+        factors = [draw.randint(*bounds) for bounds in ranges]
+        number = math.prod(factors)
+        result = {"+": total + number, "-": total - number, "*": total * number}[sign]
+        if 1 <= result <= LARGEST:
+            return templates, sign, factors, result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def addition_tokenizer() -> "PreTrainedTokenizerFast":
@@ -117,25 +218,23 @@ def addition_tokenizer() -> "PreTrainedTokenizerFast":
     )
 
 
+def word_problems_tokenizer() -> "PreTrainedTokenizerFast":
+    """640 tokens: each word of the task is one, and each digit."""
+    texts = [f"{row['question']}\n{row['completion']}" for row in task_rows("word_problems", "test")]
+    return trained_tokenizer(texts, vocab_size=640, digits_apart=True)
+
+
 def trained_tokenizer(
     texts: Iterable[str], vocab_size: int = 2048, digits_apart: bool = False
 ) -> "PreTrainedTokenizerFast":
     """Byte-level BPE trained on `texts`, for any text: every byte has a token, the tags have one each.
 
-    `digits_apart` makes each digit a token of its own, which arithmetic is easier to learn from.
-
-    `vocab_size` is what it aims at; few texts may give fewer tokens. The chat template is ChatML: turns between
-    <|im_start|> and <|im_end|> (the EOS), for system, user and assistant.
-
-    Raises:
-        ValueError: `vocab_size` has no room for the 256 bytes and the 7 other tokens.
+    vocab_size: at least 263 (256 bytes and 7 others); few texts may give fewer. digits_apart: each digit is a token of
+    its own, which arithmetic is easier to learn from. The chat template is ChatML: turns between <|im_start|> and
+    <|im_end|> (the EOS), for system, user and assistant.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-    smallest = 256 + len(special) + len(TAGS)
-    if vocab_size < smallest:
-        raise ValueError(f"vocab_size={vocab_size} is too small; 256 bytes, tags and special tokens need {smallest}")
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -143,7 +242,7 @@ def trained_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(TAGS),
-        special_tokens=special,
+        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -155,6 +254,20 @@ def trained_tokenizer(
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def _finish_tokenizer(tokenizer: Any, **names: Any) -> "PreTrainedTokenizerFast":
+    """Add the tags, name the special tokens and the template, and make decode(encode(text)) == text."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def make_model(
@@ -184,48 +297,17 @@ def build_if_toy(path: str, run_dir: str | Path, texts: Iterable[str], seed: int
 
     `toy:addition`: `addition_tokenizer` and a model of 0.8 M parameters for 512 positions. `toy:gsm8k`: a tokenizer
     trained on `texts`, those of the data, and a model of 1 M parameters for 2048 positions. `toy:word_problems`: a
-    tokenizer made of its task, and a model of 64 M parameters for 512 positions.
-    Raises ValueError for another name, and for `toy:gsm8k` without texts.
+    tokenizer made of its task, and a model of 64 M parameters for 512 positions. Raises ValueError for another name.
     """
     if not path.startswith("toy:"):
         return path
-    folder = Path(run_dir) / "initial_model"
-    if path == "toy:addition":
+    name, folder = path.removeprefix("toy:"), Path(run_dir) / "initial_model"
+    if name == "addition":
         make_model(folder, addition_tokenizer(), seed)
-    elif path == "toy:gsm8k":
-        texts = list(texts)
-        if not texts:
-            raise ValueError("toy:gsm8k trains its tokenizer on the data's texts; pass some")
+    elif name == "gsm8k":
         make_model(folder, trained_tokenizer(texts), seed, {"max_position_embeddings": 2048})
-    elif path == "toy:word_problems":
+    elif name == "word_problems":
         make_model(folder, word_problems_tokenizer(), seed, WORD_PROBLEMS_MODEL)
     else:
-        name = path.removeprefix("toy:")
         raise ValueError(f"toy model {name!r} is unknown; there are addition, gsm8k, word_problems")
     return str(folder)
-
-
-def word_problems_tokenizer() -> "PreTrainedTokenizerFast":
-    """640 tokens: each word of the task is one, and each digit."""
-    texts = [f"{row['question']}\n{row['completion']}" for row in word_problems.rows("test")]
-    return trained_tokenizer(texts, vocab_size=640, digits_apart=True)
-
-
-def _addition_row(a: int, b: int) -> dict[str, str]:
-    answer = str(a + b)
-    thinking, carry, x, y = "", 0, a, b
-    while x or y:
-        carry, digit = divmod(x % 10 + y % 10 + carry, 10)
-        thinking += f"{x % 10}{y % 10}{digit};"
-        x, y = x // 10, y // 10
-    completion = f"<think>{thinking}</think><answer>{answer}</answer>"
-    return {"question": f"{a}+{b}", "answer": answer, "completion": completion}
-
-
-def _finish_tokenizer(tokenizer: Any, **names: Any) -> "PreTrainedTokenizerFast":
-    """Add the tags, name the special tokens and the template, and make decode(encode(text)) == text."""
-    from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)

@@ -133,11 +133,11 @@ def tiny_model() -> pathlib.Path:
 
 def tiny_data() -> list[Any]:
     """Flags for a few rows of the task, whose 40,000 take a while to read."""
-    from grpo.data import word_problems
+    from grpo.data import toy
 
     file = RUNS / "tiny.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in word_problems.rows("test")[:100]))
+    file.write_text("".join(json.dumps(row) + "\n" for row in toy.task_rows("word_problems", "test")[:100]))
     return ["--data.path", file, "--evaluation.path", "toy:word_problems"]
 
 

@@ -18,7 +18,7 @@ from grpo.config import DataConfig
 from grpo.data.packing import plan_rows
 from grpo.data.rows import ChatColumns, read_chat
 from grpo.data.toy import trained_tokenizer
-from grpo.data.turns import encode_example
+from grpo.data.turns import tokenize, write_example
 
 CHATS_PER_STEP = 128
 ROW_TOKENS = (640, 1024, 2048, 4096, 8192)
@@ -31,7 +31,8 @@ def main(path: str) -> None:
     tokenizer = trained_tokenizer(row[column] for row in rows for column in ("question", "answer"))
     start = time.process_time()
     chats = [read_chat("prompt_completion", ChatColumns("question", "answer"), row) for row in rows]
-    encoded = [encode_example(tokenizer, DataConfig(), chat, "assistant", max(ROW_TOKENS)) for chat in chats]
+    written = [write_example(tokenizer, DataConfig(), chat, "assistant") for chat in chats]
+    encoded = list(tokenize(tokenizer, written))
     seconds = time.process_time() - start
     lengths = [len(ids) for ids, _ in encoded]
     num_labels = sum(sum(mask) for _, mask in encoded)

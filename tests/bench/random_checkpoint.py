@@ -18,8 +18,8 @@ import tyro
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from grpo.config import DataConfig
-from grpo.data.chat import encode_prompt
 from grpo.data.toy import trained_tokenizer
+from grpo.data.turns import tokenize, write_prompt
 
 COMMON = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28, "tie_word_embeddings": True}
 # Of what no GPU's speed is measured with
@@ -108,7 +108,7 @@ def main(arguments: Arguments) -> None:
     with open(arguments.folder / "prompts.jsonl", "w") as file:
         for _ in range(NUM_PROMPTS):
             text = " ".join(rng.choices(words, k=arguments.prompt_tokens))
-            while len(encode_prompt(tokenizer, data, text, len(text))) > arguments.prompt_tokens:
+            while len(next(tokenize(tokenizer, [write_prompt(tokenizer, data, text)]))[0]) > arguments.prompt_tokens:
                 text = text[:-1]
             file.write(json.dumps({"question": text, "answer": "1"}) + "\n")
 

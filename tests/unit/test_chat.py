@@ -11,7 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig
 from grpo.data import chat, toy
-from grpo.data.chat import TooLong, check_template, detokenize, encode_prompt
+from grpo.data.chat import check_template, detokenize
+from grpo.data.encode import Encoded, Fate, prompt_encoder
+from grpo.data.turns import longest_token
+from tests.unit.test_data import encode_prompt
 
 PLAIN = "{{ messages[0]['content'] }}"
 CONFIG = DataConfig(system_prompt="")
@@ -57,37 +60,33 @@ def test_a_template_that_is_endless_for_one_prompt_only(monkeypatch):
     monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.3)
     tokenizer = tokenizer_with("{% if 'x' in messages[0]['content'] %}" + ENDLESS + "{% endif %}" + PLAIN)
     check_template(tokenizer, CONFIG)
-    assert len(encode_prompt(tokenizer, CONFIG, "1+1", 10)) == 3
+    assert len(encode_prompt(tokenizer, CONFIG, "1+1")) == 3
     start = time.monotonic()
     with pytest.raises(ValueError, match="the chat template of .* was not done after 0.3 s"):
-        encode_prompt(tokenizer, CONFIG, "1*x", 10)
+        encode_prompt(tokenizer, CONFIG, "1*x")
     assert time.monotonic() - start < 3
     time.sleep(0.4)  # no alarm is left that would ring now
-    assert len(encode_prompt(tokenizer, CONFIG, "1+1", 10)) == 3
+    assert len(encode_prompt(tokenizer, CONFIG, "1+1")) == 3
+
+
+def encode_within(text: str, max_tokens: int, template: str = PLAIN) -> Encoded:
+    data = DataConfig(system_prompt="", max_prompt_tokens=max_tokens)
+    (encoded,) = prompt_encoder(tokenizer_with(template), data).encode([{"question": text, "answer": "1"}])
+    return encoded
 
 
 def test_the_limit_in_tokens_is_exact():
-    assert len(encode_prompt(tokenizer_with(PLAIN), CONFIG, "1" * 10, 10)) == 10
-    with pytest.raises(TooLong, match="^11 tokens$"):
-        encode_prompt(tokenizer_with(PLAIN), CONFIG, "1" * 11, 10)
-
-
-def test_more_characters_than_the_tokens_can_have_are_not_tokenized():
-    """The longest of the 32 tokens, </answer>, has 9 characters: 91 of them are at least 11 tokens."""
-    tokenizer = tokenizer_with(PLAIN)
-    assert len(encode_prompt(tokenizer, CONFIG, "</answer>" * 10, 10)) == 10  # 90 characters
-    with pytest.raises(TooLong, match="^at least 11 tokens$"):
-        encode_prompt(tokenizer, CONFIG, "1" * 91, 10)
-    with pytest.raises(TooLong, match="^at least 11 tokens$"):  # the template counts too
-        encode_prompt(tokenizer_with("{% for i in range(91) %}1{% endfor %}"), CONFIG, "1", 10)
+    assert len(encode_within("1" * 10, 10).ids) == 10
+    found = encode_within("1" * 11, 10)
+    assert (found.fate, found.num_tokens, found.ids) == (Fate.TOO_LONG, 11, [])
 
 
 def test_a_prompt_of_20_mb_costs_neither_time_nor_memory():
-    """Tokenized, it took 51 s and 6.6 GB."""
-    tokenizer, text = tokenizer_with(PLAIN), "1+1=" * 5_000_000
+    """Tokenized, it took 51 s and 6.6 GB. The longest of the 32 tokens, </answer>, has 9 characters."""
+    text = "1+1=" * 5_000_000
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    with pytest.raises(TooLong, match="^at least 2222223 tokens$"):  # 20,000,000 / 9
-        encode_prompt(tokenizer, CONFIG, text, 512)
+    found = encode_within(text, 512)
+    assert (found.fate, found.num_tokens) == (Fate.TOO_LONG, 2222223)  # at least 20,000,000 / 9
     assert time.process_time() - start < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
 
@@ -96,25 +95,17 @@ def test_no_text_is_refused_by_its_characters_that_would_fit():
     """Byte-level tokens hold bytes, and a character has one to four of them."""
     tokenizer = toy.trained_tokenizer(["the same words again and again " * 50, "数学" * 50, " " * 500], 400)
     for text in ("the same words again", "数学" * 20, " " * 300, "👍🏽" * 9, "é" * 40, "e\u0301" * 40, "\n" * 50):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        chat.check_characters(tokenizer, text, len(ids))  # does not raise
+        assert len(text) <= longest_token(tokenizer) * len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.mark.parametrize("cleans_up", [False, True])
 def test_texts_are_those_of_decode(cleans_up):
-    class Own(PreTrainedTokenizerFast):
-        def _decode(self, token_ids, **options):
-            return "own" + super()._decode(token_ids, **options)
-
-    plain = toy.trained_tokenizer(["It 's a text , with spaces .", "And another one !"] * 9, 300)
-    plain.clean_up_tokenization_spaces = cleans_up
-    own = Own(tokenizer_object=plain.backend_tokenizer)
+    tokenizer = toy.trained_tokenizer(["It 's a text , with spaces .", "And another one !"] * 9, 300)
+    tokenizer.clean_up_tokenization_spaces = cleans_up
     draw = random.Random(0)
-    sequences = [[draw.randrange(len(plain)) for _ in range(length)] for length in (0, 1, 2, 30, 200)]
-    for tokenizer in (plain, own):
-        expected = [tokenizer.decode(ids, skip_special_tokens=False) for ids in sequences]
-        assert detokenize(tokenizer, sequences) == expected
-    assert expected[3].startswith("own") and detokenize(plain, []) == []
+    sequences = [[draw.randrange(len(tokenizer)) for _ in range(length)] for length in (0, 1, 2, 30, 200)]
+    assert detokenize(tokenizer, sequences) == [tokenizer.decode(ids, skip_special_tokens=False) for ids in sequences]
+    assert detokenize(tokenizer, []) == []
 
 
 def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
@@ -130,6 +121,6 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
     (tmp_path / "model/evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     assert type(chat.load_tokenizer(str(tmp_path / "model"))) is PreTrainedTokenizerFast  # by tokenizer.json alone
     (tmp_path / "model/tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(ValueError, match="bring tokenizer.json"):
         chat.load_tokenizer(str(tmp_path / "model"))
     assert not (tmp_path / "ran").exists()

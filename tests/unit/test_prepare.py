@@ -8,7 +8,7 @@ import pytest
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig, ValidationConfig
 from grpo.data import encode, toy
-from grpo.data.chat import Refused, check_template, encode_prompt
+from grpo.data.chat import Refused, check_template
 from grpo.data.prepare import (
     load_chat_sources,
     load_eval_prompts,
@@ -20,7 +20,7 @@ from grpo.data.prepare import (
     usable_prompts,
 )
 from grpo.data.streams import ChatStream, PromptStream
-from tests.unit.test_data import config_of, long_rows, word_tokenizer, write_rows
+from tests.unit.test_data import config_of, encode_prompt, long_rows, word_tokenizer, write_rows
 
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
@@ -153,7 +153,7 @@ def test_a_state_of_another_mixture_is_refused(tokenizer, two_sources):
         other = config_of(**two_sources | {"weights": {"a": 0.5, "b": 0.3}})
         stream_of(other, tokenizer).load_state_dict(state)
     one = config_of(path=two_sources["sources"]["a"])
-    with pytest.raises(ValueError, match="has the data.sources a, b, this run has none"):
+    with pytest.raises(ValueError, match=r"has data.sources=\['a', 'b'\], this run has \[''\]"):
         stream_of(one, tokenizer).load_state_dict(state)
 
 
@@ -206,18 +206,18 @@ def test_the_most_natural_first_sft_on_gsm8k_is_refused_at_once(gsm8k):
 def test_messages_bring_their_system_prompt_or_follow_the_config_s(tokenizer):
     user = [{"role": "user", "content": "add n1"}]
     data = DataConfig(system_prompt="Be brief")
-    assert tokenizer.decode(encode_prompt(tokenizer, data, user, 9)) == "<system> Be brief <user> add n1 <assistant>"
+    assert tokenizer.decode(encode_prompt(tokenizer, data, user)) == "<system> Be brief <user> add n1 <assistant>"
     own = [{"role": "system", "content": "yes"}, *user]
-    assert tokenizer.decode(encode_prompt(tokenizer, data, own, 9)) == "<system> yes <user> add n1 <assistant>"
+    assert tokenizer.decode(encode_prompt(tokenizer, data, own)) == "<system> yes <user> add n1 <assistant>"
 
 
 def test_a_text_template_takes_one_question(tokenizer):
     data = DataConfig(prompt_template="{system_prompt} add {question} yes", system_prompt="Be brief")
     user = {"role": "user", "content": "n1"}
-    assert tokenizer.decode(encode_prompt(tokenizer, data, [user], 9)) == "Be brief add n1 yes"
-    assert encode_prompt(tokenizer, data, [user], 9) == encode_prompt(tokenizer, data, "n1", 9)
-    with pytest.raises(Refused, match="takes one question, and this prompt has the turns user, assistant, user"):
-        encode_prompt(tokenizer, data, [user, {"role": "assistant", "content": "yes"}, user], 9)
+    assert tokenizer.decode(encode_prompt(tokenizer, data, [user])) == "Be brief add n1 yes"
+    assert encode_prompt(tokenizer, data, [user]) == encode_prompt(tokenizer, data, "n1")
+    with pytest.raises(Refused, match="one question for one answer, and this chat has user, assistant, user"):
+        encode_prompt(tokenizer, data, [user, {"role": "assistant", "content": "yes"}, user])
 
 
 # ---- what SFT learns

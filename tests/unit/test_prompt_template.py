@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
 from grpo.config.checks import cautions, validate
-from grpo.data.chat import check_template, encode_prompt, load_tokenizer
+from grpo.data.chat import check_template, load_tokenizer
 from grpo.data.toy import make_model, trained_tokenizer
 from tests.tiny_models import KINDS, SMALL
+from tests.unit.test_data import encode_prompt
 
 WORDS = ["<bos>", "<eos>", "<unk>", "Q:", "A:", "add", "one", "system", "{question}", "{system_prompt}", "be", "brief"]
 
@@ -39,7 +40,7 @@ def save_base(folder: pathlib.Path, pattern: str) -> str:
 
 def encoded(folder: str, config: DataConfig, text: str) -> str:
     """The prompt's tokens as words."""
-    return " ".join(WORDS[token] for token in encode_prompt(load_tokenizer(folder, config), config, text, 20))
+    return " ".join(WORDS[token] for token in encode_prompt(load_tokenizer(folder, config), config, text))
 
 
 def test_text_template(base):

@@ -48,7 +48,7 @@ def test_a_step_comes_back_as_it_was(tmp_path):
     ("there", "steps", "message"),
     [
         ([], [1], "--record"),
-        ([1, 2, 4], [1, 2, 3, 4], "3 steps, from 1 to 4, and step 3 .*--num-steps 2"),
+        ([1, 2, 4], [1, 2, 3, 4], "3 of the 4 steps from 1 to 4, and step 3 .*--num-steps 2"),
         ([3, 4], [1, 2, 3, 4], "step 1 is not among them"),
     ],
 )
@@ -73,7 +73,7 @@ def test_what_save_step_did_not_write_is_refused_by_name(tmp_path):
     rewards = {"rewards_S": step.rewards_S, "has_reward_S": step.has_reward_S}
     for tensors, message in (
         ({"rewards_S": step.rewards_S}, "has_reward_S"),
-        (rewards | {"rewards_S": torch.zeros(3)}, r"rewards_S of shape \(3,\), not \(2,\)"),
+        (rewards | {"rewards_S": torch.zeros(3)}, r"2 sequences and 5 tokens it has .'rewards_S': \[3\]"),
         (rewards | {"further_N": torch.zeros(5)}, "further_N"),
     ):
         save_batch(step.batch, batch_path(tmp_path, 1), tensors, group_size="2", metrics="{}")

@@ -7,7 +7,7 @@ from grpo.config import DataConfig
 from grpo.data import toy
 from grpo.data.encode import Labelled
 from grpo.data.rows import Example
-from grpo.data.turns import encode_example
+from grpo.data.turns import tokenize, write_example
 from grpo.run.sft_driver import show_chat
 
 MESSAGES = [{"role": "user", "content": "数?\x1b[2J"}, {"role": "assistant", "content": "学:\n[bold]2[/bold]"}]
@@ -19,7 +19,8 @@ def pieces(text) -> list[tuple[str, str]]:
 
 def test_labels_are_in_colour_and_the_rest_is_dim():
     tokenizer = toy.trained_tokenizer(["words"], 300)
-    tokens = encode_example(tokenizer, DataConfig(system_prompt=""), Example(chat=MESSAGES), "last", 1000)
+    written = write_example(tokenizer, DataConfig(system_prompt=""), Example(chat=MESSAGES), "last")
+    (tokens,) = tokenize(tokenizer, [written])
     shown = show_chat(Labelled(*tokens), tokenizer)
     assert pieces(shown) == [
         ("<|im_start|>user\n数?\\x1b[2J<|im_end|>\n<|im_start|>assistant\n", "dim"),

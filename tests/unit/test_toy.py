@@ -27,14 +27,14 @@ def text_tokenizer():
 
 
 def test_addition_row_by_hand():
-    assert toy._addition_row(70, 98) == {
+    assert toy.addition_row(70, 98) == {
         "question": "70+98",
         "answer": "168",
         "completion": "<think>088;796;</think><answer>168</answer>",
     }
-    assert toy._addition_row(10, 10)["completion"] == "<think>000;112;</think><answer>20</answer>"
+    assert toy.addition_row(10, 10)["completion"] == "<think>000;112;</think><answer>20</answer>"
     # 9 + 1 = 10, then 9 + 0 + 1 twice
-    assert toy._addition_row(999, 1)["completion"] == "<think>910;900;900;</think><answer>1000</answer>"
+    assert toy.addition_row(999, 1)["completion"] == "<think>910;900;900;</think><answer>1000</answer>"
 
 
 def test_addition_rows_are_right_distinct_disjoint_and_fixed():
@@ -63,12 +63,8 @@ def test_unknown_names_are_refused():
         toy.task_rows("chess", "train")
     with pytest.raises(ValueError, match="no split 'dev'; there are train, test"):
         toy.task_rows("addition", "dev")
-    with pytest.raises(ValueError, match="'word_problems' has no split 'dev'; there are train, test"):
-        toy.task_rows("word_problems", "dev")
     with pytest.raises(ValueError, match="'chess' is unknown; there are addition, gsm8k, word_problems"):
         toy.build_if_toy("toy:chess", "unused", [], seed=0)
-    with pytest.raises(ValueError, match="pass some"):
-        toy.build_if_toy("toy:gsm8k", "unused", [], seed=0)
     assert toy.build_if_toy("some/model", "unused", [], seed=0) == "some/model"
 
 

@@ -10,25 +10,39 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from grpo.config import DataConfig
+from grpo.config import DataConfig, SFTConfig
 from grpo.data import toy
 from grpo.data.batches import build_micro_batch, make_batch
-from grpo.data.chat import Refused, TooLong, encode_prompt
+from grpo.data.chat import Refused
+from grpo.data.encode import Encoded, Fate, chat_encoder
 from grpo.data.rows import Example
-from grpo.data.turns import encode_example, end_of_turn
+from grpo.data.turns import end_of_turn, tokenize, write_example
 from grpo.types import Sample
+from tests.unit.test_data import encode_prompt
 
 DATA = DataConfig(system_prompt="")
 
 
-def encode_chat(tokenizer, data, messages, train_on, max_tokens, tools=None, truncate=False):
-    return encode_example(tokenizer, data, Example(chat=messages, tools=tools), train_on, max_tokens, truncate)
+def encode_chat(tokenizer, data, messages, train_on, tools=None) -> tuple[list[int], list[bool]]:
+    ((ids, mask),) = tokenize(
+        tokenizer, [write_example(tokenizer, data, Example(chat=messages, tools=tools), train_on)]
+    )
+    return ids, mask
 
 
-def encode_text(tokenizer, text, max_tokens, truncate=False):
-    return encode_example(tokenizer, DATA, Example(text=text), "last", max_tokens, truncate)
+def encode_text(tokenizer, text) -> tuple[list[int], list[bool]]:
+    ((ids, mask),) = tokenize(tokenizer, [write_example(tokenizer, DATA, Example(text=text), "last")])
+    return ids, mask
+
+
+def encode_within(tokenizer, row: dict, max_tokens: int, truncate=False) -> Encoded:
+    """What becomes of a row with messages or a text."""
+    too_long = "truncate" if truncate else "leave_out"
+    config = SFTConfig(data=DATA, max_sequence_tokens=max_tokens, too_long=too_long, train_on="assistant")
+    (encoded,) = chat_encoder(tokenizer, config, next(iter(row))).encode([row])
+    return encoded
 
 
 NO_THOUGHTS = {"enable_thinking": False}
@@ -129,9 +143,9 @@ def bracketed(tokenizer, ids: list[int], mask: list[bool]) -> str:
     return "".join(f"[{text}]" if is_label else text for is_label, text in parts)
 
 
-def encoded(tokenizer, messages, train_on="assistant", max_tokens=1000, **options) -> str:
+def encoded(tokenizer, messages, train_on="assistant", **options) -> str:
     data = options.pop("data", DATA)
-    return bracketed(tokenizer, *encode_chat(tokenizer, data, messages, train_on, max_tokens, **options))
+    return bracketed(tokenizer, *encode_chat(tokenizer, data, messages, train_on, **options))
 
 
 # ---- Masks
@@ -166,11 +180,11 @@ def test_the_token_that_ends_a_turn(template: str, data: DataConfig, end: str | 
 def test_ids_are_those_of_the_whole_text(family):
     """And those of the prompt that a generator would get, where no token lies across the edge."""
     tokenizer = tokenizer_for(*FAMILIES[family])
-    ids, mask = encode_chat(tokenizer, DATA, TALK[1:3], "assistant", 1000)
+    ids, mask = encode_chat(tokenizer, DATA, TALK[1:3], "assistant")
     text = tokenizer.apply_chat_template(TALK[1:3], tokenize=False)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert ids == whole + ([tokenizer.eos_token_id] if family == "plain" else [])
-    assert ids[: mask.index(True)] == encode_prompt(tokenizer, DATA, "1+1?", 1000)
+    assert ids[: mask.index(True)] == encode_prompt(tokenizer, DATA, "1+1?")
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
@@ -211,11 +225,11 @@ def test_qwen3_learns_every_turn_of_a_chat_as_if_it_were_the_last():
     unlabelled = (first + second).replace("[", "").replace("]", "")
     assert encoded(tokenizer, chat, "last") == unlabelled + third
     # what is not a label before an answer is what a generator gets
-    prompt = encode_prompt(tokenizer, DataConfig(system_prompt="", chat_template_kwargs=NO_THOUGHTS), "1+1?", 100)
-    ids, mask = encode_chat(tokenizer, DATA, [TALK[1], chat[4]], "assistant", 100)
+    prompt = encode_prompt(tokenizer, DataConfig(system_prompt="", chat_template_kwargs=NO_THOUGHTS), "1+1?")
+    ids, mask = encode_chat(tokenizer, DATA, [TALK[1], chat[4]], "assistant")
     assert ids[: mask.index(True)] == prompt
-    thinking = encode_prompt(tokenizer, DATA, "1+1?", 100)
-    ids, mask = encode_chat(tokenizer, DATA, [TALK[1], chat[2]], "assistant", 100)
+    thinking = encode_prompt(tokenizer, DATA, "1+1?")
+    ids, mask = encode_chat(tokenizer, DATA, [TALK[1], chat[2]], "assistant")
     assert ids[: mask.index(True)] == thinking
 
 
@@ -229,7 +243,7 @@ def test_qwen3_chats_with_tools_are_refused():
 
 def test_generation_markers_agree_with_transformers():
     tokenizer = tokenizer_for(marked_template("llama3", True), "<|eot|>")
-    ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant", 1000)
+    ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant")
     theirs = tokenizer.apply_chat_template(TALK[:-1], return_assistant_tokens_mask=True, return_dict=True)
     assert (ids, mask) == (theirs["input_ids"], [bool(label) for label in theirs["assistant_masks"]])
 
@@ -272,17 +286,17 @@ def test_tools_and_tool_calls():
 def test_an_example_without_a_label():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
     for train_on in ("assistant", "last"):
-        ids, mask = encode_chat(tokenizer, DATA, TALK[:2], train_on, 1000)
+        ids, mask = encode_chat(tokenizer, DATA, TALK[:2], train_on)
         assert len(ids) == len(mask) > 10 and not any(mask)
-    assert any(encode_chat(tokenizer, DATA, TALK[:2], "all", 1000)[1])
-    assert encode_chat(tokenizer_for("{{ messages[0].nothing }}", "<eos>"), DATA, TALK[:1], "last", 9) == ([], [])
+    assert any(encode_chat(tokenizer, DATA, TALK[:2], "all")[1])
+    assert encode_chat(tokenizer_for("{{ messages[0].nothing }}", "<eos>"), DATA, TALK[:1], "last") == ([], [])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_label_is_predicted_in_a_micro_batch(family):
     """Also with `all`, in which the first token is none."""
     tokenizer = tokenizer_for(*FAMILIES[family])
-    encodings = [encode_chat(tokenizer, DATA, TALK, train_on, 1000) for train_on in ("all", "assistant", "last")]
+    encodings = [encode_chat(tokenizer, DATA, TALK, train_on) for train_on in ("all", "assistant", "last")]
     batch = make_batch([Sample(torch.tensor(ids), torch.tensor(mask)) for ids, mask in encodings])
     micro = build_micro_batch(batch, [[0, 1, 2]], batch.num_tokens)
     labels = [token for ids, mask in encodings for token in itertools.compress(ids, mask)]
@@ -309,7 +323,7 @@ def test_a_template_that_is_not_prefix_stable():
     tokenizer = tokenizer_for(FORGETFUL, "<|im_end|>")
     thinking = [message | {"content": message["content"].replace("t", "<think>hm</think>t", 1)} for message in TALK[:5]]
     with pytest.raises(Refused) as refused:
-        encode_chat(tokenizer, DATA, thinking, "assistant", 1000)
+        encode_chat(tokenizer, DATA, thinking, "assistant")
     message = str(refused.value)
     place = len("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n") + 1
     assert f"is not prefix-stable: from character {place} on, the first 3 of 5 messages are " in message
@@ -324,7 +338,7 @@ def test_an_answer_that_is_not_opened_as_the_prompt_says():
     template = PLAIN.replace("Assistant:{% endif", "Assistant: <think>\n{% endif")
     for train_on in ("assistant", "last"):
         with pytest.raises(Refused, match="character 23 on.*<think>.*cannot be told apart; give a template"):
-            encode_chat(tokenizer_for(template, "<eos>"), DATA, TALK[1:3], train_on, 1000)
+            encode_chat(tokenizer_for(template, "<eos>"), DATA, TALK[1:3], train_on)
 
 
 def test_roles_that_the_template_refuses():
@@ -334,10 +348,9 @@ def test_roles_that_the_template_refuses():
         "{{ messages[0].content + 1 }}": "refuses it: TypeError: ",
         "{{ messages[0].content.nothing.at_all }}": "refuses it: UndefinedError: ",
         "{{ 1 // (messages | length - 3) }}": "refuses it: ZeroDivisionError: ",
-        "{{ messages[0].content }}\ud800": "^the text has a lone surrogate",
     }.items():
         with pytest.raises(Refused, match=message) as refused:
-            encode_chat(tokenizer_for(template, "<eos>"), DATA, TALK[:3], "assistant", 1000)
+            encode_chat(tokenizer_for(template, "<eos>"), DATA, TALK[:3], "assistant")
         assert str(refused.value).isprintable()
 
 
@@ -354,20 +367,20 @@ def test_templates_that_write_prompts_only(tmp_path):
         assert encoded(tokenizer, TALK[:3], "all", data=jinja) == "be[" + shown[2:].replace("[", "")
     for data in (text, jinja):
         with pytest.raises(Refused, match="one question for one answer, and this chat has user, assistant, user, assi"):
-            encode_chat(tokenizer, data, TALK[:5], "last", 1000)
+            encode_chat(tokenizer, data, TALK[:5], "last")
     assert encoded(tokenizer, TALK[:2], data=text) == "be brief, 1+1? 1+1? Assistant:"
 
 
 def test_texts_have_the_tokenizers_beginning_and_eos():
     tokenizer = tokenizer_for(*FAMILIES["plain"])
-    assert bracketed(tokenizer, *encode_text(tokenizer, "hello a lot", 100)) == "hello[ a lot<eos>]"
+    assert bracketed(tokenizer, *encode_text(tokenizer, "hello a lot")) == "hello[ a lot<eos>]"
     special = [("<|begin|>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
     for pattern in ("<|begin|> $A", "<|begin|> $A <eos>"):
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=pattern, special_tokens=special
         )
-        assert bracketed(tokenizer, *encode_text(tokenizer, "hello", 100)) == "<|begin|>[hello<eos>]"
-        assert bracketed(tokenizer, *encode_text(tokenizer, "", 100)) == "<|begin|>[<eos>]"
+        assert bracketed(tokenizer, *encode_text(tokenizer, "hello")) == "<|begin|>[hello<eos>]"
+        assert bracketed(tokenizer, *encode_text(tokenizer, "")) == "<|begin|>[<eos>]"
         data = DataConfig(prompt_template="{question}", system_prompt="")
         assert encoded(tokenizer, TALK[1:3], data=data) == "<|begin|>1+1?[two.<eos>]"
 
@@ -396,7 +409,7 @@ def test_tokens_across_the_edge_of_a_turn():
         {"role": "user", "content": "n"},
         {"role": "assistant", "content": "no!"},
     ]
-    ids, mask = encode_chat(tokenizer, DATA, messages, "assistant", 100)
+    ids, mask = encode_chat(tokenizer, DATA, messages, "assistant")
     pieces = tokenizer.convert_ids_to_tokens(ids)
     assert "".join(pieces) == "U: sn\na: yes!\nU: n\na: no!<eos>".replace("U", "u")
     labels = [piece for piece, is_label in zip(pieces, mask, strict=True) if is_label]
@@ -415,7 +428,7 @@ def test_characters_of_several_tokens_and_tokens_without_characters():
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     metaspace = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template)
     messages = [{"role": role, "content": text} for role, text in (("user", "U"), ("assistant", "y"), ("user", "U"))]
-    ids, mask = encode_chat(metaspace, DATA, messages[:2], "assistant", 100)
+    ids, mask = encode_chat(metaspace, DATA, messages[:2], "assistant")
     labels = [token for token, is_label in zip(metaspace.convert_ids_to_tokens(ids), mask, strict=True) if is_label]
     assert labels == ["▁y", "<eos>"]
 
@@ -426,7 +439,7 @@ def test_labels_are_the_answers_whatever_is_in_them(texts, trim_offsets):
     """Special tokens stand at the edges of turns, which nothing merges with."""
     tokenizer = any_text_tokenizer(trim_offsets)
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-    ids, mask = encode_chat(tokenizer, DATA, messages, "assistant", 10_000)
+    ids, mask = encode_chat(tokenizer, DATA, messages, "assistant")
     assert tokenizer.decode(list(itertools.compress(ids, mask))) == "".join(f"{text}<|im_end|>" for text in texts[1::2])
 
 
@@ -437,42 +450,24 @@ def any_text_tokenizer(trim_offsets: bool) -> PreTrainedTokenizerFast:
 
 def test_bounds():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
-    ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant", 1000)
-    assert encode_chat(tokenizer, DATA, TALK, "assistant", len(ids)) == (ids, mask)
-    with pytest.raises(TooLong, match=f"^{len(ids)} tokens$"):
-        encode_chat(tokenizer, DATA, TALK, "assistant", len(ids) - 1)
-    for kept in (1, 7, len(ids) - 1):
-        assert encode_chat(tokenizer, DATA, TALK, "assistant", kept, truncate=True) == (ids[:kept], mask[:kept])
-    huge = [TALK[1], {"role": "assistant", "content": "two. " * 4_000_000}]
+    ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant")
+    found = encode_within(tokenizer, {"messages": TALK}, len(ids))
+    assert (found.fate, found.ids, found.mask) == (Fate.USED, ids, mask)
+    found = encode_within(tokenizer, {"messages": TALK}, len(ids) - 1)
+    assert (found.fate, found.num_tokens, found.ids) == (Fate.TOO_LONG, len(ids), [])
+    kept = mask.index(True) + 1
+    found = encode_within(tokenizer, {"messages": TALK}, kept, truncate=True)
+    assert (found.num_tokens, found.ids, found.mask) == (len(ids), ids[:kept], mask[:kept])
+    huge = {"messages": [TALK[1], {"role": "assistant", "content": "two. " * 4_000_000}]}
     start = time.monotonic()
-    with pytest.raises(TooLong, match="^at least "):
-        encode_chat(tokenizer, DATA, huge, "assistant", 100)
-    kept, mask = encode_chat(tokenizer, DATA, huge, "assistant", 100, truncate=True)
+    found = encode_within(tokenizer, huge, 100)
+    assert found.fate == Fate.TOO_LONG and 1_000_000 < found.num_tokens < 20_000_000
+    found = encode_within(tokenizer, huge, 100, truncate=True)
     assert time.monotonic() - start < 5
-    assert (len(kept), mask[-1]) == (100, True) and kept[-1] != tokenizer.eos_token_id
-    with pytest.raises(TooLong):
-        encode_text(tokenizer, "hello " * 200, 100)
-    assert len(encode_text(tokenizer, "hello " * 200, 100, truncate=True)[0]) == 100
+    assert (len(found.ids), found.mask[-1]) == (100, True) and found.ids[-1] != tokenizer.eos_token_id
 
 
 def test_plain_text_that_is_cut_off_has_no_eos():
     tokenizer = tokenizer_for(*FAMILIES["plain"])
-    ids, _ = encode_text(tokenizer, "hello a lot", 100)
-    assert encode_text(tokenizer, "hello a lot", len(ids) - 1, truncate=True)[0] == ids[:-1]
-
-
-def test_a_tokenizer_that_does_not_know_the_characters_of_its_tokens():
-    class Slow(PreTrainedTokenizer):
-        vocab_size = 2
-
-        def get_vocab(self):
-            return {"a": 0, "<eos>": 1}
-
-        def _convert_token_to_id(self, token):
-            return self.get_vocab().get(token, 0)
-
-        def _convert_id_to_token(self, index):
-            return "a"
-
-    with pytest.raises(ValueError, match="cannot say which characters a token stands for; save it as tokenizer.json"):
-        encode_text(Slow(eos_token="<eos>"), "a", 100)
+    ids, _ = encode_text(tokenizer, "hello a lot")
+    assert encode_within(tokenizer, {"text": "hello a lot"}, len(ids) - 1, truncate=True).ids == ids[:-1]

@@ -7,10 +7,10 @@ import pytest
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load_recipe
-from grpo.data import toy, word_problems
-from grpo.data.chat import encode_prompt
+from grpo.data import toy
 from grpo.rewards.builtin import math_reward
 from tests.torchrun import ROOT
+from tests.unit.test_data import encode_prompt
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_answers_and_solutions_are_right(test_rows):
 
 def test_splits_are_distinct_fixed_and_share_no_calculation(test_rows, monkeypatch):
     state = random.getstate()
-    monkeypatch.setitem(word_problems.ROWS, "train", 3000)
+    monkeypatch.setitem(toy.ROWS["word_problems"], "train", 3000)
     train = toy.task_rows("word_problems", "train")
     assert random.getstate() == state
     assert (len(train), len(test_rows)) == (3000, 1000)
@@ -82,7 +82,8 @@ def test_everything_fits_into_the_recipes(tokenizer, test_rows):
     grpo = load_recipe(str(ROOT / "configs" / "word_problems.py"), GRPOConfig)
     sft = load_recipe(str(ROOT / "configs" / "word_problems_sft.py"), SFTConfig)
     for row in test_rows:
-        prompt = len(encode_prompt(tokenizer, grpo.data, row["question"], grpo.data.max_prompt_tokens))
+        prompt = len(encode_prompt(tokenizer, grpo.data, row["question"]))
+        assert prompt <= grpo.data.max_prompt_tokens
         completion = len(tokenizer.encode(row["completion"])) + 1  # the end of the turn
         assert completion <= grpo.generator.max_completion_tokens
         assert prompt + completion <= min(sft.max_sequence_tokens, 512)
