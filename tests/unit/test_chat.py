@@ -29,8 +29,8 @@ def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
 ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 # template: what the message must say
 BAD_TEMPLATES = {
-    ENDLESS: "not done with one short message after 1 s",
-    "{{ 10 ** (10 ** 9) % 7 }}": "not done with one short message after 1 s",  # no signal ends such a multiplication
+    ENDLESS: "was not done",
+    "{{ 10 ** (10 ** 9) % 7 }}": "was not done",  # no signal ends such a multiplication
     "{% for i in range(10**9) %}a{% endfor %}": "OverflowError: Range too big",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ 'a' * 10**10 }}": "MemoryError",
