@@ -3,7 +3,7 @@
 A chat template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
 attribute of Python's; a loop has at most 100,000 rounds there, but loops may be nested, and texts and numbers grow
 without a bound. So it is tried before the run in a process of its own, on a text that it cannot know, and has a
-deadline each time.
+deadline for each row (encode.py).
 """
 
 import math
@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
-from grpo.data.bounds import TEMPLATE_BYTES, bounded_memory, deadline
+from grpo.data.bounds import TEMPLATE_BYTES, bounded_memory
 from grpo.data.columns import Message
 from grpo.text import one_line, shorten
 
@@ -125,7 +125,7 @@ def render(
     """What the template makes of messages, and the characters inside its generation markers (None without such).
 
     opening: with what begins an answer. A template that is a text writes the question, whatever follows it.
-    Raises Refused if the template does not take the messages, ValueError if that takes longer than TEMPLATE_SECONDS.
+    Raises Refused if the template does not take the messages.
     """
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -142,8 +142,7 @@ def render(
     has_markers, name = HAS_MARKERS.search(template) is not None, template_name(tokenizer, data)
     arguments |= {"add_generation_prompt": opening, "return_assistant_tokens_mask": has_markers}
     try:
-        with deadline(TEMPLATE_SECONDS, name):
-            texts, spans = render_jinja_template([messages], tools, chat_template=template, **arguments)
+        texts, spans = render_jinja_template([messages], tools, chat_template=template, **arguments)
     # what the operators of a template raise when a row is not what they expect
     except (
         *(jinja2.TemplateError, TypeError, AttributeError, LookupError),

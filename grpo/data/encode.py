@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from grpo.config import DataConfig, RowFormat, SFTConfig, TrainOn
 from grpo.config.sources import Source
-from grpo.data.bounds import bounded_memory
-from grpo.data.chat import Refused
+from grpo.data.bounds import bounded_memory, deadline
+from grpo.data.chat import TEMPLATE_SECONDS, Refused, template_name
 from grpo.data.columns import BadRow, Row, kinds_of
 from grpo.data.rows import Example, RowReader, chat_reader, row_reader
 from grpo.data.sources import Rows
@@ -150,10 +150,11 @@ class Encoder:
     def _write(self, example: Example, encoded: Encoded) -> Written | None:
         """What is to be tokenized, if its characters are not more than `counted` tokens stand for."""
         try:
-            if self.train_on is None:
-                written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools)
-            else:
-                written = write_example(self.tokenizer, self.data, example, self.train_on)
+            with deadline(TEMPLATE_SECONDS, template_name(self.tokenizer, self.data)):
+                if self.train_on is None:
+                    written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools)
+                else:
+                    written = write_example(self.tokenizer, self.data, example, self.train_on)
         except Refused as error:
             encoded.fate, encoded.reason = Fate.REFUSED, str(error)
             return None
@@ -167,12 +168,12 @@ class Encoder:
         return None
 
     def _fill_in(self, encoded: Encoded, ids: list[int], mask: list[bool]) -> None:
-        encoded.num_tokens, most = len(ids), self.max_tokens
+        encoded.num_tokens = len(ids)
         if self.truncates:
-            encoded.num_tokens, ids, mask = min(len(ids), self.counted), ids[:most], mask[:most]
+            ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
         if self.train_on and not any(mask):
             encoded.fate = Fate.UNLABELLED
-        elif len(ids) > most:
+        elif len(ids) > self.max_tokens:
             encoded.fate = Fate.TOO_LONG
         else:
             encoded.ids, encoded.mask = ids, mask if self.train_on else []
@@ -209,7 +210,10 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
     """
     import datasets
 
-    is_own, num_rows = bool(encoder.data.row), len(rows.table)
+    is_own, num_rows, fingerprint = bool(encoder.data.row), len(rows.table), _fingerprint(rows, encoder)
+    # of rows that lie in memory, such as a toy's, the library would keep nothing for the next start
+    folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "encoded"
+    folder.mkdir(parents=True, exist_ok=True)
     num_processes = 1 if is_own else min(num_rows // ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), MOST_PROCESSES)
     if num_processes > 1:
         print(f"data: {num_rows:,} rows of {rows.where}, encoded by {num_processes} processes or before", flush=True)
@@ -224,7 +228,8 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
             features=features(),
             num_proc=num_processes if num_processes > 1 else None,
             load_from_cache_file=not is_own,
-            new_fingerprint=_fingerprint(rows, encoder),
+            cache_file_name=None if rows.table.cache_files else str(folder / f"{fingerprint}.arrow"),
+            new_fingerprint=fingerprint,
         )
     finally:  # the library leaves it off for code outside of Python, where tokenizers look
         value = os.environ.get(PARALLEL)

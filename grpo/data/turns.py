@@ -53,7 +53,7 @@ def write_prompt(
 ) -> Written:
     """A prompt with the opening of the answer: a chat template writes special tokens itself, a text begins with BOS.
 
-    Raises what `render` raises.
+    Raises Refused if the template does not take it.
     """
     text, _ = render(tokenizer, data, prompt_messages(data, prompt), opening=True, tools=tools)
     return Written(text, [], bos=data.is_text_template, eos=False)
@@ -73,7 +73,7 @@ def write_example(
     chat then has one question.
 
     Raises Refused for a chat that the template does not take, or whose turns cannot be told apart because the template
-    writes them otherwise when more messages follow; ValueError as `render` does.
+    writes them otherwise when more messages follow.
     """
     if not example.chat:
         return Written(example.text, [(0, len(example.text))], bos=True, eos=True)

@@ -10,11 +10,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig
-from grpo.data import chat, toy
+from grpo.data import chat, encode, toy
 from grpo.data.chat import check_template, detokenize
 from grpo.data.encode import Encoded, Fate, prompt_encoder
 from grpo.data.turns import longest_token
-from tests.unit.test_data import encode_prompt
 
 PLAIN = "{{ messages[0]['content'] }}"
 CONFIG = DataConfig(system_prompt="")
@@ -56,23 +55,23 @@ def test_good_templates_pass(template):
     check_template(tokenizer_with("{{ undefined.entry }}"), DataConfig(chat_template_kwargs=arguments))
 
 
-def test_a_template_that_is_endless_for_one_prompt_only(monkeypatch):
-    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.3)
-    tokenizer = tokenizer_with("{% if 'x' in messages[0]['content'] %}" + ENDLESS + "{% endif %}" + PLAIN)
-    check_template(tokenizer, CONFIG)
-    assert len(encode_prompt(tokenizer, CONFIG, "1+1")) == 3
-    start = time.monotonic()
-    with pytest.raises(ValueError, match="the chat template of .* was not done after 0.3 s"):
-        encode_prompt(tokenizer, CONFIG, "1*x")
-    assert time.monotonic() - start < 3
-    time.sleep(0.4)  # no alarm is left that would ring now
-    assert len(encode_prompt(tokenizer, CONFIG, "1+1")) == 3
-
-
 def encode_within(text: str, max_tokens: int, template: str = PLAIN) -> Encoded:
     data = DataConfig(system_prompt="", max_prompt_tokens=max_tokens)
     (encoded,) = prompt_encoder(tokenizer_with(template), data).encode([{"question": text, "answer": "1"}])
     return encoded
+
+
+def test_a_template_that_is_endless_for_one_prompt_only(monkeypatch):
+    monkeypatch.setattr(encode, "TEMPLATE_SECONDS", 0.3)
+    template = "{% if 'x' in messages[0]['content'] %}" + ENDLESS + "{% endif %}" + PLAIN
+    check_template(tokenizer_with(template), CONFIG)
+    assert len(encode_within("1+1", 10, template).ids) == 3
+    start = time.process_time()
+    with pytest.raises(ValueError, match="the chat template of .* was not done after 0.3 s"):
+        encode_within("1*x", 10, template)
+    assert time.process_time() - start < 3
+    time.sleep(0.4)  # no alarm is left that would ring now
+    assert len(encode_within("1+1", 10, template).ids) == 3
 
 
 def test_the_limit_in_tokens_is_exact():

@@ -173,7 +173,9 @@ def test_skipped_rows_are_counted_and_the_first_is_told(tokenizer, odd_rows, cap
 def test_refused_rows_end_the_run_with_their_number(tokenizer, odd_rows, checks_two, monkeypatch):
     stream = prompts_of(data_of(odd_rows, shuffle=False, max_prompt_tokens=20), tokenizer)
     stream.draw(2)
-    with pytest.raises(ValueError, match="row 3 of .*odd.jsonl:train cannot be used: not JSON .*skip, and go on with --resume"):
+    with pytest.raises(
+        ValueError, match="row 3 of .*odd.jsonl:train cannot be used: not JSON .*skip, and go on with --resume"
+    ):
         stream.draw(1)
     monkeypatch.setattr(streaming, "CHECKED_ROWS", 3)
     with pytest.raises(ValueError, match=r"odd.jsonl, row 3: not JSON \(.*\); write one JSON object per line"):
