@@ -19,9 +19,8 @@ import time
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.data.columns import BadRow
-from grpo.data.rows import Example, row_reader
-from grpo.data.sources import load_rows
+from grpo.data.prepare import load_sources
+from grpo.data.rows import Example
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
 from grpo.rewards.loading import call_arguments, is_group_level, load_functions
@@ -30,8 +29,6 @@ from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.text import one_line, printable, shorten
 
 NUM_ROWS = 3
-# Rows that are looked at to find so many that can be used.
-MOST_ROWS = 1000
 SHOWN_CHARACTERS = 70  # of a text, in a line
 PRINTED_CHARACTERS = 2000  # of what the function prints
 FORMATS = {"answer_tag": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
@@ -70,19 +67,10 @@ def main(arguments: list[str]) -> int:
 
 
 def some_examples(config: GRPOConfig) -> list[Example]:
-    """The first rows of the first source that can be used; raises ValueError if there is none among MOST_ROWS."""
-    source, read, found, reasons = config.data.all_sources[0], row_reader(config.data), [], []
-    for row in itertools.islice(load_rows(source), MOST_ROWS):
-        try:
-            example = read(row)
-        except BadRow as error:
-            reasons.append(str(error))
-            continue
-        if example is not None and len(found := [*found, example]) == NUM_ROWS:
-            break
-    if not found:
-        why = reasons[0] if reasons else f"data.row={config.data.row} left them out"
-        raise ValueError(f"none of the first {MOST_ROWS} rows of {source.path} can be used: {why}")
+    """The first rows of the first source that can be used; raises ValueError if there is none."""
+    source = load_sources(config.data)[0]
+    if not (found := list(itertools.islice(source.examples(), NUM_ROWS))):
+        raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
     return found
 
 

@@ -83,7 +83,7 @@ def test_what_fails_is_told_with_its_line(show):
         ),
         ("nothing", (), "error: unknown reward function 'nothing'"),
         ("math_reward", ("--data.path", "no.jsonl"), "no.jsonl does not exist"),
-        ("math_reward", ("--data.answer-column", "gold"), "none of the first 1000 rows of rows.jsonl can be used"),
+        ("math_reward", ("--data.answer-column", "gold"), "column 'gold' is missing in rows.jsonl"),
     ],
 )
 def test_what_cannot_be_called_is_one_line(show, name, flags, message):
