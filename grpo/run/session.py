@@ -262,18 +262,16 @@ class Session:
         Raises BadInput after MOST_SKIPPED such steps in a row.
         """
         self.run_log.log(step, metrics)
-        causes = [name.removeprefix("skipped/") for name in metrics if name.startswith("skipped/")]
+        causes = ", ".join(name.removeprefix("skipped/") for name in metrics if name.startswith("skipped/"))
         self.num_skipped = self.num_skipped + 1 if causes else 0
         if not causes:
             return
-        told = (
-            f"step {step} skipped {metrics['skipped_frac']:.0%} of its update, because not finite: {', '.join(causes)}"
-        )
+        told = f"step {step} skipped {metrics['skipped_frac']:.0%} of its update, because not finite: {causes}"
         if self.num_skipped == MOST_SKIPPED:
             raise BadInput(
                 f"{told}; so did the {MOST_SKIPPED - 1} before it, and the weights are those before them. Lower "
-                "trainer.learning_rate or look at the metrics of the steps before, then continue with --resume; with "
-                "--record too, it keeps its batches"
+                "trainer.learning_rate or look at the metrics of the steps before, then continue with --resume, and "
+                "with --record if you want the batches"
             )
         print(f"warning: {told}", flush=True)
 
