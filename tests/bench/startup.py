@@ -11,7 +11,7 @@ alone, whose rows change their length: seconds of the first row of each length, 
 per second of the next three.
 
 Lines `starting` are the seconds at which rank 0 began with a part of the start; those of vLLM are its log's, and parts
-of `starting vLLM`. What compiles within the first step is in `step 1 compiles`.
+of `starting vLLM`. A step has in it what compiles meanwhile.
 """
 
 import argparse
@@ -121,10 +121,9 @@ def launch(name: str, layout: str, options: argparse.Namespace) -> dict[str, obj
 
 
 def steps_of(metrics: pathlib.Path) -> dict[str, float]:
-    """Seconds of both steps; what the second one compiles because its rows have another length."""
+    """Seconds of both steps, with what they compile."""
     one, two = [json.loads(line) for line in metrics.read_text().splitlines()][:2]
-    compiles = two.get("time/startup", 0.0)
-    return {"step 1 s": one["time/step"], "step 2 s": two["time/step"], "step 2 compiles s": compiles}
+    return {"step 1 s": one["time/step"], "step 2 s": two["time/step"]}
 
 
 def parts_of(log: str) -> dict[str, float]:
