@@ -97,6 +97,7 @@ def test_old_logprobs_of_the_generator_are_those_of_the_policy(model: pathlib.Pa
         assert generator[name] == pytest.approx(policy[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathlib.Path):
     """Groups of equal rewards are replaced; completions end with the string, and only there."""
     chance = ("--reward.functions", f"{HERE}/tiny_rewards.py:passes_by_chance", 1, "--group-size", 3)

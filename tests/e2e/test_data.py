@@ -68,17 +68,3 @@ def test_two_sources_and_two_held_out_sets(model: pathlib.Path, tmp_path: pathli
         assert {"eval/first/accuracy", "eval/texts/accuracy", "eval/texts/has_answer_frac"} <= names
         # only from step 1 on is the step at least 1, which passes
         assert m["eval/first/accuracy"] == m["eval/texts/accuracy"] == (m["step"] > 0)
-
-
-def test_sft_on_a_table_with_a_column_path(model: pathlib.Path, tmp_path: pathlib.Path):
-    _, texts = write_sources(tmp_path)
-    output = torchrun(
-        "train_sft.py",
-        *("configs/toy_sft.py", "--model.path", model, "--data.path", texts, "--data.prompt-column", "prompt"),
-        *("--completion-column", "truth.value", "--num-trainers", 1, "--num-steps", 2, "--sequences-per-step", 3),
-        *("--run-dir", tmp_path / "run"),
-        nproc=1,
-        deadline=180,
-    )
-    assert "data: 6 of 6 rows of " in output and "; an epoch is 2.0 steps; " in output
-    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [1, 2]

@@ -114,6 +114,7 @@ def test_colocated_with_lora(model, tmp_path):
     assert read_metrics(tmp_path / "run")[0]["kl"] == 0
 
 
+@pytest.mark.slow
 def test_sft_with_lora(model, tmp_path):
     """Adapters of two layers learn, and lie beside the merged model."""
     flags = ("--model.path", model, "--run-dir", tmp_path / "run", "--num-steps", 20, "--num-trainers", 1)

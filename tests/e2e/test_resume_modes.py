@@ -1,7 +1,7 @@
 """10 steps equal 5 steps, SIGTERM in the middle of the fifth, and 5 more, in every mode that a run has.
 
-Slow: three runs for each mode. The default run resumes in test_resume.py, test_overlap.py, test_lora_runs.py,
-test_sft.py and test_distillation.py.
+Slow: three runs for each mode. The default run resumes in test_resume.py, test_overlap.py, test_lora_runs.py and
+test_sft.py.
 """
 
 import json

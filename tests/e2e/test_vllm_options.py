@@ -43,14 +43,23 @@ def run(model: pathlib.Path, tmp_path: pathlib.Path, *flags: object, name: str =
     return read_metrics(tmp_path / name), told, output
 
 
-def test_engine_options_arrive(model: pathlib.Path, tmp_path: pathlib.Path):
-    """Log-probs stay the policy's after every sync."""
-    options = ("max_num_seqs", 5, "enable_prefix_caching", "false", "num_gpu_blocks_override", 70)
-    metrics, told, output = run(model, tmp_path, "--generator.engine", *options)
+def test_options_of_engine_and_sampling_arrive(model: pathlib.Path, tmp_path: pathlib.Path):
+    """At least 5 tokens, then the stop string ends a completion; a word that is not allowed never occurs."""
+    engine = ("max_num_seqs", 5, "enable_prefix_caching", "false", "num_gpu_blocks_override", 70)
+    sampling = ("--generator.sampling", "min_tokens", 5, "bad_words", '["7"]', "--generator.stop", "3", "1")
+    flags = ("--generator.engine", *engine, *sampling, "--sync-check-interval", 0)
+    metrics, told, output = run(model, tmp_path, *flags)
     expected = {"max_num_seqs": 5, "enable_prefix_caching": False, "num_gpu_blocks": 70, "quantization": None}
     assert told == expected
-    assert "warning: generator" not in output
-    assert [m["step"] for m in metrics] == [1, 2] and max(m["mismatch/max"] for m in metrics) < 1e-4
+    assert "warning: generator.sampling min_tokens, bad_words: tokens are drawn from another distribution" in output
+    lines = read_completions(tmp_path / "run")
+    assert len(lines) == 2 * 16
+    stopped = [line for line in lines if line["completion"][-1:] in ("3", "1") and line["finish_reason"] == "stop"]
+    assert len(stopped) > 3
+    for line in lines:
+        assert line["num_tokens"] >= 5 and "7" not in line["completion"]
+    # the log-probs are those of the fewer tokens that could be drawn, and the trainer's of all
+    assert all(m["mismatch/max"] > 1e-3 for m in metrics)
 
 
 def test_speculation_is_refused_where_vllm_samples_drafts_wrongly(model: pathlib.Path, tmp_path: pathlib.Path):
@@ -61,21 +70,6 @@ def test_speculation_is_refused_where_vllm_samples_drafts_wrongly(model: pathlib
     result = run_torchrun("train_grpo.py", *arguments, *options, nproc=1, deadline=120)
     assert "generator.engine speculative_config needs a GPU: vLLM's CPU backend samples drafted tokens" in result.stdout
     assert result.returncode != 0 and "Loading safetensors" not in result.stdout
-
-
-def test_sampling_options_arrive(model: pathlib.Path, tmp_path: pathlib.Path):
-    """At least 5 tokens, then the stop string ends a completion; a word that is not allowed never occurs."""
-    options = ("--generator.sampling", "min_tokens", 5, "bad_words", '["7"]', "--generator.stop", "3", "1")
-    metrics, _, output = run(model, tmp_path, *options, "--sync-check-interval", 0)
-    assert "warning: generator.sampling min_tokens, bad_words: tokens are drawn from another distribution" in output
-    lines = read_completions(tmp_path / "run")
-    assert len(lines) == 2 * 16
-    stopped = [line for line in lines if line["completion"][-1:] in ("3", "1") and line["finish_reason"] == "stop"]
-    assert len(stopped) > 3
-    for line in lines:
-        assert line["num_tokens"] >= 5 and "7" not in line["completion"]
-    # the log-probs are those of the fewer tokens that could be drawn, and the trainer's of all
-    assert all(m["mismatch/max"] > 1e-3 for m in metrics)
 
 
 def test_a_quantized_engine_quantizes_again_in_every_sync(model: pathlib.Path, tmp_path: pathlib.Path):

@@ -14,10 +14,6 @@ def always_raises(completions, **columns):
     raise KeyError("no such thing")
 
 
-def one_too_few(completions, **columns):
-    return [1.0 for _ in completions[1:]]
-
-
 def passes_by_chance(completions, **columns):
     """1 for about half of the completions, by their text alone: groups of 4 mostly differ, some do not."""
     return [float(sum(map(ord, text)) % 2) for text in completions]

@@ -53,7 +53,6 @@ OPTIONS = {
     "code_reward": {"timeout_seconds": 1.0},
 }
 # Those that compare LaTeX take up to 2 s for each parse and comparison, code_reward starts a process.
-NUM_EXAMPLES = 300
 SLOW = {"code_reward": 40} | dict.fromkeys(("math_reward boxed", "group_length_reward boxed"), 120)
 RANGES = {"repetition_penalty": (-1, 0)}
 RANGES |= {"overlong_penalty": (-1, 0)}
@@ -101,13 +100,14 @@ def check(case: str, text: str, reference: str | None) -> None:
     assert value is None or (type(value) is float and math.isfinite(value) and lowest <= value <= highest), value
 
 
+@pytest.mark.parametrize("num_examples", [80, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
-def test_no_text_raises_or_takes_too_long(case):
+def test_no_text_raises_or_takes_too_long(case, num_examples):
     @settings(
         derandomize=True,
         database=None,
         deadline=None,
-        max_examples=SLOW.get(case, NUM_EXAMPLES),
+        max_examples=min(SLOW.get(case, num_examples), num_examples),
         phases=[Phase.explicit, Phase.generate],  # to shrink a text that takes seconds takes minutes
         suppress_health_check=list(HealthCheck),
     )
