@@ -6,21 +6,24 @@ without a bound. So it is tried before the run in a process of its own, on a tex
 deadline for each row (encode.py).
 """
 
+import contextlib
 import math
 import multiprocessing
 import pathlib
 import re
 import resource
 import secrets
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
-from grpo.data.bounds import TEMPLATE_BYTES, bounded_memory
 from grpo.data.columns import Message
-from grpo.text import one_line, shorten
+from grpo.text import reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,10 +33,11 @@ Span = tuple[int, int]
 
 # A template takes a millisecond.
 TEMPLATE_SECONDS = 10
+# Memory that a template may take beyond what its process has.
+TEMPLATE_BYTES = 2**30
 # What a template may write around a short message: those of current models, with their advice on tools, stay below
 # 10,000.
 TEMPLATE_CHARACTERS = 1_000_000
-QUOTED_CHARACTERS = 300
 HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SYSTEM_ROLES = ("system", "developer")
 
@@ -80,9 +84,9 @@ def open_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
     try:
         return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # the library that reads tokenizer.json raises nothing more precise
-        reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
         raise ValueError(
-            f"the tokenizer of {folder} cannot be read ({reason}); bring tokenizer.json and tokenizer_config.json again"
+            f"the tokenizer of {folder} cannot be read ({reason_of(error)}); bring tokenizer.json and "
+            "tokenizer_config.json again"
         ) from error
 
 
@@ -148,8 +152,7 @@ def render(
         *(jinja2.TemplateError, TypeError, AttributeError, LookupError),
         *(ArithmeticError, RecursionError, MemoryError),
     ) as error:
-        reason = shorten(one_line(f"{type(error).__name__}: {error}"), QUOTED_CHARACTERS)
-        raise Refused(f"{name} refuses it: {reason}") from error
+        raise Refused(f"{name} refuses it: {reason_of(error)}") from error
     return texts[0], spans[0] if has_markers else None
 
 
@@ -205,3 +208,37 @@ def _render_within(
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds),) * 2)
     with bounded_memory():
         return render(tokenizer, data, messages, opening=True)[0]
+
+
+@contextlib.contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Let the block take TEMPLATE_BYTES more and no more, then MemoryError; for all threads of this process."""
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + TEMPLATE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if before == resource.RLIM_INFINITY else min(before, limit), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+
+
+@contextlib.contextmanager
+def deadline(what: str) -> Iterator[None]:
+    """Raise ValueError in the block after TEMPLATE_SECONDS; only in the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expired(*_: Any) -> None:
+        raise ValueError(
+            f"{what} was not done after {TEMPLATE_SECONDS} s; look for endless loops, or use another model"
+        )
+
+    handler = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from grpo.config import DataConfig, RowFormat, SFTConfig, TrainOn
 from grpo.config.sources import Source
-from grpo.data.bounds import bounded_memory, deadline
-from grpo.data.chat import TEMPLATE_SECONDS, Refused, template_name
+from grpo.data.chat import Refused, bounded_memory, deadline, template_name
 from grpo.data.columns import BadRow, Row, kinds_of
 from grpo.data.rows import Example, RowReader, chat_reader, row_reader
 from grpo.data.sources import Rows
@@ -150,7 +149,7 @@ class Encoder:
     def _write(self, example: Example, encoded: Encoded) -> Written | None:
         """What is to be tokenized, if its characters are not more than `counted` tokens stand for."""
         try:
-            with deadline(TEMPLATE_SECONDS, template_name(self.tokenizer, self.data)):
+            with deadline(template_name(self.tokenizer, self.data)):
                 if self.train_on is None:
                     written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools)
                 else:

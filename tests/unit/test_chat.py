@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig
-from grpo.data import chat, encode, toy
+from grpo.data import chat, toy
 from grpo.data.chat import check_template, detokenize
 from grpo.data.encode import Encoded, Fate, prompt_encoder
 from grpo.data.turns import longest_token
@@ -62,7 +62,7 @@ def encode_within(text: str, max_tokens: int, template: str = PLAIN) -> Encoded:
 
 
 def test_a_template_that_is_endless_for_one_prompt_only(monkeypatch):
-    monkeypatch.setattr(encode, "TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.3)
     template = "{% if 'x' in messages[0]['content'] %}" + ENDLESS + "{% endif %}" + PLAIN
     check_template(tokenizer_with(template), CONFIG)
     assert len(encode_within("1+1", 10, template).ids) == 3
