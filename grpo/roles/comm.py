@@ -38,7 +38,7 @@ def broadcast(value: Any, group: ProcessGroup) -> Any:
 
 
 def on_driver(method: Method, to_all: bool = False, bridge: str = "control") -> Method:
-    """Make a method of an object that every rank holds one that only the driver runs. Returns None elsewhere.
+    """Make a method of an object that every rank holds one that only the driver runs; elsewhere it returns None.
 
     Collective over `self.roles.control`: every rank calls it, arguments count on the driver alone. If it raises there,
     every rank stops: the driver with the exception, the others silently, so that one error is seen and no rank waits.
@@ -64,12 +64,12 @@ def on_driver(method: Method, to_all: bool = False, bridge: str = "control") -> 
 
 
 def from_driver(method: Method) -> Method:
-    """As `on_driver`, except that every rank gets the driver's result, which must be small and picklable."""
+    """`on_driver` with the driver's result for every rank; it must be small and picklable."""
     return on_driver(method, to_all=True)
 
 
 def on_driver_for_learners(method: Method) -> Method:
-    """As `on_driver`, except that generators do not wait for it. Collective over `self.roles.learners`."""
+    """`on_driver` over `self.roles.learners`: generators do not wait for it."""
     return on_driver(method, bridge="learners")
 
 
@@ -89,10 +89,9 @@ def gather_to_driver(value: Any, roles: Roles) -> list[Any] | None:
 
 
 def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Completion] | None:
-    """Bring every replica's completions to the driver, in the order of their `index`.
+    """Every replica's completions in the order of their `index`, on the driver; None elsewhere.
 
-    Collective over `roles.control`; ranks that are not the head of a replica pass None. Returns the completions on the
-    driver, None elsewhere.
+    Collective over `roles.control`; ranks that are not the head of a replica pass None.
     """
     parts = gather_to_driver(flatten_completions(local or []), roles)
     if parts is None:

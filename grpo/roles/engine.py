@@ -1,12 +1,11 @@
 """vLLM's engines, one per replica, inside the torchrun ranks that sample: how they start and what they get."""
 
-import contextlib
 import importlib
 import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,24 +22,16 @@ CPU_BLOCK_TOKENS = 32
 # Into how many parts FlashAttention 3 may split a sequence's keys in decoding: fewer than vLLM's 32 samples 3 % more
 # tokens with 256 sequences and 4 % with 4 long ones (Qwen3-0.6B, one H200)
 DECODE_SPLITS = 8
-# Engine options that vLLM's CPU backend gets wrong. Seeded requests whose prompt is prefilled in pieces crash its
-# runner (it rewinds a generator that cannot), and its sampler of drafted tokens divides by uninitialised memory where
-# the temperature should be (its `expand` kernel writes into a copy).
-WHOLE_PROMPTS = "vLLM's CPU backend must prefill prompts whole"
-NO_DRAFTS = "vLLM's CPU backend samples drafted tokens at a wrong temperature"
-WRONG_ON_CPU = {
-    "enable_chunked_prefill": WHOLE_PROMPTS,
-    "max_num_batched_tokens": WHOLE_PROMPTS,
-    "speculative_config": NO_DRAFTS,
-    "spec_method": NO_DRAFTS,
-    "spec_model": NO_DRAFTS,
-}
+# Engine options that vLLM's CPU backend gets wrong: seeded requests whose prompt is prefilled in pieces crash it, and
+# its sampler of drafted tokens divides by uninitialised memory where the temperature should be.
+WHOLE_PROMPTS, NO_DRAFTS = "must prefill prompts whole", "samples drafted tokens at a wrong temperature"
+WRONG_ON_CPU = dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens"), WHOLE_PROMPTS)
+WRONG_ON_CPU |= dict.fromkeys(("speculative_config", "spec_method", "spec_model"), NO_DRAFTS)
 
 
 def import_vllm(roles: Roles) -> None:
     """Import vLLM, which takes seconds. Not collective: ranks that wait for another one do it meanwhile."""
     _set_environment(roles.device)  # before, because vLLM reads some of it then
-    importlib.import_module("vllm")
     importlib.import_module("vllm.entrypoints.llm")  # which the package itself leaves for the first use
 
 
@@ -50,22 +41,21 @@ def start_engine(config: GeneratorConfig, model: ModelConfig, data: DataConfig, 
     Collective over the replica, colocated over all ranks. Raises ValueError for options that this machine's vLLM gets
     wrong.
     """
-    tokenizer = _saved_tokenizer(folder, data) if needs_texts(config) else contextlib.nullcontext()
     max_tokens = data.max_prompt_tokens + config.max_completion_tokens
-    with tokenizer as tokenizer_folder, _own_inductor_cache():
+    inductor_cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as tokenizer_folder:
+        if needs_texts(config):  # from the model's folder vLLM would load another tokenizer, see `load_tokenizer`
+            load_tokenizer(folder, data).save_pretrained(tokenizer_folder)
+            shutil.copy(pathlib.Path(folder) / "config.json", tokenizer_folder)
         llm = _new_engine(config, model.dtype, max_tokens, seed, folder, tokenizer_folder, roles)
+    if inductor_cache:  # vLLM moved it to a folder of its own, where a trainer on this rank would start anew
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_cache
     remove_shared_memory(replica_name(roles.replicas[roles.replica][0]))  # all ranks of the replica have joined
     return llm
 
 
 def _new_engine(
-    options: GeneratorConfig,
-    dtype: str,
-    max_tokens: int,
-    seed: int,
-    folder: str,
-    tokenizer_folder: str | None,
-    roles: Roles,
+    options: GeneratorConfig, dtype: str, max_tokens: int, seed: int, folder: str, tokenizer: str, roles: Roles
 ):
     from vllm import LLM
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -89,7 +79,7 @@ def _new_engine(
     on_cpu = roles.device.type == "cpu"
     for name in options.engine if on_cpu else ():
         if name in WRONG_ON_CPU:
-            raise ValueError(f"generator.engine {name} needs a GPU: {WRONG_ON_CPU[name]}")
+            raise ValueError(f"generator.engine {name} needs a GPU: vLLM's CPU backend {WRONG_ON_CPU[name]}")
     defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
     defaults |= {"max_num_seqs": options.max_num_seqs}
     if on_cpu:
@@ -110,40 +100,16 @@ def _new_engine(
         generation_config="vllm",  # sampling options come from our config alone
         config_format="hf",  # a Mistral folder may hold a second config and its weights once more, which vLLM prefers
         load_format="safetensors",
-        tokenizer=tokenizer_folder,
+        tokenizer=tokenizer if needs_texts(options) else None,
         skip_tokenizer_init=not needs_texts(options),
         seed=seed,
         **(defaults | options.engine),
     )
 
 
-@contextlib.contextmanager
-def _saved_tokenizer(folder: str, data: DataConfig) -> Iterator[str]:
-    """A folder with the driver's tokenizer while vLLM loads it.
-
-    From the model's folder, vLLM would load what AutoTokenizer makes of it, see `load_tokenizer`.
-    """
-    with tempfile.TemporaryDirectory() as tokenizer_folder:
-        load_tokenizer(folder, data).save_pretrained(tokenizer_folder)
-        shutil.copy(pathlib.Path(folder) / "config.json", tokenizer_folder)
-        yield tokenizer_folder
-
-
 def needs_texts(config: GeneratorConfig) -> bool:
     """Whether vLLM needs a tokenizer: for stop texts, and for sampling options such as bad_words."""
     return bool(config.stop or needing_texts(config.sampling))
-
-
-@contextlib.contextmanager
-def _own_inductor_cache() -> Iterator[None]:
-    """Let torch.compile find again, after the block, the cache that it had before.
-
-    vLLM moves it to a folder that changes with the engine's options, where a trainer on this rank would start anew.
-    """
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    yield
-    if folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
 
 def _set_environment(device: torch.device) -> None:

@@ -4,8 +4,8 @@ A third of a small model's sampling is what vLLM makes of its numbers: for each 
 an object of its log-prob, and another object for the engine's front. Here the numbers of a step are kept as they come
 from the sampler, and handed out once; and a completion goes to the front once, when it has ended.
 
-This is fitted to TESTED_VERSION alone and left out with any other: sampling is then slower, and the same. What is
-sampled does not depend on it. What gave less than 5 % of the sampling of a model of 1.7B parameters is not here.
+This is fitted to TESTED_VERSION alone and left out with any other: sampling is then slower, and the same. What gave
+less than 5 % of the sampling of a model of 1.7B parameters is not here.
 """
 
 from collections import defaultdict

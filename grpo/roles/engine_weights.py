@@ -9,8 +9,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,14 +25,26 @@ class NotCopies(Exception):
     """What vLLM does with a weight is more than to copy parts of it."""
 
 
-@dataclass(frozen=True)
-class Home:
+class Home(NamedTuple):
     """Where a block of a tensor lies in the engine."""
 
     start: tuple[int, ...]
     """First index of the block in the tensor, by dimension."""
     memory: torch.Tensor
     """A view of a parameter, as large as the block."""
+
+
+class Copy(NamedTuple):
+    """A part of a bucket to copy."""
+
+    memory: torch.Tensor
+    """Where to."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """Of its first element in the bucket."""
+    dense: bool
+    """Neither side has gaps."""
 
 
 class EngineWeights:
@@ -77,39 +88,24 @@ def load_and_learn(
 
     Nothing is believed that the load does not confirm: each tensor must then lie where it was said to be.
     """
+    learned, problem, elsewhere = None, "", []
     try:
         learned = EngineWeights(model, bucket_map)
     except NotCopies as reason:
-        print(f"weights are loaded by vLLM's own means, which is slower: {reason}", flush=True)
-        model.load_weights(tensors)
-        return None
-    elsewhere = []
+        problem = str(reason)
 
     def compared() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             yield name, tensor
-            if not learned.holds(name, tensor):  # vLLM asks for the next one when it has loaded this one
+            if learned and not learned.holds(name, tensor):  # vLLM asks for the next one when it has loaded this one
                 elsewhere.append(name)
 
     model.load_weights(compared())
     if elsewhere:
-        found = f"{len(elsewhere)} of {len(bucket_map.shapes)} tensors are not where expected, {elsewhere[0]} first"
-        print(f"weights are loaded by vLLM's own means, which is slower: {found}", flush=True)
-    return None if elsewhere else learned
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A part of a bucket to copy."""
-
-    memory: torch.Tensor
-    """Where to."""
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    """Of its first element in the bucket."""
-    dense: bool
-    """Neither side has gaps."""
+        problem = f"{len(elsewhere)} of {len(bucket_map.shapes)} tensors are not where expected, {elsewhere[0]} first"
+    if problem:
+        print(f"weights are loaded by vLLM's own means, which is slower: {problem}", flush=True)
+    return None if problem else learned
 
 
 def find_homes(model: nn.Module, bucket_map: BucketMap) -> tuple[dict[str, list[Home]], list[tuple[torch.Tensor, Any]]]:
@@ -117,28 +113,25 @@ def find_homes(model: nn.Module, bucket_map: BucketMap) -> tuple[dict[str, list[
 
     Raises NotCopies as EngineWeights does.
     """
-    sizes = [math.prod(shape) for shape in bucket_map.shapes.values()]
+    names, shapes = list(bucket_map.shapes), list(bucket_map.shapes.values())
+    sizes = [math.prod(shape) for shape in shapes]
     ends = list(itertools.accumulate(sizes))
     # one after the other in one range, so that the place of a view there says whose view it is
     everything = torch.empty(ends[-1], dtype=bucket_map.dtype, device="meta")
-    tensors = [
-        part.view(shape) for part, shape in zip(everything.split(sizes), bucket_map.shapes.values(), strict=True)
-    ]
+    tensors = [part.view(shape) for part, shape in zip(everything.split(sizes), shapes, strict=True)]
     with torch.no_grad(), _Watch() as watch:
-        model.load_weights(zip(bucket_map.shapes, tensors, strict=True))
-    names = list(bucket_map.shapes)
+        model.load_weights(zip(names, tensors, strict=True))
     homes: dict[str, list[Home]] = {name: [] for name in names}
     for memory, block in watch.copies:
         index = bisect.bisect_right(ends, block.storage_offset())
-        name, shape, strides = names[index], tensors[index].shape, tensors[index].stride()
+        name, strides = names[index], tensors[index].stride()
         rest, start = block.storage_offset() - (ends[index] - sizes[index]), []
         for stride in strides:
             first, rest = divmod(rest, stride)
             start.append(first)
-        as_in_the_tensor = block.dim() == len(shape) and all(
-            size == 1 or mine == whole for size, mine, whole in zip(block.shape, block.stride(), strides, strict=True)
-        )
-        if not as_in_the_tensor or block.shape != memory.shape:
+        keeps_rank = block.dim() == len(strides) and block.shape == memory.shape
+        steps = zip(block.shape, block.stride(), strides, strict=keeps_rank)
+        if not keeps_rank or any(size > 1 and mine != whole for size, mine, whole in steps):
             raise NotCopies(f"{name}: it is copied in another shape")
         homes[name].append(Home(tuple(start), memory))
     written = [home.memory for found in homes.values() for home in found] + [memory for memory, _ in watch.filled]

@@ -1,9 +1,8 @@
 """The names under which the engines of a start share memory, so that it can be removed when they cannot do it.
 
-vLLM's CPU backend keeps what the ranks of a replica share in /dev/shm until they close their engine together, which
-takes seconds, and which a replica of which one rank was killed never does. So a replica removes the names as soon as
-all its ranks have opened them; the memory is then gone with the processes, however these end. Left out: memory that
-Python shares, which removes itself.
+vLLM's CPU backend keeps what the ranks of a replica share in /dev/shm until they close their engine together, which a
+replica of which one rank was killed never does. So a replica removes the names as soon as all its ranks have opened
+them; the memory is then gone with the processes, however these end.
 """
 
 import glob
@@ -14,13 +13,13 @@ FOLDER = pathlib.Path("/dev/shm")
 
 
 def start_name() -> str:
-    """Of this start of this torchrun; after a restart another one."""
+    """The name of this start of this torchrun; after a restart it is another one."""
     run_id, port = os.environ.get("TORCHELASTIC_RUN_ID", "run"), os.environ.get("MASTER_PORT", "0")
     return f"{run_id}-{port}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def replica_name(first_rank: int) -> str:
-    """Of the memory that the ranks of one replica share. vLLM appends to it."""
+    """The name of the memory that the ranks of one replica share. vLLM appends to it."""
     return f"{start_name()}-{first_rank}"
 
 

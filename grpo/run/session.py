@@ -26,7 +26,6 @@ from grpo.models.hf_folder import ChatForm, fetch_folder
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics_of_sets
 from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
-from grpo.roles.compile_ahead import compile_ahead, compiles_ahead
 from grpo.roles.engine import import_vllm
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
@@ -184,9 +183,6 @@ class Session:
                 base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters
                 ranks = config.reference_tensor_parallel
                 reference = Reference(config.model, config.trainer, reference_folder, ranks, roles, base)
-        if compiles_ahead(config, roles):
-            with timer.startup("compiling, while vLLM starts on other ranks"):
-                compile_ahead(config, trainer, reference, roles)
         with timer.startup("waiting for the other ranks"):
             wait_for_all(roles)
         if begun.checkpoint is not None:

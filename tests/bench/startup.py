@@ -145,13 +145,14 @@ def rows_of_many_lengths(shape: str) -> None:
     import torch
 
     from grpo.config import ModelConfig, TrainerConfig
+    from grpo.data.batches import make_batch
     from grpo.models.build import ROW_MULTIPLE
     from grpo.models.hf_folder import read_hf_config
-    from grpo.roles.compile_ahead import made_up_batch
     from grpo.roles.metrics import StepMetrics
     from grpo.roles.process_groups import setup_trainers
     from grpo.roles.trainer import Trainer
     from grpo.run.command_line import keep_caches
+    from grpo.types import Sample
 
     keep_caches()
     roles, folder = setup_trainers(), str(checkpoint(shape))
@@ -163,7 +164,9 @@ def rows_of_many_lengths(shape: str) -> None:
     multiple, found = ROW_MULTIPLE[roles.device.type], {}
 
     def seconds(row_tokens: int) -> float:
-        batch, began = made_up_batch(row_tokens, 1, document), time.perf_counter()
+        lengths = [document] * (row_tokens // document) + [row_tokens % document] * (row_tokens % document > 0)
+        batch = make_batch([Sample(torch.zeros(length).long(), torch.arange(length) > 0) for length in lengths])
+        began = time.perf_counter()
         trainer.forward_backward(batch, lambda _, logprobs_BT, entropy_BT: (logprobs_BT.sum(), {}), StepMetrics(64))
         trainer.zero_gradient()
         if on_gpu:

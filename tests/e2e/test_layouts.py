@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tests.e2e.runs import TINY, read_completions, read_metrics, read_samples, without_clocks
+from tests.e2e.runs import TINY, read_completions, read_metrics, read_samples
 from tests.torchrun import finish, run_python, start_torchrun, torchrun
 
 COLOCATED = ("--roles.colocated", "--roles.num-references", "0")
@@ -95,26 +95,6 @@ def test_two_nodes(model: pathlib.Path, tmp_path: pathlib.Path):
     for result in results:
         assert result.returncode == 0, result.stdout[-20_000:]
     check_two_steps(tmp_path / "run", has_reference=False)
-
-
-AHEAD = """
-from grpo.roles import compile_ahead
-from tests.e2e.tiny import config
-
-compile_ahead.compiles_ahead = lambda config, roles: roles.learns and not roles.generates  # not on GPUs alone
-"""
-
-
-@pytest.mark.slow
-def test_compiling_ahead_changes_no_number(model: pathlib.Path, tmp_path: pathlib.Path):
-    (tmp_path / "ahead.py").write_text(AHEAD)
-    runs = []
-    for name, recipe in (("plain", TINY), ("ahead", tmp_path / "ahead.py")):
-        flags = ("--algorithm.num-mini-batches", "2", "--model.path", model, "--run-dir", tmp_path / name)
-        output = torchrun("train_grpo.py", recipe, *flags, nproc=4, deadline=240)
-        assert ("compiling, while vLLM starts" in output) == (name == "ahead")
-        runs.append([without_clocks(metrics) for metrics in read_metrics(tmp_path / name)])
-    assert runs[0] == runs[1]
 
 
 def check_two_steps(run_dir: pathlib.Path, has_reference: bool) -> None:
