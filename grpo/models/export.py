@@ -11,22 +11,37 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from grpo.models.buckets import WeightBuckets, whole_tensors
 from grpo.models.build import ShardedModel
 from grpo.models.hf_folder import ChatForm, copied_files, open_tokenizer, stop_token_ids
-from grpo.models.lora import adapted_layers
+from grpo.models.lora import LoRALinear, adapted_layers, merged_weight
 
 EXPORT_SHARD_BYTES = 4 * 2**30
 
 
 def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, full tensor in `dtype`), a bucket gathered at a time, so that the whole model never lies here.
+    """(HF name, full tensor in `dtype`, with memory of its own), one by one: the whole model never lies here.
 
     Tied embeddings yield no lm_head.weight. With LoRA, a weight comes merged with its adapter. Collective over the
     role's ranks: all iterate in lock step, and to the end.
     """
-    weights = WeightBuckets(model, dtype)
-    return whole_tensors(weights.bucket_map, weights.fill, model.device)
+    for name, weight in _hf_weights(model).items():
+        if isinstance(weight, LoRALinear):
+            weight = merged_weight(weight, dtype)
+        else:  # cast before it is gathered, which halves the traffic of bfloat16
+            weight = weight.detach().to(dtype, copy=True)
+        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def hf_shapes(model: ShardedModel) -> dict[str, torch.Size]:
+    """Shapes of the full tensors that `hf_tensors` yields, by name, in their order. Not collective."""
+    weights = _hf_weights(model).items()
+    return {name: (weight.weight if isinstance(weight, LoRALinear) else weight).shape for name, weight in weights}
+
+
+def _hf_weights(model: ShardedModel) -> dict[str, torch.Tensor | LoRALinear]:
+    """This rank's shards under HF names; for a weight with an adapter the layer, which has both."""
+    layers = {f"{layer.name}.weight": layer for layer in adapted_layers(model.module)}
+    return model.names.to_hf(model.module.state_dict() | layers)
 
 
 def export_hf(

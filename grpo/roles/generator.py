@@ -13,10 +13,8 @@ import torch
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
-from grpo.models.buckets import BucketMap, Fill, in_pipeline, whole_tensors
 from grpo.roles import engine, engine_speed
 from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
-from grpo.roles.engine_weights import EngineWeights, load_and_learn
 from grpo.roles.process_groups import Roles
 from grpo.roles.requests import Request, continuation_seed, enough_groups, one_by_one, request_seed, share_out
 from grpo.types import Completion, Prompt, Requests
@@ -45,14 +43,11 @@ class Generator:
         self.config, self.seed, self.roles = config, seed, roles
         self.version = 0
         self.asleep = False
-        self.bucket_map: BucketMap | None = None  # of the buckets of weights, from the first sync on
-        self.live_weights: EngineWeights | None = None  # where to copy them, once that is known
         engine.import_vllm(roles)
         more = engine.in_vllms_types(config.sampling)
         self._parameters = partial(engine.sampling_params, config, list(stop_token_ids), more)
         self.least_tokens = more.get("min_tokens", 0)
         self.llm = engine.start_engine(config, model, data, seed, folder, roles)
-        self.learns_weights = engine_speed.is_tested_version()
         self.loop = EngineLoop(self.llm, engine_speed.change_engine(self.llm, engine.needs_texts(config)))
 
     def generate(
@@ -140,40 +135,27 @@ class Generator:
             ended=stretch.reason != "abort",
         )
 
-    def load_weights(self, bucket_map: BucketMap, fill: Fill, version: int) -> None:
-        """Take new weights, all buckets of the map in order, as `fill` gives them; forget every cached prefix.
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take new weights, (HF name, full tensor) of them all, by vLLM's own means; forget every cached prefix.
 
-        Collective over the replica's ranks, each of which takes every bucket, and as `fill` is.
+        Each tensor owns its memory: vLLM may hold on to it until its layer is complete. Collective over the replica's
+        ranks, each of which takes every tensor, and as `tensors` is.
         """
         self._wake("weights")
-        if self.live_weights:
-            in_pipeline([fill, self.live_weights.load], bucket_map, self.roles.device)
-        else:
-            self._load_tensors(bucket_map, whole_tensors(bucket_map, fill, self.roles.device))
-        self._wake("kv_cache")
-        self.asleep = False
-        self.forget_prefixes()
-        self.version = version
-
-    def _load_tensors(self, bucket_map: BucketMap, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """vLLM's own loading, each time on a CPU and with quantized weights, and else once, to be learned from.
-
-        Each tensor owns its memory: vLLM may hold on to it until its layer is complete.
-        """
         quantized = any(self.config.engine.get(name) for name in ("quantization", "quantization_config"))
         # repacked (on a CPU) or quantized copies are what the kernels read, and only a full reload makes them again
         if self.roles.device.type == "cpu" or quantized:
             tied = self.llm.llm_engine.model_config.hf_config.tie_word_embeddings
             tensors = _with_tied_head(tensors) if tied else tensors
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-            return
-        # into the live parameters, in place, so that captured CUDA graphs stay valid
-        (model,) = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
-        if self.learns_weights:
-            self.live_weights = load_and_learn(model, bucket_map, tensors)
-            self.learns_weights = self.live_weights is not None
-        else:
+        else:  # into the live parameters, in place, so that captured CUDA graphs stay valid
+            (model,) = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
             model.load_weights(tensors)
+            torch.cuda.synchronize()  # so that the time is a sync's own
+        self._wake("kv_cache")
+        self.asleep = False
+        self.forget_prefixes()
+        self.version = version
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, so that what comes next is computed as if nothing had been sampled before."""

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.models.buckets import WeightBuckets
 from grpo.models.build import build_model, build_optimizer
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
@@ -39,7 +38,6 @@ class Trainer:
         self.config, self.roles = trainer, roles
         self.dtype = getattr(torch, model.dtype)
         self.num_loss_tokens = 0  # behind the gradient at hand
-        self.weights: WeightBuckets | None = None  # as the generators get them, from the first sync on
         self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)  # 1 for what was not finite on this rank
         sharding = {"device": roles.device, "tensor_parallel": trainer.tensor_parallel}
         self.model = build_model(model, trainer, folder, **sharding, seed=seed)

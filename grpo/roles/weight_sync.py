@@ -1,21 +1,21 @@
-"""New weights from the trainer ranks to every generator: versioned, bucketed, under HF names.
+"""New weights from the trainer ranks to every generator, tensor by tensor: versioned, under HF names.
 
-Whatever the sharding on either side, the trainers gather packed shards in the compute dtype, a bucket at a time, and
-rank 0 broadcasts it over the `weights` bridge as it lies; the generators copy from it into their engines. On GPUs the
-next bucket is gathered, one is sent and the one before is loaded, all at once. What lies where in the buckets is sent
-once, at the first sync. Colocated, every rank gathers and loads, and nothing is sent.
+Whatever the sharding on either side, the trainers gather a full tensor in the compute dtype and rank 0 broadcasts it
+over the `weights` bridge; each generator rank loads its part by vLLM's own means. Colocated, every rank gathers and
+loads, and nothing is sent.
 
 A sync check compares log-probs of the same tokens under the same weights. A step's batch need not be of these, so a few
 prompts are completed for it, right after a sync.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from grpo.data.batches import make_batch, sample_of
-from grpo.models.buckets import BucketMap, WeightBuckets, in_pipeline
+from grpo.models.export import hf_shapes, hf_tensors
 from grpo.roles.comm import broadcast, gather_completions, send_batch, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
@@ -32,33 +32,27 @@ def sync_weights(trainer: Trainer | None, generator: Generator | None, version: 
 
     Collective over `roles.control`: every rank calls it, with its trainer and its generator or None.
     """
-    bucket_map = agree_on_map(trainer, generator, roles)
-
-    def transfer(index: int, bucket: torch.Tensor) -> None:
-        """From rank 0 to every generator rank."""
-        dist.broadcast(bucket, group_src=0, group=roles.weights)
-
-    if generator:
-        generator.load_weights(bucket_map, trainer.weights.fill if trainer else transfer, version)
+    tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
+    if roles.weights:
+        tensors = over_bridge(trainer, roles)
     elif trainer:
-        in_pipeline([trainer.weights.fill, *([transfer] if roles.weights else [])], bucket_map, roles.device)
+        tensors = hf_tensors(trainer.model, trainer.dtype)
+    if generator:
+        generator.load_weights(tensors, version)
+    for _ in tensors:  # on trainers that do not generate: gathering takes all of them
+        pass
     wait_for_all(roles)  # done everywhere, so that the time of a sync is its own
 
 
-def agree_on_map(trainer: Trainer | None, generator: Generator | None, roles: Roles) -> BucketMap | None:
-    """What lies where in the buckets, which follows from the trainers' sharding and stays; None on other ranks.
-
-    The first call makes it on the trainers and is a collective over `roles.weights`.
-    """
-    if trainer:
-        if trainer.weights is None:
-            trainer.weights = WeightBuckets(trainer.model, trainer.dtype)
-            if roles.weights:
-                broadcast(trainer.weights.bucket_map, roles.weights)
-        return trainer.weights.bucket_map
-    if generator and generator.bucket_map is None:
-        generator.bucket_map = broadcast(None, roles.weights)
-    return generator.bucket_map if generator else None
+def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
+    """Rank 0's (HF name, full tensor) on every generator rank. Collective over `roles.weights`: iterate to the end."""
+    told = (hf_shapes(trainer.model), trainer.dtype) if trainer else None
+    shapes, dtype = broadcast(told, roles.weights)
+    gathered = hf_tensors(trainer.model, dtype) if trainer else None
+    for name, shape in shapes.items():
+        tensor = next(gathered)[1] if gathered else torch.empty(shape, dtype=dtype, device=roles.device)
+        dist.broadcast(tensor, group_src=0, group=roles.weights)
+        yield name, tensor
 
 
 def check_sync(

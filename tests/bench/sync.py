@@ -8,18 +8,17 @@ tensor-parallel ranks and one engine of 2; colocated2:1x2 has all on the same tw
 few GPUs are left out. Each case is a torchrun of its own. Weights are changed before every sync by a function of their
 values, so that any sharding changes them equally. In the table:
 
-first ms, later ms      wall time of sync_weights on rank 0; the first one loads by vLLM's own means
-gather, flat, load ms   the parts alone: all gathers; a broadcast of as many bytes; all copies into the engine
+first ms, later ms      wall time of sync_weights on rank 0
+gather, flat ms         the parts alone: all gathers; a broadcast of as many bytes
 over flat               later / flat
 trainer, engine GiB     most memory of torch above what was held before a later sync, on any such rank
 stale, first, last      mean difference of log-probs (nats) before the first sync, after it and after the last one
-wrong                   tensors that an engine does not have bit by bit after the last sync; only of copies
-loaded by               copies (straight into the engine's memory), or vLLM's own loading
 
 The first layout of a shape captures CUDA graphs, as a run does; the others start without, which is faster.
 """
 
 import argparse
+import collections
 import json
 import statistics
 import sys
@@ -104,8 +103,8 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
     import torch.distributed as dist
 
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
-    from grpo.models.buckets import in_pipeline, whole_tensors
-    from grpo.roles.comm import wait_for_all
+    from grpo.models.export import hf_shapes, hf_tensors
+    from grpo.roles.comm import broadcast, wait_for_all
     from grpo.roles.generator import Generator
     from grpo.roles.process_groups import close_roles, setup_roles
     from grpo.roles.trainer import Trainer
@@ -167,24 +166,9 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
         if version in (1, num_syncs):
             differences.append(difference(version, config, trainer, generator, roles))
 
-    bucket_map = trainer.weights.bucket_map if trainer else generator.bucket_map if generator else None
-    num_bytes = sum(math.prod(s) for s in bucket_map.shapes.values()) * bucket_map.dtype.itemsize
-
-    def transfer(index: int, bucket: torch.Tensor) -> None:
-        dist.broadcast(bucket, group_src=0, group=roles.weights)
-
-    live, wrong = generator.live_weights if generator else None, 0
-    # one thing after the other, so that what streams and buffers in turns did wrong shows
-    for index, described in enumerate(bucket_map.buckets if not generator else ()):
-        bucket = torch.empty(described.numel, dtype=bucket_map.dtype, device=roles.device)
-        trainer.weights.fill(index, bucket)
-        if roles.weights:
-            transfer(index, bucket)
-        synchronize()
-    if generator:
-        tensors = whole_tensors(bucket_map, trainer.weights.fill if trainer else transfer, roles.device)
-        wrong = sum(live is not None and not live.holds(name, tensor) for name, tensor in tensors)
-
+    shapes = hf_shapes(trainer.model) if trainer else {}
+    shapes = broadcast(shapes, roles.control)
+    num_bytes = sum(math.prod(shape) for shape in shapes.values()) * getattr(torch, config.model.dtype).itemsize
     flat = torch.empty(min(FLAT_BYTES, num_bytes), dtype=torch.uint8, device=roles.device)
 
     def broadcast_flat() -> None:
@@ -192,13 +176,10 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
             dist.broadcast(flat[: min(FLAT_BYTES, num_bytes - sent)], group_src=0, group=roles.weights)
 
     flat_seconds = [timed(broadcast_flat) for _ in range(REPEATS)]
-    gathers = [trainer.weights.fill] if trainer else []
-    gather_seconds = [timed(lambda: in_pipeline(gathers, bucket_map, roles.device)) for _ in range(REPEATS)]
-    # last, since it leaves the engine with whatever lies in the buffers
-    loads = [live.load] if live else []
-    load_seconds = [timed(lambda: in_pipeline(loads, bucket_map, roles.device)) for _ in range(REPEATS)]
+    gathers = (lambda: collections.deque(hf_tensors(trainer.model, trainer.dtype), 0)) if trainer else (lambda: None)
+    gather_seconds = [timed(gathers) for _ in range(REPEATS)]
 
-    facts = (roles.trains, roles.generates, bool(loads), max(extra[1:]), wrong)
+    facts = (roles.trains, roles.generates, max(extra[1:]))
     all_facts = [None] * roles.control.size()
     dist.all_gather_object(all_facts, facts, group=roles.control)
     if roles.is_driver:
@@ -211,14 +192,11 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
             "flat ms": flat_ms,
             "over flat": 1000 * statistics.median(seconds[1:]) / flat_ms,
             "gather ms": 1000 * statistics.median(gather_seconds),
-            "load ms": 1000 * statistics.median(load_seconds),
-            "trainer GiB": max(gib for trains, _, _, gib, _ in all_facts if trains),
-            "engine GiB": max(gib for _, generates, _, gib, _ in all_facts if generates),
+            "trainer GiB": max(gib for trains, _, gib in all_facts if trains),
+            "engine GiB": max(gib for _, generates, gib in all_facts if generates),
             "stale": stale,
             "first": first,
             "last": last,
-            "wrong": sum(fact[-1] for fact in all_facts),
-            "loaded by": "copies" if all(copies for _, generates, copies, *_ in all_facts if generates) else "vLLM",
         }
         print(json.dumps(row), flush=True)
     close_roles(roles, generator.close if generator else None)
