@@ -114,7 +114,7 @@ def engine_gib(hf: transformers.PretrainedConfig, config: GRPOConfig | SFTConfig
 
 
 def num_parameters(hf: transformers.PretrainedConfig) -> int:
-    """Weights of a model; tied embeddings count once."""
+    """All weights of a model; tied embeddings count once."""
     return sizes_of(hf).parameters
 
 
@@ -192,8 +192,8 @@ def _of_a_forward(
     if num_ranks == tensor_parallel and not trains_head:
         gathered = 0
     chunk = min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens) * hf.vocab_size
-    # Compiled, float32 values exist only in registers: the product h W^T is there and, in the backward, its gradient; a
-    # frozen head (LoRA) has both already in the forward. Otherwise three float32 tensors come on top of the product.
+    # Compiled, float32 values exist only in registers: the product h W^T is there and, when trained, its gradient.
+    # Otherwise three float32 tensors come on top of the product.
     bytes_of_a_logit = dtype_bytes * (2 if trains else 1) if trainer.compile else 3 * 4 + dtype_bytes
     parts = {"gathered weights": dtype_bytes * gathered, "logits of a chunk": chunk * bytes_of_a_logit}
     if (trains_head or (trains and tensor_parallel > 1)) and trainer.activation_checkpointing == "none":
@@ -210,9 +210,8 @@ def _saved_values(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> 
     for linears in sizes_of(hf).linears:
         outputs = {name: linear.out_features for name, linear in linears.items()}
         block_input, attention_output = linears["q_proj"].in_features, linears["o_proj"].in_features
-        # block input and the sum after attention, into which the products o and down go; the products q, k, v, gate,
-        # up; rotated queries and keys, attention's output, SwiGLU's activation and product. Compiled code computes the
-        # two norms' outputs again.
+        # block input and the sum after attention; the products q, k, v, gate, up; rotated queries and keys, attention's
+        # output, SwiGLU's activation and product. Compiled code computes the two norms' outputs again.
         norms = 0 if trainer.compile else 2 * block_input
         rotated = outputs["q_proj"] + outputs["k_proj"]
         activated = 4 * outputs["gate_proj"]
