@@ -28,7 +28,8 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, t
         if isinstance(weight, LoRALinear):
             weight = merged_weight(weight, dtype)
         else:  # cast before it is gathered, which halves the traffic of bfloat16
-            weight = weight.detach().to(dtype, copy=True)
+            alone = isinstance(weight, DTensor) and weight.device_mesh.size() == 1
+            weight = (weight.to_local() if alone else weight).detach().to(dtype, copy=True)
         yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
