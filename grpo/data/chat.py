@@ -91,12 +91,11 @@ def open_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
 
 
 def _read_template(path: str) -> str:
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"data.prompt_template file {pathlib.Path(path).absolute()} does not exist")
     try:
         return pathlib.Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data.prompt_template file {path} is no text in UTF-8 ({error})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        where = pathlib.Path(path).absolute()
+        raise ValueError(f"data.prompt_template file {where} cannot be read as text in UTF-8 ({error})") from error
 
 
 def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]]) -> list[str]:

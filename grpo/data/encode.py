@@ -16,7 +16,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from grpo.config import DataConfig, RowFormat, SFTConfig, TrainOn
 from grpo.config.sources import Source
@@ -75,6 +75,11 @@ class Encoded:
     """JSON: [the prompt as the data has it, the columns that rewards get]; empty for chats."""
     kinds: str = ""
     """The columns that rewards get with the kinds of their values, see `kinds_of`; empty for chats."""
+
+    @property
+    def truncated(self) -> bool:
+        """Its end was cut off."""
+        return self.num_tokens > len(self.ids)
 
 
 def features() -> "datasets.Features":
@@ -192,9 +197,15 @@ def prompt_encoder(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> En
 
 def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, row_format: RowFormat) -> Encoder:
     """The encoder of SFT's rows of this format."""
-    read, truncates = chat_reader(config, row_format), config.too_long == "truncate"
-    columns = (row_format, config.completion_column)
-    return Encoder(tokenizer, config.data, read, config.max_sequence_tokens, config.train_on, truncates, columns)
+    return Encoder(
+        tokenizer,
+        config.data,
+        chat_reader(config, row_format),
+        config.max_sequence_tokens,
+        config.train_on,
+        truncates=config.too_long == "truncate",
+        columns=(row_format, config.completion_column),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,21 +300,6 @@ class EncodedRows:
 
     def get(self, row: int) -> Encoded:
         return Encoded(**self.table[row])
-
-
-class Labelled(NamedTuple):
-    """An example of SFT as tokens."""
-
-    ids: list[int]
-    mask: list[bool]
-    """For each token whether it is a label."""
-    truncated: bool = False
-    """Its end was cut off."""
-
-
-def as_labelled(encoded: Encoded) -> Labelled:
-    """An example as SFT learns it."""
-    return Labelled(encoded.ids, encoded.mask, truncated=encoded.num_tokens > len(encoded.ids))
 
 
 def as_prompt(encoded: Encoded, index: int, row: int, label: str) -> Prompt:

@@ -16,11 +16,10 @@ from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, RowFormat, SFT
 from grpo.config.sources import Source
 from grpo.data.columns import ABSENT, BadRow, Row, value_at
 from grpo.data.encode import (
+    Encoded,
     EncodedRows,
     Encoder,
     Fate,
-    Labelled,
-    as_labelled,
     as_prompt,
     as_table,
     chat_encoder,
@@ -187,7 +186,7 @@ def load_eval_prompts(
     return prompts
 
 
-def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Labelled]]:
+def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Encoded]]:
     """Name of each held-out set (empty if there is one) -> the first `validation.num_examples` of its usable rows.
 
     It prints how many there are, and raises what `usable_chats` raises.
@@ -197,7 +196,7 @@ def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> 
         _warn_of_training_data(source, config.data, config.validation.section)
         loaded = _chat_rows(source, config, most)
         rows = _usable(loaded, chat_encoder(tokenizer, config, loaded.row_format), "held out", most)
-        sets[source.label] = [as_labelled(rows.get(row)) for row in rows.usable]
+        sets[source.label] = [rows.get(row) for row in rows.usable]
     return sets
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.config import GRPOConfig, SamplingConfig, SFTConfig
 from grpo.data.columns import BadRow
-from grpo.data.encode import Encoded, EncodedRows, Fate, Labelled, as_labelled, as_prompt
+from grpo.data.encode import Encoded, EncodedRows, Fate, as_prompt
 from grpo.data.sources import READ_ROWS, no_rows
 from grpo.data.streaming import SHUFFLED_ROWS, RowStream
 from grpo.types import Prompt
@@ -286,9 +286,9 @@ class ChatStream(Mixture):
         """sources: those of `usable_chats`."""
         super().__init__([Order(rows, config) for rows in sources])
 
-    def draw(self, count: int) -> list[Labelled]:
+    def draw(self, count: int) -> list[Encoded]:
         """The next `count` examples, across epochs where needed."""
-        return [as_labelled(self.next_order().draw()[1]) for _ in range(count)]
+        return [self.next_order().draw()[1] for _ in range(count)]
 
 
 def _check_same(name: str, saved: Any, ours: Any) -> None:

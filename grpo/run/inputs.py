@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import RunConfig
-from grpo.data.encode import Labelled
+from grpo.data.encode import Encoded
 from grpo.data.prepare import (
     load_chat_sources,
     load_eval_prompts,
@@ -57,7 +57,7 @@ def read_grpo(session: Session) -> PromptStream:
     return stream
 
 
-def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Labelled]], ChatForm]:
+def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Encoded]], ChatForm]:
     """Open the session, the data and, if the run generates between steps, the rewards of supervised fine-tuning.
 
     Returns what it draws from; the examples of each held-out set by name, one empty name if there is only one; and the

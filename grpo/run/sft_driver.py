@@ -12,7 +12,7 @@ from rich.text import Text
 
 from grpo.config import SFTConfig
 from grpo.data.batches import make_batch
-from grpo.data.encode import Labelled
+from grpo.data.encode import Encoded
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
 from grpo.data.streams import ChatStream
 from grpo.folder.checkpoint import saves
@@ -124,7 +124,7 @@ class SFTDriver:
         self.session.run_log.log_held_out(step, metrics)
 
 
-def batch_of(examples: list[Labelled]) -> TrainBatch:
+def batch_of(examples: list[Encoded]) -> TrainBatch:
     """Examples laid end to end."""
     return make_batch([Sample(torch.tensor(e.ids), torch.tensor(e.mask), truncated=e.truncated) for e in examples])
 
@@ -141,7 +141,7 @@ def show_examples(config: SFTConfig) -> None:
         console.print(show_chat(example, tokenizer))
 
 
-def show_chat(example: Labelled, tokenizer: "PreTrainedTokenizerBase") -> Text:
+def show_chat(example: Encoded, tokenizer: "PreTrainedTokenizerBase") -> Text:
     """Text of an example for rich's console, labels in bold green; a line break that is a label shows as ↵ too.
 
     Special tokens are shown; what would act on a terminal is escaped.

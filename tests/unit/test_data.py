@@ -333,10 +333,9 @@ def test_a_state_between_draw_and_record_keeps_the_epoch_of_the_draw(tokenizer, 
 
 def test_chats_have_the_answer_and_eos_as_labels(tokenizer, ten_rows):
     stream = chats_of(config_of(ten_rows, shuffle=False), tokenizer, max_sequence_tokens=20, seed=0)
-    assert stream.draw(2) == [
-        (ids_of("<user> add n0 <assistant> yes n0 <eos>"), [False] * 4 + [True] * 3, False),
-        (ids_of("<user> add n1 <assistant> yes n1 <eos>"), [False] * 4 + [True] * 3, False),
-    ]
+    for number, example in enumerate(stream.draw(2)):
+        assert example.ids == ids_of(f"<user> add n{number} <assistant> yes n{number} <eos>")
+        assert example.mask == [False] * 4 + [True] * 3 and not example.truncated
 
 
 def test_a_resumed_chat_stream_continues_the_same_way(tokenizer, ten_rows):

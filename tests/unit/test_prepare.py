@@ -1,5 +1,6 @@
 """What is told and refused before a run about the lengths of rows, and mixtures of sources."""
 
+import itertools
 import json
 import pathlib
 import re
@@ -232,9 +233,9 @@ def chats(config: SFTConfig, tokenizer) -> list[tuple[str, str]]:
     sources = usable_chats(load_chat_sources(config), config, tokenizer)
     examples = ChatStream(sources, config).draw(sum(len(rows.usable) for rows in sources))
     pairs = []
-    for ids, mask, _ in examples:
-        labels = [token for token, is_label in zip(ids, mask, strict=True) if is_label]
-        pairs.append((tokenizer.decode(ids), tokenizer.decode(labels)))
+    for example in examples:
+        labels = [*itertools.compress(example.ids, example.mask)]
+        pairs.append((tokenizer.decode(example.ids), tokenizer.decode(labels)))
     return pairs
 
 
@@ -275,7 +276,7 @@ def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, tal
     sets = {"talks": talks, "answers": f"{ten_answers}:train[5:]"}
     config = sft_of(ten_answers, validation=ValidationConfig(interval=1, num_examples=3, sets=sets))
     found = load_validation(config, tokenizer)
-    texts = {name: [tokenizer.decode(ids) for ids, *_ in examples] for name, examples in found.items()}
+    texts = {name: [tokenizer.decode(example.ids) for example in examples] for name, examples in found.items()}
     assert texts["talks"] == [
         "<user> add <assistant> yes <eos>",
         "<user> add <assistant> yes <user> add <assistant> yes <eos>",
@@ -309,7 +310,7 @@ def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in
         config = SFTConfig(
             data=config_of(path, bad_rows=bad_rows), validation=ValidationConfig(**held_out, num_examples=2)
         )
-        return [tokenizer.decode(ids) for ids, *_ in load_validation(config, tokenizer)[""]]
+        return [tokenizer.decode(example.ids) for example in load_validation(config, tokenizer)[""]]
 
     told = "1 of 4 rows of .*rows.jsonl cannot be used: row 2: .* refuses .*TemplateError: not this"
     for load in (prompts, examples):

@@ -9,7 +9,7 @@ import pytest
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
 from grpo.data.columns import BadRow, value_at
-from grpo.data.encode import EncodedRows, as_labelled, as_prompt
+from grpo.data.encode import EncodedRows, as_prompt
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
 from grpo.data.rows import row_reader
 from tests.unit.test_data import word_tokenizer
@@ -237,7 +237,7 @@ def chats(*rows: dict, table: bool = False, row_format: str = "auto", **fields) 
 
 
 def texts_of(found: EncodedRows) -> list[str]:
-    return [TOKENIZER.decode(as_labelled(found.get(row)).ids) for row in found.usable]
+    return [TOKENIZER.decode(found.get(row).ids) for row in found.usable]
 
 
 @pytest.mark.parametrize("table", [False, True])

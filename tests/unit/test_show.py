@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig
 from grpo.data import toy
-from grpo.data.encode import Labelled
+from grpo.data.encode import Encoded
 from grpo.data.rows import Example
 from grpo.data.turns import tokenize, write_example
 from grpo.run.sft_driver import show_chat
@@ -20,8 +20,8 @@ def pieces(text) -> list[tuple[str, str]]:
 def test_labels_are_in_colour_and_the_rest_is_dim():
     tokenizer = toy.trained_tokenizer(["words"], 300)
     written = write_example(tokenizer, DataConfig(system_prompt=""), Example(chat=MESSAGES), "last")
-    (tokens,) = tokenize(tokenizer, [written])
-    shown = show_chat(Labelled(*tokens), tokenizer)
+    ((ids, mask),) = tokenize(tokenizer, [written])
+    shown = show_chat(Encoded(ids=ids, mask=mask), tokenizer)
     assert pieces(shown) == [
         ("<|im_start|>user\n数?\\x1b[2J<|im_end|>\n<|im_start|>assistant\n", "dim"),
         ("学:↵\n[bold]2[/bold]<|im_end|>", "bold green"),
@@ -34,7 +34,7 @@ def test_blanks_that_a_tokenizer_drops_at_the_beginning_of_a_text_stay():
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert tokenizer.decode([4]) == "b"  # the blank is dropped
-    assert pieces(show_chat(Labelled([0, 4, 0], [False, True, True]), tokenizer)) == [
+    assert pieces(show_chat(Encoded(ids=[0, 4, 0], mask=[False, True, True]), tokenizer)) == [
         ("a", "dim"),
         (" b a", "bold green"),
     ]
