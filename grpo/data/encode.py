@@ -270,9 +270,8 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     text = [
         *(rows.table._fingerprint, rows.where),
         repr((data, encoder.max_tokens, encoder.train_on, encoder.truncates, encoder.columns)),
-        *(type(tokenizer).__name__, tokenizer.name_or_path, str(tokenizer.chat_template)),
+        *(tokenizer.backend_tokenizer.to_str(), tokenizer.name_or_path, str(tokenizer.chat_template)),
         *(repr(tokenizer.special_tokens_map), repr(tokenizer.init_kwargs)),
-        tokenizer.backend_tokenizer.to_str(),
         *(f"{name} {version(name)}" for name in LIBRARIES),
     ]
     return hashlib.sha256(json.dumps(text).encode() + b"".join(own_code)).hexdigest()[:32]

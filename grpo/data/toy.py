@@ -1,19 +1,15 @@
 """Tiny models, tokenizers and tasks that need no download: what the tests, the quickstart and `toy:NAME` paths run on.
 
 Additions are learnable in a minute on a CPU: one token per character, and the columns from the right as thinking, each
-as its two digits and the digit below them, so that a step needs only one column and its carry. They are learned late
-and then fast, and when exactly differs by tens of steps between seeds: stop a supervised start by its loss.
-
-Word problems are for a model of tens of millions of parameters, trained from nothing: a person has some things; two to
-four sentences add, take away or multiply; the question is how many there are then:
+as its two digits and the digit below them. They are learned late and then fast, and when exactly differs by tens of
+steps between seeds: stop a supervised start by its loss. Word problems are for a model of tens of millions of
+parameters, trained from nothing:
 
     Mia has 37 pens. She buys 4 boxes with 12 pens each. She gives 18 pens to Tom. How many pens does Mia have now?
     <think>4*12=48. 37+48=85. 85-18=67.</think><answer>67</answer>
 
-A completion follows from its problem, word for word, so the loss of a supervised start tells how much is left to learn.
-
 What is built is an ordinary Hugging Face folder; nothing that reads it can tell it from a real checkpoint.
-It imports transformers and tokenizers inside functions, since they take seconds.
+transformers and tokenizers are imported inside functions, since they take seconds.
 """
 
 import math
