@@ -87,21 +87,22 @@ def write_example(
         return render(tokenizer, data, messages[:num_messages], opening, example.tools)
 
     text, marked = write(len(messages))
-    answered, is_first, spans = messages[-1]["role"] == "assistant", len(messages) == 1, []
-    if answered and marked is not None:
-        num_before = len(write(len(messages) - 1)[1]) if train_on == "last" and not is_first else 0
-        spans = _marked_spans(text, marked, num_before, ends)
-    elif answered and not is_first and (prompt := write(len(messages) - 1, True)[0]).startswith(text):
+    bos, num_messages = data.is_text_template, len(messages)
+    if messages[-1]["role"] != "assistant":
+        return Written(text, [(0, len(text))] if train_on == "all" else [], bos, eos=False)
+    if marked is None and num_messages > 1 and (prompt := write(num_messages - 1, True)[0]).startswith(text):
         # the template makes no more of the answer than of the question, so it writes prompts only
         check_one_question(tokenizer, data, messages)
         text = prompt + messages[-1]["content"]
         spans = [(len(prompt), len(text))]
-    elif answered and train_on != "all":
+    elif marked is not None:
+        num_before = len(write(num_messages - 1)[1]) if train_on == "last" and num_messages > 1 else 0
+        spans = _marked_spans(text, marked, num_before, ends)
+    elif train_on != "all":
         trained = turns if train_on == "assistant" else turns[-1:]
-        spans = _prefix_spans(write, text, trained, len(messages), template_name(tokenizer, data))
-    ended = not answered or text.rstrip().endswith(ends)
+        spans = _prefix_spans(write, text, trained, num_messages, template_name(tokenizer, data))
     spans = [(0, len(text))] if train_on == "all" else [_cut_after_end(text, span, ends) for span in spans]
-    return Written(text, spans, bos=data.is_text_template, eos=not ended)
+    return Written(text, spans, bos, eos=not text.rstrip().endswith(ends))
 
 
 def _marked_spans(text: str, marked: list[Span], num_before: int, ends: tuple[str, ...]) -> list[Span]:
