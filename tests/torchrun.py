@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 
+from tests.forks import Fork, can_fork
+
 ROOT = pathlib.Path(__file__).parent.parent
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled on CPU, and this saves seconds of every start
     "PYTHONFAULTHANDLER": "1",
+    "PYTHONDONTWRITEBYTECODE": "",  # or each start compiles what it imports
     "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -39,7 +42,7 @@ def run_torchrun(
 
 def start_torchrun(
     program: str, *arguments: object, nproc: int, launcher: tuple[str, ...] = ("--standalone",)
-) -> subprocess.Popen:
+) -> subprocess.Popen | Fork:
     """Start it and return at once, for tests that run two agents side by side. `program` is a file or a module."""
     launch = ("-m", "torch.distributed.run", *launcher, f"--nproc_per_node={nproc}")
     what = (ROOT / program,) if program.endswith(".py") else ("-m", program)
@@ -53,8 +56,10 @@ def run_python(*arguments: object, deadline: float = 180) -> str:
     return result.stdout
 
 
-def start_python(*arguments: object) -> subprocess.Popen:
-    """Start a Python process as the tests want it, in a session of its own."""
+def start_python(*arguments: object) -> subprocess.Popen | Fork:
+    """Start a Python process as the tests want it, in a session of its own; a fork where that is the same."""
+    if can_fork():
+        return Fork([*map(str, arguments)], os.environ | SETTINGS, ROOT)
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -66,7 +71,7 @@ def start_python(*arguments: object) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, deadline: float) -> subprocess.CompletedProcess:
+def finish(process: subprocess.Popen | Fork, deadline: float) -> subprocess.CompletedProcess:
     """Wait for it; at the deadline make every rank print its stack (SIGABRT), kill them all and fail."""
     started = time.monotonic()
     try:

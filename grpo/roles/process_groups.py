@@ -231,14 +231,19 @@ def start_alone() -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
 
 
+_open_engines: list[Callable[[], None]] = []  # held until the process ends, or vLLM would close what Python frees
+
+
 def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) -> None:
     """Leave together: wait for all, shut the engine down, destroy this rank's groups. Collective over `control`.
 
     An engine of one rank, which shares no memory, ends with the process: closing it would take seconds.
     """
     dist.barrier(group=roles.control)
-    if close_engine is not None and len(roles.replicas[roles.replica]) > 1:
-        close_engine()
+    if close_engine is not None:
+        _open_engines.append(close_engine)
+        if len(roles.replicas[roles.replica]) > 1:
+            close_engine()
     if dist.is_initialized():  # an engine takes the default group with it
         dist.destroy_process_group()
 

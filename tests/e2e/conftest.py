@@ -13,6 +13,12 @@ from tests.torchrun import torchrun
 BY_CHANCE = f"{pathlib.Path(__file__).parent}/tiny_rewards.py:passes_by_chance"
 
 
+@pytest.fixture
+def cold_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start each program by itself (forks.py), where a command line is read or torch.compile is on."""
+    monkeypatch.setenv("COLD_STARTS", "1")
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Folder of a random model; its weights are large enough for peaked, non-uniform log-probs."""

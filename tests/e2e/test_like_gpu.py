@@ -51,6 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.timeout(420)
+@pytest.mark.usefixtures("cold_starts")
 @pytest.mark.parametrize(
     "layout", [name if name == IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )

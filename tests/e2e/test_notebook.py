@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.torchrun import run_python
 
 
+@pytest.mark.usefixtures("cold_starts")
 def test_the_example_for_notebooks():
     output = run_python("-m", "configs.examples.notebook", deadline=240)
     assert "[1.0, 0.0]\n" in output

@@ -1,0 +1,122 @@
+"""Programs of the tests as forks of a process that has imported everything, which spares each rank seconds of a core.
+
+A fork runs what `python words...` would: torchrun itself too, whose ranks then are forks with an environment, session,
+output and exit code of their own. What differs from a start of its own: modules are there already, all ranks hash
+strings alike, and /proc shows another command line. With COLD_STARTS in the environment, and on machines with GPUs,
+whose driver cannot be forked, each program is started by itself.
+"""
+
+import atexit
+import gc
+import importlib
+import inspect
+import multiprocessing
+import os
+import pathlib
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from multiprocessing import forkserver
+from typing import NoReturn
+from unittest import mock
+
+from grpo.run.command_line import quiet_libraries
+
+MODULES = (
+    *("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay", "torch.distributed.run"),
+    *("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "torch.utils.tensorboard", "datasets"),
+)
+
+getmodule = inspect.getmodule
+
+
+def can_fork() -> bool:
+    return not os.environ.get("COLD_STARTS") and shutil.which("nvidia-smi") is None
+
+
+class Fork:
+    """A program that runs in a fork; of a Popen, what torchrun.py asks of one."""
+
+    def __init__(self, words: list[str], environment: dict[str, str], folder: pathlib.Path):
+        self.args, self.output = words, tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        with mock.patch.dict(os.environ, environment | {"IMPORT_FOR_FORKS": "1"}):
+            forkserver.ensure_running()
+        self.process = context.Process(target=_begin, args=(words, environment, folder, self.output.name))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.process.join(timeout)
+        self.returncode = self.process.exitcode
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.output.read(), None
+
+
+class Rank(subprocess.Popen):
+    """What torchrun, in a fork, starts in place of a new process."""
+
+    def _execute_child(self, words, executable, preexec_fn, close_fds, pass_fds, cwd, environment, *_) -> None:
+        self._child_created, self.pid = True, os.fork()
+        if not self.pid:
+            inspect.getmodule = getmodule
+            _run(words[1:], environment)
+
+
+def _begin(words: list[str], environment: dict[str, str], folder: pathlib.Path, output: str) -> NoReturn:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    subprocess_handler.Popen = Rank
+    if "torch.distributed.run" in words:
+        # asked hundreds of times for a log's sake, it looks at each of six thousand modules
+        inspect.getmodule = lambda *_: None
+    with open(output, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    _run(words, environment)
+
+
+def _run(words: list[str], environment: dict[str, str]) -> NoReturn:
+    """Do what `python words...` does, in this process."""
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    words = [word for number, word in enumerate(words) if (number, word) != (0, "-u")]
+    code = 1
+    try:
+        if words[0] == "-m":
+            sys.argv, sys.path = words[1:], [os.getcwd(), *sys.path]
+            sys.modules.pop(words[1], None)
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path = words, [os.path.dirname(os.path.abspath(words[0])), *sys.path]
+            runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if os.environ.pop("IMPORT_FOR_FORKS", ""):  # in the process that is forked
+    quiet_libraries()
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the forks' garbage collections leave these objects, and so their memory, alone
