@@ -1,13 +1,24 @@
 """What fields of a config ask of each other. What a single field takes is written at the field."""
 
+import dataclasses
 import re
 from collections.abc import Iterable
 
 from grpo.config.bounds import check_fields
 from grpo.config.engine_options import check_engine_options, needing_texts, reshaping
-from grpo.config.fields import PAPER_DEFAULTS, AlgorithmConfig, DataConfig, GRPOConfig, HeldOutConfig, SFTConfig
+from grpo.config.fields import (
+    PAPER_DEFAULTS,
+    AlgorithmConfig,
+    DataConfig,
+    EnvironmentConfig,
+    GRPOConfig,
+    HeldOutConfig,
+    SFTConfig,
+)
 from grpo.config.user_files import near_miss
 
+# Fields of `environment` that functions alone, which have no state, do not need.
+OF_A_CLASS = ("options", "reset_seconds", "hung_reward", "weight", "credit")
 WIDE_GSPO_CLIP = 0.05  # far above the clips of its paper, for a ratio of whole sequences
 
 
@@ -23,6 +34,7 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
         _check_algorithm(config.algorithm.resolved, config)
         _check_lag(config.algorithm.resolved, config)
         _check_sampling(config)
+        _check_environment(config)
     _check_held_out(config.evaluation, config.data)
     if isinstance(config, GRPOConfig) or config.evaluation.interval:
         _check_engines(config)
@@ -155,7 +167,8 @@ def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         raise ValueError(
             f"algorithm.distill_coef={algorithm.distill_coef} has no teacher; name a --model.reference-path"
         )
-    only_teacher = algorithm.distill_coef > 0 and not any(config.reward.functions.values())
+    rewards = any(config.reward.functions.values()) or (config.environment.name and config.environment.weight)
+    only_teacher = algorithm.distill_coef > 0 and not rewards
     if config.group_size == 1 and algorithm.advantages != "none" and not only_teacher:
         raise ValueError(
             f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0; use a group_size "
@@ -212,16 +225,55 @@ def _check_sampling(config: GRPOConfig) -> None:
         raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
 
 
+def _check_environment(config: GRPOConfig) -> None:
+    environment, generator = config.environment, config.generator
+    default, no_class = EnvironmentConfig(), not environment.name
+    for one in dataclasses.fields(environment):
+        value = getattr(environment, one.name)
+        if value != getattr(default, one.name) and (not environment.enabled or (no_class and one.name in OF_A_CLASS)):
+            or_tools = "" if environment.enabled else ", --environment.tools path/file.py:function"
+            raise ValueError(
+                f"environment.{one.name}={value!r} does nothing without an environment; set --environment.name "
+                f"path/file.py:Class{or_tools}, or drop it"
+            )
+    if not environment.enabled:
+        return
+    if environment.name and ":" not in environment.name:
+        raise ValueError(
+            f"environment.name={environment.name!r} names no class in a file; write path/file.py:Class (functions and "
+            "the built-in calculator and python belong in environment.tools)"
+        )
+    if environment.rounds and environment.answer_steps:
+        raise ValueError(
+            f"environment.rounds and answer_steps={environment.answer_steps} both say when an answer joins; drop one"
+        )
+    if environment.max_turn_tokens >= generator.max_completion_tokens:
+        raise ValueError(
+            f"environment.max_turn_tokens={environment.max_turn_tokens} must be below generator.max_completion_tokens="
+            f"{generator.max_completion_tokens}, which all turns and answers share; lower it, or set 0 for what is left"
+        )
+    refused = {
+        "sampling.carry_over": config.sampling.carry_over and "an environment does not outlive its step; set it to 0",
+        "generator.stop": generator.stop and "a turn ends with the template's own token; use generator.stop_token_ids",
+        "generator.sampling": needing_texts(generator.sampling) and "it would see each turn alone; drop it",
+        "data.prompt_template": config.data.is_text_template
+        and "text with placeholders has no turns; give a .jinja file, or a model with a chat template",
+    }
+    for name, why in refused.items():
+        if why:
+            raise ValueError(f"{name} does not go with environment.name and environment.tools: {why}")
+
+
 def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
     asks = {"evaluation.interval": config.evaluation.interval}
     if isinstance(config, GRPOConfig):
         asks |= {"sampling.dynamic": config.sampling.dynamic, "a filter by pass rate": config.sampling.filters}
         asks |= {"training without a teacher (algorithm.distill_coef=0)": not config.algorithm.distill_coef}
     for name, asked in asks.items():
-        if asked and not config.reward.functions:
+        if asked and not config.reward.functions and not config.environment.name:
             raise ValueError(
                 f"{name} needs a reward function, and reward.functions is empty; name one, such as --reward.functions "
-                "math_reward 1 (weight 0 measures without teaching)"
+                "math_reward 1 (weight 0 measures without teaching), or an environment"
             )
 
 

@@ -198,6 +198,8 @@ class DataConfig:
             return {}
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
         prompt = {self.prompt_column: self.prompt_column} if has_name else {}
+        if self.path.startswith("seeds:"):
+            return {"seed": "seed"} | self.columns
         answer = {"answer": self.answer_column} if self.answer_column else {}
         return prompt | answer | self.columns
 
@@ -282,6 +284,60 @@ class RewardConfig:
     """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####."""
     environment: Annotated[tuple[str, ...], Harmless] = ()
     """Environment variables that your own functions get on top of what Python needs, such as a judge's key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """Turns, tools and an environment that answers: with these a rollout is a conversation."""
+
+    name: str = ""
+    """Your own class, `path/file.py:Class`: `reset` begins an episode, other public methods are tools."""
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call: your own `path/file.py:function`, or the built-in calculator and python."""
+    options: Table[Json] = field(default_factory=dict)
+    """Keyword arguments of the class: `--environment.options high 100`."""
+    max_turns: Annotated[int, AtLeast(1)] = 8
+    """Most turns of the model; calls in the last one are carried out and not answered."""
+    max_turn_tokens: Annotated[int, AtLeast(0)] = 0
+    """Longest turn in tokens; 0: what is left of `generator.max_completion_tokens`, which answers take from too."""
+    max_answer_tokens: Annotated[int, AtLeast(1)] = 512
+    """Longest answer of a tool or environment in tokens; a longer one is cut in its middle, and says so."""
+    call_seconds: Annotated[float, Above(0), Below(math.inf), Harmless] = 10.0
+    """Most seconds in which a turn's calls are carried out; then the process is killed."""
+    reset_seconds: Annotated[float, Above(0), Below(math.inf), Harmless] = 60.0
+    """Most seconds of a `reset`, which is tried once more in a fresh process."""
+    rollout_seconds: Annotated[float, AtLeast(0), Below(math.inf)] = 0.0
+    """Seconds after which no further turn begins, and what was reached is scored; 0 is no limit."""
+    num_processes: Annotated[int, AtLeast(0), Harmless] = 0
+    """Processes of each engine replica for environments and tools; 0: one for each rollout that is decoded at once."""
+    memory_gib: Annotated[float, Above(0), Harmless] = 1.0
+    """Address space of one such process, what your file imports included."""
+    calls: Literal["auto", "hermes", "llama3_json", "tag"] = "auto"
+    """How the model writes a call. hermes: JSON in <tool_call>..</tool_call>; llama3_json: JSON alone; tag:
+    <tool>name argument</tool>; auto: hermes or llama3_json, whichever the chat template asks for."""
+    reply_as: Literal["tool", "user"] = "tool"
+    """Role of the message that answers a call; user: for chat templates that cannot write tool messages."""
+    hung_reward: float | None = 0.0
+    """Reward of a rollout whose environment computed past `call_seconds`; None leaves it out of the loss."""
+    answer_steps: Annotated[int, AtLeast(0)] = 0
+    """The engine's steps after which an answer joins, the same number for fast and slow tools; 0: once it is there."""
+    rounds: bool = False
+    """Answers wait until no rollout samples, so that slow tools change nothing in what is sampled together."""
+    weight: float = 1.0
+    """Weight of `get_reward` beside those of `reward.functions`; 0 measures only."""
+    credit: Literal["episode", "return_to_go"] = "episode"
+    """What a turn's tokens are credited with. episode: the rollout's reward; return_to_go: the reward from that turn
+    on, against the group's other rollouts that reached it."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a rollout is a conversation."""
+        return bool(self.name or self.tools)
+
+    @property
+    def reward_name(self) -> str:
+        """The class's name, by which its reward is logged; empty without a class."""
+        return self.name.rpartition(":")[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,6 +524,7 @@ class GRPOConfig(RunConfig):
     roles: Annotated[RolesConfig, Harmless] = field(default_factory=RolesConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     run_dir: Annotated[str, Harmless] = "runs/grpo"
     """Folder of the run: config, checkpoints, metrics, samples, exported model."""
     num_steps: Annotated[int, AtLeast(1)] = 200
@@ -579,6 +636,7 @@ class SFTConfig(RunConfig):
     """The order of the data and, for a toy model, its first weights follow from it."""
 
     needs_reference = False  # without an annotation it is no field
+    environment = EnvironmentConfig()
 
     @property
     def roles(self) -> RolesConfig:

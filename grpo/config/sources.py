@@ -26,7 +26,7 @@ class Source:
     @property
     def kind(self) -> str:
         """toy, folder, hub, or what a file holds: json, csv, parquet."""
-        if self.path.startswith("toy:"):
+        if self.path.startswith("toy:") or self.path == "seeds":
             return "toy"
         if pathlib.Path(self.path).is_dir():
             return "folder"

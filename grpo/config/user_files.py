@@ -15,7 +15,7 @@ from grpo.config.bounds import fits
 
 
 def load_function(spec: str, what: str) -> Callable:
-    """Return the function that `spec` (`path/file.py:function`) names; its file runs once for all its functions.
+    """Return the function or class that `spec` (`path/file.py:function`) names; its file runs once for all of them.
 
     Error messages begin with `what` the function is for, e.g. "loss". Raises ValueError if there is none such, or the
     file raises when it runs, with the line and the cause.
@@ -34,8 +34,13 @@ def load_function(spec: str, what: str) -> Callable:
         raise ValueError(f"{what} file {os.path.abspath(file)}{cause_and_line(error, file)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(f"{what} file {file} has no function {name!r}; functions there: {', '.join(there) or 'none'}")
+        own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        there = ", ".join(key for key, value in own.items() if inspect.isfunction(value)) or "none"
+        classes = [key for key, v in own.items() if inspect.isclass(v) and v.__module__ == module.__name__]
+        raise ValueError(
+            f"{what} file {file} has no function {name!r}; functions there: {there}"
+            + (f"; classes: {', '.join(classes)}" if classes else "")
+        )
     return function
 
 

@@ -41,6 +41,7 @@ ONLY_TEACHER = TEACHER | {"reward.functions": {}, "algorithm.distill_coef": 1.0}
 OWN_SETS = {"data.path": "", "data.sources": {"a": "a.jsonl"}}
 OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 # What is changed in the defaults (4 trainers, 4 generators, 32 prompts of 8 completions), and what the message has
+TOOLS = {"environment.tools": ("calculator",)}
 REFUSED_IN_GRPO = [
     ({"roles.num_generators": 0, "generator.tensor_parallel": 2}, "0 generator ranks .* use 2"),
     ({"roles.num_generators": 7, "generator.tensor_parallel": 2}, "7 generator ranks .* use 6"),
@@ -97,6 +98,28 @@ REFUSED_IN_GRPO = [
         (ONLY_TEACHER | asks, "needs a reward function, and reward.functions is empty")
         for asks in ({"evaluation.interval": 1}, {"sampling.dynamic": True}, {"sampling.min_pass_rate": 0.1})
     ],
+    *[
+        ({f"environment.{name}": value}, f"environment.{name}={value!r} does nothing without .* --environment.tools")
+        for name, value in {"max_turns": 2, "calls": "tag", "rounds": True, "hung_reward": None}.items()
+    ],
+    *[
+        (TOOLS | {f"environment.{name}": value}, f"environment.{name}={value!r} does nothing .* --environment.name")
+        for name, value in {"options": {"a": 1}, "reset_seconds": 3, "weight": 0, "credit": "return_to_go"}.items()
+    ],
+    ({"environment.name": "calculator"}, "environment.name='calculator' names no class .* belong in environment.tools"),
+    (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds and answer_steps=4 both say"),
+    (
+        TOOLS | {"environment.max_turn_tokens": 1024},
+        "max_turn_tokens=1024 must be below generator.max_completion_tokens=1024, .* lower it",
+    ),
+    (
+        TOOLS | {"sampling.carry_over": 1, "algorithm.importance_correction": "truncate"},
+        "sampling.carry_over does not go with environment.name",
+    ),
+    (TOOLS | {"generator.stop": ("END",)}, "generator.stop does not go with .* use generator.stop_token_ids"),
+    (TOOLS | {"generator.sampling": {"min_tokens": 8}}, "generator.sampling does not go with .* each turn alone"),
+    (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template does not go with .* has no turns"),
+    (TOOLS | {"reward.functions": {}}, "reward.functions is empty; name one, .* or an environment"),
     ({"profile": 201}, "profile=201 is no step of a run of num_steps=200"),
 ]
 REFUSED_IN_SFT = [
@@ -191,6 +214,14 @@ def test_odd_but_possible_layouts_pass():
     four = RolesConfig(colocated=True, num_trainers=4, num_generators=0)
     validate(GRPOConfig(roles=four, generator=GeneratorConfig(tensor_parallel=2, sleep=True)))
     validate(GRPOConfig(trainer=TrainerConfig(tensor_parallel=2, data_replicas=2)))
+
+
+def test_an_environment_is_reward_enough():
+    environment = {"environment.name": "guess.py:Guess", "environment.options": {"high": 4}, "environment.max_turns": 1}
+    config = change(GRPOConfig(), environment | {"reward.functions": {}, "sampling.dynamic": True})
+    validate(config)
+    assert (config.environment.enabled, config.environment.reward_name) == (True, "Guess")
+    assert not SFTConfig().environment.enabled
 
 
 def test_a_teacher_needs_neither_rewards_nor_groups():

@@ -14,6 +14,7 @@ FLOORS = (
     ("types", "config", "text"),
     ("algorithm", "data", "workers"),
     ("rewards",),
+    ("environments",),
     ("models",),
     ("roles",),
     ("watch", "report"),
@@ -22,7 +23,7 @@ FLOORS = (
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SCRIPTS = ("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay")
-SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.look")
+SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.check_environment", "grpo.look")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "grpo").rglob("*.py")

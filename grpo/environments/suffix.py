@@ -1,0 +1,194 @@
+"""What stands between two turns of the model, as token ids: the chat template writes it once, around marks.
+
+A conversation with a mark in place of the model's text, and another in place of an answer, shows what the template
+writes behind a turn: its end, the answer, the opening of the next turn. Ids only grow by it, `ids + sampled + suffix`:
+nothing that was sampled is decoded and encoded again, and no part of an answer becomes a special token. Whether a
+template can carry that, six rules say, before the run.
+
+Left out: templates that need a call as data, with an id or a tool's name, beside the model's text.
+"""
+
+import os.path
+import re
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from grpo.config import DataConfig
+from grpo.data.chat import Refused, prompt_messages, render, template_name
+from grpo.text import without_surrogates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Stand for texts: no template writes such words.
+QUESTION, TEXT, EARLIER, ANSWER, OTHER = "MARKquestion", "MARKtext", "MARKearlier", "MARKanswer", "MARKother"
+# What a template that trims, quotes or escapes answers changes.
+ODD = ' "a"\\b\n<c>&é{d} \n'
+# A thought that a template writes itself, at the end of an opening: empty, or to be filled in.
+OPENED_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
+# Characters shown of a text in a refusal, before and behind the place from which on it is another one.
+SHOWN_BEFORE, SHOWN_BEHIND = 20, 40
+
+
+class Turns:
+    """Makes token ids of what an environment says, as the chat template of a run writes it."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataConfig,
+        stop_token_ids: Collection[int],
+        schemas: list[dict[str, Any]],
+        reply_as: str = "tool",
+        has_reply: bool = False,
+    ):
+        """Try the template's rules. Raises ValueError, with both texts and the way out, if it breaks one.
+
+        stop_token_ids: tokens at which a turn ends. schemas: of the tools, for the template. reply_as: the role that
+        answers calls. has_reply: turns without calls are answered as well, by the user.
+        """
+        self.tokenizer, self.data, self.schemas, self.stop_token_ids = tokenizer, data, schemas, {*stop_token_ids}
+        self.start = prompt_messages(data, QUESTION)
+        roles = ([reply_as] if schemas else []) + (["user"] if has_reply or not schemas else [])
+        self.role, self.frames = roles[0], {}
+        for role in dict.fromkeys(roles):
+            try:
+                self.frames[role] = self._frame(role)
+            except Refused as error:
+                self._refuse(role, str(error))
+        before, _, behind = self._write(self.start).partition(QUESTION)
+        self.opening_frame = before, "", behind
+        self.special_ids = self._special_ids(
+            "".join(text for f in (*self.frames.values(), (before, behind)) for text in f)
+        )
+        self.rewrites = {role: ODD not in self._behind(role, [ODD]) for role in self.frames}
+
+    @property
+    def line(self) -> str:
+        """What a user should know about the template, empty if there is nothing."""
+        found, thought = [], f"<think>\n{EARLIER}\n</think>\n\n{TEXT}"
+        if any(EARLIER not in self._write(self._history(role, thought)) for role in self.frames):
+            found.append("the chat template drops the thoughts of earlier turns, and here they stay as sampled")
+        prompt = self._write(self.start)
+        if any(schema["function"]["name"] not in prompt for schema in self.schemas):
+            found.append("the chat template does not show the tools; describe them in data.system_prompt")
+        return "; ".join(found)
+
+    def opening(self, text: str) -> list[int]:
+        """A first prompt: the system prompt, the tools, `text` as the user's message, the opening of the answer."""
+        before, _, behind = self.opening_frame
+        written = self._write([*self.start[:-1], {"role": "user", "content": text}])
+        return self._encode(before) + self._plain_ids(_cut(written, before, behind, text)) + self._encode(behind)
+
+    def ids(self, answers: list[str], last: int, role: str = "") -> list[int]:
+        """What follows a turn whose last token is `last`: the rest of its end, the answers, the next opening.
+
+        role: who answers, if not `reply_as`: user, for a turn without calls. Several answers of the user are one
+        message. Raises ValueError if `last` ends no turn.
+        """
+        if last not in self.stop_token_ids:
+            raise ValueError(f"a turn ended with token {last}, which is none of {sorted(self.stop_token_ids)}")
+        role = role or self.role
+        answers = ["\n\n".join(answers)] if role == "user" else answers
+        before, between, behind = self.frames[role]
+        ids = self._encode(before)[1:]  # the model sampled the token that ends it, this one or another
+        for number, answer in enumerate(answers):
+            ids += self._encode(between) if number else []
+            if self.rewrites[role]:
+                answer = _cut(self._behind(role, [answer]), before, behind, answer)
+            ids += self._plain_ids(answer)
+        return ids + self._encode(behind)
+
+    # ---- Rules
+
+    def _frame(self, role: str) -> tuple[str, str, str]:
+        """The texts before, between and behind answers. Raises ValueError if a rule does not hold."""
+        suffix = self._behind(role, [ANSWER])
+        before, answer, behind = suffix.partition(ANSWER)
+        if not answer:
+            self._refuse(role, "an answer is not written", ANSWER, suffix)
+        between = ""
+        if role != "user":
+            between = self._behind(role, [ANSWER, OTHER]).removeprefix(before + ANSWER).partition(OTHER)[0]
+            self._same(
+                role,
+                "a row of three answers",
+                between.join([before + ANSWER, OTHER, ANSWER + behind]),
+                self._behind(role, [ANSWER, OTHER, ANSWER]),
+            )
+        another = [*self.start, {"role": "assistant", "content": EARLIER}, {"role": "user", "content": EARLIER}]
+        for name, history in (("in the second round", self._history(role, EARLIER)), ("in a longer chat", another)):
+            self._same(role, f"what follows a turn {name}", suffix, self._behind(role, [ANSWER], history))
+        first = self._encode(before)[:1]
+        if not self.stop_token_ids.issuperset(first) or not first:
+            name = f"{self.tokenizer.convert_ids_to_tokens(first)[0]!r} ({first[0]})" if first else "nothing"
+            self._refuse(
+                role,
+                f"what follows a turn begins with {name}, at which the model does not stop (generator.stop_token_ids)",
+            )
+        opened, closed = self._write(self.start), self._write(self.start, opening=False)
+        closed = os.path.commonprefix([closed, opened])  # some write a token at the end of closed chats
+        opening = opened.removeprefix(closed) or opened.partition(QUESTION)[2]  # the end of a question opens, in some
+        if not behind.endswith(opening):
+            self._refuse(role, "a turn is not opened as the first one is", opening, behind)
+        whole = self._write(self._history(role, TEXT))
+        self._same(role, "the prompt, once a turn follows,", closed, whole[: len(closed)])
+        asked = OPENED_THOUGHT.sub("", opened), OPENED_THOUGHT.sub("", whole.partition(TEXT)[0])
+        self._same(role, "what stands before a turn", *asked)
+        return before, between, behind
+
+    def _same(self, role: str, what: str, expected: str, found: str) -> None:
+        if found != expected:
+            self._refuse(role, f"{what} is written otherwise", expected, found)
+
+    def _refuse(self, role: str, what: str, expected: str = "", found: str = "") -> NoReturn:
+        """Show where two texts part."""
+        shown = ""
+        if expected or found:
+            at = max(0, len(os.path.commonprefix([expected, found])) - SHOWN_BEFORE)
+            texts = [text[at : at + SHOWN_BEFORE + SHOWN_BEHIND] for text in (expected, found)]
+            shown = f": {texts[0]!r} is expected, {texts[1]!r} is there"
+        reply_as = "--environment.reply-as user, or with " if role == "tool" else ""
+        raise ValueError(
+            f"{template_name(self.tokenizer, self.data)} cannot carry several turns with answers of role {role}: {what}"
+            f"{shown}; try it with {reply_as}another template (--data.prompt-template FILE.jinja)"
+        )
+
+    # ---- What the template writes
+
+    def _history(self, role: str, text: str) -> list[dict[str, str]]:
+        return [*self.start, {"role": "assistant", "content": text}, {"role": role, "content": ANSWER}]
+
+    def _write(self, messages: list[dict[str, str]], opening: bool = True) -> str:
+        return render(self.tokenizer, self.data, messages, opening, self.schemas or None)[0]
+
+    def _behind(self, role: str, answers: list[str], history: list[dict[str, str]] | None = None) -> str:
+        """What stands behind a turn of the model that is answered so."""
+        turn = [{"role": "assistant", "content": TEXT}, *({"role": role, "content": answer} for answer in answers)]
+        return self._write([*(history or self.start), *turn]).partition(TEXT)[2]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _special_ids(self, scaffold: str) -> set[int]:
+        """Special tokens, and other added ones with which the template sets answers apart; not the unknown one."""
+        added = {token for token, entry in self.tokenizer.added_tokens_decoder.items() if entry.special}
+        added |= self.tokenizer.added_tokens_decoder.keys() & {*self._encode(scaffold)}
+        own = self.tokenizer
+        unknown = {own.unk_token_id} - {own.eos_token_id, own.bos_token_id, own.pad_token_id}
+        return (added | {*own.all_special_ids}) - unknown
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """Ids of a text of which nothing may become a special token; pieces of it, where it otherwise would."""
+        text = without_surrogates(text)
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if not self.special_ids.intersection(ids) or len(text) < 2:
+            return [token for token in ids if token not in self.special_ids]
+        half = len(text) // 2
+        return self._plain_ids(text[:half]) + self._plain_ids(text[half:])
+
+
+def _cut(written: str, before: str, behind: str, text: str) -> str:
+    """`text` as the template writes it between `before` and `behind`, trimmed or quoted; as it is, if not found so."""
+    found = written.startswith(before) and written.endswith(behind) and len(written) >= len(before + behind)
+    return written[len(before) : len(written) - len(behind)] if found else text

@@ -1,0 +1,89 @@
+"""Calls in what a model wrote: read, or told why not."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo.environments.calls import STYLES, Call, parse, style_of
+from tests.unit import chat_templates as templates
+
+LOOK = Call("look", {"place": "attic"})
+CALL = '{"name": "look", "arguments": {"place": "attic"}}'
+
+
+@pytest.mark.parametrize(
+    "style, text, calls",
+    [
+        ("hermes", "The answer is 4.", []),
+        ("hermes", f"I look. <tool_call>\n{CALL}\n</tool_call>", [LOOK]),
+        ("hermes", f"<tool_call>{CALL}</tool_call> and <tool_call>{CALL}</tool_call>", [LOOK, LOOK]),
+        ("hermes", f"<think>\n<tool_call>{CALL}</tool_call>?\n</think>No.", []),
+        ("hermes", f"<think>\n<tool_call>x</think><tool_call>{CALL}</tool_call>", [LOOK]),
+        ("hermes", '<tool_call>{"name": "look", "arguments": "{\\"place\\": \\"attic\\"}"}</tool_call>', [LOOK]),
+        ("hermes", '<tool_call>{"name": "look"}</tool_call>', [Call("look", {})]),
+        ("hermes", '<tool_call>{"name": "look", "arguments": null}</tool_call>', [Call("look", {})]),
+        ("hermes", f"{CALL}", []),
+        ("llama3_json", '{"name": "look", "parameters": {"place": "attic"}}', [LOOK]),
+        ("llama3_json", f" <|python_tag|>{CALL}; {CALL}\n", [LOOK, LOOK]),
+        ("llama3_json", f"I look: {CALL}", []),
+        ("llama3_json", '{"answer": 4}', []),
+        ("llama3_json", "{4}", []),
+        ("tag", "<tool>look attic</tool>", [Call("look", "attic")]),
+        ("tag", "12*7: <tool> calculator  12 * 7 </tool>", [Call("calculator", "12 * 7")]),
+        ("tag", '<tool>look {"place": "attic"}</tool><tool>look</tool>', [LOOK, Call("look", "")]),
+        ("tag", "<tool>guess 8</tool>", [Call("guess", "8")]),
+        ("tag", "8 < 9", []),
+    ],
+)
+def test_calls(style, text, calls):
+    assert parse(text, style) == calls
+
+
+@pytest.mark.parametrize(
+    "style, text, words",
+    [
+        ("hermes", '<tool_call>{"name": "look", </tool_call>', "it is no JSON, Expecting property name"),
+        ("hermes", f"<tool_call>{CALL}", "it has no </tool_call>"),
+        ("hermes", '<tool_call>["look"]</tool_call>', "it names no tool"),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', "it names no tool"),
+        ("hermes", '<tool_call>{"name": "look", "arguments": ["attic"]}</tool_call>', "its arguments are no object"),
+        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "it is no JSON"),
+        ("llama3_json", '{"name": "look", "parameters": {"place": "attic"}', "it is no JSON, Expecting ',' delimiter"),
+        ("tag", "<tool> </tool>", "it names no tool"),
+        ("tag", "<tool>look attic", "it has no </tool>"),
+    ],
+)
+def test_calls_that_cannot_be_read(style, text, words):
+    """The model is told what is wrong, and what to write."""
+    (said,) = parse(text, style)
+    assert said.startswith(f"This call cannot be read: {words}") and said.endswith(f"Write {STYLES[style]}.")
+
+
+def test_one_bad_call_leaves_the_others():
+    found = parse(f"<tool_call>{{</tool_call><tool_call>{CALL}</tool_call>", "hermes")
+    assert isinstance(found[0], str) and found[1:] == [LOOK]
+
+
+@given(st.text(), st.dictionaries(st.text(), st.none() | st.integers() | st.text()))
+def test_any_call_comes_back(name, arguments):
+    call = json.dumps({"name": name, "arguments": arguments})
+    assert parse(f"x<tool_call>{call}</tool_call>", "hermes") == [Call(name, arguments)]
+    assert parse(call, "llama3_json") == [Call(name, arguments)]
+
+
+@given(st.lists(st.sampled_from(["<tool>", "</tool>", "<tool_call>", "</tool_call>", "{", "}", CALL, '"name"', " "])))
+def test_any_text_is_read_or_told(parts):
+    for style in STYLES:
+        assert all(isinstance(found, Call | str) for found in parse("".join(parts), style))
+
+
+def test_styles_of_templates():
+    assert style_of(templates.QWEN2) == style_of(templates.QWEN3) == "hermes"
+    assert style_of(templates.LLAMA) == "llama3_json"
+    for template in (templates.GEMMA, templates.PLAIN, templates.QWEN2 + "<function=", templates.QWEN2 + "<arg_key>"):
+        with pytest.raises(
+            ValueError, match="in no style that is known here .*hermes: <tool_call>.*--environment.calls"
+        ):
+            style_of(template)

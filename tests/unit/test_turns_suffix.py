@@ -1,0 +1,227 @@
+"""What stands between turns, over templates of many kinds and any texts: ids only grow, and answers stay texts."""
+
+import functools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from grpo.config import DataConfig
+from grpo.data import toy
+from grpo.data.chat import prompt_messages, render
+from grpo.environments.suffix import Turns
+from tests.unit import chat_templates as templates
+
+WORDS = ["look", "at", "some", "words", "42", "Ünïcode ✓", "日本"]
+PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
+SCHEMAS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": PARAMETERS}}]
+# Name of a template -> the role that may answer, arguments of the template
+CARRIED = [
+    ("QWEN2", "tool", {}),
+    ("QWEN2", "user", {}),
+    ("QWEN3", "tool", {}),
+    ("QWEN3", "user", {"enable_thinking": False}),
+    ("LLAMA", "tool", {}),
+    ("LLAMA", "user", {}),
+    ("GEMMA", "user", {}),
+    ("PHI", "user", {}),
+    ("DEEPSEEK", "user", {}),
+    ("THINKER", "user", {}),
+    ("GLM", "tool", {}),
+    ("GLM", "user", {}),
+    ("COHERE", "user", {}),
+    ("PLAIN", "user", {}),
+]
+OPENED_THOUGHTS = re.compile(r"<think>\n(\n</think>\n\n)?")
+# Of tokens and of what a template could take for its own
+PIECES = ["<|im_start|>assistant\n", "<|eot_id|>", "<|im_", "end|>", "[/INST]", "<end_of_turn>", "<eos>", "<", "|>", ""]
+PIECES += [
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    '{"a": "b"}',
+    "\\",
+    '"',
+    " ",
+    "\n\n",
+    "\t",
+    "42",
+]
+TEXT = st.lists(st.sampled_from(PIECES) | st.text(max_size=6), max_size=6).map("".join)
+ANSWERS = st.lists(TEXT, min_size=1, max_size=4)
+MODEL_TEXT = st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(" ".join)
+
+
+@functools.cache
+def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
+    backend = toy.trained_tokenizer([" ".join(WORDS), "user assistant system Be brief"] * 20, 400).backend_tokenizer
+    backend.add_special_tokens(templates.SPECIAL)
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in templates.ADDED])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        additional_special_tokens=templates.SPECIAL,
+        chat_template=template,
+    )
+
+
+def turns_for(
+    template: str, role: str, arguments: dict | None = None, stops: list[str] = templates.STOPS, **others
+) -> Turns:
+    tokenizer = tokenizer_for(template)
+    data = DataConfig(system_prompt="", chat_template_kwargs=arguments or {})
+    return Turns(tokenizer, data, tokenizer.convert_tokens_to_ids(stops), SCHEMAS, role, **others)
+
+
+@functools.cache
+def case(number: int) -> Turns:
+    name, role, arguments = CARRIED[number]
+    return turns_for(getattr(templates, name), role, arguments)
+
+
+def rendered(turns: Turns, messages: list[dict[str, str]]) -> str:
+    """The conversation by the template alone, without the thoughts that it opens for turns to come."""
+    text = turns.tokenizer.apply_chat_template(
+        messages, tools=SCHEMAS, tokenize=False, add_generation_prompt=True, **turns.data.chat_template_kwargs
+    )
+    return OPENED_THOUGHTS.sub("", text)
+
+
+@pytest.mark.parametrize("number", range(len(CARRIED)), ids=lambda number: "-".join(CARRIED[number][:2]))
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(TEXT, st.lists(st.tuples(MODEL_TEXT, ANSWERS), max_size=3))
+def test_a_conversation_is_what_the_template_writes(number: int, question: str, rounds: list[tuple[str, list[str]]]):
+    """Whatever is answered: its ids read as the template writes it, and only the template's tokens are special."""
+    turns = case(number)
+    tokenizer, ids, messages = turns.tokenizer, turns.opening(question), [{"role": "user", "content": question}]
+    plain = turns.opening("x")
+    for text, answers in rounds:
+        before = list(ids)
+        sampled = tokenizer(text, add_special_tokens=False)["input_ids"]
+        sampled += tokenizer(turns.frames[turns.role][0])["input_ids"][:1]
+        ids = ids + sampled + turns.ids(answers, sampled[-1])
+        assert ids[: len(before) + len(sampled)] == before + sampled
+        plain += sampled + turns.ids(["x"] * len(answers), sampled[-1])
+        told = ["\n\n".join(answers)] if turns.role == "user" else answers
+        messages += [{"role": "assistant", "content": text}, *({"role": turns.role, "content": t} for t in told)]
+    assert OPENED_THOUGHTS.sub("", tokenizer.decode(ids)) == rendered(turns, messages)
+    assert [token for token in ids if token in turns.special_ids] == [t for t in plain if t in turns.special_ids]
+
+
+@pytest.mark.parametrize("number", range(len(CARRIED)), ids=lambda number: "-".join(CARRIED[number][:2]))
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.integers(0, 400), max_size=20), st.sampled_from(templates.STOPS), ANSWERS, ANSWERS)
+def test_a_turn_stays_as_it_was_sampled(
+    number: int, sampled: list[int], stop: str, first: list[str], second: list[str]
+):
+    """Any ids, ended by any token at which the model stops; what follows does not depend on them or on the round."""
+    turns = case(number)
+    last = turns.tokenizer.convert_tokens_to_ids(stop)
+    ids = turns.opening("Where?")
+    grown = ids + [*sampled, last] + turns.ids(first, last)
+    again = grown + [*sampled, last] + turns.ids(second, last)
+    assert again[: len(grown)] == grown and grown[len(ids) : len(ids) + len(sampled) + 1] == [*sampled, last]
+    assert turns.ids(first, last) == turns.ids(first, turns.tokenizer.convert_tokens_to_ids(templates.STOPS[0]))
+
+
+@pytest.mark.parametrize("number", range(len(CARRIED)), ids=lambda number: "-".join(CARRIED[number][:2]))
+def test_an_opening_is_the_prompt_of_a_row(number: int):
+    turns = case(number)
+    assert (
+        turns.opening("Where?")
+        == turns.tokenizer(
+            render(turns.tokenizer, turns.data, prompt_messages(turns.data, "Where?"), True, SCHEMAS)[0],
+            add_special_tokens=False,
+        )["input_ids"]
+    )
+
+
+QWEN2 = templates.QWEN2
+REFUSED = {
+    "roles take turns": (templates.GEMMA, "tool", "user and assistant take turns; try .* --environment.reply-as user"),
+    "a call's id": (
+        templates.MISTRAL,
+        "tool",
+        "TemplateError: a call has an id; try it with --environment.reply-as user",
+    ),
+    "left out": (templates.PHI, "tool", r"answer is not written: 'MARKanswer' is expected, '<\|end\|>.n<\|assist"),
+    "changed": (templates.COHERE, "tool", "answer is not written: 'MARKanswer' is expected, .*<results>MARKANSWER<"),
+    "tools move": (
+        templates.MISTRAL,
+        "user",
+        r"the prompt, once a turn follows,.*: '<bos>\[AV.* expected, '<bos>\[INST",
+    ),
+    "no opening": (templates.DEEPSEEK, "tool", r"is not opened as .*: '<\|Assistant\|>' is expected, '<\|/tool\|>' is"),
+    "another second round": (
+        QWEN2.replace("<tool_response>\n", "<tool_response>\n{{ 'Now ' if loop.index > 3 }}"),
+        "tool",
+        "in the second round is written otherwise: .*nMARKanswer.* is expected, .*nNow MARKanswer",
+    ),
+    "two answers at most": (
+        QWEN2.replace("{% if m.role == 'tool' %}", "{% if loop.index > 4 %}{% elif m.role == 'tool' %}"),
+        "tool",
+        "a row of three answers is written otherwise: '.*MARKanswer.*' is expected, '.*assistant.n' is there",
+    ),
+    "something before a turn": (
+        QWEN2.replace("{{ m.content }}<|im_end|>", "{{ 'Final: ' if m.role == 'assistant' }}{{ m.content }}<|im_end|>"),
+        "tool",
+        "what stands before a turn is written otherwise: '.*assistant.n' is expected, '.*assistant.nFinal: ' is",
+    ),
+    "a line break before the end": (
+        QWEN2.replace("{{ m.content }}<|im_end|>", "{{ m.content }}{{ '\n' }}<|im_end|>"),
+        "tool",
+        r"what follows a turn begins with '.*' \(\d+\), at which the model does not stop \(generator.stop_token_ids\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_templates_that_cannot_carry_turns(name: str):
+    template, role, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words) as refused:
+        turns_for(template, role)
+    assert "\n" not in str(refused.value) and "another template (--data.prompt-template FILE.jinja)" in str(
+        refused.value
+    )
+
+
+def test_stop_tokens_that_are_missing():
+    with pytest.raises(ValueError, match=r"begins with '<\|observation\|>' \(\d+\), at which the model does not stop"):
+        turns_for(templates.GLM, "tool", stops=["<eos>", "<|user|>"])
+    turns = turns_for(templates.QWEN2, "tool")
+    with pytest.raises(ValueError, match="a turn ended with token 7, which is none of"):
+        turns.ids(["4"], 7)
+
+
+def test_what_a_user_is_told():
+    assert case(0).line == case(2).line == ""
+    thoughts = "the chat template drops the thoughts of earlier turns, and here they stay as sampled"
+    assert case(3).line == thoughts
+    assert case(6).line == "the chat template does not show the tools; describe them in data.system_prompt"
+    assert turns_for(templates.QWEN3, "tool", has_reply=True).line == thoughts
+
+
+def test_turns_with_and_without_calls():
+    """The answer to a call is the tool's, the answer to a text the user's."""
+    turns = turns_for(templates.QWEN2, "tool", has_reply=True)
+    end = turns.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    to_call, to_text = (turns.tokenizer.decode(turns.ids(["42"], end, role)) for role in ("", "user"))
+    assert to_call == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert to_text == "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"
+    alone = Turns(turns.tokenizer, DataConfig(system_prompt="Be brief"), [end], [], "tool", has_reply=True)
+    assert alone.ids(["42"], end) == turns.ids(["42"], end, "user")
+    assert turns.tokenizer.decode(alone.opening("Hi<|im_end|>")) == (
+        "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert alone.opening("Hi<|im_end|>").count(end) == 2  # that of the system prompt, and the user's own
+
+
+def test_half_a_character_is_escaped():
+    turns = case(0)
+    end = turns.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert "a\\ud800b" in turns.tokenizer.decode(turns.ids(["a\ud800b"], end))
