@@ -83,6 +83,8 @@ class Completion:
     """Its place in the run: `Prompt.index` x group size + its place in the group."""
     ended: bool = True
     """False if it is not complete, and to be carried over."""
+    episode: dict[str, Any] | None = None
+    """Of a conversation with an environment: its turns, reward, counts and end, as JSON has them."""
 
     @classmethod
     def of(cls, ids_T: torch.Tensor, logprobs_T: torch.Tensor, truncated: bool, version: int = 0, **others: Any):
@@ -107,17 +109,29 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        return sum(piece.num_tokens for piece in self.pieces)
+        """Those that were sampled."""
+        return sum(piece.num_tokens for piece in self.sampled)
+
+    @property
+    def sampled(self) -> tuple[Piece, ...]:
+        """The pieces that were sampled."""
+        return tuple(piece for piece in self.pieces if piece.logprobs_T is not None)
 
     @property
     def version(self) -> int:
         """Steps in the weights that sampled its last piece."""
-        return self.pieces[-1].version
+        return self.sampled[-1].version if self.sampled else self.pieces[-1].version
 
     @property
     def oldest_version(self) -> int:
         """Steps in the weights that sampled its first piece."""
-        return self.pieces[0].version
+        return self.sampled[0].version if self.sampled else self.pieces[0].version
+
+    def behind(self, prompt: Prompt) -> tuple[torch.Tensor, tuple[Piece, ...]]:
+        """The prompt's ids, int64, which are the first piece if the environment wrote it, and the pieces behind it."""
+        if self.pieces[0].logprobs_T is None:
+            return self.pieces[0].ids_T, self.pieces[1:]
+        return torch.tensor(prompt.ids, dtype=torch.int64), self.pieces
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,7 @@ class Rollout:
     prompt: Prompt
     completion: Completion
     text: str
-    """The completion, decoded without special tokens removed except a final EOS."""
+    """The completion, decoded without special tokens removed except a final EOS; of an episode all of it."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Each reward function's unweighted value; None: that function gives no reward here."""
     reward: float | None = None
@@ -149,6 +163,22 @@ class Rollout:
     """Mean over its tokens; None: excluded from the loss, or not computed yet."""
     mismatch: float | None = None
     """Mean absolute difference of policy's and generator's log-probs over its tokens; None until it was trained on."""
+
+    @property
+    def prompt_ids_T(self) -> torch.Tensor:
+        """int64: the prompt's, which an environment may have written."""
+        return self.completion.behind(self.prompt)[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """All of its tokens: prompt, sampled, written."""
+        return len(self.prompt_ids_T) + sum(piece.num_tokens for piece in self.completion.behind(self.prompt)[1])
+
+    @property
+    def answer(self) -> str:
+        """What reward functions judge: what the model wrote, in its last turn if there are several."""
+        episode = self.completion.episode
+        return self.text if episode is None else (episode["turns"][-1]["text"] if episode["turns"] else "")
 
 
 @dataclass(frozen=True, eq=False)

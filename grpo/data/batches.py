@@ -43,12 +43,14 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
 
 def sample_of(prompt: Prompt, completion: Completion) -> Sample:
     """A prompt and its completion as one sequence, of which the completion says what counts in the loss."""
-    prompt_ids_T = torch.tensor(prompt.ids, dtype=torch.int64)
+    prompt_ids_T, pieces = completion.behind(prompt)
+    before = [] if pieces is not completion.pieces else [prompt_ids_T]  # else it is among the completion's own
+    nothing_T = torch.zeros(sum(map(len, before)))
     return Sample(
-        ids_T=torch.cat([prompt_ids_T, completion.ids_T]),
-        loss_mask_T=torch.cat([torch.zeros_like(prompt_ids_T, dtype=torch.bool), completion.loss_mask_T]),
-        generator_logprobs_T=torch.cat([torch.zeros(len(prompt_ids_T)), completion.logprobs_T]),
-        prompt_tokens=len(prompt.ids),
+        ids_T=torch.cat([*before, completion.ids_T]),
+        loss_mask_T=torch.cat([nothing_T.bool(), completion.loss_mask_T]),
+        generator_logprobs_T=torch.cat([nothing_T, completion.logprobs_T]),
+        prompt_tokens=len(prompt_ids_T),
         temperature=completion.temperature,
         version=completion.oldest_version,
         truncated=completion.truncated,

@@ -16,7 +16,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig, RowFormat, SFTConfig, TrainOn
 from grpo.config.sources import Source
@@ -112,6 +112,8 @@ class Encoder:
     """Longer rows are cut off, and not left out."""
     columns: tuple[str, ...] = ()
     """What else of the config decides about tokens: what `read` looks for, where `data` does not say it."""
+    tools: Sequence[dict[str, Any]] = ()
+    """The environment's, JSON schemas, for prompts whose rows bring none."""
 
     @property
     def limit(self) -> str:
@@ -156,7 +158,9 @@ class Encoder:
         try:
             with deadline(template_name(self.tokenizer, self.data)):
                 if self.train_on is None:
-                    written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools)
+                    written = write_prompt(
+                        self.tokenizer, self.data, example.prompt, example.tools or list(self.tools) or None
+                    )
                 else:
                     written = write_example(self.tokenizer, self.data, example, self.train_on)
         except Refused as error:
@@ -190,9 +194,11 @@ def _as_json(values: list) -> str:
         raise BadRow(f"a column for rewards holds what JSON cannot ({error}); make text of it in data.row") from error
 
 
-def prompt_encoder(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> Encoder:
+def prompt_encoder(
+    tokenizer: "PreTrainedTokenizerBase", data: DataConfig, tools: Sequence[dict[str, Any]] = ()
+) -> Encoder:
     """The encoder of GRPO's rows."""
-    return Encoder(tokenizer, data, row_reader(data), data.max_prompt_tokens)
+    return Encoder(tokenizer, data, row_reader(data), data.max_prompt_tokens, tools=tools)
 
 
 def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, row_format: RowFormat) -> Encoder:

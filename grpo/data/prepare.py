@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -153,13 +153,17 @@ def texts_of(sources: list[SourceRows]) -> Iterator[str]:
 
 
 def usable_prompts(
-    sources: list[SourceRows], config: GRPOConfig, tokenizer: "PreTrainedTokenizerBase"
+    sources: list[SourceRows],
+    config: GRPOConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[EncodedRows]:
     """The sources as prompts, without those that are too long; prints what is left.
 
-    Raises ValueError if rows cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
+    tools: the environment's, JSON schemas, which the chat template shows to the model. Raises ValueError if rows
+    cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
     """
-    encoder = prompt_encoder(tokenizer, config.data)
+    encoder = prompt_encoder(tokenizer, config.data, tools)
     return _training_rows([(rows, encoder) for rows in sources], config.prompts_per_step)
 
 
@@ -172,13 +176,16 @@ def usable_chats(
 
 
 def load_eval_prompts(
-    data: DataConfig, evaluation: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase"
+    data: DataConfig,
+    evaluation: EvaluationConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[Prompt]:
     """The first `evaluation.num_prompts` usable prompts of each held-out set, in its order; prints how many.
 
     Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Raises what `usable_prompts` does.
     """
-    prompts, most, encoder = [], evaluation.num_prompts, prompt_encoder(tokenizer, data)
+    prompts, most, encoder = [], evaluation.num_prompts, prompt_encoder(tokenizer, data, tools)
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)
         rows = _usable(_prompt_rows(source, data, most), encoder, "held out", most)

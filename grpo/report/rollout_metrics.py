@@ -40,13 +40,15 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str
         "completion/length_mean": _mean(lengths),
         "completion/length_max": max(lengths),
         "completion/truncated_frac": _mean(r.completion.truncated for r in rollouts),
-        "prompt/length_mean": _mean(len(r.prompt.ids) for r in rollouts),
+        "prompt/length_mean": _mean(len(r.prompt_ids_T) for r in rollouts),
         "groups/zero_variance_frac": _mean(equal_rewards(*by_group(rewards_S, has_reward_S, group_size)).tolist()),
     }
     for function, name in function_names(functions).items():
         metrics[f"reward/{name}"] = _mean(r.rewards.get(function) for r in rollouts)
     if answer_format:
         metrics["completion/has_answer_frac"] = has_answer_frac(rollouts, answer_format)
+    if rollouts[0].completion.episode is not None:
+        metrics |= episode_metrics(rollouts)
     for source, of_source in by_source(rollouts).items():
         if source:
             metrics[f"reward/source/{source}"] = _mean(r.reward for r in of_source)
@@ -54,9 +56,25 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str
     return metrics
 
 
+def episode_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """What happened in the conversations of a step, per episode; `environment/lost_count` had no reward for it."""
+    episodes = [r.completion.episode for r in rollouts]
+    metrics = {
+        "environment/turns": _mean(len(e["turns"]) for e in episodes),
+        "environment/calls": _mean(e["counts"].get("calls", 0) for e in episodes),
+        "environment/lost_count": sum(bool(e["failure"]) for e in episodes),
+        "time/environment": _mean(e["waited"] for e in episodes),
+    }
+    for fault in ("bad_calls", "tool_errors", "hung_calls", "cut_answers"):
+        metrics[f"environment/{fault}"] = _mean(e["counts"].get(fault, 0) for e in episodes)
+    for end in ("done", "tokens", "turns", "seconds", "hung", "lost"):
+        metrics[f"environment/ended_by/{end}_frac"] = _mean(e["ended_by"] == end for e in episodes)
+    return metrics
+
+
 def has_answer_frac(rollouts: list[Rollout], answer_format: str) -> float:
     """Share of completions in which there is an answer at all, right or wrong."""
-    return _mean(extract_answer(r.text, answer_format) is not None for r in rollouts)
+    return _mean(extract_answer(r.answer, answer_format) is not None for r in rollouts)
 
 
 def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
@@ -214,7 +232,7 @@ def sampling_work(
 
 def stale_frac(completions: Sequence[Completion], version: int) -> float:
     """Share of the tokens that weights older than `version` sampled."""
-    pieces = [piece for completion in completions for piece in completion.pieces]
+    pieces = [piece for completion in completions for piece in completion.sampled]
     num_tokens = sum(piece.num_tokens for piece in pieces)
     return sum(piece.num_tokens for piece in pieces if piece.version < version) / num_tokens if num_tokens else 0.0
 

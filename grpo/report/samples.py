@@ -32,6 +32,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
             "num_tokens": rollout.completion.num_tokens,
             "version": rollout.completion.version,
             **({"earlier": earlier} if (earlier := _earlier_pieces(rollout)) else {}),
+            **({"episode": rollout.completion.episode} if rollout.completion.episode else {}),
             "failures": {name: without_surrogates(reason) for name, reason in rollout.failures.items()},
         }
         for rollout, prompt in zip(rollouts, prompts, strict=True)
@@ -56,8 +57,11 @@ def readable_sample(rollout: Rollout, prompt: str) -> str:
     )
 
 
-def describe(record: dict[str, Any], columns: dict[str, str] | None = None) -> str:
-    """A completion's record as readable, printable text: a line of numbers, failures, prompt, columns, completion."""
+def describe(record: dict[str, Any], columns: dict[str, str] | None = None, turns: bool = False) -> str:
+    """A completion's record as readable, printable text: a line of numbers, failures, prompt, columns, completion.
+
+    turns: of an episode, in place of the completion its turns one by one, with their tokens and what answered them.
+    """
     numbers = [("reward", record["reward"]), *record["rewards"].items()]
     numbers += [(name, record[name]) for name in ("advantage", "mismatch")]
     facts = [f"{name} {number_or_none(value)}" for name, value in numbers]
@@ -67,8 +71,17 @@ def describe(record: dict[str, Any], columns: dict[str, str] | None = None) -> s
         *(f"{name} failed: {_one_line(reason)}" for name, reason in record["failures"].items()),
         f"prompt: {record['prompt']}",
         *(f"{name}: {value}" for name, value in (columns or {}).items()),
-        f"completion: {record['completion']}",
     ]
+    episode = record.get("episode")
+    if turns and episode:
+        for number, turn in enumerate(episode["turns"], start=1):
+            lines += [
+                f"turn {number} ({turn['tokens']} tokens): {turn['text']}",
+                *(f"  <- {a}" for a in turn["answers"]),
+            ]
+        lines.append(f"ended by {episode['ended_by']}; {episode['waited']:.3f} s of its environment")
+    else:
+        lines.append(f"completion: {record['completion']}")
     return printable("\n".join(lines))
 
 
@@ -95,7 +108,8 @@ def finite_or_none(value: float | None) -> float | None:
 
 def _earlier_pieces(rollout: Rollout) -> list[tuple[int, int]]:
     """(version, tokens) of each piece before the last one."""
-    return [(piece.version, piece.num_tokens) for piece in rollout.completion.pieces[:-1]]
+    pieces = () if rollout.completion.episode else rollout.completion.pieces[:-1]
+    return [(piece.version, piece.num_tokens) for piece in pieces]
 
 
 def _one_line(text: str) -> str:

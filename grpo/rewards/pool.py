@@ -33,6 +33,10 @@ class RewardError(RuntimeError):
     """No completion of a step got a value from a reward function."""
 
 
+# What reward functions get of episodes, besides.
+EPISODE_COLUMNS = ("turns", "messages", "environment")
+
+
 class RewardPool:
     """`config.num_workers` processes that call the reward functions; as many again if only some of those run confined.
 
@@ -57,7 +61,8 @@ class RewardPool:
         """Begin to score `rollouts`, which lie group after group; returns at once.
 
         Each function is called with one completion, or with those of a group if it is group-level, and with the data
-        set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step` as lists of one length.
+        set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step` as lists of one length; of
+        episodes also with `turns`, `messages` and `environment`.
 
         Raises ValueError if a column holds what JSON does not have, RuntimeError if the last ones were not collected.
         """
@@ -73,7 +78,9 @@ class RewardPool:
                 columns["truncated"] = [r.completion.truncated for r in together]
                 columns["prompts"] = [r.prompt.content for r in together]
                 columns["step"] = [step] * len(together)
-                arguments = _as_json([[r.text for r in together], columns])
+                if together[0].completion.episode is not None:
+                    columns |= episode_columns(together)
+                arguments = _as_json([[r.answer for r in together], columns])
                 calls += [Call(name, start, size, arguments) for name in names]
         if calls:
             self._send(calls)
@@ -144,6 +151,24 @@ def _as_json(values: list) -> bytes:
             f"reward functions get columns as JSON has them: {error}; convert it in a function of --data.row, or leave "
             "the column out of data.columns"
         ) from error
+
+
+def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
+    """What reward functions learn of episodes: the model's turns, all messages, and what `get_info` said."""
+    columns: dict[str, list] = {name: [] for name in EPISODE_COLUMNS}
+    for rollout in rollouts:
+        episode, content = rollout.completion.episode, rollout.prompt.content
+        if episode["opening"] is not None or not isinstance(content, list):
+            text = content if episode["opening"] is None else episode["opening"]
+            content = [{"role": "user", "content": text}]
+        messages = list(content)
+        for turn in episode["turns"]:
+            messages.append({"role": "assistant", "content": turn["text"]})
+            messages += [{"role": "tool", "content": answer} for answer in turn["answers"]]
+        columns["turns"].append([turn["text"] for turn in episode["turns"]])
+        columns["messages"].append(messages)
+        columns["environment"].append(episode["info"])
+    return columns
 
 
 def check_all_failed(rollouts: list[Rollout]) -> None:

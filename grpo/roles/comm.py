@@ -11,6 +11,7 @@ that sample are then one step older than those that are trained, except in a run
 
 import functools
 import itertools
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -182,19 +183,22 @@ def broadcast_tensors(
 
 
 def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
-    """Completions as flat tensors [completions: pieces, truncated, index, ended], [temperatures], [pieces: tokens,
-    version, sampled], [ids], [loss mask], [log-probs], the first and third column after column."""
+    """Completions as flat tensors: of each its pieces, truncated, index, ended and bytes of its episode, column after
+    column; temperatures; of each piece its tokens, version, sampled, likewise; ids, loss mask, log-probs, episodes."""
     pieces = [piece for completion in completions for piece in completion.pieces]
-    of_completions = [(len(c.pieces), c.truncated, c.index, c.ended) for c in completions]
+    episodes = [b"" if c.episode is None else json.dumps(c.episode).encode() for c in completions]
+    both = zip(completions, episodes, strict=True)
+    of_completions = [(len(c.pieces), c.truncated, c.index, c.ended, len(episode)) for c, episode in both]
     of_pieces = [(piece.num_tokens, piece.version, piece.logprobs_T is not None) for piece in pieces]
     nothing = torch.empty(0)
     return [
-        torch.tensor(of_completions, dtype=torch.int64).view(-1, 4).T.flatten(),
+        torch.tensor(of_completions, dtype=torch.int64).view(-1, 5).T.flatten(),
         torch.tensor([c.temperature for c in completions], dtype=torch.float64),
         torch.tensor(of_pieces, dtype=torch.int64).view(-1, 3).T.flatten(),
         torch.cat([nothing.long(), *(piece.ids_T for piece in pieces)]),
         torch.cat([nothing.bool(), *(piece.loss_mask_T for piece in pieces)]),
         torch.cat([nothing, *(c.logprobs_T for c in completions)]),
+        torch.frombuffer(bytearray(b"".join(episodes)), dtype=torch.uint8) if any(episodes) else nothing.byte(),
     ]
 
 
@@ -205,14 +209,14 @@ def unflatten_completions(
     ids: torch.Tensor,
     loss_mask: torch.Tensor,
     logprobs: torch.Tensor,
+    episodes: torch.Tensor,
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
-    num_pieces, truncated, indices, ended = header.view(4, -1).tolist()
+    num_pieces, truncated, indices, ended, num_bytes = header.view(5, -1).tolist()
     lengths, versions, sampled = of_pieces.view(3, -1).tolist()
     tokens = zip(ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), sampled, versions, strict=True)
     pieces = (Piece(i, mask, lp if is_sampled else None, version) for i, mask, lp, is_sampled, version in tokens)
     taken = [tuple(itertools.islice(pieces, number)) for number in num_pieces]
-    return [
-        Completion(*values)
-        for values in zip(taken, map(bool, truncated), temperatures.tolist(), indices, map(bool, ended), strict=True)
-    ]
+    notes = [json.loads(bytes(part.tolist())) if len(part) else None for part in episodes.split(num_bytes)]
+    columns = taken, map(bool, truncated), temperatures.tolist(), indices, map(bool, ended), notes
+    return [Completion(*values) for values in zip(*columns, strict=True)]

@@ -149,6 +149,18 @@ def sampling_params(
     )
 
 
+def tell_replica(values: list[int] | None) -> list[int]:
+    """Hand the head's integers to all ranks of the replica; the others pass None. Collective over the replica."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group().cpu_group
+    number = torch.tensor([len(values) if values is not None else 0])
+    torch.distributed.broadcast(number, group_src=0, group=group)
+    data = torch.tensor(values) if values is not None else torch.empty(int(number), dtype=torch.int64)
+    torch.distributed.broadcast(data, group_src=0, group=group)
+    return data.tolist()
+
+
 def destroy_groups() -> None:
     """Destroy vLLM's process groups, and with them the default one."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
 from grpo.roles import engine, engine_speed
 from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
+from grpo.roles.episodes import Episodes, completion_of
 from grpo.roles.process_groups import Roles
 from grpo.roles.requests import Request, continuation_seed, enough_groups, one_by_one, request_seed, share_out
 from grpo.types import Completion, Prompt, Requests
@@ -38,9 +39,14 @@ class Generator:
         folder: str,
         stop_token_ids: Sequence[int],
         roles: Roles,
+        episodes: Episodes | None = None,
     ):
-        """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks."""
+        """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks.
+
+        episodes: the environments with which completions become conversations.
+        """
         self.config, self.seed, self.roles = config, seed, roles
+        self.episodes = episodes
         self.version = 0
         self.asleep = False
         engine.import_vllm(roles)
@@ -63,7 +69,7 @@ class Generator:
 
         What was begun before goes on: its tokens are those of this call. `temperatures` (default: the run's) take turns
         within a group; 0 is greedy. `held_out` takes seeds that training never uses. `max_tokens` ends completions
-        earlier than the run does, but not before its `min_tokens`.
+        earlier than the run does, but not before its `min_tokens`, and plays no episodes.
 
         Returns completions on the replica's first rank, in the order of their `index`, None on its other ranks. An
         exception in here is fatal for the rank: vLLM keeps unfinished requests queued.
@@ -78,23 +84,35 @@ class Generator:
         shares = share_out(requests, group_size, len(self.roles.replicas))
         enough = enough_groups(shares, requests.num_left)[self.roles.replica]
         mine = one_by_one(shares[self.roles.replica]) if enough else []
-        with no_collection():
-            for request in mine:
-                prompt = prompts[request.prompt]
-                seed = request_seed(self.seed, prompt, request.first, group_size, held_out)
-                seed = continuation_seed(seed, len(request.begun))
-                temperature = temperatures[request.first % len(temperatures)]
-                params = self._parameters(temperature, seed, max_tokens=limit - len(request.begun))
-                self.loop.add((request, temperature), prompt.ids + request.begun, params)
-            stretches = self._decode(mine, enough)
-        if self.roles.rank not in self.roles.heads:
-            return None
-        completions = []
-        for stretch in stretches:
-            request, temperature = stretch.request
+
+        def facts(number: int) -> tuple[float, int]:
+            """A request's temperature, and its completion's index in the run."""
+            request = mine[number]
             index = prompts[request.prompt].index * group_size + request.first
-            completions.append(self._completion(stretch, temperature, index))
-        return sorted(completions, key=lambda completion: completion.index)
+            return temperatures[request.first % len(temperatures)], index
+
+        def add(number: int, ids: list[int], num_tokens: int, max_tokens: int) -> None:
+            """Sample behind `ids`, of which `num_tokens` are behind the prompt."""
+            request = mine[number]
+            seed = request_seed(self.seed, prompts[request.prompt], request.first, group_size, held_out)
+            temperature, _ = facts(number)
+            seed = continuation_seed(seed, num_tokens)
+            self.loop.add(number, ids, self._parameters(temperature, seed, max_tokens=max_tokens))
+
+        is_head = self.roles.rank in self.roles.heads
+        with no_collection():
+            if self.episodes and max_tokens is None:
+                rollouts = [(prompts[request.prompt], request.first) for request in mine]
+                where = self.seed, self.version, held_out
+                episodes = self.episodes.play(self.loop, rollouts, limit, add, *where)
+                completions = [completion_of(episode, *facts(n)) for n, episode in enumerate(episodes)]
+            else:
+                for number, request in enumerate(mine):
+                    num_begun = len(request.begun)
+                    add(number, prompts[request.prompt].ids + request.begun, num_begun, limit - num_begun)
+                stretches = self._decode(mine, enough)
+                completions = [self._completion(s, *facts(s.request)) for s in stretches] if is_head else []
+        return sorted(completions, key=lambda completion: completion.index) if is_head else None
 
     def _decode(self, requests: list[Request], enough: int) -> list[Stretch]:
         """Run the engine until the requests of `enough` groups have ended; then end the others."""
@@ -106,7 +124,7 @@ class Generator:
                 stretches = self.loop.step()
                 ended += stretches
                 progress.update(len(stretches))
-                num_left.subtract(stretch.request[0].prompt for stretch in stretches)
+                num_left.subtract(requests[stretch.request].prompt for stretch in stretches)
                 if sum(not left for left in num_left.values()) >= enough:
                     return ended + self.loop.end()
         return ended
@@ -119,7 +137,7 @@ class Generator:
         Leaves nothing behind that training could notice: other seeds, and no prefixes in the cache.
         """
         requests = Requests(list(prompts))
-        greedy = self.generate(requests, 1, temperatures=(0.0,))
+        greedy = self.generate(requests, 1, temperatures=(0.0,), held_out=True)
         samples = self.generate(requests, options.num_samples, temperatures=(options.temperature,), held_out=True)
         self.forget_prefixes()
         return greedy, samples
@@ -177,10 +195,12 @@ class Generator:
             self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:
-        """Shut the engine down. It takes the default process group with it, so nothing may communicate afterwards.
+        """Shut the environments and the engine down, with the default process group: nothing may communicate after it.
 
         On a CPU only what Python would report as left behind goes: the rest takes seconds, and ends with the process.
         """
+        if self.episodes:
+            self.episodes.close()
         if self.roles.device.type != "cpu":
             self.llm.llm_engine.model_executor.shutdown()
             del self.llm, self.loop

@@ -205,7 +205,7 @@ class Driver:
         measured: StepMetrics,
         times: dict[str, float],
     ) -> None:
-        num_tokens = sum(len(r.prompt.ids) + r.completion.num_tokens for r in self.flight.everything)
+        num_tokens = sum(rollout.num_tokens for rollout in self.flight.everything)
         metrics = self._sampling_metrics(rollouts, batch) | measured_metrics(measured, times, num_tokens)
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:

@@ -34,7 +34,7 @@ Draws = Callable[[int], list[Prompt]]
 Scores = Callable[[list[Prompt], list[Completion]], list[Rollout]]
 """Prompts and their completions -> rollouts; with dynamic sampling, their rewards are there."""
 ALL_ROWS = ""
-TENSORS = ("header", "temperatures", "pieces", "ids", "loss_mask", "logprobs")  # those of `flatten_completions`
+TENSORS = ("header", "temperatures", "pieces", "ids", "loss_mask", "logprobs", "episodes")
 
 
 @dataclass(frozen=True, eq=False)

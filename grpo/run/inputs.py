@@ -5,7 +5,7 @@ Every function raises ValueError or FileNotFoundError with the reason and the wa
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
@@ -23,10 +23,13 @@ from grpo.data.prepare import (
 )
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import end_of_turn
+from grpo.environments.tools import load_toolbox
 from grpo.folder.resume import resumed_stream
 from grpo.models import hf_folder
 from grpo.models.hf_folder import ChatForm
 from grpo.rewards.loading import load_functions
+from grpo.rewards.pool import EPISODE_COLUMNS
+from grpo.roles.episodes import call_style, turns_of
 from grpo.run.scorer import Scorer
 from grpo.run.session import Session
 from grpo.types import Prompt
@@ -49,11 +52,12 @@ def read_grpo(session: Session) -> PromptStream:
     session.open(inputs, math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel), texts_of(sources))
     if config.needs_reference:
         session.reference_folder = _check_reference(session)
-    rows = usable_prompts(sources, config, session.tokenizer)
+    rows = usable_prompts(sources, config, session.tokenizer, tools_of(config))
     stream = resumed_stream(lambda: PromptStream(rows, config), session.saved_state, config.allow_changes)
     if evaluates:
         session.eval_prompts = held_out_prompts(session)
-    session.scorer = Scorer(config.reward, config.generator, session.model_folder, session.tokenizer)
+    session.scorer = Scorer(config, session.model_folder, session.tokenizer)
+    check_environment(session)
     return stream
 
 
@@ -106,13 +110,14 @@ def read_evaluation(session: Session, end_token_ids: Sequence[int] = ()) -> None
             f"evaluation reads rows as GRPO does, prompts from data.prompt_column={data.prompt_column} and what "
             f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
         ) from error
-    session.scorer = Scorer(config.reward, generator, session.model_folder, session.tokenizer, end_token_ids)
+    session.scorer = Scorer(config, session.model_folder, session.tokenizer, end_token_ids)
+    check_environment(session)
 
 
 def held_out_prompts(session: Session) -> list[Prompt]:
     """The prompts that evaluation completes, with all columns that the reward functions need."""
     config = session.config
-    prompts = load_eval_prompts(config.data, config.evaluation, session.tokenizer)
+    prompts = load_eval_prompts(config.data, config.evaluation, session.tokenizer, tools_of(config))
     if config.data.row:
         check_functions(config, list(prompts[0].columns))
     return prompts
@@ -126,7 +131,28 @@ def check_functions(config: RunConfig, columns: list[str] | None = None) -> None
     """
     if columns is None and not config.data.row:
         columns = config.data.reward_columns
+    if columns is not None and config.environment.enabled:
+        columns = [*columns, *EPISODE_COLUMNS]
     load_functions(config.reward, columns, config.generator.max_completion_tokens)
+
+
+def tools_of(config: RunConfig) -> list[dict[str, Any]]:
+    """The tools of the environment as the chat template gets them, JSON schemas; none without one."""
+    return load_toolbox(config.environment).schemas if config.environment.enabled else []
+
+
+def check_environment(session: Session) -> None:
+    """Refuse an environment whose class, functions or chat template cannot be used; tell what it is."""
+    config, tokenizer = session.config, session.tokenizer
+    if not config.environment.enabled:
+        return
+    toolbox = load_toolbox(config.environment)
+    if not config.data.row:
+        toolbox.check_columns(config.data.reward_columns)
+    style = call_style(tokenizer, config.environment, toolbox)
+    turns = turns_of(tokenizer, config.environment, config.data, session.scorer.stop_token_ids, toolbox)
+    calls = f" with the tools {', '.join(toolbox.tools)}, called as {style}" if style else ""
+    print(f"environment {toolbox.name}{calls}{'; ' if turns.line else ''}{turns.line}", flush=True)
 
 
 def learned_form(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> ChatForm:

@@ -1,15 +1,16 @@
 """Completions -> rollouts with rewards: what training and evaluation share. On rank 0."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config import GeneratorConfig, RewardConfig
+from grpo.config.fields import RunConfig
 from grpo.data.chat import detokenize
 from grpo.models import hf_folder
 from grpo.report.samples import failure_lines
 from grpo.rewards.loading import answer_format_of
-from grpo.rewards.pool import RewardPool
+from grpo.rewards.pool import RewardError, RewardPool
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers.programs import check_programs
 
@@ -23,22 +24,30 @@ def check_version(completions: list[Completion], version: int) -> None:
         )
 
 
+def check_lost(rollouts: list[Rollout]) -> None:
+    """Raise RewardError if more than half of the episodes were lost: something is wrong with their environment."""
+    episodes = [rollout.completion.episode for rollout in rollouts if rollout.completion.episode]
+    lost = [episode["failure"] for episode in episodes if episode["failure"]]
+    if 2 * len(lost) > len(episodes):
+        raise RewardError(f"{len(lost)} of {len(episodes)} episodes were lost; the first: {lost[0]}")
+
+
 class Scorer:
     """Decodes completions and has worker processes score them."""
 
     def __init__(
         self,
-        reward: RewardConfig,
-        generator: GeneratorConfig,
+        config: RunConfig,
         folder: str,
         tokenizer: PreTrainedTokenizerBase,
         end_token_ids: Sequence[int] = (),
     ):
         """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded.
 
-        end_token_ids: further tokens that end a completion, beside those of the model's `folder` and of `generator`.
+        end_token_ids: further tokens that end a completion, beside those of the model's `folder` and of the generator.
         With code_reward, prints what programs run under, and raises ValueError if that is too little.
         """
+        reward, generator, self.environment = config.reward, config.generator, config.environment
         if "code_reward" in reward.functions:
             print(check_programs(reward.allow_without_landlock), flush=True)
         self.tokenizer = tokenizer
@@ -47,8 +56,8 @@ class Scorer:
         ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
         ends += [f"the text {text!r}" for text in generator.stop]
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
-        # The function whose value of at least 1 means that a completion passed; none if a teacher alone judges
-        self.pass_function = next(iter(reward.functions), "")
+        # Whose value of at least 1 means that a completion passed: the environment, the first function; else none
+        self.pass_function = self.environment.reward_name or next(iter(reward.functions), "")
         self.pool = RewardPool(reward, generator.max_completion_tokens)
         self.answer_format = answer_format_of(self.pool.functions)
 
@@ -58,24 +67,38 @@ class Scorer:
         step: what reward functions are told, the step as the log counts it.
         """
         group_size = len(completions) // len(prompts)
-        texts = detokenize(self.tokenizer, [self._ids_to_show(c) for c in completions])
-        both = zip(completions, texts, strict=True)
-        rollouts = [Rollout(prompts[i // group_size], c, text) for i, (c, text) in enumerate(both)]
+        prompts = [prompts[i // group_size] for i in range(len(completions))]
+        texts = detokenize(self.tokenizer, list(map(self._ids_to_show, prompts, completions)))
+        rollouts = list(map(Rollout, prompts, completions, texts))
         self.pool.submit(rollouts, group_size, step)
         return rollouts
 
     def collect(self, where: str = "") -> list[Rollout]:
         """Wait for the rewards of what was submitted; warns of functions that failed."""
-        rollouts = self.pool.collect()
+        rollouts = [self._with_environment(rollout) for rollout in self.pool.collect()]
+        check_lost(rollouts)
         for line in failure_lines(rollouts):
             print(f"warning: {where}{line}", flush=True)
         return rollouts
 
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:
         """The prompts as the model saw them, special tokens included."""
-        return detokenize(self.tokenizer, [r.prompt.ids for r in rollouts])
+        return detokenize(self.tokenizer, [r.prompt_ids_T.tolist() for r in rollouts])
 
-    def _ids_to_show(self, completion: Completion) -> list[int]:
+    def _with_environment(self, rollout: Rollout) -> Rollout:
+        """Add what the environment says to the reward; an episode that was lost has none."""
+        if rollout.completion.episode is None or not self.environment.name:
+            return rollout
+        name, value = self.environment.reward_name, rollout.completion.episode["reward"]
+        failures, reward = rollout.failures, rollout.reward
+        if failure := rollout.completion.episode["failure"]:
+            failures = failures | {name: failure}
+        elif value is not None:
+            reward = self.environment.weight * value + (reward or 0.0)
+        reward = None if failures else reward
+        return replace(rollout, rewards={name: value} | rollout.rewards, reward=reward, failures=failures)
+
+    def _ids_to_show(self, prompt: Prompt, completion: Completion) -> list[int]:
         """Without the stop token at the end."""
-        ids = completion.ids_T.tolist()
+        ids = [token for piece in completion.behind(prompt)[1] for token in piece.ids_T.tolist()]
         return ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids

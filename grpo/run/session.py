@@ -27,6 +27,7 @@ from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics_of_sets
 from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
 from grpo.roles.engine import import_vllm
+from grpo.roles.episodes import Episodes
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
@@ -173,9 +174,13 @@ class Session:
         self.eval_prompts = begun.eval_prompts
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             with timer.startup("starting vLLM"):
-                generator = Generator(
-                    config.generator, config.model, config.data, config.seed, folder, begun.stop_token_ids, roles
-                )
+                stops = begun.stop_token_ids
+                episodes = None
+                if config.environment.enabled:
+                    variables, most = config.reward.environment, config.generator.max_num_seqs
+                    episodes = Episodes(config.environment, config.data, folder, stops, most, variables, roles)
+                engine = config.generator, config.model, config.data, config.seed
+                generator = Generator(*engine, folder, stops, roles, episodes)
         with timer.startup("loading the models"):
             if roles.trains:
                 trainer = Trainer(config.model, begun.trainer, folder, config.num_steps, roles, config.seed)

@@ -38,6 +38,8 @@ DEFAULTS = {
 MANY = {
     "validation/<name>/loss",
     "reward/<function>",
+    "environment/<fault>",
+    "environment/ended_by/<why>_frac",
     "skipped/<cause>",
     "eval/pass_at_<k>",
     "reward/source/<name>",
@@ -50,7 +52,7 @@ INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 OTHER_FILES = {"path/file.py", "config-step-N.py", "configs/my_run.py", "apps/grpo/main.py", "apps/sft/main.py"}
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
 OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
-OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step"}
+OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step", "--turns", "--play"}
 OTHER_TOOLS_FLAGS |= {"--shape", "--jobs", "--roles", "--phases", "--kinds", "--array", "--env", "--file", "--tag"}
 OTHER_TOOLS_FLAGS |= {"--num", "--worst", "--prompt", "--evaluation"}
 MOST_LINES = 230  # of the page that a newcomer reads first
@@ -99,7 +101,7 @@ def test_every_documented_metric_is_logged():
 
 
 def test_every_logged_metric_is_documented():
-    groups = "reward|completion|prompt|groups|time|memory|mismatch|lag|sampling|eval|loss|distill|validation|packing"
+    groups = "reward|completion|environment|prompt|groups|time|memory|mismatch|lag|sampling|eval|loss|distill|validation|packing"
     for file, source in SOURCES.items():
         found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
         assert found <= documented_metrics() | INGREDIENTS, file

@@ -1,0 +1,99 @@
+"""What happens in one environment process: an object for each episode, its tools, its answers and its reward.
+
+A message is one line of JSON each way. Whatever the policy may have caused is an answer that it reads; what it cannot
+have caused is a failure, by which the episode has no reward. Left out: deadlines, which are the supervisor's.
+"""
+
+import json
+import os
+import socket
+from typing import Any
+
+from grpo.config import EnvironmentConfig
+from grpo.environments.calls import Call, parse
+from grpo.environments.tools import Lost, Toolbox, run_call
+from grpo.rewards.worker import describe, plain_values
+from grpo.text import shorten
+
+# Of all answers to a turn, and of what `get_info` says: what a tool floods is cut here, before it fills a socket.
+MOST_CHARACTERS = 32_000
+
+
+def work(toolbox: Toolbox, config: EnvironmentConfig, style: str, connection: socket.socket) -> None:
+    """Do what the lines from the supervisor ask for until it is gone: `reset`, `turn`, `finish`.
+
+    style: how the model writes calls, see calls.py.
+    """
+    pid, episode = os.getpid(), None
+    with connection.makefile("rb") as reader:
+        while line := reader.readline():
+            message = json.loads(line)
+            try:
+                if message["do"] == "reset":
+                    episode = Episode(toolbox, config, style)
+                reply = getattr(episode or Episode(toolbox, config, style), message["do"])(*message["with"])
+            except MemoryError:
+                reply = {"failed": f"it took more than environment.memory_gib={config.memory_gib:g}", "kind": "hung"}
+            except BaseException as error:  # a user's class may raise anything
+                reply = {"failed": str(error) if isinstance(error, Lost) else describe(error), "kind": "lost"}
+            if os.getpid() != pid:
+                os._exit(0)  # a forked child that came back from a tool: one voice per process
+            connection.sendall(json.dumps(reply).encode() + b"\n")
+
+
+class Episode:
+    """One rollout's object, None where there are only functions as tools."""
+
+    def __init__(self, toolbox: Toolbox, config: EnvironmentConfig, style: str):
+        self.toolbox, self.config, self.style = toolbox, config, style
+        self.object = toolbox.factory() if toolbox.factory else None
+
+    def reset(self, row: dict[str, Any], seed: int, rollout: int) -> dict[str, Any]:
+        """Begin; `text` is the user's message, or None for the row's own prompt."""
+        if self.object is None:
+            return {"text": None}
+        text = self.object.reset(**self.toolbox.reset_arguments(row, seed, rollout))
+        if text is not None and not isinstance(text, str):
+            raise Lost(f"reset returned {type(text).__name__}, not text or None")
+        return {"text": text}
+
+    def turn(self, text: str) -> dict[str, Any]:
+        """Answer a turn of the model: by its calls, by `reply` where it has none, or with nothing, which ends it.
+
+        `role`: who answers, if not the tools. `reward`: what `get_reward` says now, if credit is given turn by turn.
+        """
+        counts = {"calls": 0, "bad_calls": 0, "tool_errors": 0}
+        answers, role = [], ""
+        for call in parse(text, self.style) if self.toolbox.tools else []:
+            counts["calls"] += 1
+            answer, kind = run_call(self.toolbox, self.object, call) if isinstance(call, Call) else (call, "bad")
+            counts["bad_calls"] += kind == "bad"
+            counts["tool_errors"] += kind == "error"
+            answers.append(answer)
+        if not answers and self.toolbox.has_reply:
+            answer = self.object.reply(text)
+            answers, role = [] if answer is None else [str(answer)], "user"
+        answers = [shorten(answer, MOST_CHARACTERS // len(answers)) for answer in answers]
+        ended = not answers or bool(getattr(self.object, "done", False))
+        reward = self._reward() if self.config.credit == "return_to_go" else None
+        return {"answers": answers, "role": role, "ended": ended, "counts": counts, "reward": reward}
+
+    def finish(self) -> dict[str, Any]:
+        """End: the episode's reward (None without `get_reward`) and what `get_info` says of it."""
+        info = self.object.get_info() if hasattr(self.object, "get_info") else {}
+        if not isinstance(info, dict) or len(json.dumps(info)) > MOST_CHARACTERS:
+            raise Lost(f"get_info returned no dict of at most {MOST_CHARACTERS} characters as JSON")
+        reward = self._reward()
+        if hasattr(self.object, "close"):
+            self.object.close()
+        self.object = None
+        return {"reward": reward, "info": info}
+
+    def _reward(self) -> float | None:
+        """Raises Lost where `get_reward` gives no finite number."""
+        if not self.toolbox.has_reward:
+            return None
+        values = plain_values([self.object.get_reward()], 1)
+        if isinstance(values, str):
+            raise Lost(f"get_reward {values}")
+        return values[0]

@@ -1,0 +1,117 @@
+"""The environments of one replica, beside its engine: its head asks them, its other ranks are told.
+
+Text exists only here and on the driver: a turn's ids become text for its tools, and their answers ids behind it.
+"""
+
+import random
+from collections.abc import Callable, Collection
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.config import DataConfig, EnvironmentConfig
+from grpo.data.chat import load_tokenizer
+from grpo.environments.calls import style_of
+from grpo.environments.host import EnvironmentHost
+from grpo.environments.play import Decisions, Episode, Player, play
+from grpo.environments.suffix import Turns
+from grpo.environments.tools import Toolbox, load_toolbox
+from grpo.roles import engine
+from grpo.roles.engine_loop import EngineLoop
+from grpo.roles.process_groups import Roles
+from grpo.types import Completion, Piece, Prompt
+
+# Ends by which a completion counts as truncated
+LIMITS = ("tokens", "turns", "seconds")
+
+
+class Episodes:
+    """Plays the episodes of a replica. All of its ranks make the same calls."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        data: DataConfig,
+        folder: str,
+        stop_token_ids: list[int],
+        most_at_once: int,
+        variables: Collection[str],
+        roles: Roles,
+    ):
+        """Start the environment processes on the head; call it before CUDA is used.
+
+        most_at_once: sequences that the engine decodes together. variables: names of environment variables that the
+        environments get.
+        """
+        self.config, self.roles, self.player = config, roles, None
+        if roles.rank in roles.heads:
+            tokenizer, toolbox = load_tokenizer(folder, data), load_toolbox(config)
+            turns = turns_of(tokenizer, config, data, stop_token_ids, toolbox)
+            style = call_style(tokenizer, config, toolbox)
+            host = EnvironmentHost(config, style, config.num_processes or most_at_once, variables)
+            self.player = Player(config, toolbox, host, turns, tokenizer, data.max_prompt_tokens)
+
+    def play(
+        self,
+        loop: EngineLoop,
+        rollouts: list[tuple[Prompt, int]],
+        max_tokens: int,
+        add: Callable[[int, list[int], int, int], None],
+        run_seed: int,
+        version: int,
+        held_out: bool,
+    ) -> list[Episode]:
+        """Play a rollout for each (prompt, place in its group) to its end; returns them on the head, else nothing.
+
+        max_tokens: most behind a prompt, answers included. add: see `play`.
+        """
+        if self.player:
+            seeds = (environment_seed(run_seed, prompt, held_out) for prompt, _ in rollouts)
+            episodes = [Episode(*of, seed, version) for of, seed in zip(rollouts, seeds, strict=True)]
+            self.player.begin(episodes, max_tokens)
+        play(self.config, loop, len(rollouts), add, self.player, self._tell)
+        return self.player.finish() if self.player else []
+
+    def _tell(self, decisions: Decisions | None) -> Decisions:
+        if len(self.roles.replicas[self.roles.replica]) == 1:
+            return decisions
+        return Decisions.of(engine.tell_replica(decisions.flat() if decisions else None))
+
+    def close(self) -> None:
+        """End the environment processes."""
+        if self.player:
+            self.player.host.close()
+
+
+def turns_of(
+    tokenizer: PreTrainedTokenizerBase,
+    config: EnvironmentConfig,
+    data: DataConfig,
+    stop_token_ids: list[int],
+    toolbox: Toolbox,
+) -> Turns:
+    """What the chat template writes between turns; raises ValueError if it cannot carry several."""
+    return Turns(tokenizer, data, stop_token_ids, toolbox.schemas, config.reply_as, toolbox.has_reply)
+
+
+def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, toolbox: Toolbox) -> str:
+    """How the model writes calls: as configured, or as its chat template asks for; empty without tools."""
+    if not toolbox.tools or config.calls != "auto":
+        return config.calls if toolbox.tools else ""
+    return style_of(tokenizer.chat_template)
+
+
+def completion_of(episode: Episode, temperature: float, index: int) -> Completion:
+    """An episode as what follows its prompt; one that was lost before it began has its prompt's tokens alone."""
+    pieces = tuple(episode.pieces) or (Piece.nothing(),)
+    truncated = episode.ended_by in LIMITS
+    return Completion(pieces, truncated, temperature=temperature, index=index, episode=episode.note())
+
+
+def environment_seed(run_seed: int, prompt: Prompt, held_out: bool) -> int:
+    """Seed of `reset`, below 2**31: the same for all completions of a prompt; held-out ones have the upper half.
+
+    A row's own column `seed`, as those of `--data.path seeds:4096` have it, or else drawn for the prompt.
+    """
+    own = prompt.columns.get("seed")
+    drawn = own if isinstance(own, int) else random.Random(f"{run_seed} {prompt.index}").getrandbits(30)
+    return drawn % 2**30 + held_out * 2**30

@@ -1,0 +1,60 @@
+"""Whole runs with turns: several engines, tensor parallelism, what is lost, and two runs of the same numbers."""
+
+import pathlib
+
+import pytest
+
+from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
+from tests.e2e.test_layouts import COLOCATED, split
+from tests.torchrun import run_torchrun
+
+FILE = pathlib.Path(__file__).parent / "tiny_environments.py"
+DIGITS = ("--environment.name", f"{FILE}:Digits", "--generator.max-completion-tokens", 48)
+ROOM = ("--environment.max-turn-tokens", 12)
+
+
+def run(model: pathlib.Path, run_dir: pathlib.Path, nproc: int, *flags: object, succeeds: bool = True) -> str:
+    """One run of the tiny recipe; returns what it printed."""
+    words = TINY, "--model.path", model, "--run-dir", run_dir, *DIGITS, *flags
+    result = run_torchrun("train_grpo.py", *words, nproc=nproc, deadline=180)
+    assert (result.returncode == 0) == succeeds, result.stdout
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [
+        (3, (*split(1, 0, 2), "--overlap-steps", 1, "--evaluation.interval", 2, "--evaluation.num-prompts", 4)),
+        (2, (*COLOCATED, "--roles.num-trainers", 2, "--trainer.tensor-parallel", 2, "--generator.tensor-parallel", 2)),
+    ],
+    ids=["two engines, a step behind", "TP 2"],
+)
+def test_turns_are_trained_as_they_were_sampled(model, tmp_path, nproc, flags):
+    run(model, tmp_path / "run", nproc, *ROOM, "--algorithm.kl-coef", 0, *flags)
+    steps = [record for record in read_metrics(tmp_path / "run") if "time/step" in record]
+    assert len(steps) == 2
+    for record in steps:
+        assert record["environment/turns"] > 1 and record["environment/lost_count"] == 0
+        assert record["reward/Digits"] >= 0 and record["grad_norm"] > 0
+    assert steps[0]["mismatch/max"] < 1e-4  # each sampled token has the log-prob that it was sampled with
+    for record in read_completions(tmp_path / "run"):
+        turns = record["episode"]["turns"]
+        assert record["num_tokens"] == sum(turn["tokens"] for turn in turns) <= 48
+
+
+def test_answers_by_counts_repeat_a_run(model, tmp_path):
+    for name in ("a", "b"):
+        flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--environment.answer-steps", 4)
+        run(model, tmp_path / name, 1, *flags)
+    first, second = (list(map(without_clocks, read_metrics(tmp_path / name))) for name in ("a", "b"))
+    assert first == second
+
+
+def test_lost_episodes_are_left_out_and_too_many_end_the_run(model, tmp_path):
+    flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--environment.options", "loses")
+    run(model, tmp_path / "some", 1, *flags, 4)
+    for record in read_metrics(tmp_path / "some"):
+        if "time/step" in record:
+            assert record["environment/lost_count"] == record["reward/none_count"] == 4  # one of each group
+    output = run(model, tmp_path / "most", 1, *flags, 1, succeeds=False)
+    assert "episodes were lost" in output and "seed" in output and "row" in output

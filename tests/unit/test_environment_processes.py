@@ -1,0 +1,194 @@
+"""Environments in processes of their own: what they say, and what each way of failing comes to."""
+
+import os
+import textwrap
+import time
+
+import pytest
+
+from grpo.config import EnvironmentConfig
+from grpo.environments.host import EnvironmentHost
+
+ROOM = """
+    import errno, os, pathlib, subprocess, time
+
+    class Room:
+        def reset(self, start: int = 0, seed: int = 0, rollout: int = 0, fails: str = ""):
+            self.count, self.done, self.fails = start, False, fails
+            if fails == "always" or (fails == "once" and not pathlib.Path("failed").exists()):
+                pathlib.Path("failed").touch()
+                raise RuntimeError("no room is free")
+            return f"Room {seed}, bed {rollout}."
+
+        def add(self, number: int) -> str:
+            '''Add.
+
+            Args:
+                number: What to add.
+            '''
+            self.count += number
+            self.done = self.count > 9
+            return str(self.count)
+
+        def do(self, what: str) -> str:
+            '''Do something.
+
+            Args:
+                what: What to do.
+            '''
+            while what == "loop":
+                pass
+            if what == "sleep": time.sleep(60)
+            if what == "die": os._exit(3)
+            if what == "eat": self.all = bytearray(2**34)
+            if what == "flood": return "x" * 10**7
+            if what == "raise": raise KeyError("attic")
+            if what == "file": open("/no/such/file")
+            if what == "net": raise ConnectionRefusedError("nobody listens")
+            if what == "disk": raise OSError(errno.ENOSPC, "full")
+            if what == "leave": subprocess.Popen(["sleep", "1000.75"], start_new_session=True)
+            return "done"
+
+        def get_reward(self):
+            if self.fails == "reward": raise ValueError("no reward today")
+            return float("nan") if self.fails == "nan" else self.count / 10
+
+        def get_info(self):
+            return {"count": self.count}
+
+    def look(place: str) -> str:
+        '''Look.
+
+        Args:
+            place: Where.
+        '''
+        while place == "attic":
+            pass
+        return f"{place} is empty, says {os.getpid()}"
+"""
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """Makes hosts of Room, or with other fields of the config."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "room.py").write_text(textwrap.dedent(ROOM))
+    made = []
+
+    def make(num_processes: int = 4, **fields) -> EnvironmentHost:
+        config = EnvironmentConfig(**({"name": "room.py:Room"} | fields))
+        made.append(EnvironmentHost(config, "hermes", num_processes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def say(host: EnvironmentHost, episode: int, do: str, *arguments, seconds: float = 20.0) -> dict:
+    """One message and its reply."""
+    host.ask(episode, do, list(arguments), seconds)
+    (reply,) = host.poll(60)
+    assert reply.pop("episode") == episode
+    return reply
+
+
+def call(name: str, **arguments) -> str:
+    written = str(arguments).replace("'", '"')
+    return f'<tool_call>{{"name": "{name}", "arguments": {written}}}</tool_call>'
+
+
+def test_an_episode_from_reset_to_reward(host):
+    room = host()
+    assert say(room, 7, "reset", {"start": 2, "other": "column"}, 5, 1) == {"text": "Room 5, bed 1."}
+    reply = say(room, 7, "turn", f"I add. {call('add', number=3)} and {call('add', number=4)}")
+    assert reply["answers"] == ["5", "9"] and not reply["ended"] and reply["counts"]["calls"] == 2
+    reply = say(room, 7, "turn", call("add", number=1))
+    assert reply["answers"] == ["10"] and reply["ended"]
+    assert say(room, 7, "finish") == {"reward": 1.0, "info": {"count": 10}}
+    assert say(room, 8, "reset", {}, 6, 0)["text"] == "Room 6, bed 0."  # the process again, with a new object
+    assert say(room, 8, "turn", "no call")["ended"]
+    assert say(room, 8, "finish")["reward"] == 0.0
+
+
+def test_what_the_policy_causes_is_told_to_it(host):
+    room = host()
+    say(room, 0, "reset", {}, 0, 0)
+    for text, kind in (
+        (call("fly"), "bad_calls"),
+        (call("add", number="three"), "bad_calls"),
+        ("<tool_call>{", "bad_calls"),
+        (call("do", what="raise"), "tool_errors"),
+        (call("do", what="file"), "tool_errors"),
+    ):
+        reply = say(room, 0, "turn", text)
+        assert len(reply["answers"]) == 1 and not reply["ended"] and reply["counts"][kind] == 1, text
+    reply = say(room, 0, "turn", call("do", what="flood"))
+    assert 1000 < len(reply["answers"][0]) < 50_000  # cut before it fills a socket
+    assert say(room, 0, "finish")["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [("loop", "hung"), ("eat", "hung"), ("sleep", "lost"), ("die", "lost"), ("net", "lost"), ("disk", "lost")],
+)
+def test_a_failure_has_its_cause_and_costs_its_own_deadline(host, what, kind):
+    room = host()
+    say(room, 0, "reset", {}, 0, 0)
+    say(room, 1, "reset", {}, 0, 0)
+    began = time.monotonic()
+    reply = say(room, 0, "turn", call("do", what=what), seconds=1.5)
+    assert reply["kind"] == kind and reply["failed"].startswith("turn: ")
+    assert time.monotonic() - began < 15
+    assert say(room, 1, "turn", call("add", number=1))["answers"] == ["1"]  # the others do not notice
+    assert say(room, 2, "reset", {}, 0, 0)["text"]
+
+
+def test_a_reset_is_tried_once_more(host):
+    room = host()
+    assert "failed" not in say(room, 0, "reset", {"fails": "once"}, 0, 0)
+    assert say(room, 1, "reset", {"fails": "always"}, 0, 0)["kind"] == "lost"
+
+
+@pytest.mark.parametrize("fails", ["reward", "nan"])
+def test_a_reward_that_is_none_is_lost(host, fails):
+    room = host()
+    say(room, 0, "reset", {"fails": fails}, 0, 0)
+    reply = say(room, 0, "finish")
+    assert reply["kind"] == "lost" and "finish" in reply["failed"]
+
+
+def test_functions_share_processes_and_a_late_one_is_told(host):
+    tools = host(num_processes=1, name="", tools=("room.py:look",))
+    for episode in range(3):
+        tools.ask(episode, "turn", [call("look", place="cellar")], 20.0)
+    replies = []
+    while len(replies) < 3:
+        replies += tools.poll(60)
+    assert len({reply["answers"][0] for reply in replies}) == 1  # of one process
+    late = say(tools, 0, "turn", call("look", place="attic"), seconds=1.0)
+    assert "longer than 1 s" in late["answers"][0] and not late["ended"] and late["counts"]["hung_calls"] == 1
+    assert "empty" in say(tools, 0, "turn", call("look", place="cellar"))["answers"][0]
+
+
+def test_nothing_survives(host):
+    room = host()
+    say(room, 0, "reset", {}, 0, 0)
+    say(room, 1, "reset", {}, 0, 0)
+    say(room, 0, "turn", call("do", what="leave"))
+    room.ask(1, "turn", [call("do", what="loop")], 60.0)
+    group = os.getpgid(room.supervisor.pid)
+    room.close()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                command = file.read()
+            assert b"1000.75" not in command and os.getpgid(int(pid)) != group
+        except OSError:
+            continue
+
+
+def test_a_file_that_does_not_load_is_refused(host, tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_library\n")
+    with pytest.raises(ValueError, match="no_such_library"):
+        host(name="broken.py:Room")

@@ -1,0 +1,160 @@
+"""Episodes on an engine that is made up: ids only grow, limits end them, and counts hide how fast a tool was."""
+
+import functools
+import random
+import time
+
+import pytest
+import torch
+
+from grpo.config import DataConfig, EnvironmentConfig
+from grpo.data.batches import make_batch, sample_of
+from grpo.data.toy import trained_tokenizer
+from grpo.environments.play import Decisions, Episode, Player, play
+from grpo.environments.suffix import Turns
+from grpo.environments.tools import Toolbox
+from grpo.roles.comm import flatten_completions, unflatten_completions
+from grpo.roles.engine_loop import Stretch
+from grpo.roles.episodes import completion_of
+from grpo.types import Prompt
+
+CONFIG = EnvironmentConfig(name="made.py:Up", max_turns=4)
+NUM = 12
+
+
+@functools.cache
+def tokenizer():
+    return trained_tokenizer(["some words to cut", "and others"], 300)
+
+
+class MadeHost:
+    """Environments in this process; a reply is there after `delay()` seconds."""
+
+    def __init__(self, delay, fails=()):
+        self.delay, self.fails, self.waiting, self.texts = delay, fails, [], {}
+
+    def ask(self, episode, do, arguments, seconds):
+        reply = {"text": f"Begin {episode}."}
+        if do == "turn":
+            self.texts.setdefault(episode, []).append(arguments[0])
+            answer = f"<|im_start|>{len(arguments[0])}"
+            reply = {"answers": [answer], "role": "", "counts": {"calls": 1}, "ended": len(arguments[0]) % 7 == 0}
+        elif do == "finish":
+            reply = {"reward": float(episode), "info": {}}
+        if do == "turn" and episode in self.fails:
+            reply = {"failed": "it died", "kind": self.fails[episode]}
+        self.waiting.append((time.monotonic() + self.delay(), reply | {"episode": episode}))
+
+    def poll(self, seconds=0.0):
+        end = time.monotonic() + seconds
+        while not (there := [w for w in self.waiting if w[0] <= time.monotonic()]) and time.monotonic() < end:
+            time.sleep(0.001)
+        self.waiting = [w for w in self.waiting if w not in there]
+        return [reply for _, reply in there]
+
+    def drop(self, episode):
+        pass
+
+
+class MadeLoop:
+    """Samples 2 to 9 tokens that follow from the ids before, and the stop token, or `length` at the limit."""
+
+    def __init__(self):
+        self.running, self.log = {}, []
+
+    @property
+    def num_running(self):
+        return len(self.running)
+
+    def add(self, number, ids, num_behind, max_tokens):
+        draw = random.Random(str(ids))
+        sampled = draw.choices(range(10, 260), k=draw.randint(2, 9)) + [tokenizer().eos_token_id]
+        self.running[number] = [sampled[:max_tokens], max_tokens < len(sampled), 0]
+        self.log.append((number, tuple(ids), num_behind))
+
+    def step(self):
+        ended = []
+        for number, (sampled, is_cut, done) in list(self.running.items()):
+            self.running[number][2] = done + 1
+            if done + 1 == len(sampled):
+                del self.running[number]
+                ended.append(Stretch(number, sampled, [-1.0] * len(sampled), "length" if is_cut else "stop"))
+        self.log.append(sorted(self.running))
+        return ended
+
+
+def run(config, delay=lambda: 0.0, max_tokens=200, fails=()):
+    """Play NUM episodes; returns them, what the engine was given, and the decisions that other ranks would hear."""
+    eos = tokenizer().eos_token_id
+    turns = Turns(tokenizer(), DataConfig(system_prompt=""), [eos], [], has_reply=True)
+    box = Toolbox("Up", factory=object, has_reply=True, has_reward=True)
+    player = Player(config, box, MadeHost(delay, fails), turns, tokenizer(), 100)
+    player.begin([Episode(Prompt(n, [11, 12]), 0, n, 3) for n in range(NUM)], max_tokens)
+    loop, told = MadeLoop(), []
+
+    def tell(decisions):
+        told.append(Decisions.of(decisions.flat()))
+        assert told[-1] == decisions
+        return decisions
+
+    play(config, loop, NUM, loop.add, player, tell)
+    follower = MadeLoop()  # a rank that only hears
+    heard = iter(told)
+    play(config, follower, NUM, follower.add, None, lambda _: next(heard))
+    assert follower.log == loop.log
+    return player.finish(), loop.log
+
+
+def test_ids_only_grow_and_only_what_was_sampled_counts():
+    episodes, log = run(CONFIG)
+    assert {episode.ended_by for episode in episodes} >= {"done", "turns"}
+    for number, episode in enumerate(episodes):
+        handed = [entry[1] for entry in log if isinstance(entry, tuple) and entry[0] == number]
+        for before, after in zip(handed, handed[1:], strict=False):
+            assert after[: len(before)] == before
+        completion = completion_of(episode, 1.0, number)
+        (completion,) = unflatten_completions(*flatten_completions([completion]))
+        sample = sample_of(episode.prompt, completion)
+        assert tuple(sample.ids_T.tolist())[: len(handed[-1])] == handed[-1]  # trained on what the engine was given
+        assert sample.ids_T.tolist() == episode.ids
+        assert sample.loss_mask_T.sum() == completion.num_tokens == sum(turn["tokens"] for turn in episode.turns)
+        assert (sample.generator_logprobs_T[sample.loss_mask_T] == -1).all()
+        opener = tokenizer().convert_tokens_to_ids("<|im_start|>")  # also in the text of each answer, where it is none
+        assert (sample.ids_T[~sample.loss_mask_T] == opener).sum() == 2 * len(episode.turns)
+        assert completion.episode["reward"] == float(number) and completion.version == 3
+    batch = make_batch([sample_of(e.prompt, completion_of(e, 1.0, 0)) for e in episodes])
+    assert batch.versions_S.tolist() == [3] * NUM
+
+
+def test_an_answer_joins_by_counts_whatever_the_clock_says():
+    for config in (
+        EnvironmentConfig(name="made.py:Up", max_turns=4, answer_steps=3),
+        EnvironmentConfig(name="made.py:Up", max_turns=4, rounds=True),
+    ):
+        logs = []
+        for seed in (0, 1, 2):
+            logs.append(run(config, functools.partial(random.Random(seed).uniform, 0, 0.01))[1])
+        assert logs[0] == logs[1] == logs[2]
+
+
+def test_as_soon_as_it_is_there_samples_the_same():
+    slow, fast = run(CONFIG, functools.partial(random.Random(0).uniform, 0, 0.01))[0], run(CONFIG)[0]
+    assert [episode.ids for episode in slow] == [episode.ids for episode in fast]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 60, 7))
+def test_nothing_is_longer_than_its_limit(max_tokens):
+    episodes, _ = run(CONFIG, max_tokens=max_tokens)
+    for episode in episodes:
+        assert len(episode.ids) - episode.num_prompt_tokens <= max_tokens
+        assert episode.pieces[-1].logprobs_T is not None  # no answer that nobody reads
+        assert episode.reward is not None
+
+
+def test_a_lost_episode_has_no_reward_and_a_hung_one_has_its_own():
+    episodes, _ = run(CONFIG, fails={2: "lost", 5: "hung"})
+    assert episodes[2].reward is None and "it died" in episodes[2].failure and "row" in episodes[2].failure
+    assert episodes[5].reward == 0.0 and not episodes[5].failure and episodes[5].ended_by == "hung"
+    others, _ = run(CONFIG)
+    for number in {*range(NUM)} - {2, 5}:
+        assert torch.equal(torch.tensor(episodes[number].ids), torch.tensor(others[number].ids))
