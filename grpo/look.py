@@ -2,6 +2,7 @@
 
     python -m grpo.look RUN_DIR                              accuracy or mean reward, its curve, the files
     python -m grpo.look RUN_DIR --step 40 [--worst]          that step's completions, sorted by reward
+    python -m grpo.look RUN_DIR --turns                      conversations turn by turn
     python -m grpo.look RUN_DIR --evaluation                 held-out ones, of the latest step
 
 The first reads metrics.jsonl, the others completions.jsonl, which a run writes every `metrics.samples_interval` steps,
@@ -35,10 +36,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--num", type=int, default=10, metavar="N", help="show so many (10); 0 shows all")
     parser.add_argument("--worst", action="store_true", help="the lowest rewards first")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="only prompts that have this text")
+    parser.add_argument("--turns", action="store_true", help="conversations turn by turn")
     parser.add_argument("--evaluation", action="store_true", help="held-out completions instead")
     given = parser.parse_args(arguments)
     try:
-        asks = given.step or given.worst or given.prompt or given.evaluation
+        asks = given.step or given.worst or given.prompt or given.turns or given.evaluation
         text = rollouts_text(given) if asks else summarize(given.run_dir)
     except ValueError as error:
         raise SystemExit(str(error)) from error
@@ -117,7 +119,7 @@ def rollouts_text(given: argparse.Namespace) -> str:
     chosen = choose(records, given.prompt, given.worst, given.num)
     title = f"{given.run_dir} after step {step}: {len(chosen)} of {len(records)} completions"
     title += f", {'lowest' if given.worst else 'highest'} reward first"
-    return "\n\n".join([title, *map(describe, chosen)])
+    return "\n\n".join([title, *(describe(record, turns=given.turns) for record in chosen)])
 
 
 def read_step(path: pathlib.Path, step: str) -> tuple[int, list[dict[str, Any]]]:

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo.data import toy_conversations
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -123,11 +125,18 @@ def task_rows(name: str, split: str) -> list[dict[str, str]]:
     `addition`: {"question": "70+98", "answer": "168", "completion": "<think>088;796;</think><answer>168</answer>"},
     numbers uniform in 10..999, thinking = columns from the right (0 and 8 give 8; 7 and 9 give 6, carry 1). 50000 train
     and 2000 test rows; a problem and its mirror image (98+70) are in the same split. `word_problems`: 40000 train and
-    1000 test rows; 37+4*12-18 is in one split, whatever is counted. All questions of a split differ.
+    1000 test rows; 37+4*12-18 is in one split, whatever is counted. All questions of a split differ. `calculator`,
+    `guess`: conversations with tools, see toy_conversations.py. `seeds`: rows of an environment that makes its own
+    tasks, as many as `split` says.
     Raises ValueError for another task or split.
     """
+    if name == "seeds":
+        count = int(split) if split.isdecimal() else 1024
+        return [{"question": f"seed {seed}", "seed": seed} for seed in range(count)]
+    if name in toy_conversations.TASKS:
+        return toy_conversations.rows(name, split)
     if name not in ROWS:
-        raise ValueError(f"toy task {name!r} is unknown; there are {', '.join(ROWS)}")
+        raise ValueError(f"toy task {name!r} is unknown; there are {', '.join([*ROWS, *toy_conversations.TASKS])}")
     if split not in ROWS[name]:
         raise ValueError(f"toy task {name!r} has no split {split!r}; there are {', '.join(ROWS[name])}")
     draw, make = random.Random(f"{name}/{split}"), {"addition": _addition, "word_problems": _word_problem}[name]
@@ -293,7 +302,8 @@ def build_if_toy(path: str, run_dir: str | Path, texts: Iterable[str], seed: int
 
     `toy:addition`: `addition_tokenizer` and a model of 0.8 M parameters for 512 positions. `toy:gsm8k`: a tokenizer
     trained on `texts`, those of the data, and a model of 1 M parameters for 2048 positions. `toy:word_problems`: a
-    tokenizer made of its task, and a model of 64 M parameters for 512 positions. Raises ValueError for another name.
+    tokenizer made of its task, and a model of 64 M parameters for 512 positions. `toy:calculator`, `toy:guess`: 0.8 M
+    parameters and a tokenizer made of the task. Raises ValueError for another name.
     """
     if not path.startswith("toy:"):
         return path
@@ -302,8 +312,11 @@ def build_if_toy(path: str, run_dir: str | Path, texts: Iterable[str], seed: int
         make_model(folder, addition_tokenizer(), seed)
     elif name == "gsm8k":
         make_model(folder, trained_tokenizer(texts), seed, {"max_position_embeddings": 2048})
+    elif name in toy_conversations.TASKS:
+        texts = [message["content"] for row in task_rows(name, "test") for message in row["messages"]]
+        make_model(folder, trained_tokenizer(texts, vocab_size=384, digits_apart=True), seed)
     elif name == "word_problems":
         make_model(folder, word_problems_tokenizer(), seed, WORD_PROBLEMS_MODEL)
     else:
-        raise ValueError(f"toy model {name!r} is unknown; there are addition, gsm8k, word_problems")
+        raise ValueError(f"toy model {name!r} is unknown; there are addition, calculator, gsm8k, guess, word_problems")
     return str(folder)

@@ -1,0 +1,22 @@
+"""Guess a number in at most five turns, told higher or lower: a tiny model learns to listen, on a laptop.
+
+    torchrun --nproc_per_node=2 train_grpo.py configs/toy_guess.py
+
+Starts from a player who half forgets what it was told, see `configs/toy_tools_sft.py`.
+"""
+
+from grpo import config as c
+from grpo.config import change
+
+config = change(
+    "toy_calculator.py",
+    {
+        "model.path": "runs/toy_guess_sft/model",
+        "data": c.DataConfig(path="seeds:4096", system_prompt="", max_prompt_tokens=48),
+        "environment": c.EnvironmentConfig(name="configs/examples/guess.py:Guess", calls="hermes", max_turns=5),
+        "reward": c.RewardConfig(functions={}, num_workers=1),
+        "generator.max_completion_tokens": 256,
+        "evaluation.path": "seeds:256",
+        "run_dir": "runs/toy_guess",
+    },
+)

@@ -1,0 +1,21 @@
+"""Teach a toy policy to write tool calls, now and then: the start for `toy_calculator.py` and `toy_guess.py`.
+
+    torchrun --nproc_per_node=2 train_sft.py configs/toy_tools_sft.py
+
+For the other toy the same with `--model.path toy:guess --data.path toy:guess --run-dir runs/toy_guess_sft`.
+"""
+
+from grpo import config as c
+
+config = c.SFTConfig(
+    model=c.ModelConfig(path="toy:calculator", dtype="float32"),
+    data=c.DataConfig(path="toy:calculator", system_prompt=""),
+    trainer=c.TrainerConfig(
+        micro_batch_tokens=8192, activation_checkpointing="none", compile=False, learning_rate=1e-3, adam_beta2=0.999
+    ),
+    num_trainers=2,
+    run_dir="runs/toy_tools_sft",
+    num_steps=200,
+    sequences_per_step=64,
+    max_sequence_tokens=256,
+)
