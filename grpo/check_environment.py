@@ -23,7 +23,7 @@ from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from grpo.config.user_files import load_function
 from grpo.data.chat import load_tokenizer
-from grpo.data.encode import Labelled
+from grpo.data.encode import Encoded
 from grpo.data.rows import row_reader
 from grpo.data.sources import load_rows
 from grpo.data.toy import trained_tokenizer
@@ -133,7 +133,7 @@ def show(console: Console, episode: Episode, tokenizer: Any) -> None:
     ids = [*written, *(token for piece in episode.pieces for token in piece.ids_T.tolist())]
     mask = [False] * len(written) + [bool(one) for piece in episode.pieces for one in piece.loss_mask_T]
     console.rule(f"seed {episode.seed}", align="left")
-    console.print(show_chat(Labelled(ids, mask), tokenizer))
+    console.print(show_chat(Encoded(ids=ids, mask=mask), tokenizer))
     seconds = episode.waited / max(1, len(episode.turns))
     reward = f"lost: {episode.failure}" if episode.failure else f"reward {episode.reward}"
     counts = ", ".join(f"{name} {count}" for name, count in episode.counts.items() if count)
