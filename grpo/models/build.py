@@ -53,6 +53,8 @@ class ShardedModel:
     """Hugging Face folder the weights came from."""
     name: str
     """What others would call that folder: its hub name, if it has one."""
+    holds_copy: bool = False
+    """Whether FSDP keeps its copy of the parameters in the compute dtype from one forward or backward to the next."""
 
     @property
     def data_rank(self) -> int:
@@ -86,8 +88,22 @@ class ShardedModel:
         multiple = ROW_MULTIPLE[self.device.type]
         return pack(batch, self.num_data_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
 
-    def micro_batches(self, packing: Packing) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, on its device, which is not waited for.
+    def accumulate(self, is_last: bool) -> None:
+        """Before a micro-batch; `is_last` of those whose gradients are added. Only a copy that is held needs it.
+
+        The copy's gradients stay where the backward puts them, in float32, and become the parameters' with the last.
+        """
+        if self.holds_copy:
+            self.module.set_requires_gradient_sync(is_last)
+
+    def drop_copy(self) -> None:
+        """After the last forward or backward in a row: the module's parameters are the trained ones again."""
+        for part in self.module.modules() if self.holds_copy else ():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def micro_batches(self, packing: Packing) -> Iterator[tuple[MicroBatch, bool]]:
+        """This rank's micro-batches, on its device, which is not waited for, and whether each is the last.
 
         The next one is laid out before one is handed out: for all but the first two, while the device is busy.
         """
@@ -97,9 +113,9 @@ class ShardedModel:
         )
         micro = next(laid_out)
         for following in laid_out:
-            yield micro
+            yield micro, False
             micro = following
-        yield micro
+        yield micro, True
 
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
@@ -120,11 +136,12 @@ class ShardedModel:
         count in the loss; of others it may be 0. Collective over the role's ranks.
         """
         logprobs_N = torch.zeros(batch.num_tokens)
-        found = [(micro, self.logprobs(micro)[0]) for micro in self.micro_batches(self.pack(batch, trainer))]
+        found = [(micro, self.logprobs(micro)[0]) for micro, _ in self.micro_batches(self.pack(batch, trainer))]
         for micro, logprobs_BT in found if self.tensor_parallel_rank == 0 else ():
             index_M, logprobs_M = take_out(logprobs_BT, micro)
             logprobs_N[index_M.cpu()] = logprobs_M.cpu()
         forget_forwards(self.module)
+        self.drop_copy()
         return logprobs_N
 
     def clip_gradients(self, max_norm: float) -> float:
@@ -213,12 +230,15 @@ def build_model(
         dump_folder="",
         skip_dp=alone and (frozen or adapted),
     )
+    if holds_copy := alone and not (frozen or adapted):  # training is 6 % faster than with a cast in each pass
+        module.set_reshard_after_forward(False)
+        module.set_reshard_after_backward(False)
     names = family_of(hf).names(config, folder)
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
     name = folder if model.path.startswith("toy:") else model.path
-    return ShardedModel(module, names, parallel_dims, device, folder, name)
+    return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
 
 
 def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:

@@ -185,12 +185,12 @@ def _of_a_forward(
 ) -> dict[str, float]:
     """Bytes of what a forward needs besides activations, and with `trains` the LM head's backward."""
     trainer, dtype_bytes, sizes = config.trainer, DTYPE_BYTES[config.model.dtype], sizes_of(hf)
-    # FSDP gathers two blocks at a time, and the embeddings and the LM head, in the compute dtype. It is not used where
-    # one rank has all weights in that already.
+    # FSDP gathers two blocks at a time, and the embeddings and the LM head, in the compute dtype. Without other
+    # data-parallel ranks it holds a copy of all weights, and is not used where they are held in that dtype already.
     trains_head = trains and not trainer.lora_rank
     gathered = 2 * max(sizes.blocks) + sizes.parameters - sum(sizes.blocks)
-    if num_ranks == tensor_parallel and not trains_head:
-        gathered = 0
+    if num_ranks == tensor_parallel:
+        gathered = sizes.parameters if trains_head else 0
     chunk = min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens) * hf.vocab_size
     # Compiled, float32 values exist only in registers: the product h W^T is there and, when trained, its gradient.
     # Otherwise three float32 tensors come on top of the product.

@@ -68,13 +68,15 @@ class Trainer:
             if values_N is not None:
                 self._note(name, ~values_N.isfinite() & batch.loss_mask_N)
         packing = self.model.pack(batch, self.config)
-        for micro in self.model.micro_batches(packing):
+        for micro, is_last in self.model.micro_batches(packing):
+            self.model.accumulate(is_last)
             logprobs_BT, entropy_BT = self.model.logprobs(micro)
             loss, measured = objective(micro, logprobs_BT, entropy_BT)
             self._note("policy", ~logprobs_BT.detach().isfinite() & micro.loss_mask_BT)
             self._note("loss", ~loss.detach().isfinite())
             loss.backward()
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
+        self.model.drop_copy()
         metrics.record(**packing.metrics())
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
         mesh = self.model.parallel_dims.get_optional_mesh("batch")

@@ -56,24 +56,21 @@ def config_of(*flags: str) -> c.GRPOConfig:
 
 
 # Peaks in torch (configs/RESULTS.md; the 8B one on two of four H200), GiB, with micro-batches of 16,384 tokens and
-# chunks of 4,096. They are of earlier code: off the last two goes the table of positions that each layer had of its own
-# then, off those of one rank without LoRA the copy of all weights in bfloat16, of which two blocks, the embeddings and
-# the LM head remain. All but Qwen3-4B's are of a time when a trained LM head held its last chunk's gradient for too
-# long (1.2 GiB).
+# chunks of 4,096. The last two are of earlier code: off them goes the table of positions that each layer had of its own
+# then. All but Qwen3-4B's are of a time when a trained LM head held its last chunk's gradient for too long (1.2 GiB).
 OLD_TABLE = 40960 * 256 * 4 / 2**30
-OLD_COPY_1_7B, OLD_COPY_4B = 26 * 50.3e6 * 2 / 2**30, 34 * 100.9e6 * 2 / 2**30
 LORA_8B = {"activation_checkpointing": "none", "lora_rank": 16, "micro_batch_tokens": 8192}
 MEASURED = {
-    "Qwen3-1.7B, nothing recomputed": (QWEN3_1_7B, 1, {"activation_checkpointing": "none"}, 68.3 - OLD_COPY_1_7B),
-    "Qwen3-1.7B, logits": (QWEN3_1_7B, 1, {"activation_checkpointing": "logits"}, 66.0 - OLD_COPY_1_7B),
+    "Qwen3-1.7B, nothing recomputed": (QWEN3_1_7B, 1, {"activation_checkpointing": "none"}, 68.3),
+    "Qwen3-1.7B, logits": (QWEN3_1_7B, 1, {"activation_checkpointing": "logits"}, 66.0),
     "Qwen3-1.7B, LoRA": (QWEN3_1_7B, 1, {"activation_checkpointing": "none", "lora_rank": 16}, 39.0),
-    "Qwen3-1.7B, selective": (QWEN3_1_7B, 1, {"activation_checkpointing": "selective"}, 46.3 - OLD_COPY_1_7B),
-    "Qwen3-4B, selective": (QWEN3_4B, 1, {"activation_checkpointing": "selective"}, 95.2 - OLD_COPY_4B),
+    "Qwen3-1.7B, selective": (QWEN3_1_7B, 1, {"activation_checkpointing": "selective"}, 46.3),
+    "Qwen3-4B, selective": (QWEN3_4B, 1, {"activation_checkpointing": "selective"}, 95.2),
     "Qwen3-4B, full": (
         QWEN3_4B,
         1,
         {"activation_checkpointing": "full", "micro_batch_tokens": 8192},
-        72.8 - OLD_COPY_4B,
+        72.8,
     ),
     "Qwen3-4B, LoRA": (QWEN3_4B, 1, {"activation_checkpointing": "none", "lora_rank": 16}, 71.0),
     "Qwen3-8B, LoRA": (QWEN3_8B, 1, LORA_8B, 58.8),

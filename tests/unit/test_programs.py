@@ -236,8 +236,8 @@ def test_no_program_is_left_when_the_reward_processes_are_killed(killed, tmp_pat
         "print(pool.supervisor.pid, flush=True)\n"
         f"code = '```python\\n' + {text!r} + '\\n```'\n"
         'prompt = types.SimpleNamespace(columns={\'tests\': \'[{"input": "", "output": ""}]\'}, content=\'\')\n'
-        "completion = types.SimpleNamespace(num_tokens=1, truncated=False)\n"
-        "pool.submit([types.SimpleNamespace(text=code, prompt=prompt, completion=completion)] * 2, 1)\n"
+        "completion = types.SimpleNamespace(num_tokens=1, truncated=False, episode=None)\n"
+        "pool.submit([types.SimpleNamespace(text=code, answer=code, prompt=prompt, completion=completion)] * 2, 1)\n"
         "input()\n"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

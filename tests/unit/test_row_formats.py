@@ -70,9 +70,9 @@ def chats_of(path: str, *flags: str) -> list[tuple[str, str]]:
     config = load(SFTConfig, str(ROOT / "configs/toy_sft.py"), [*fixed, *flags])
     tokenizer = tokenizer_of(sources := load_chat_sources(config))
     chats = []
-    for ids, mask, _ in ChatStream(usable_chats(sources, config, tokenizer), config).draw(3):
-        start, labels = mask.index(True), [token for token, is_label in zip(ids, mask, strict=True) if is_label]
-        chats.append((tokenizer.decode(ids[:start]), tokenizer.decode(labels)))
+    for chat in ChatStream(usable_chats(sources, config, tokenizer), config).draw(3):
+        labels = [token for token, is_label in zip(chat.ids, chat.mask, strict=True) if is_label]
+        chats.append((tokenizer.decode(chat.ids[: chat.mask.index(True)]), tokenizer.decode(labels)))
     return chats
 
 

@@ -59,11 +59,13 @@ def test_addition_rows_are_right_distinct_disjoint_and_fixed():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="'chess' is unknown; there are addition, word_problems"):
+    with pytest.raises(ValueError, match="'chess' is unknown; there are addition, word_problems, calculator, guess"):
         toy.task_rows("chess", "train")
     with pytest.raises(ValueError, match="no split 'dev'; there are train, test"):
         toy.task_rows("addition", "dev")
-    with pytest.raises(ValueError, match="'chess' is unknown; there are addition, gsm8k, word_problems"):
+    with pytest.raises(
+        ValueError, match="'chess' is unknown; there are addition, calculator, gsm8k, guess, word_problems"
+    ):
         toy.build_if_toy("toy:chess", "unused", [], seed=0)
     assert toy.build_if_toy("some/model", "unused", [], seed=0) == "some/model"
 

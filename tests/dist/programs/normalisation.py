@@ -76,8 +76,10 @@ def main() -> None:
         batch = make_step(IN_ORDER)
         micro = build_micro_batch(batch, [[index] for index in IN_ORDER], row_length=int(batch.lengths_S.max()))
         trainer.zero_gradient()
+        trainer.model.accumulate(is_last=True)
         loss, _ = objective_of(config, batch)(micro, *trainer.model.logprobs(micro))
         loss.backward()
+        trainer.model.drop_copy()
         return full_gradients(trainer)
 
     def gradients(config: GRPOConfig, count: int, order: list[int], wrong: bool = False) -> dict[str, torch.Tensor]:

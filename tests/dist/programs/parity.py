@@ -109,7 +109,7 @@ def check_temperatures(model: ShardedModel, trainer: TrainerConfig, batch: Train
         return statistics(product, targets, temperatures, first_row)
 
     head.statistics = spy
-    for micro in model.micro_batches(model.pack(batch, trainer)):
+    for micro, _ in model.micro_batches(model.pack(batch, trainer)):
         model.logprobs(micro)
     wanted = {*torch.tensor([*TEMPERATURES, 1.0]).tolist()}  # 1 is padding's
     assert seen and seen <= wanted, f"{case}: temperatures {sorted(seen)}, expected some of {sorted(wanted)}"
@@ -150,8 +150,9 @@ def sharded_values(
 ) -> torch.Tensor:
     """The sharded model's, on every rank; leaves the gradients of their weighted sum. Collective over all ranks."""
     got_2N = torch.zeros_like(weights_2N)
-    for micro in model.micro_batches(model.pack(batch, trainer)):
+    for micro, is_last in model.micro_batches(model.pack(batch, trainer)):
         assert trainer.share_prompts == (micro.shared is not None)
+        model.accumulate(is_last)
         values = model.logprobs(micro)
         index_M = micro.token_BT[micro.token_BT >= 0]
         values_2M = torch.stack([take_out(values_BT, micro)[1] for values_BT in values])
@@ -159,6 +160,7 @@ def sharded_values(
         (values_2M * weights_2N[:, index_M]).sum().backward()
         if model.tensor_parallel_rank == 0:
             got_2N[:, index_M] = values_2M.detach()
+    model.drop_copy()
     dist.all_reduce(got_2N)
     return got_2N
 
