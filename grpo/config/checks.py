@@ -18,7 +18,7 @@ from grpo.config.fields import (
 from grpo.config.user_files import near_miss
 
 # Fields of `environment` that functions alone, which have no state, do not need.
-OF_A_CLASS = ("options", "reset_seconds", "hung_reward", "weight", "credit")
+OF_A_CLASS = ("options", "reset_seconds", "hung_reward", "weight")
 WIDE_GSPO_CLIP = 0.05  # far above the clips of its paper, for a ratio of whole sequences
 
 

@@ -325,9 +325,6 @@ class EnvironmentConfig:
     """Answers wait until no rollout samples, so that slow tools change nothing in what is sampled together."""
     weight: float = 1.0
     """Weight of `get_reward` beside those of `reward.functions`; 0 measures only."""
-    credit: Literal["episode", "return_to_go"] = "episode"
-    """What a turn's tokens are credited with. episode: the rollout's reward; return_to_go: the reward from that turn
-    on, against the group's other rollouts that reached it."""
 
     @property
     def enabled(self) -> bool:

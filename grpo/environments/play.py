@@ -72,7 +72,7 @@ class Episode:
     """The prompt's and what followed; only appended to."""
     pieces: list[Piece] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    """`text`, `tokens`, `answers` and, with credit for each turn, `reward` so far."""
+    """`text`, `tokens` and `answers` of each turn of the model."""
     counts: Counter = field(default_factory=Counter)
     opening: str | None = None
     """The user's message that `reset` wrote."""
@@ -197,8 +197,6 @@ class Player:
         episode.counts.update(reply["counts"])
         turn = episode.turns[-1]
         turn["answers"] = [self._cut(answer, episode.counts) for answer in reply["answers"]]
-        if reply.get("reward") is not None:
-            turn["reward"] = reply["reward"]
         if reply["ended"]:
             self._end(number, "done")
         elif len(episode.turns) == config.max_turns:

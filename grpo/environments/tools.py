@@ -110,7 +110,7 @@ def load_toolbox(config: EnvironmentConfig) -> Toolbox:
         toolbox = Toolbox("tools", tools=tools)
     lacking = {} if tools else dict.fromkeys(("calls", "reply_as"), "no tools")
     if config.name and not toolbox.has_reward:
-        lacking |= dict.fromkeys(("weight", "credit"), "no get_reward")
+        lacking["weight"] = "no get_reward"
     for name, what in lacking.items():
         if (value := getattr(config, name)) != getattr(EnvironmentConfig, name):
             raise ValueError(f"environment.{name}={value!r} does nothing: {toolbox.name} has {what}; drop it")

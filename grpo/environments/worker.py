@@ -60,7 +60,7 @@ class Episode:
     def turn(self, text: str) -> dict[str, Any]:
         """Answer a turn of the model: by its calls, by `reply` where it has none, or with nothing, which ends it.
 
-        `role`: who answers, if not the tools. `reward`: what `get_reward` says now, if credit is given turn by turn.
+        `role`: who answers, if not the tools.
         """
         counts = {"calls": 0, "bad_calls": 0, "tool_errors": 0}
         answers, role = [], ""
@@ -75,8 +75,7 @@ class Episode:
             answers, role = [] if answer is None else [str(answer)], "user"
         answers = [shorten(answer, MOST_CHARACTERS // len(answers)) for answer in answers]
         ended = not answers or bool(getattr(self.object, "done", False))
-        reward = self._reward() if self.config.credit == "return_to_go" else None
-        return {"answers": answers, "role": role, "ended": ended, "counts": counts, "reward": reward}
+        return {"answers": answers, "role": role, "ended": ended, "counts": counts}
 
     def finish(self) -> dict[str, Any]:
         """End: the episode's reward (None without `get_reward`) and what `get_info` says of it."""

@@ -104,7 +104,7 @@ REFUSED_IN_GRPO = [
     ],
     *[
         (TOOLS | {f"environment.{name}": value}, f"environment.{name}={value!r} does nothing .* --environment.name")
-        for name, value in {"options": {"a": 1}, "reset_seconds": 3, "weight": 0, "credit": "return_to_go"}.items()
+        for name, value in {"options": {"a": 1}, "reset_seconds": 3, "weight": 0}.items()
     ],
     ({"environment.name": "calculator"}, "environment.name='calculator' names no class .* belong in environment.tools"),
     (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds and answer_steps=4 both say"),
