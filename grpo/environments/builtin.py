@@ -1,4 +1,4 @@
-"""Tools that come with it: `--environment.tools calculator,python`."""
+"""Tools that come with it: `--environment.tools calculator python`."""
 
 import ast
 import decimal
