@@ -36,7 +36,7 @@ def test_turns_are_trained_as_they_were_sampled(model, tmp_path, nproc, flags):
     for record in steps:
         assert record["environment/turns"] > 1 and record["environment/lost_count"] == 0
         assert record["reward/Digits"] >= 0 and record["grad_norm"] > 0
-    assert steps[0]["mismatch/max"] < 1e-4  # each sampled token has the log-prob that it was sampled with
+    assert steps[0]["mismatch/max"] < 1e-5  # each sampled token has the log-prob that it was sampled with
     for record in read_completions(tmp_path / "run"):
         turns = record["episode"]["turns"]
         assert record["num_tokens"] == sum(turn["tokens"] for turn in turns) <= 48

@@ -29,6 +29,8 @@ LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
 NO_KL = ("--algorithm.kl-coef", 0)
 OVERLAP = ("--overlap-steps", 1)
 CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
+TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environment.answer-steps", 4)
+TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-tokens", 48)
 BACKGROUND = ("--checkpoint.in-background", "--checkpoint.interval", 3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher} is a folder
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
@@ -78,6 +80,13 @@ MODES = {
     "groups carried over, dynamic sampling": Mode(3, (*split(1, 0, 2), *CARRIED, *DYNAMIC, *NO_KL), rank=2),
     "groups carried over, overlap, dynamic sampling, in the background": Mode(
         2, (*split(1, 0, 1), *CARRIED, *OVERLAP, *DYNAMIC, *BACKGROUND, *NO_KL)
+    ),
+    "turns, overlap, two engines": Mode(3, (*split(1, 0, 2), *TURNS, *OVERLAP, *EVALUATION, *NO_KL), rank=2),
+    "turns, TP 2": Mode(
+        2,
+        (*COLOCATED, "--roles.num-trainers", 2, "--trainer.tensor-parallel", 2, "--generator.tensor-parallel", 2)
+        + (*TURNS, *NO_KL),
+        rank=1,
     ),
     "LoRA, FSDP 2": Mode(3, (*split(2, 0, 1), *LORA, *UPDATES), rank=1),
     "LoRA, colocated": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *LORA, *DYNAMIC)),
