@@ -19,6 +19,6 @@ config = c.GRPOConfig(
     ),
     evaluation=c.EvaluationConfig(interval=20, num_prompts=128),
     run_dir="runs/toy_calculator",
-    num_steps=60,
+    num_steps=40,
     prompts_per_step=16,
 )

@@ -11,11 +11,18 @@ config = c.SFTConfig(
     model=c.ModelConfig(path="toy:calculator", dtype="float32"),
     data=c.DataConfig(path="toy:calculator", system_prompt=""),
     trainer=c.TrainerConfig(
-        micro_batch_tokens=8192, activation_checkpointing="none", compile=False, learning_rate=1e-3, adam_beta2=0.999
+        micro_batch_tokens=8192,
+        activation_checkpointing="none",
+        compile=False,
+        learning_rate=3e-3,
+        adam_beta2=0.999,
+        warmup_steps=20,
+        schedule="linear",
+        min_lr_ratio=0.1,
     ),
     num_trainers=2,
     run_dir="runs/toy_tools_sft",
-    num_steps=200,
+    num_steps=250,
     sequences_per_step=64,
     max_sequence_tokens=256,
 )

@@ -32,7 +32,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
             "num_tokens": rollout.completion.num_tokens,
             "version": rollout.completion.version,
             **({"earlier": earlier} if (earlier := _earlier_pieces(rollout)) else {}),
-            **({"episode": rollout.completion.episode} if rollout.completion.episode else {}),
+            **_episode(rollout),
             "failures": {name: without_surrogates(reason) for name, reason in rollout.failures.items()},
         }
         for rollout, prompt in zip(rollouts, prompts, strict=True)
@@ -79,7 +79,7 @@ def describe(record: dict[str, Any], columns: dict[str, str] | None = None, turn
                 f"turn {number} ({turn['tokens']} tokens): {turn['text']}",
                 *(f"  <- {a}" for a in turn["answers"]),
             ]
-        lines.append(f"ended by {episode['ended_by']}; {episode['waited']:.3f} s of its environment")
+        lines.append(f"ended by {episode['ended_by']}")
     else:
         lines.append(f"completion: {record['completion']}")
     return printable("\n".join(lines))
@@ -104,6 +104,12 @@ def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:
 def finite_or_none(value: float | None) -> float | None:
     """The number, or None if it is not finite, for which JSON has no word."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def _episode(rollout: Rollout) -> dict[str, Any]:
+    """What is known of an episode, except its seconds, which differ between two runs of the same."""
+    episode = rollout.completion.episode
+    return {"episode": {name: value for name, value in episode.items() if name != "waited"}} if episode else {}
 
 
 def _earlier_pieces(rollout: Rollout) -> list[tuple[int, int]]:

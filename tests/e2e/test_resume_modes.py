@@ -85,7 +85,7 @@ MODES = {
     "turns, TP 2": Mode(
         2,
         (*COLOCATED, "--roles.num-trainers", 2, "--trainer.tensor-parallel", 2, "--generator.tensor-parallel", 2)
-        + (*TURNS, *NO_KL),
+        + TURNS,
         rank=1,
     ),
     "LoRA, FSDP 2": Mode(3, (*split(2, 0, 1), *LORA, *UPDATES), rank=1),
