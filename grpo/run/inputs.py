@@ -147,6 +147,8 @@ def check_environment(session: Session) -> None:
     if not config.environment.enabled:
         return
     toolbox = load_toolbox(config.environment)
+    if not (toolbox.has_reward or config.reward.functions or config.algorithm.distill_coef):
+        raise ValueError(f"{toolbox.name} has no get_reward and reward.functions is empty; give it one, or name some")
     if not config.data.row:
         toolbox.check_columns(config.data.reward_columns)
     style = call_style(tokenizer, config.environment, toolbox)

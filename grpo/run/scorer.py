@@ -45,10 +45,10 @@ class Scorer:
         """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded.
 
         end_token_ids: further tokens that end a completion, beside those of the model's `folder` and of the generator.
-        With code_reward, prints what programs run under, and raises ValueError if that is too little.
+        With code_reward or the tool python, prints what programs run under; raises ValueError if that is too little.
         """
         reward, generator, self.environment = config.reward, config.generator, config.environment
-        if "code_reward" in reward.functions:
+        if "code_reward" in reward.functions or "python" in self.environment.tools:
             print(check_programs(reward.allow_without_landlock), flush=True)
         self.tokenizer = tokenizer
         ends = (*generator.stop_token_ids, *end_token_ids)

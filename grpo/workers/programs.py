@@ -77,15 +77,16 @@ def check_programs(allow_without_landlock: bool) -> str:
     release = f"Linux {os.uname().release}"
     if not kernel.can_deny_calls():
         raise ValueError(
-            f"no program can be run here: {release} on {os.uname().machine} filters no system calls; code_reward needs "
+            f"no program can be run here: {release} on {os.uname().machine} filters no system calls; they need "
             "x86_64 or aarch64 and a kernel with seccomp"
         )
     version = lockdown.landlock_version()
     if not version and not allow_without_landlock:
         raise ValueError(
-            f"code_reward is refused because {release} has or allows no Landlock (version 0; version 1, of Linux 5.13, "
-            "would do), so that programs could open the files of this machine; use another kernel or container, or, if "
-            "this machine holds nothing that must stay private, set --reward.allow-without-landlock"
+            f"programs (code_reward, the tool python) are refused because {release} has or allows no Landlock (version "
+            "0; version 1, of Linux 5.13, would do), so that they could open the files of this machine; use another "
+            "kernel or container, or, if this machine holds nothing that must stay private, set "
+            "--reward.allow-without-landlock"
         )
     # In a process of its own, since the caller may be large and have threads.
     command = [sys.executable, "-m", "grpo.workers.programs"]

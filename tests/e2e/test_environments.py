@@ -58,3 +58,19 @@ def test_lost_episodes_are_left_out_and_too_many_end_the_run(model, tmp_path):
             assert record["environment/lost_count"] == record["reward/none_count"] == 4  # one of each group
     output = run(model, tmp_path / "most", 1, *flags, 1, succeeds=False)
     assert "episodes were lost" in output and "seed" in output and "row" in output
+
+
+def test_an_environment_that_cannot_be_used_is_one_line(model, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "class Bare:\n    def reset(self): return 'go'\n    def reply(self, text): return None\n"
+        "class Needs:\n    def reset(self, city): return city\n    def reply(self, text): return None\n"
+    )
+    for name, flags, reason in (
+        ("Bare", ("--reward.functions",), "no get_reward"),
+        ("Needs", (), "needs 'city'"),
+        ("Gone", (), "no function 'Gone'"),
+    ):
+        flags = (*COLOCATED, "--roles.num-trainers", 1, "--environment.name", f"{tmp_path}/bad.py:{name}", *flags)
+        output = run(model, tmp_path / name, 1, *flags, succeeds=False)
+        (line,) = [line for line in output.splitlines() if line.startswith("error:")]
+        assert reason in line and not (tmp_path / name).exists()
