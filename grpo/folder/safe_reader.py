@@ -4,6 +4,7 @@ torch reads tensors with `weights_only`, but unpickles its description of the ch
 tensors, whatever they are. These two classes close both.
 """
 
+import enum
 import io
 import pathlib
 import pickle
@@ -54,7 +55,16 @@ class _MetadataUnpickler(pickle.Unpickler):
             return dtype
         if (module, name) in METADATA_CLASSES:
             return METADATA_CLASSES[module, name]
+        if (module, name) == ("builtins", "getattr"):  # how Python before 3.11.4 writes the member of an enum
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has; nothing of it was run")
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    """The member of an enum, and nothing else that an attribute could be."""
+    if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"it names an attribute {name}, which no checkpoint has; nothing of it was run")
 
 
 class SafePlanner(dcp.DefaultLoadPlanner):

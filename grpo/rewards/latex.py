@@ -100,8 +100,9 @@ _FUNCTIONS = frozenset(
 )
 _MATRIX = re.compile(r"\\(?:begin|end)\{[bp]?matrix\}")
 # Subscripts become part of a name; behind a digit they would be another base.
-_PLAIN = re.compile(
-    r"(?:[0-9a-zA-Z+\-*/^=<>|()\[\]{}.,;& ]|\\[a-zA-Z]+|\\[{}\\]|(?<=[a-zA-Z])_(?:[a-zA-Z0-9]|\{[a-zA-Z0-9]{1,2}\}))*+"
+_PLAIN = re.compile(  # in one way alone, since possessive groups match too little before Python 3.11.4
+    r"(?:[0-9a-zA-Z+\-*/^=<>|()\[\]{}.,;& ]|\\[a-zA-Z]+(?![a-zA-Z])|\\[{}\\]"
+    r"|(?<=[a-zA-Z])_(?:[a-zA-Z0-9]|\{[a-zA-Z0-9]{1,2}\}))*"
 )
 
 
