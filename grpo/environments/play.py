@@ -179,7 +179,7 @@ class Player:
         episode.opening, episode.ids = text, list(episode.prompt.ids)
         if text is not None:
             episode.ids = self.turns.opening(text)
-            episode.pieces.append(_written(episode.ids))
+            episode.pieces.append(_written(episode.ids, episode.version))
         episode.num_prompt_tokens = len(episode.ids)
         if len(episode.ids) > self.max_prompt_tokens:
             self._failed(
@@ -208,7 +208,7 @@ class Player:
             if len(episode.ids) + len(suffix) - episode.num_prompt_tokens >= self.max_tokens:
                 self._end(number, "tokens")
             else:
-                episode.pieces.append(_written(suffix))
+                episode.pieces.append(_written(suffix, episode.version))
                 episode.ids += suffix
                 self._next_turn(number, suffix)
 
@@ -250,8 +250,8 @@ class Player:
         self.host.drop(number)
 
 
-def _written(ids: list[int]) -> Piece:
-    return Piece(torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids), dtype=torch.bool))
+def _written(ids: list[int], version: int) -> Piece:
+    return Piece(torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids), dtype=torch.bool), version=version)
 
 
 def play(

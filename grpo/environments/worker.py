@@ -50,8 +50,6 @@ class Episode:
 
     def reset(self, row: dict[str, Any], seed: int, rollout: int) -> dict[str, Any]:
         """Begin; `text` is the user's message, or None for the row's own prompt."""
-        if self.object is None:
-            return {"text": None}
         text = self.object.reset(**self.toolbox.reset_arguments(row, seed, rollout))
         if text is not None and not isinstance(text, str):
             raise Lost(f"reset returned {type(text).__name__}, not text or None")

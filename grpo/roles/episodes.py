@@ -5,6 +5,7 @@ Text exists only here and on the driver: a turn's ids become text for its tools,
 
 import random
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -102,7 +103,7 @@ def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, to
 
 def completion_of(episode: Episode, temperature: float, index: int) -> Completion:
     """An episode as what follows its prompt; one that was lost before it began has its prompt's tokens alone."""
-    pieces = tuple(episode.pieces) or (Piece.nothing(),)
+    pieces = tuple(episode.pieces) or (replace(Piece.nothing(), version=episode.version),)
     truncated = episode.ended_by in LIMITS
     return Completion(pieces, truncated, temperature=temperature, index=index, episode=episode.note())
 

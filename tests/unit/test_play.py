@@ -30,8 +30,8 @@ def tokenizer():
 class MadeHost:
     """Environments in this process; a reply is there after `delay()` seconds."""
 
-    def __init__(self, delay, fails=()):
-        self.delay, self.fails, self.waiting, self.texts = delay, fails, [], {}
+    def __init__(self, delay, fails=(), fails_at="turn"):
+        self.delay, self.fails, self.waiting, self.texts, self.fails_at = delay, fails, [], {}, fails_at
 
     def ask(self, episode, do, arguments, seconds):
         reply = {"text": f"Begin {episode}."}
@@ -41,7 +41,7 @@ class MadeHost:
             reply = {"answers": [answer], "role": "", "counts": {"calls": 1}, "ended": len(arguments[0]) % 7 == 0}
         elif do == "finish":
             reply = {"reward": float(episode), "info": {}}
-        if do == "turn" and episode in self.fails:
+        if do == self.fails_at and episode in self.fails:
             reply = {"failed": "it died", "kind": self.fails[episode]}
         self.waiting.append((time.monotonic() + self.delay(), reply | {"episode": episode}))
 
@@ -83,12 +83,12 @@ class MadeLoop:
         return ended
 
 
-def run(config, delay=lambda: 0.0, max_tokens=200, fails=()):
+def run(config, delay=lambda: 0.0, max_tokens=200, fails=(), fails_at="turn"):
     """Play NUM episodes; returns them, what the engine was given, and the decisions that other ranks would hear."""
     eos = tokenizer().eos_token_id
     turns = Turns(tokenizer(), DataConfig(system_prompt=""), [eos], [], has_reply=True)
     box = Toolbox("Up", factory=object, has_reply=True, has_reward=True)
-    player = Player(config, box, MadeHost(delay, fails), turns, tokenizer(), 100)
+    player = Player(config, box, MadeHost(delay, fails, fails_at), turns, tokenizer(), 100)
     player.begin([Episode(Prompt(n, [11, 12]), 0, n, 3) for n in range(NUM)], max_tokens)
     loop, told = MadeLoop(), []
 
@@ -158,3 +158,14 @@ def test_a_lost_episode_has_no_reward_and_a_hung_one_has_its_own():
     others, _ = run(CONFIG)
     for number in {*range(NUM)} - {2, 5}:
         assert torch.equal(torch.tensor(episodes[number].ids), torch.tensor(others[number].ids))
+
+
+def test_an_episode_lost_before_its_first_turn_is_of_the_weights_that_were_there():
+    episodes, _ = run(CONFIG, fails={2: "lost"}, fails_at="reset")
+    assert episodes[2].ended_by == "lost" and not episodes[2].pieces
+    for number, episode in enumerate(episodes):
+        completion = completion_of(episode, 1.0, number)
+        assert completion.version == completion.oldest_version == 3
+        assert all(piece.version == 3 for piece in completion.pieces)
+    sample = sample_of(episodes[2].prompt, completion_of(episodes[2], 1.0, 2))
+    assert sample.ids_T.tolist() == episodes[2].prompt.ids and not sample.loss_mask_T.any()
