@@ -4,6 +4,7 @@ Whatever the model can have caused is told to it: an unknown tool, wrong argumen
 have caused, as a server that is down, is raised as `Lost`. It imports little, because worker processes import it.
 """
 
+import asyncio
 import errno
 import functools
 import inspect
@@ -23,6 +24,8 @@ from grpo.workers.programs import ProgramError
 BUILT_INS = ("calculator", "python")
 # Public methods of a class that are no tools.
 NOT_TOOLS = ("reset", "reply", "get_reward", "get_info", "close")
+# Those of them that a class need not have -> what the run calls them with.
+CALLED_WITH = {"reply": ("a text",), "get_reward": (), "get_info": (), "close": ()}
 # What the run can tell `reset` beside the row.
 RUN_FACTS = ("seed", "rollout")
 # Errors that say something about the machine or the network, and nothing about the call.
@@ -103,6 +106,8 @@ def load_toolbox(config: EnvironmentConfig) -> Toolbox:
         function = built_in or _load(spec, "environment.tools")
         if inspect.isclass(function):
             raise ValueError(f"environment.tools {spec} is a class; write it as environment.name")
+        if not inspect.isroutine(function):
+            raise ValueError(f"environment.tools {spec} is {type(function).__name__} and no function; write def ...")
         _add(tools, function.__name__, _tool(function, spec))
     if config.name:
         toolbox = _of_class(_load(config.name, "environment.name"), config, tools)
@@ -141,6 +146,14 @@ def _of_class(kind: type, config: EnvironmentConfig, tools: dict[str, Tool]) -> 
         raise ValueError(
             f"class {kind.__name__} does not take environment.options {config.options}: {error}; its arguments: {known}"
         ) from error
+    for name, given in CALLED_WITH.items():
+        try:
+            inspect.signature(getattr(kind, name, lambda *_: None)).bind(None, *given)
+        except TypeError as error:
+            raise ValueError(
+                f"{kind.__name__}.{name} is no tool here: the run calls it with {', '.join(given) or 'no arguments'}, "
+                f"which it does not take ({error}); give a tool another name"
+            ) from error
     names = dict.fromkeys(name for base in reversed(kind.__mro__) for name in vars(base))
     for name in names:
         if not name.startswith("_") and name not in NOT_TOOLS and inspect.isroutine(method := getattr(kind, name)):
@@ -164,8 +177,6 @@ def _tool(function: Callable, what: str, is_method: bool = False, skip: bool = F
     """A tool, if it can be described to a model. skip: its first argument is `self`."""
     parameters = dict(list(inspect.signature(function).parameters.items())[skip:])
     own = "; a method that is no tool begins with _" if is_method else ""
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"tool {what} is async; write an ordinary function{own}")
     for name, parameter in parameters.items():
         if not _is_named(parameter):
             raise ValueError(f"tool {what} takes {parameter}; name each argument, so that a model can{own}")
@@ -210,15 +221,35 @@ def run_call(toolbox: Toolbox, environment: Any, call: Call) -> tuple[str, Liter
         return f"{call.name}: {wrong}. Its arguments: {known}.", "bad"
     function = getattr(environment, call.name) if tool.is_method else tool.function
     try:
-        result = function(**arguments)
-        is_json = isinstance(result, dict | list)
-        return json.dumps(result, ensure_ascii=False, default=str) if is_json else str(result), "ok"
-    except MemoryError:
+        return _as_text(awaited(function(**arguments))), "ok"
+    except (MemoryError, Lost):
         raise
     except (Exception, SystemExit) as error:  # whatever a user's tool may raise
         if is_outage(error):
             raise Lost(f"{call.name}: {in_words(error)}") from error
         return in_words(error), "error"
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The process's own, the same for all calls: a client that one of them opened belongs to it."""
+    return asyncio.new_event_loop()
+
+
+def awaited(result: Any) -> Any:
+    """What a user's function or method returned; of an async one, once it is done."""
+    return _loop().run_until_complete(result) if inspect.isawaitable(result) else result
+
+
+def _as_text(result: Any) -> str:
+    """A tool's result as the model reads it: text, JSON, or the parts of a message that are text."""
+    parts = result if isinstance(result, list) else []
+    if parts and all(isinstance(part, dict) and part.get("type") in ("text", "image") for part in parts):
+        if any(part["type"] == "image" for part in parts):
+            raise Lost("a tool answered with an image, which these models do not read; answer with text")
+        return "".join(part["text"] for part in parts)
+    is_json = isinstance(result, dict | list)
+    return json.dumps(result, ensure_ascii=False, default=str) if is_json else str(result)
 
 
 def is_outage(error: BaseException | None) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo.config import EnvironmentConfig
 from grpo.environments.calls import Call, parse
-from grpo.environments.tools import Lost, Toolbox, run_call
+from grpo.environments.tools import Lost, Toolbox, awaited, run_call
 from grpo.rewards.worker import describe, plain_values
 from grpo.text import shorten
 
@@ -50,7 +50,7 @@ class Episode:
 
     def reset(self, row: dict[str, Any], seed: int, rollout: int) -> dict[str, Any]:
         """Begin; `text` is the user's message, or None for the row's own prompt."""
-        text = self.object.reset(**self.toolbox.reset_arguments(row, seed, rollout))
+        text = awaited(self.object.reset(**self.toolbox.reset_arguments(row, seed, rollout)))
         if text is not None and not isinstance(text, str):
             raise Lost(f"reset returned {type(text).__name__}, not text or None")
         return {"text": text}
@@ -69,20 +69,22 @@ class Episode:
             counts["tool_errors"] += kind == "error"
             answers.append(answer)
         if not answers and self.toolbox.has_reply:
-            answer = self.object.reply(text)
+            answer = awaited(self.object.reply(text))
             answers, role = [] if answer is None else [str(answer)], "user"
         answers = [shorten(answer, MOST_CHARACTERS // len(answers)) for answer in answers]
-        ended = not answers or bool(getattr(self.object, "done", False))
+        done = getattr(self.object, "done", False)
+        ended = not answers or (bool(done) and not callable(done))  # a method `done` is a tool
         return {"answers": answers, "role": role, "ended": ended, "counts": counts}
 
     def finish(self) -> dict[str, Any]:
-        """End: the episode's reward (None without `get_reward`) and what `get_info` says of it."""
-        info = self.object.get_info() if hasattr(self.object, "get_info") else {}
+        """End: the episode's reward (None without `get_reward`) and what reward functions learn of the object."""
+        own = hasattr(self.object, "get_info")
+        info = awaited(self.object.get_info()) if own else _plain_attributes(self.object)
         if not isinstance(info, dict) or len(json.dumps(info)) > MOST_CHARACTERS:
             raise Lost(f"get_info returned no dict of at most {MOST_CHARACTERS} characters as JSON")
         reward = self._reward()
         if hasattr(self.object, "close"):
-            self.object.close()
+            awaited(self.object.close())
         self.object = None
         return {"reward": reward, "info": info}
 
@@ -90,7 +92,21 @@ class Episode:
         """Raises Lost where `get_reward` gives no finite number."""
         if not self.toolbox.has_reward:
             return None
-        values = plain_values([self.object.get_reward()], 1)
+        values = plain_values([awaited(self.object.get_reward())], 1)
         if isinstance(values, str):
             raise Lost(f"get_reward {values}")
         return values[0]
+
+
+def _plain_attributes(environment: Any) -> dict[str, Any]:
+    """The object's public attributes that JSON has, numpy's numbers among them, as far as there is room."""
+    plain, room = {}, MOST_CHARACTERS
+    for name, value in getattr(environment, "__dict__", {}).items():
+        try:
+            text = json.dumps({name: value}, default=lambda number: number.item())
+        except (TypeError, ValueError, AttributeError, RecursionError):
+            continue
+        if not name.startswith("_") and len(text) < room:
+            plain |= json.loads(text)
+            room -= len(text)
+    return plain

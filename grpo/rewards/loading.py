@@ -23,16 +23,17 @@ def is_group_level(function: RewardFunction) -> bool:
 def call_arguments(function: RewardFunction, completions: list, columns: Mapping[str, list]) -> tuple[tuple, dict]:
     """Arguments of a call: completions by that name where the function has it, as in `f(prompts, completions, ...)`.
 
-    Else they are its first argument, whatever that is called.
+    Else they are its first argument, whatever that is called, unless it is called as a column: `f(environments, **_)`.
     """
-    if _takes_completions(function):
+    names = _argument_names(function)
+    if "completions" in names or (names and names[0] in columns):
         return (), {"completions": completions, **columns}
     return (completions,), dict(columns)
 
 
 @functools.cache  # looking at a signature takes longer than most calls
-def _takes_completions(function: RewardFunction) -> bool:
-    return "completions" in inspect.signature(function).parameters
+def _argument_names(function: RewardFunction) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def answer_format_of(functions: Mapping[str, RewardFunction]) -> str | None:

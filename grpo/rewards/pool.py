@@ -34,7 +34,7 @@ class RewardError(RuntimeError):
 
 
 # What reward functions get of episodes, besides.
-EPISODE_COLUMNS = ("turns", "messages", "environment")
+EPISODE_COLUMNS = ("turns", "messages", "environment", "environments")
 
 
 class RewardPool:
@@ -62,7 +62,7 @@ class RewardPool:
 
         Each function is called with one completion, or with those of a group if it is group-level, and with the data
         set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step` as lists of one length; of
-        episodes also with `turns`, `messages` and `environment`.
+        episodes also with `turns`, `messages`, `environment` and `environments`.
 
         Raises ValueError if a column holds what JSON does not have, RuntimeError if the last ones were not collected.
         """
@@ -154,7 +154,7 @@ def _as_json(values: list) -> bytes:
 
 
 def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
-    """What reward functions learn of episodes: the model's turns, all messages, and what `get_info` said."""
+    """What reward functions learn of episodes: the model's turns, all messages, what is told of the environment."""
     columns: dict[str, list] = {name: [] for name in EPISODE_COLUMNS}
     for rollout in rollouts:
         episode, content = rollout.completion.episode, rollout.prompt.content
@@ -168,6 +168,7 @@ def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
         columns["turns"].append([turn["text"] for turn in episode["turns"]])
         columns["messages"].append(messages)
         columns["environment"].append(episode["info"])
+        columns["environments"].append(episode["info"])  # with attributes, see worker.py
     return columns
 
 

@@ -4,6 +4,8 @@ A user's own function runs with the user's files and network. Built-in functions
 completion is text from a policy that will find every hole, and a library that evaluates formulas may run one.
 """
 
+import asyncio
+import inspect
 import json
 import math
 import numbers
@@ -14,6 +16,7 @@ import signal
 import socket
 import sys
 import traceback
+import types
 from typing import Any, NamedTuple
 
 from grpo.config import RewardConfig
@@ -45,6 +48,16 @@ class Call(NamedTuple):
     def as_line(self, call: int) -> bytes:
         """What a worker reads: the call's number, the function's name and the arguments."""
         return b"[%d, %s, %s]\n" % (call, json.dumps(self.function).encode(), self.arguments)
+
+
+class Snapshot(types.SimpleNamespace):
+    """An environment as reward functions see it: plain attributes as they were at the end of its episode."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a reward function sees no {name} of an environment, only its public attributes that JSON has, or what "
+            "its get_info returns; name it there, or compute the reward in get_reward"
+        )
 
 
 def work(
@@ -95,9 +108,12 @@ def make_call(function: RewardFunction, completions: list[str], columns: dict[st
     number = len(completions)  # the function may change the list
     # A verifier may raise anything, SystemExit and KeyboardInterrupt too, and all of it belongs to this one call.
     try:
+        if "environments" in columns:
+            columns["environments"] = [Snapshot(**info) for info in columns["environments"]]
         arguments, named = call_arguments(function, completions, columns)
         try:
             values = function(*arguments, **named)
+            values = asyncio.run(values) if inspect.iscoroutine(values) else values
         finally:
             for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
                 signal.setitimer(timer, 0)  # an alarm left behind would strike a later call

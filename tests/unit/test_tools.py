@@ -97,7 +97,7 @@ def test_a_class_as_others_write_them(tmp_path):
          "tool Mine.act has no docstring, .*begins with _"),
         ("def f(*x: int):\n    'F.'", {"tools": ("{here}:f",)}, r"tool .*:f takes \*x: int; name each argument"),
         ("def f(x: 'Nothing'):\n    'F.'", {"tools": ("{here}:f",)}, "a type hint that means nothing here: NameError"),
-        ("async def f():\n    'F.'", {"tools": ("{here}:f",)}, "is async; write an ordinary function"),
+        ("import functools\nf = functools.partial(print)", {"tools": ("{here}:f",)}, "is partial and no function"),
         (ENVIRONMENT + "    def reply(self, text):\n        pass", {"name": "{here}:Mine", "options": {"depth": 3}},
          "class Mine does not take environment.options {'depth': 3}: .*; its arguments: none"),
         (ENVIRONMENT + "    def reply(self, text):\n        pass", {"name": "{here}:Mine", "calls": "hermes"},

@@ -1,0 +1,199 @@
+"""What people write for TRL's `tools` and `environment_factory` runs as it is: classes, functions, rewards of them."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+
+from grpo.config import EnvironmentConfig, RewardConfig
+from grpo.environments.host import EnvironmentHost
+from grpo.environments.tools import load_toolbox
+from grpo.rewards.loading import load_functions
+from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
+from grpo.types import Completion, Prompt, Rollout
+
+# A vault that opens by three digits; what it holds is asked of a client that belongs to one event loop.
+FILE = '''
+    import asyncio
+    import numpy as np
+
+    class VaultEnv:
+        def __init__(self):
+            self.client = None
+            self.reward = 0.0
+
+        def reset(self, prompt, code="000", **kwargs) -> str | None:
+            self.code, self.done, self.tried, self._secret = code, False, [], "hidden"
+            self.reward = np.float32(0.0)
+            return f"The vault has {len(code)} digits."
+
+        def try_digit(self, place: int, digit: str) -> str:
+            """
+            Try one digit.
+
+            Args:
+                place: Place of the digit, from 0.
+                digit: The digit.
+
+            Returns:
+                Whether it fits.
+            """
+            if self.done:
+                raise ValueError("The vault is open.")
+            self.tried.append([place, digit])
+            fits = self.code[place] == digit
+            self.reward += fits / len(self.code)
+            return "It clicks." if fits else "Nothing."
+
+        async def listen(self) -> list:
+            """
+            Listen at the door.
+
+            Returns:
+                What there is to hear.
+            """
+            if self.client is None:
+                self.client = asyncio.get_running_loop().create_future()
+                asyncio.get_running_loop().call_later(0.01, self.client.set_result, None)
+            await asyncio.shield(self.client)
+            return [{"type": "text", "text": "A clock "}, {"type": "text", "text": "ticks."}]
+
+        def photograph(self) -> list:
+            """
+            Photograph the door.
+
+            Returns:
+                The picture.
+            """
+            return [{"type": "image", "image": object()}]
+
+        async def get_reward(self) -> float:
+            await asyncio.sleep(0)
+            return self.reward
+
+    async def search(query: str, limit: int = 3) -> dict:
+        """
+        Search the archive.
+
+        Args:
+            query: What to look for.
+            limit: How many entries at most.
+
+        Returns:
+            The entries.
+        """
+        await asyncio.sleep(0)
+        if not query:
+            raise ValueError("empty query")
+        return {"entries": [query] * limit}
+
+    def reward_func(environments, **kwargs):
+        return [env.reward for env in environments]
+
+    async def tries(prompts, completions, environments, **kwargs) -> list[float]:
+        await asyncio.sleep(0)
+        return [-0.1 * len(environment.tried) for environment in environments]
+
+    def asks_too_much(environments, **kwargs):
+        return [env.client.score() for env in environments]
+'''
+NAME, SEARCH = "vault.py:VaultEnv", "vault.py:search"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vault.py").write_text(textwrap.dedent(FILE))
+    return tmp_path
+
+
+def played(host: EnvironmentHost, row: dict, *turns: str) -> tuple[list[dict], dict]:
+    """Replies to `reset` and turns, and what `finish` says."""
+    replies = []
+    for do, *arguments in (("reset", row, 0, 0), *(("turn", turn) for turn in turns), ("finish",)):
+        host.ask(0, do, arguments, 20.0)
+        replies += host.poll(60)
+    return replies[:-1], replies[-1]
+
+
+def call(name: str, **arguments) -> str:
+    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+def test_a_class_with_async_tools_and_its_reward_functions(folder):
+    config = EnvironmentConfig(name=NAME, tools=(SEARCH,))
+    names = [schema["function"]["name"] for schema in load_toolbox(config).schemas]
+    assert names == ["search", "try_digit", "listen", "photograph"]
+    host = EnvironmentHost(config, "hermes", 1)
+    try:
+        row = {"prompt": [{"role": "user", "content": "Open it."}], "code": "123"}
+        (begun, first, second, third), told = played(
+            host,
+            row,
+            call("search", query="vaults", limit=1) + call("try_digit", place=0, digit="1"),
+            call("listen") + call("search", query=""),
+            call("listen"),  # the same client, so the same loop, in a later turn
+        )
+        assert begun["text"] == "The vault has 3 digits."
+        assert first["answers"] == ['{"entries": ["vaults"]}', "It clicks."] and not first["ended"]
+        assert second["answers"] == ["A clock ticks.", "ValueError: empty query"]
+        assert second["counts"]["tool_errors"] == 1 and third["answers"] == ["A clock ticks."]
+        assert told["reward"] == pytest.approx(1 / 3)
+        # what is private or no plain value does not leave its process
+        assert told["info"].keys() == {"reward", "code", "done", "tried"}
+        lost = played(host, row, call("photograph"))[0][-1]
+        assert lost["kind"] == "lost" and "image" in lost["failed"]
+    finally:
+        host.close()
+
+    episode = {"opening": begun["text"], "turns": [], "reward": told["reward"], "info": told["info"]}
+    completion = Completion.of(torch.tensor([1]), torch.tensor([-1.0]), truncated=False, episode=episode)
+    rollout = Rollout(Prompt(0, [1], content="Open it."), completion, "")
+    reward = RewardConfig(functions={"vault.py:reward_func": 1.0, "vault.py:tries": 1.0}, num_workers=1)
+    load_functions(reward, ["prompt", "code", *EPISODE_COLUMNS])  # the check before a run
+    (scored,) = scores(reward, rollout)
+    assert scored.rewards == {"vault.py:reward_func": pytest.approx(1 / 3), "vault.py:tries": pytest.approx(-0.1)}
+    (scored,) = scores(RewardConfig(functions={"vault.py:asks_too_much": 1.0}, num_workers=1), rollout)
+    assert "sees no client of an environment" in scored.failures["vault.py:asks_too_much"]
+
+
+def scores(reward: RewardConfig, rollout: Rollout) -> list[Rollout]:
+    pool = RewardPool(reward, 16)
+    try:
+        pool.submit([rollout], 1)
+        return pool.collect()
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        (
+            "def reply(self, mail: int, text: str):",
+            "Mine.reply is no tool here: .* with a text, which it does not",
+        ),
+        (
+            "def close(self, file: str):",
+            "Mine.close is no tool here: .* with no arguments, .*; give a tool another",
+        ),
+    ],
+)
+def test_a_tool_whose_name_means_something_here_is_refused(folder, member, words):
+    code = f"class Mine:\n    def reset(self, **kwargs):\n        pass\n    {member}\n        'Do it.'\n"
+    (folder / "mine.py").write_text(code)
+    with pytest.raises(ValueError, match=words) as refused:
+        load_toolbox(EnvironmentConfig(name="mine.py:Mine"))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_tool_called_done_ends_nothing(folder):
+    code = "class Mine:\n    def reset(self, **kwargs):\n        pass\n    def done(self) -> str:\n        'Say so.'\n"
+    (folder / "mine.py").write_text(code + "        return 'noted'\n")
+    host = EnvironmentHost(EnvironmentConfig(name="mine.py:Mine"), "hermes", 1)
+    try:
+        reply = played(host, {}, call("done"))[0][-1]
+    finally:
+        host.close()
+    assert reply["answers"] == ["noted"] and not reply["ended"]
