@@ -25,6 +25,9 @@ import numpy as np
 from grpo.report.samples import describe
 from grpo.text import compact_number
 
+# Steps and values, at least one.
+Curve = list[tuple[int, float]]
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the summary, or the chosen rollouts. Raises SystemExit with the reason if there are none."""
@@ -58,24 +61,34 @@ def main(arguments: list[str] | None = None) -> None:
 def summarize(run_dir: pathlib.Path) -> str:
     """The summary as text. Raises ValueError if the run has no metrics.jsonl."""
     records = list(read_lines(run_dir / "metrics.jsonl", "train first, or name another run folder"))
-    steps = [record for record in records if "time/step" in record]
-    # of several held-out sets (`eval/SET/accuracy`) the first
-    names = [name for record in records for name in record]
-    accuracy = next((n for n in names if n.startswith("eval/") and n.endswith("accuracy")), "eval/accuracy")
-    evaluated = [record for record in records if record.get(accuracy) is not None]
-    curve = [record for record in records if record.get("reward/mean") is not None]
-    name, label = "reward/mean", "mean reward of the sampled completions"
-    if len(evaluated) > 1:
-        held_out_set = "".join(f" of {part}" for part in accuracy.split("/")[1:-1])
-        curve, name, label = evaluated, accuracy, f"accuracy on held-out prompts{held_out_set} (greedy)"
-    minutes = sum(record["time/step"] for record in steps) / 60
-    lines = [f"{run_dir}: {len(steps)} steps in {minutes:.1f} minutes, start-up not counted"]
-    if curve:
-        first, last = (f"{compact_number(r[name])} after step {r['step']}" for r in (curve[0], curve[-1]))
-        lines += [f"{label}: {first}, {last}", "", terminal_curve([record[name] for record in curve])]
+    seconds, found = [record["time/step"] for record in records if "time/step" in record], curves(records)
+    lines = [f"{run_dir}: {len(seconds)} steps in {sum(seconds) / 60:.1f} minutes, start-up not counted"]
+    for label, curve in found.items():
+        ends = dict.fromkeys([curve[0], curve[-1]])
+        lines.append(f"{label}: {', '.join(f'{compact_number(value)} after step {step}' for step, value in ends)}")
+    for curve in list(found.values())[:1]:
+        lines += ["", terminal_curve([value for _, value in curve])]
     places = {"TensorBoard": "tensorboard", "completions to read": "samples.txt", "trained model": "model"}
     lines += ["", *(f"{what}: {run_dir / where}" for what, where in places.items() if (run_dir / where).exists())]
     return "\n".join(lines)
+
+
+def curves(records: list[dict[str, Any]]) -> dict[str, Curve]:
+    """What a run is judged by: accuracy on held-out prompts, reward, and without rewards (SFT) losses.
+
+    The most telling comes first, among those that have more than one value.
+    """
+    names = dict.fromkeys(name for record in records for name in record)
+    # of several held-out sets (`eval/SET/accuracy`) the first
+    accuracy = next((n for n in names if n.startswith("eval/") and n.endswith("accuracy")), "eval/accuracy")
+    held_out_set = "".join(f" of {part}" for part in accuracy.split("/")[1:-1])
+    labels = {accuracy: f"accuracy on held-out prompts{held_out_set} (greedy)"}
+    if "reward/mean" in names:
+        labels["reward/mean"] = "mean reward of the sampled completions"
+    else:
+        labels |= {"validation/loss": "loss on held-out examples", "loss": "loss on training examples"}
+    found = {label: [(r["step"], r[n]) for r in records if r.get(n) is not None] for n, label in labels.items()}
+    return {label: found[label] for label in sorted(found, key=lambda label: len(found[label]) < 2) if found[label]}
 
 
 def terminal_curve(values: list[float], width: int = 60, height: int = 8) -> str:

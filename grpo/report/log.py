@@ -15,9 +15,9 @@ from typing import Any, Literal
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import MetricsConfig
-from grpo.report.samples import completion_records, finite_or_none, readable_sample, spread_by_reward
+from grpo.report.samples import completion_records, describe, finite_or_none, spread_by_reward
 from grpo.report.warnings import Watch
-from grpo.text import compact_duration, compact_number
+from grpo.text import compact_duration, compact_number, printable
 from grpo.types import Rollout
 
 # Metric and how the console line shows it; padded to the usual width, numbers of successive lines mostly line up. The
@@ -37,6 +37,8 @@ CONSOLE_COLUMNS = {
 ETA_STEPS = 20
 # Completions to read in samples.txt, of each step that writes any.
 NUM_SAMPLES = 4
+# Of the same completions in the table at Weights & Biases.
+WANDB_COLUMNS = ("prompt", "completion", "answer", "reward", "advantage", "mismatch", "num_tokens")
 
 
 class RunLog:
@@ -107,7 +109,7 @@ class RunLog:
         records = completion_records(rollouts, prompts)
         self._append_records("completions.jsonl", [{"step": step, **record} for record in records])
         chosen = spread_by_reward([r.reward for r in rollouts], NUM_SAMPLES)
-        samples = [readable_sample(rollouts[i], prompts[i]) for i in chosen]
+        samples = [describe(records[i], short=True) for i in chosen]
         self._append("samples.txt", "\n\n".join([f"===== step {step} ".ljust(120, "="), *samples]) + "\n\n")
         if self.tensorboard:  # indented, Markdown shows it as it is
             text = "\n\n".join(samples).replace("\n", "\n    ")
@@ -116,7 +118,9 @@ class RunLog:
         if self.wandb:
             import wandb
 
-            table = wandb.Table(columns=["sample"], data=[[sample] for sample in samples])
+            rows = [records[i] | {"answer": str(records[i]["columns"].get("answer", ""))} for i in chosen]
+            data = [[printable(x) if isinstance(x := row[name], str) else x for name in WANDB_COLUMNS] for row in rows]
+            table = wandb.Table(columns=[*WANDB_COLUMNS], data=data)
             self.wandb.log({"step": step, "samples": table})
 
     def evaluation_completions(

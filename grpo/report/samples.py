@@ -1,6 +1,7 @@
 """Completions to read: records for the .jsonl files, readable text, and why reward functions failed."""
 
 import collections
+import json
 import math
 from typing import Any
 
@@ -17,12 +18,15 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
     """What the .jsonl files tell about each completion, except step and kind; None where there is no finite number.
 
     Texts are whole and as they are (JSON escapes what acts on a terminal), except that JSON takes no lone surrogates.
+    `columns` are those that the reward functions got, so that a completion can be scored again.
     """
     return [
         {
             "row": rollout.prompt.row,
             **({"source": rollout.prompt.source} if rollout.prompt.source else {}),
             "prompt": without_surrogates(prompt),
+            # they came as JSON, which Python lets hold NaN
+            "columns": json.loads(json.dumps(rollout.prompt.columns), parse_constant=lambda _: None),
             "completion": without_surrogates(rollout.text),
             "rewards": {name: finite_or_none(value) for name, value in rollout.rewards.items()},
             "reward": finite_or_none(rollout.reward),
@@ -46,22 +50,15 @@ def spread_by_reward(rewards: list[float | None], count: int) -> list[int]:
     return [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
-def readable_sample(rollout: Rollout, prompt: str) -> str:
-    """A rollout as readable, printable text, with the columns of its row; prompt and columns are shortened."""
-    (record,) = completion_records([rollout], [shorten(prompt, SAMPLE_CHARACTERS)])
-    columns = rollout.prompt.columns.items()
-    return describe(
-        record,
-        # not the text that the prompt was made from
-        {name: shorten(str(x), SAMPLE_CHARACTERS) for name, x in columns if x != rollout.prompt.content},
-    )
-
-
-def describe(record: dict[str, Any], columns: dict[str, str] | None = None, turns: bool = False) -> str:
+def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -> str:
     """A completion's record as readable, printable text: a line of numbers, failures, prompt, columns, completion.
 
     turns: of an episode, in place of the completion its turns one by one, with their tokens and what answered them.
+    short: cut a long prompt to SAMPLE_CHARACTERS, as columns are in any case. A column that the prompt shows is left
+    out, except `answer`.
     """
+    prompt = record["prompt"]
+    columns = {name: x for name, x in record["columns"].items() if name == "answer" or not _is_in(x, prompt)}
     numbers = [("reward", record["reward"]), *record["rewards"].items()]
     numbers += [(name, record[name]) for name in ("advantage", "mismatch")]
     facts = [f"{name} {number_or_none(value)}" for name, value in numbers]
@@ -69,8 +66,8 @@ def describe(record: dict[str, Any], columns: dict[str, str] | None = None, turn
     lines = [
         f"--- {' | '.join(facts)} | {record['num_tokens']} tokens, finish reason {record['finish_reason']}",
         *(f"{name} failed: {_one_line(reason)}" for name, reason in record["failures"].items()),
-        f"prompt: {record['prompt']}",
-        *(f"{name}: {value}" for name, value in (columns or {}).items()),
+        f"prompt: {shorten(prompt, SAMPLE_CHARACTERS) if short else prompt}",
+        *(f"{name}: {shorten(str(value), SAMPLE_CHARACTERS)}" for name, value in columns.items()),
     ]
     episode = record.get("episode")
     if turns and episode:
@@ -116,6 +113,13 @@ def _earlier_pieces(rollout: Rollout) -> list[tuple[int, int]]:
     """(version, tokens) of each piece before the last one."""
     pieces = () if rollout.completion.episode else rollout.completion.pieces[:-1]
     return [(piece.version, piece.num_tokens) for piece in pieces]
+
+
+def _is_in(value: Any, prompt: str) -> bool:
+    """Whether the prompt shows this value of a column anyway: a text, or messages."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(x, dict) and _is_in(x.get("content"), prompt) for x in value)
+    return isinstance(value, str) and without_surrogates(value.strip()) in prompt
 
 
 def _one_line(text: str) -> str:

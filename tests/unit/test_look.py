@@ -12,7 +12,7 @@ from grpo.look import choose, main, read_step
 
 def record(step: int, reward: float | None, prompt: str = "1+1=", completion: str = "2", **more) -> dict:
     values = {"rewards": {"math_reward": reward}, "advantage": 0.5, "mismatch": None, "finish_reason": "stop"}
-    values |= {"num_tokens": 2, "failures": {}, "row": 7}
+    values |= {"num_tokens": 2, "failures": {}, "row": 7, "columns": {"answer": 3}}
     return {"step": step, "prompt": prompt, "completion": completion, "reward": reward, **values, **more}
 
 
@@ -57,7 +57,7 @@ def test_what_is_printed(run_dir, capsys):
     out = capsys.readouterr().out
     assert "after step 11: 1 of 4 completions, highest reward first" in out
     numbers = "--- reward 1 | math_reward 1 | advantage 0.5 | mismatch none | row 7 | 2 tokens, finish reason stop"
-    assert f"{numbers}\nprompt: ab\\x1b[2J\ncompletion: 2\n" in out
+    assert f"{numbers}\nprompt: ab\\x1b[2J\nanswer: 3\ncompletion: 2\n" in out
     assert "\x1b" not in out
     main([str(run_dir), "--evaluation"])
     out = capsys.readouterr().out

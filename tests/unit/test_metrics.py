@@ -17,6 +17,7 @@ from grpo.report import log as run_log
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
 from grpo.report.samples import failure_lines
+from grpo.rewards.builtin import math_reward
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
 from grpo.types import Completion, Prompt, Rollout
@@ -264,11 +265,41 @@ def test_every_completion_is_a_json_line(tmp_path):
     log.completions(5, [TRUNCATED, UNREWARDED], ["user: 1+2", "user: ü"])
     log.close()
     first = {"step": 5, "row": 17, "prompt": "user: 1+2", "completion": TRUNCATED.text, "reward": 0.75, "version": 0}
+    first |= {"columns": {"question": "1+2", "answer": "3"}}
     first |= {"rewards": {"math_reward": 1.0, "thinking_reward": None}, "advantage": 0.5, "mismatch": 0.00125}
     first |= {"finish_reason": "length", "num_tokens": 2, "failures": {"thinking_reward": "took longer\nthan 10 s"}}
-    second = {"row": -1, "prompt": "user: ü", "completion": "", "rewards": {"math_reward": None}, "reward": None}
+    second = {
+        "row": -1,
+        "prompt": "user: ü",
+        "columns": {},
+        "completion": "",
+        "rewards": {"math_reward": None},
+        "reward": None,
+    }
     second |= {"advantage": None, "mismatch": None, "finish_reason": "stop", "num_tokens": 5, "failures": {}}
     assert read_records(tmp_path, "completions.jsonl") == [first, first | second]
+
+
+def test_recorded_completions_can_be_scored_again(tmp_path):
+    """By what the record has of the row alone, also if a value in it is one that JSON has no word for."""
+    columns = {"question": "What is 1+2?", "answer": "3", "weight": math.nan, "tests": [[1, 2], {"x": math.inf}]}
+    texts = ["<answer>3</answer>", "<answer>4</answer>", "3"]
+    rewards = math_reward(texts, answer=["3"] * 3)
+    rollouts = [make_rollout(r, {"f": r}, text=t, columns=columns) for t, r in zip(texts, rewards, strict=True)]
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=1)
+    log.completions(1, rollouts, ["What is 1+2?"] * 3)
+    records = read_records(tmp_path, "completions.jsonl")
+    again = math_reward([r["completion"] for r in records], answer=[r["columns"]["answer"] for r in records])
+    assert again == [r["reward"] for r in records] and len(set(again)) > 1
+    assert records[0]["columns"] == columns | {"weight": None, "tests": [[1, 2], {"x": None}]}
+
+
+def test_a_sample_shows_the_answer_and_no_column_that_the_prompt_has(tmp_path):
+    columns = {"messages": [{"role": "user", "content": "3+0?"}], "answer": "3", "level": "hard"}
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=1)
+    log.completions(1, [make_rollout(1.0, text="7", columns=columns)], ["user: 3+0?" + " " * 700])
+    sample = (tmp_path / "samples.txt").read_text()
+    assert "answer: 3\nlevel: hard\ncompletion: 7\n" in sample and "messages:" not in sample
 
 
 def test_held_out_completions_have_a_kind(tmp_path):
@@ -349,7 +380,7 @@ def test_completions_are_strict_json_with_the_whole_text(tmp_path):
 
 def test_tensorboard_shows_samples_as_they_are(tmp_path):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    log.completions(5, [UNREWARDED, TRUNCATED], ["_a_ & `b`", "[x](y) &lt;\n\n\\|~1~"])
+    log.completions(5, [UNREWARDED, TRUNCATED], ["_a_ & `b`", "1+2[x](y) &lt;\n\n\\|~1~"])
     log.close()
     accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
@@ -360,7 +391,7 @@ def test_tensorboard_shows_samples_as_they_are(tmp_path):
     assert best.startswith(
         "reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | mismatch 0.00125 | row 17"
     )
-    assert f"prompt: [x](y) &lt;\n\n\\|~1~\nanswer: 3\ncompletion: {TRUNCATED.text}" in best
+    assert f"prompt: 1+2[x](y) &lt;\n\n\\|~1~\nanswer: 3\ncompletion: {TRUNCATED.text}" in best
     assert "thinking_reward failed: took longer than 10 s\n" in best and "prompt: _a_ & `b`" in worst
 
 
@@ -383,9 +414,23 @@ def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path}: 2 steps in 1.5 minutes, start-up not counted"
     assert lines[1] == "accuracy on held-out prompts (greedy): 0.25 after step 0, 0.75 after step 2"
-    assert lines[3].startswith(" 0.75 ┤") and lines[10].startswith(" 0.25 ┤")
+    assert lines[2] == "mean reward of the sampled completions: 0.5 after step 1, 0.6 after step 2"
+    assert lines[4].startswith(" 0.75 ┤") and lines[11].startswith(" 0.25 ┤")
     assert f"TensorBoard: {tmp_path}/tensorboard" in lines
     assert lines[-1].startswith("TensorBoard")  # no samples, no model
+
+
+def test_summary_of_a_supervised_run_tells_its_losses(tmp_path):
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
+    for step, loss in ((1, 2.0), (2, 1.5), (3, 1.25)):
+        log.log(step, {"loss": loss, "time/step": 1.0})
+    log.log_held_out(3, {"validation/loss": 1.75})  # one value makes no curve
+    lines = look.summarize(tmp_path).splitlines()
+    assert lines[1] == "loss on training examples: 2 after step 1, 1.25 after step 3"
+    assert lines[2] == "loss on held-out examples: 1.75 after step 3"
+    assert lines[4].strip().startswith("2 ┤") and lines[11].strip().startswith("1.25 ┤")
+    log.log_held_out(4, {"validation/loss": 1.5})
+    assert look.summarize(tmp_path).splitlines()[4].strip().startswith("1.75 ┤")
 
 
 def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):

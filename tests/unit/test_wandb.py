@@ -17,7 +17,7 @@ from grpo.types import Completion, Prompt, Rollout
 
 CONFIG = MetricsConfig(tensorboard=False, wandb_project="additions")
 ROLLOUT = Rollout(
-    Prompt(0, [1, 2]),
+    Prompt(0, [1, 2], columns={"answer": 3}),
     Completion.of(torch.tensor([3]), torch.tensor([-0.5]), truncated=True),
     text="3\x1b[2J",
     rewards={"math_reward": 1.0},
@@ -70,11 +70,10 @@ def test_metrics_and_samples_reach_the_project(wandb, tmp_path):
     assert ("*", {"step_metric": "step"}) in wandb.metrics
     first, samples, evaluation = wandb.logged
     assert (first["step"], first["loss"]) == (1, 0.5) and math.isnan(first["kl"])
-    columns, ((sample,),) = samples["samples"]
-    assert samples["step"] == 1 and columns == ["sample"]
-    assert sample.startswith("--- reward 1 | math_reward 1 |") and sample.endswith(
-        "prompt: 1+2=\ncompletion: 3\\x1b[2J"
-    )
+    columns, (sample,) = samples["samples"]
+    shown = dict(zip(columns, sample, strict=True))
+    assert samples["step"] == 1 and (shown["prompt"], shown["answer"], shown["reward"]) == ("1+2=", "3", 1.0)
+    assert shown["completion"] == "3\\x1b[2J"
     assert evaluation == {"step": 1, "eval/accuracy": 0.25}
     assert wandb.finished == 1
 
