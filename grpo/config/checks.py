@@ -210,18 +210,7 @@ def _check_lag(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
 
 
 def _check_sampling(config: GRPOConfig) -> None:
-    sampling = config.sampling
-    if not sampling.min_pass_rate < sampling.max_pass_rate:
-        raise ValueError(
-            f"sampling.min_pass_rate={sampling.min_pass_rate} must be below max_pass_rate={sampling.max_pass_rate}; "
-            "0 and 1 turn the filter off"
-        )
-    if sampling.filters and config.data.streaming:
-        raise ValueError(
-            "sampling.min_pass_rate and max_pass_rate remember rows, and data.streaming keeps none; drop one, or use "
-            "sampling.dynamic"
-        )
-    if sampling.dynamic and config.group_size == 1:
+    if config.sampling.dynamic and config.group_size == 1:
         raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
 
 
@@ -267,7 +256,7 @@ def _check_environment(config: GRPOConfig) -> None:
 def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
     asks = {"evaluation.interval": config.evaluation.interval}
     if isinstance(config, GRPOConfig):
-        asks |= {"sampling.dynamic": config.sampling.dynamic, "a filter by pass rate": config.sampling.filters}
+        asks |= {"sampling.dynamic": config.sampling.dynamic}
         asks |= {"training without a teacher (algorithm.distill_coef=0)": not config.algorithm.distill_coef}
     for name, asked in asks.items():
         if asked and not config.reward.functions and not config.environment.name:

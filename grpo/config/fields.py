@@ -345,20 +345,9 @@ class SamplingConfig:
     """Drop groups whose rewards are all equal and sample other prompts until the step is full (DAPO)."""
     max_rounds: Annotated[int, AtLeast(1)] = 4
     """Most rounds of sampling in a step with `dynamic`; then the step goes on with the groups it has."""
-    min_pass_rate: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
-    """A prompt whose share of passing completions was below this is skipped for `filter_epochs`; 0 skips none."""
-    max_pass_rate: Annotated[float, AtLeast(0), AtMost(1)] = 1.0
-    """A prompt whose share was above this is skipped as well; 1 skips none."""
-    filter_epochs: Annotated[int, AtLeast(1)] = 1
-    """Epochs for which such a prompt is skipped before it is sampled again."""
     carry_over: Annotated[int, AtLeast(0)] = 0
     """So many more prompts than `prompts_per_step` are in flight, and groups that are not complete when a step is full
     go on in the next one, with newer weights. Needs `algorithm.importance_correction`."""
-
-    @property
-    def filters(self) -> bool:
-        """Whether any prompt may be skipped."""
-        return self.min_pass_rate > 0 or self.max_pass_rate < 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -561,11 +550,6 @@ class GRPOConfig(RunConfig):
     def has_lag(self) -> bool:
         """Whether the generators' weights may be older than the policy at the start of a step."""
         return self.overlap_steps > 0 or self.sync_interval > 1 or self.sampling.carry_over > 0
-
-    @property
-    def recomputes_old_logprobs(self) -> bool:
-        """Whether a step needs a forward of its own for them; with one update they are the policy's at that update."""
-        return self.algorithm.old_logprobs == "policy" and self.updates_per_step > 1
 
     @property
     def needs_reference(self) -> bool:

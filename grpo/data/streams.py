@@ -1,4 +1,4 @@
-"""The order in which encoded rows are drawn: epochs, windows, weights and a filter by pass rates; it resumes exactly.
+"""The order in which encoded rows are drawn: epochs, windows and weights; it resumes exactly.
 
 Only the driver (rank 0) reads data; generators and trainers see token ids.
 """
@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.config import GRPOConfig, SamplingConfig, SFTConfig
+from grpo.config import GRPOConfig, SFTConfig
 from grpo.data.columns import BadRow
 from grpo.data.encode import Encoded, EncodedRows, Fate, as_prompt
 from grpo.data.sources import READ_ROWS, no_rows
@@ -74,32 +74,25 @@ class Order:
 
     A window is what is shuffled together: all rows of a table, SHUFFLED_ROWS of a stream. Its order follows from the
     seed, the epoch and its place alone, so no global RNG is touched and the order's own place is a few numbers.
-
-    With pass rates recorded, rows that were too hard or too easy when last sampled are filtered: left out of the next
-    `sampling.filter_epochs` epochs after that one, then tried again, since the policy has changed.
     """
 
-    def __init__(self, rows: EncodedRows, config: GRPOConfig | SFTConfig, sampling: SamplingConfig | None = None):
-        """sampling: the filter's bounds; None has no filter."""
+    def __init__(self, rows: EncodedRows, config: GRPOConfig | SFTConfig):
+        """The source's rows in the order of the config's seed, from the beginning."""
         self.rows, self.bad_rows, self.is_streamed = rows, config.data.bad_rows, config.data.streaming
         self.reader = StreamReader(rows) if self.is_streamed else TableReader(rows)
         self.source, self.label, self.weight = rows.source.text, rows.source.label, rows.source.weight
         self.seed, self.shuffle = config.seed, int(config.data.shuffle)
         self.num_rows = None if self.is_streamed else len(rows.usable)  # None: not known
         self.window = self.num_rows or (SHUFFLED_ROWS if self.shuffle else READ_ROWS)
-        self.sampling = sampling if sampling and sampling.filters else None
         self.epoch = 0
         self.start: dict[str, Any] | None = None  # the place where the window begins
         self.position = 0  # rows of the window that were drawn or passed over
         self.num_drawn = 0
         self.left_out = dict.fromkeys(LEFT_OUT.values() if self.is_streamed else (), 0)
         self._window: list[int] | None = None
-        # Both are row: epoch in which it was last drawn; the filter's memory, empty without a filter.
-        self._unrecorded: dict[int, int] = {}
-        self._too_hard_or_easy: dict[int, int] = {}
 
     def draw(self) -> tuple[int, Encoded]:
-        """The number of the next row that can be used and is not filtered, and the row.
+        """The number of the next row that can be used, and the row.
 
         Raises ValueError for a row that cannot be used if `data.bad_rows` is refuse, and if a whole epoch has none.
         """
@@ -107,7 +100,7 @@ class Order:
         while True:
             if not self._window_has_rows():
                 if is_whole:
-                    self._forget_filter()
+                    raise ValueError(f"no row of epoch {self.epoch + 1} of {self.source} can be used; bring other rows")
                 is_whole = True
                 self.epoch += 1
                 self._open_window(None)
@@ -115,13 +108,9 @@ class Order:
                     raise no_rows(self.rows.source)
             row = self._window[self.position]
             self.position += 1
-            if self._is_filtered(row):
-                continue
             encoded = self.reader.get(row)
             if encoded.fate == Fate.USED:
                 self.num_drawn += 1
-                if self.sampling:
-                    self._unrecorded[row] = self.epoch
                 return row, encoded
             self._leave_out(row, encoded)
 
@@ -160,42 +149,9 @@ class Order:
         if self.left_out[name] == 1:
             print(f"warning: {told}; it is left out, and so are others, which data/bad_rows counts", flush=True)
 
-    @property
-    def num_filtered(self) -> int:
-        """Rows left out of this epoch because of their pass rates."""
-        return sum(map(self._is_filtered, self._too_hard_or_easy))
-
-    def record(self, row: int, pass_rate: float) -> None:
-        """Filter the row by the share of its completions that passed when it was last sampled."""
-        # The order may be in a later epoch by now. A row recorded twice counts as sampled in this one.
-        epoch = self._unrecorded.pop(row, self.epoch)
-        if self.sampling.min_pass_rate <= pass_rate <= self.sampling.max_pass_rate:
-            self._too_hard_or_easy.pop(row, None)
-        else:
-            self._too_hard_or_easy[row] = epoch
-
-    def _is_filtered(self, row: int) -> bool:
-        return bool(self.sampling) and (
-            0 < self.epoch - self._too_hard_or_easy.get(row, self.epoch) <= self.sampling.filter_epochs
-        )
-
-    def _forget_filter(self) -> None:
-        """After an epoch in which all rows are filtered, because a run needs prompts; ValueError without a filter."""
-        if not self.sampling:
-            raise ValueError(f"no row of epoch {self.epoch + 1} of {self.source} can be used; bring other rows")
-        print(
-            f"warning: in epoch {self.epoch + 1} of {self.rows.source.path} all {self.num_filtered} rows are filtered "
-            f"by sampling.min_pass_rate={self.sampling.min_pass_rate:g} and sampling.max_pass_rate="
-            f"{self.sampling.max_pass_rate:g}: they are drawn all the same; widen these bounds or bring other prompts",
-            flush=True,
-        )
-        self._too_hard_or_easy.clear()
-
     def state_dict(self) -> dict[str, Any]:
-        """The place in the rows and what it belongs to, with a filter also its memory; fit for JSON."""
-        memory = {"unrecorded": self._unrecorded, "too_hard_or_easy": self._too_hard_or_easy}
-        place = {name: getattr(self, name) for name in (*BELONGS_TO, *PLACE)}
-        return copy.deepcopy(place | (memory if self.sampling else {}))
+        """The place in the rows and what it belongs to; fit for JSON."""
+        return copy.deepcopy({name: getattr(self, name) for name in (*BELONGS_TO, *PLACE)})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it belongs to another data set, seed or order."""
@@ -204,10 +160,6 @@ class Order:
         for name in PLACE:
             setattr(self, name, copy.deepcopy(state[name]))
         self._window = None
-        self._unrecorded, self._too_hard_or_easy = (
-            {int(row): epoch for row, epoch in state.get(name, {}).items()} if self.sampling else {}
-            for name in ("unrecorded", "too_hard_or_easy")
-        )
 
 
 class Mixture:
@@ -217,9 +169,10 @@ class Mixture:
     share of n up to less than one row per source, with no randomness in it.
     """
 
-    def __init__(self, orders: Sequence[Order]):
-        self.orders = {order.label: order for order in orders}
-        self._total_weight = sum(order.weight for order in orders)
+    def __init__(self, sources: Sequence[EncodedRows], config: GRPOConfig | SFTConfig):
+        """sources: those of `usable_prompts` or `usable_chats`."""
+        self.orders = {rows.source.label: Order(rows, config) for rows in sources}
+        self._total_weight = sum(order.weight for order in self.orders.values())
 
     @property
     def num_drawn(self) -> int:
@@ -250,16 +203,6 @@ class Mixture:
 class PromptStream(Mixture):
     """The run's prompts, one after the other without end."""
 
-    def __init__(self, sources: Sequence[EncodedRows], config: GRPOConfig):
-        """sources: those of `usable_prompts`."""
-        super().__init__([Order(rows, config, config.sampling) for rows in sources])
-        self.filters = config.sampling.filters
-
-    def metrics(self) -> dict[str, int]:
-        """See Mixture.metrics; with a filter also how many rows it leaves out of this epoch of their source."""
-        num_filtered = sum(order.num_filtered for order in self.orders.values())
-        return super().metrics() | ({"sampling/filtered": num_filtered} if self.filters else {})
-
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts, across epochs where needed; Prompt.index counts on through the whole run."""
         prompts = []
@@ -269,22 +212,9 @@ class PromptStream(Mixture):
             prompts.append(as_prompt(encoded, index, row, order.label))
         return prompts
 
-    def record(self, pass_rates: dict[tuple[str, int], float]) -> None:
-        """Filter rows by what their completions achieved: (source, row) -> share that passed when it was last sampled.
-
-        To resume exactly, take `state_dict` after it.
-        """
-        if self.filters:
-            for (source, row), pass_rate in pass_rates.items():
-                self.orders[source].record(row, pass_rate)
-
 
 class ChatStream(Mixture):
     """Chats and texts for SFT with their labels, one after the other without end."""
-
-    def __init__(self, sources: Sequence[EncodedRows], config: SFTConfig):
-        """sources: those of `usable_chats`."""
-        super().__init__([Order(rows, config) for rows in sources])
 
     def draw(self, count: int) -> list[Encoded]:
         """The next `count` examples, across epochs where needed."""

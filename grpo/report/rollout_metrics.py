@@ -98,20 +98,6 @@ def passed(rollout: Rollout, function: str) -> bool | None:
     return None if value is None else value >= 1
 
 
-def pass_rates(rollouts: list[Rollout], function: str) -> dict[tuple[str, int], float]:
-    """(Source, row) of a prompt -> share of its completions that passed, for `PromptStream.record`.
-
-    Completions for which `function` gave no value are left out; a row without any other, or that is in no data set, is
-    absent. A row whose prompt was drawn twice counts once, with both groups' completions.
-    """
-    verdicts: dict[tuple[str, int], list[bool]] = {}
-    for rollout in rollouts:
-        verdict = passed(rollout, function)
-        if verdict is not None and rollout.prompt.row >= 0:
-            verdicts.setdefault((rollout.prompt.source, rollout.prompt.row), []).append(verdict)
-    return {prompt: statistics.fmean(of_prompt) for prompt, of_prompt in verdicts.items()}
-
-
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Probability that at least one of k samples passes, estimated without bias from n samples of which c passed.
 

@@ -17,7 +17,6 @@ from grpo.folder.checkpoint import read_driver_tensors, saves
 from grpo.report.rollout_metrics import (
     measured_metrics,
     nonfinite_frac,
-    pass_rates,
     reward_tensors,
     rollout_metrics,
     sampling_work,
@@ -134,7 +133,7 @@ class Driver:
         rollouts = self.scorer.submit(prompts, completions, self.step + 1)
         if self.config.sampling.dynamic:
             with self.timer.phase("reward"):
-                rollouts = self._collect()
+                rollouts = self.scorer.collect()
         return rollouts
 
     def _add(self, completions: list[Completion]) -> None:
@@ -159,7 +158,7 @@ class Driver:
         """The step's rollouts with their rewards, which workers computed meanwhile."""
         config, flight = self.config, self.flight
         if not config.sampling.dynamic:
-            flight.everything = self._collect()
+            flight.everything = self.scorer.collect()
         check_all_failed(flight.everything)
         return flight.rollouts()
 
@@ -173,11 +172,6 @@ class Driver:
         """Write what the trainers get in this step, for a replay; rewards as `reward_tensors` gives them."""
         metrics = self._sampling_metrics(rollouts, batch)
         save_step(self.config.run_dir, self.step + 1, RecordedStep(batch, *rewards, self.config.group_size, metrics))
-
-    def _collect(self) -> list[Rollout]:
-        rollouts = self.scorer.collect()
-        self.stream.record(pass_rates(rollouts, self.scorer.pass_function))
-        return rollouts
 
     def state(self, step: int) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
         """What a checkpoint after `step` steps must hold of the driver, plain values and tensors; None on other ranks.

@@ -36,7 +36,7 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
 
     2 trainer ranks that also hold the reference, 1 generator. Everything on that has a state or an order to resume:
     warm-up and a cosine, two updates per batch, weights up to two steps old, dynamic sampling, and so few rows of two
-    sources that epochs end and prompts are filtered. `--resume` with nothing to resume from starts fresh.
+    sources that epochs end. `--resume` with nothing to resume from starts fresh.
     """
     run_dir = tmp_path_factory.mktemp("run") / "a"
     rows = [json.dumps(row) for row in toy.task_rows("addition", "train")[:12]]
@@ -46,7 +46,7 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     layout = ["--roles.num-trainers", 2, "--roles.num-references", 0, "--roles.num-generators", 1]
     schedule = ["--trainer.schedule", "cosine", "--trainer.warmup-steps", 2, "--num-steps", 6]
     updates = ["--algorithm.num-mini-batches", 2, "--sync-interval", 3]
-    sampling = ["--sampling.dynamic", "--sampling.max-pass-rate", 0.7, "--reward.functions", BY_CHANCE, 1]
+    sampling = ["--sampling.dynamic", "--reward.functions", BY_CHANCE, 1]
     arguments = [TINY, "--model.path", model, *layout, *schedule, *updates, *sampling]
     arguments += ["--data.path", "", "--data.sources", *sources, "--data.weights", "a", 2]
     arguments += ["--checkpoint.interval", 3, "--checkpoint.in-background", "--resume"]

@@ -105,7 +105,7 @@ def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathli
         tmp_path,
         model,
         *(*chance, "--prompts-per-step", 8, "--sampling.dynamic", "--sampling.max-rounds", 5),
-        *("--sampling.max-pass-rate", 0.9, "--generator.stop", "7", "--data.no-shuffle"),
+        *("--generator.stop", "7", "--data.no-shuffle"),
         *("--algorithm.mask-truncated", "--algorithm.importance_correction", "mask_sequences"),
         layout=TWO_RANKS,
     )
@@ -116,7 +116,6 @@ def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathli
         assert (
             m["sampling/rounds"] > 1 and 0.4 < m["sampling/informative_frac"] < 1
         )  # a quarter of the groups are equal
-    assert metrics[0]["sampling/filtered"] == 0  # none of this epoch is drawn a second time
     lines = read_completions(tmp_path / "run")
     assert len(lines) == 2 * 8 * 3
     for line in lines:  # a completion that ran out of tokens has a reward, but no advantage

@@ -11,8 +11,8 @@ from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.torchrun import run_python, torchrun
 
 SPLIT = ("--roles.num-trainers", 1, "--roles.num-references", 1, "--roles.num-generators", 1, "--overlap-steps", 1)
-# what has a state or an order to resume: prompts that are filtered, further rounds, evaluations, two updates per batch
-SAMPLING = ("--sampling.dynamic", "--sampling.max-pass-rate", 0.9, "--reward.functions", BY_CHANCE, 1)
+# what has a state or an order to resume: further rounds, evaluations, two updates per batch
+SAMPLING = ("--sampling.dynamic", "--reward.functions", BY_CHANCE, 1)
 EVALUATION = ("--evaluation.interval", 3, "--evaluation.num-prompts", 4, "--evaluation.num-samples", 2)
 LENGTH = ("--num-steps", 6, "--algorithm.num-mini-batches", 2)
 KEPT = ("--checkpoint.interval", 3, "--checkpoint.in-background", "--record")

@@ -31,9 +31,9 @@ def test_6_steps_equal_3_resume_and_3(finished_run: tuple[pathlib.Path, list[str
     # the comparison means something: these are there, differ from step to step, and the schedule moves
     for name in ("loss", "kl", "grad_norm", "entropy", "mismatch/mean"):
         assert len({m[name] for m in whole}) == 6, name
-    assert max(m["sampling/rounds"] for m in whole[3:]) > 1 and max(m["sampling/filtered"] for m in whole[3:]) > 0
+    assert max(m["sampling/rounds"] for m in whole[3:]) > 1
     assert len({m["completion/length_mean"] for m in whole[3:]}) > 1
-    assert all(0.4 < m["prompt/source/a"] < 0.9 for m in whole)  # weights 2 and 1, filtered or not
+    assert all(0.4 < m["prompt/source/a"] < 0.9 for m in whole)  # weights 2 and 1
     rates = [m["learning_rate"] for m in whole]
     assert rates[2] == max(rates) > rates[3] > rates[4] > rates[5] > 0
 

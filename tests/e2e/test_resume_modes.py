@@ -21,7 +21,7 @@ HERE = pathlib.Path(__file__).parent
 NUM_STEPS, STOPPED = 10, 5
 SFT = "configs/toy_sft.py"
 
-DYNAMIC = ("--sampling.dynamic", "--sampling.max-pass-rate", 0.9, "--reward.functions", BY_CHANCE, 1)
+DYNAMIC = ("--sampling.dynamic", "--reward.functions", BY_CHANCE, 1)
 UPDATES = ("--algorithm.num-mini-batches", 2, "--algorithm.num-epochs", 2)
 SCHEDULE = ("--trainer.schedule", "cosine", "--trainer.warmup-steps", 3)
 EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)

@@ -76,8 +76,6 @@ REFUSED_IN_GRPO = [
     ({"algorithm.distill_coef": 1.0}, "distill_coef=1.0 has no teacher; name a --model.reference-path"),
     *[({"group_size": 1, "algorithm.advantages": kind}, f"advantages={kind} makes") for kind in ("rloo", "batch_std")],
     (TEACHER | {"algorithm.distill_coef": 1.0, "group_size": 1}, "advantages=group_std makes every advantage 0"),
-    ({"sampling.min_pass_rate": 0.9, "sampling.max_pass_rate": 0.1}, "rate=0.9 must be below max_pass_rate=0.1"),
-    ({"sampling.min_pass_rate": 0.1, "data.streaming": True}, "min_pass_rate and max_pass_rate remember rows"),
     (
         {"sampling.dynamic": True, "group_size": 1, "algorithm.advantages": "none"},
         "sampling.dynamic drops groups of equal rewards",
@@ -96,7 +94,7 @@ REFUSED_IN_GRPO = [
     ({"reward.functions": {}}, "reward.functions is empty; name one"),
     *[
         (ONLY_TEACHER | asks, "needs a reward function, and reward.functions is empty")
-        for asks in ({"evaluation.interval": 1}, {"sampling.dynamic": True}, {"sampling.min_pass_rate": 0.1})
+        for asks in ({"evaluation.interval": 1}, {"sampling.dynamic": True})
     ],
     *[
         ({f"environment.{name}": value}, f"environment.{name}={value!r} does nothing without .* --environment.tools")
@@ -449,20 +447,6 @@ def test_a_loss_brings_its_papers_defaults(loss):
 )
 def test_default_correction(given, expected):
     assert AlgorithmConfig(**given).resolved.importance_correction == expected
-
-
-@pytest.mark.parametrize(
-    "algorithm, expected",
-    [
-        ({}, (1, False)),
-        ({"num_mini_batches": 2}, (2, True)),
-        ({"num_epochs": 3, "num_mini_batches": 2}, (6, True)),
-        ({"num_epochs": 3, "old_logprobs": "generator"}, (3, False)),
-    ],
-)
-def test_old_logprobs_cost_a_forward_only_where_they_must(algorithm, expected):
-    config = GRPOConfig(algorithm=AlgorithmConfig(**algorithm))
-    assert (config.updates_per_step, config.recomputes_old_logprobs) == expected
 
 
 def test_recipe_text_neither_continues_nor_deletes_the_run_it_describes():

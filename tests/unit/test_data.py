@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SamplingConfig, SFTConfig
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
 from grpo.data.chat import load_tokenizer
 from grpo.data.prepare import load_chat_sources, load_eval_prompts, load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
@@ -225,107 +225,8 @@ def test_rows_that_cannot_be_used_are_never_drawn_and_keep_their_numbers(tokeniz
     assert rows_of(held_out) == [0, 2, 3]
 
 
-# ---- difficulty filter
-
-
-def filtered_stream(tokenizer, path, filter_epochs=1, bounds=(0.1, 0.9), **changes):
-    sampling = SamplingConfig(min_pass_rate=bounds[0], max_pass_rate=bounds[1], filter_epochs=filter_epochs)
-    return prompts_of(config_of(path, **{"shuffle": False} | changes), tokenizer, seed=0, sampling=sampling)
-
-
-def at(rates: dict[int, float]) -> dict[tuple[str, int], float]:
-    """As the rows of the only source."""
-    return {("", row): rate for row, rate in rates.items()}
-
-
-def num_filtered(stream: PromptStream) -> int:
-    return stream.metrics()["sampling/filtered"]
-
-
 def rows_of(prompts) -> list[int]:
     return [prompt.row for prompt in prompts]
-
-
-@pytest.fixture
-def four_rows(tmp_path) -> str:
-    return write_rows(tmp_path / "four.jsonl", [{"question": f"add n{i}", "answer": str(i)} for i in range(4)])
-
-
-@pytest.mark.parametrize("filter_epochs", [0, 1, 2])
-def test_rows_too_hard_or_too_easy_are_left_out_for_so_many_epochs_and_tried_again(tokenizer, four_rows, filter_epochs):
-    stream = filtered_stream(tokenizer, four_rows, filter_epochs)
-    assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
-    stream.record(at({0: 0.0, 1: 0.1, 2: 0.9, 3: 1.0}))  # the bounds themselves stay in
-    assert num_filtered(stream) == 0  # they were drawn in this epoch
-    prompts = stream.draw(1)
-    assert num_filtered(stream) == (2 if filter_epochs else 0)
-    prompts += stream.draw(2 * filter_epochs + 4 * (3 - filter_epochs) - 1)
-    assert rows_of(prompts) == [1, 2] * filter_epochs + [0, 1, 2, 3] * (3 - filter_epochs)
-    assert [prompt.index for prompt in prompts] == list(range(4, 4 + len(prompts)))  # only drawn prompts count
-    assert num_filtered(stream) == 0
-
-
-def test_by_default_nothing_is_filtered_and_nothing_stored(tokenizer, four_rows):
-    stream = prompts_of(config_of(four_rows, shuffle=False), tokenizer, seed=0)
-    before = stream.state_dict()
-    stream.draw(4)
-    stream.record(at({0: 0.0, 1: 0.5, 2: 1.0}))
-    assert rows_of(stream.draw(4)) == [0, 1, 2, 3]
-    assert stream.metrics() == {}
-    assert stream.state_dict()["sources"][""].keys() == before["sources"][""].keys()
-
-
-def test_filtering_begins_after_the_epoch_in_which_the_row_was_sampled(tokenizer, four_rows):
-    stream = filtered_stream(tokenizer, four_rows)
-    assert rows_of(stream.draw(5)) == [0, 1, 2, 3, 0]  # one step over the end of the epoch
-    stream.record(at({0: 0.0, 3: 0.0}))  # 0 was last sampled in the second epoch, 3 in the first
-    assert rows_of(stream.draw(6)) == [1, 2, 1, 2, 3, 0]
-
-
-def test_an_epoch_in_which_all_are_filtered_takes_them_back_and_says_so(tokenizer, tmp_path, capsys):
-    path = long_rows(tmp_path, [4, 9, 5, 6])  # row 1 is too long and does not count
-    stream = filtered_stream(tokenizer, path, filter_epochs=1000, max_prompt_tokens=6)
-    assert rows_of(stream.draw(3)) == [0, 2, 3]
-    stream.record(at({0: 0.0, 2: 1.0, 3: 0.05}))
-    capsys.readouterr()
-    prompts = stream.draw(4)
-    assert rows_of(prompts) == [0, 2, 3, 0]
-    assert [prompt.index for prompt in prompts] == [3, 4, 5, 6]
-    assert num_filtered(stream) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"warning: in epoch 2 of {path} all 3 rows are filtered")
-    assert "sampling.min_pass_rate=0.1 and sampling.max_pass_rate=0.9:" in line
-    stream.record(at({0: 0.0, 2: 0.0, 3: 0.0}))
-    assert rows_of(stream.draw(3)) == [0, 2, 3]  # not one in the rest of the fourth epoch and in the fifth
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5, 6, 7])
-def test_a_resumed_filter_draws_the_same_prompts(tokenizer, ten_rows, num_steps, capsys):
-    def step(stream):
-        """Rows below 5 are always too hard, row 5 every other time, and steps of 3 cross the ends of epochs."""
-        prompts = stream.draw(3)
-        stream.record(at({p.row: 0.0 if p.row < 5 or (p.row == 5 and p.index % 2) else 0.5 for p in prompts}))
-        return prompts, num_filtered(stream)
-
-    stream = filtered_stream(tokenizer, ten_rows, filter_epochs=2, shuffle=True)
-    for _ in range(num_steps):
-        step(stream)
-    state = json.loads(json.dumps(stream.state_dict()))
-    expected = [step(stream) for _ in range(20)]
-    resumed = filtered_stream(tokenizer, ten_rows, filter_epochs=2, shuffle=True)
-    step(resumed)  # whatever it did before does not matter
-    resumed.load_state_dict(state)
-    assert [step(resumed) for _ in range(20)] == expected
-    assert resumed.state_dict() == stream.state_dict()
-    assert max(number for _, number in expected) >= 5  # the filter did something
-
-
-def test_a_state_between_draw_and_record_keeps_the_epoch_of_the_draw(tokenizer, four_rows):
-    stream, resumed = filtered_stream(tokenizer, four_rows), filtered_stream(tokenizer, four_rows)
-    stream.draw(5)
-    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    resumed.record(at({3: 0.0}))  # sampled in the first epoch, so it is left out of the second, which has begun
-    assert rows_of(resumed.draw(5)) == [1, 2, 0, 1, 2]
 
 
 # ---- chat stream

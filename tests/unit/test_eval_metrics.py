@@ -10,7 +10,6 @@ from grpo.report.rollout_metrics import (
     evaluation_metrics,
     evaluation_metrics_of_sets,
     pass_at_k,
-    pass_rates,
     passed,
     rollout_metrics,
 )
@@ -67,19 +66,6 @@ def test_passed_is_at_least_1_or_unknown():
     assert {value: passed(make_rollout(value), "f") for value in values} == values
     assert passed(make_rollout(0.0), "other") is True
     assert passed(make_rollout(0.0), "absent") is None
-
-
-def test_pass_rates_go_by_row_and_leave_out_what_has_no_value():
-    rollouts = [
-        *(make_rollout(value, row=7) for value in (1.0, 0.0, 0.0, 0.5)),  # 1 of 4
-        *(make_rollout(value, row=2) for value in (1.0, None, 0.0, None)),  # 1 of 2
-        *(make_rollout(None, row=3) for _ in range(4)),  # nothing known
-        *(make_rollout(1.0, row=-1) for _ in range(4)),  # no row of a data set
-        *(make_rollout(value, row=7) for value in (1.0, 1.0, 1.0, 0.0)),  # row 7 once more: 4 of 8
-    ]
-    assert pass_rates(rollouts[:16], "f") == {("", 7): 0.25, ("", 2): 0.5}
-    assert pass_rates(rollouts, "f") == {("", 7): 0.5, ("", 2): 0.5}
-    assert pass_rates([], "f") == {}
 
 
 # ---- metrics
@@ -163,8 +149,3 @@ def test_sources_have_their_reward_and_their_share():
     assert (metrics["reward/source/a"], metrics["reward/source/b"]) == (1.0, 0.25)
     assert (metrics["prompt/source/a"], metrics["prompt/source/b"]) == pytest.approx((2 / 3, 1 / 3))
     assert not any("source" in name for name in rollout_metrics([of_source("", 1.0)] * 2, 2))
-
-
-def test_a_row_of_two_sources_has_two_pass_rates():
-    rollouts = [of_source("a", 1.0), of_source("a", 0.0), of_source("b", 0.0), of_source("b", 0.0)]
-    assert pass_rates(rollouts, "f") == {("a", 0): 0.5, ("b", 0): 0.0}

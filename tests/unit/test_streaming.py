@@ -6,8 +6,7 @@ import pathlib
 import datasets
 import pytest
 
-from grpo.config import DataConfig, GRPOConfig, SamplingConfig, SFTConfig, ValidationConfig
-from grpo.config.checks import validate
+from grpo.config import DataConfig, GRPOConfig, SFTConfig, ValidationConfig
 from grpo.config.sources import parse_source
 from grpo.data import streaming, streams
 from grpo.data.prepare import load_chat_sources, load_sources, load_validation, usable_chats, usable_prompts
@@ -244,9 +243,7 @@ def test_what_cannot_be_streamed_is_refused(tokenizer, tmp_path, monkeypatch, pa
         prompts_of(data_of(path), tokenizer)
 
 
-def test_an_empty_stream_and_a_filter_by_pass_rates_are_refused(tokenizer, tmp_path):
+def test_an_empty_stream_is_refused(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="has no rows; give one that has"):
         prompts_of(data_of(str(tmp_path / "a.jsonl")), tokenizer)
-    with pytest.raises(ValueError, match="max_pass_rate remember rows, and data.streaming keeps none; drop one"):
-        validate(GRPOConfig(data=data_of("a.jsonl"), sampling=SamplingConfig(max_pass_rate=0.9)))
