@@ -6,8 +6,9 @@
 Three completions of each row: the reference (the row's `answer`, in `reward.answer_format`), a wrong answer in the same
 format, and an empty text. Shown are the columns with their types, the values, the seconds, and what the function
 prints, which a run throws away. Data and options of the function are those of the recipe (without one: of
-train_grpo.py). `num_tokens` counts words, because no tokenizer is loaded. Exit code 1 if a call fails. What is left
-out: deadlines, memory limits and processes of a run; a function that never returns has to be stopped by hand.
+train_grpo.py). `num_tokens` counts words, because no tokenizer is loaded, and `completion_ids` are as many zeros. Exit
+code 1 if a call fails. What is left out: deadlines, memory limits and processes of a run; a function that never returns
+has to be stopped by hand.
 """
 
 import contextlib
@@ -23,13 +24,17 @@ from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.loading import call_arguments, is_group_level, load_functions
-from grpo.rewards.worker import describe, plain_values
+from grpo.rewards.loading import argument_names, called_with, load_functions
+from grpo.rewards.worker import make_call
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.text import one_line, printable, shorten
 
 NUM_ROWS = 3
 SHOWN_CHARACTERS = 70  # of a text, in a line
+OF_MESSAGES = (
+    "; prompts are texts, so completions are: read text, not text[0]['content'], or make each row's prompt a list of "
+    "messages, as TRL's conversational rows are (data.row)"
+)
 PRINTED_CHARACTERS = 2000  # of what the function prints
 FORMATS = {"answer_tag": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
 
@@ -44,7 +49,8 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {printable(str(error))}")
         return 1
-    how = "one call for each row" if is_group_level(function) else "one completion per call"
+    together = called_with(function) != "completion"
+    how = "one call for each row" if together else "one completion per call"
     print(f"reward {name}: {len(examples)} rows, {how}")
     columns = columns_of(examples[0], [""])
     print("columns: " + ", ".join(f"{column} ({type(values[0]).__name__})" for column, values in columns.items()))
@@ -52,7 +58,7 @@ def main(arguments: list[str]) -> int:
     for number, example in enumerate(examples, start=1):
         completions, values, printed = some_completions(example, config.reward.answer_format), {}, ""
         print(f"row {number}: {_short(example.prompt if isinstance(example.prompt, str) else repr(example.prompt))}")
-        for kinds in [list(completions)] if is_group_level(function) else [[kind] for kind in completions]:
+        for kinds in [list(completions)] if together else [[kind] for kind in completions]:
             found, seconds, output = call(function, example, [completions[kind] for kind in kinds])
             for kind, value in zip(kinds, found, strict=True):
                 values[kind], told = value, f"{value:g}" if isinstance(value, float) else value
@@ -108,15 +114,17 @@ def call(
     function: RewardFunction, example: Example, completions: list[str]
 ) -> tuple[list[float | str | None], float, str]:
     """Each completion's value, or how the call failed; the call's wall seconds for each; and what it printed."""
-    output, start = io.StringIO(), time.perf_counter()
-    arguments, named = call_arguments(function, list(completions), columns_of(example, completions))
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            values = plain_values(function(*arguments, **named), len(completions))
-    except Exception as error:  # a user's function may raise anything, and the other calls go on
-        values = describe(error)
+    output, columns = io.StringIO(), columns_of(example, completions)
+    if "completion_ids" in argument_names(function):
+        columns["completion_ids"] = [[0] * count for count in columns["num_tokens"]]
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        values = make_call(function, list(completions), columns)
     seconds = (time.perf_counter() - start) / len(completions)
-    values = [f"FAILS: {values}"] * len(completions) if isinstance(values, str) else values
+    if isinstance(values, str):
+        if values.startswith("KeyboardInterrupt"):
+            raise KeyboardInterrupt
+        values = [f"FAILS: {values}{OF_MESSAGES if 'string indices must be' in values else ''}"] * len(completions)
     return values, seconds, output.getvalue()
 
 

@@ -275,7 +275,7 @@ class RewardConfig:
     num_workers: Annotated[int, AtLeast(1), Harmless] = 4
     """Processes that run the reward functions; where built-in ones and your own (or code_reward) meet, of each kind."""
     timeout_seconds: Annotated[float, Above(0), Harmless] = 10.0
-    """Per completion: a call that takes longer is ended, reward None; for a whole group, times its size."""
+    """Of a call, which then is ended, reward None; times the group's size for `@group_level`, once for `async def`."""
     memory_gib: Annotated[float, Above(0), Harmless] = 4.0
     """Address space of one such process."""
     allow_without_landlock: Annotated[bool, Harmless] = False

@@ -45,7 +45,7 @@ def load_function(spec: str, what: str) -> Callable:
 
 
 def check_options(function: Callable, options: Mapping[str, Any], what: str, where: str, facts: Iterable = ()) -> None:
-    """Hold a function's options against its signature: they are its keyword-only arguments, those behind a `*`.
+    """Hold a function's options against its signature: they are its arguments with a default or behind a `*`.
 
     Messages name the function as `what`, e.g. "loss grpo", and `where` the options come from, "algorithm.loss_options".
     `facts` are arguments that the run fills in, which are not suggested. Raises ValueError for an unknown option, and
@@ -53,12 +53,12 @@ def check_options(function: Callable, options: Mapping[str, Any], what: str, whe
     """
     if not isinstance(options, Mapping):
         raise ValueError(f"{where} is {options!r}; write a table such as '{{\"tolerance\": 0.01}}'")
-    known = keyword_only(function)
+    known = optional_arguments(function)
     for option, value in options.items():
         if option not in known:
             near = near_miss(option, [o for o in known if o not in facts])
             raise ValueError(
-                f"{what} has no option {option!r}{near}; its options (the arguments behind a *) are: "
+                f"{what} has no option {option!r}{near}; its options (arguments with a default or behind a *) are: "
                 f"{', '.join(known) or 'none'}"
             )
         kind = known[option].annotation
@@ -66,9 +66,10 @@ def check_options(function: Callable, options: Mapping[str, Any], what: str, whe
             raise ValueError(f"{where}: {option} is {value!r} ({type(value).__name__}), not {kind.__name__}")
 
 
-def keyword_only(function: Callable) -> dict[str, inspect.Parameter]:
-    """Return the arguments behind a `*`."""
-    return {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+def optional_arguments(function: Callable) -> dict[str, inspect.Parameter]:
+    """Return the arguments that have a default or stand behind a `*`."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
 
 
 def near_miss(name: str, names: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ the data set as a list of the same length, and those that every call gets, `num_
 among them. None means "no reward for this completion". It is called with one completion at a time; one marked
 `@group_level` with all completions of one prompt.
 
-Its keyword-only arguments, those behind a `*`, are options: `reward.options` sets them, and what the run knows itself
+Its arguments with a default or behind a `*` are options: `reward.options` sets them, and what the run knows itself
 (loading.py lists it) is filled in. Each built-in function checks its options before it looks at a completion, and is
 called with none at the start of a run. None imports torch: worker processes must start fast.
 """

@@ -1,39 +1,59 @@
 """From `config.reward` to functions that can be called: built-in ones and a user's own, with their options.
 
-A function's options are its keyword-only arguments, those behind a `*`. They are checked here once, at the start of a
+A function's options are its arguments with a default or behind a `*`. They are checked here once, at the start of a
 run: against its signature, and, for a built-in function, by calling it with no completion at all.
 """
 
 import functools
 import inspect
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from grpo.config import EXTRA_COLUMNS, RewardConfig
-from grpo.config.user_files import check_options, keyword_only, load_function, near_miss
+from grpo.config.user_files import check_options, load_function, near_miss, optional_arguments
 from grpo.rewards.builtin import BUILT_INS, RewardFunction
 
+# Arguments that TRL gives to reward functions and a run here does not, and what to take instead.
+FROM_TRL = {
+    "trainer_state": "take `step`, which counts steps from 1",
+    "log_extra": "drop it; samples.txt and completions.jsonl have each function's value",
+    "log_metric": "drop it; a reward function of weight 0 is logged and not trained on",
+}
 
-def is_group_level(function: RewardFunction) -> bool:
-    """Whether it is marked `@group_level`, also through functools.partial."""
-    marked = getattr(function, "group_level", False)
-    return marked or (isinstance(function, functools.partial) and is_group_level(function.func))
+
+def called_with(function: RewardFunction) -> Literal["completion", "group", "step"]:
+    """What one call has: a completion, with `@group_level` those of a prompt, as `async def` those of the step."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if inspect.iscoroutinefunction(function):
+        return "step"
+    return "group" if getattr(function, "group_level", False) else "completion"
 
 
 def call_arguments(function: RewardFunction, completions: list, columns: Mapping[str, list]) -> tuple[tuple, dict]:
     """Arguments of a call: completions by that name where the function has it, as in `f(prompts, completions, ...)`.
 
     Else they are its first argument, whatever that is called, unless it is called as a column: `f(environments, **_)`.
+    Where the prompts are lists of messages, completions are too, each of one message; built-ins get texts.
     """
-    names = _argument_names(function)
+    names = argument_names(function)
+    prompts = columns.get("prompts")
+    if prompts and isinstance(prompts[0], list) and not is_built_in(function):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
     if "completions" in names or (names and names[0] in columns):
         return (), {"completions": completions, **columns}
     return (completions,), dict(columns)
 
 
 @functools.cache  # looking at a signature takes longer than most calls
-def _argument_names(function: RewardFunction) -> tuple[str, ...]:
+def argument_names(function: RewardFunction) -> tuple[str, ...]:
+    """The names of all its arguments, `*` and `**` included."""
     return tuple(inspect.signature(function).parameters)
+
+
+def is_built_in(function: RewardFunction) -> bool:
+    """Whether it comes with this package, also through functools.partial."""
+    return getattr(function, "func", function) in BUILT_INS.values()
 
 
 def answer_format_of(functions: Mapping[str, RewardFunction]) -> str | None:
@@ -85,7 +105,7 @@ def _bind_options(
 ) -> RewardFunction:
     """The function with its options, and of the facts of the run those that it asks for and its options leave open."""
     check_options(function, options, f"reward function {name}", f"reward.options of {name}", facts)
-    known = keyword_only(function)
+    known = optional_arguments(function)
     bound = {fact: value for fact, value in facts.items() if fact in known} | dict(options)
     # A call's arguments replace those that are bound: a column `language` would pass for the option.
     options_of = known if name in BUILT_INS else bound
@@ -102,13 +122,15 @@ def _bind_options(
         )
     function = functools.partial(function, **bound)
     if columns is not None:
-        arguments, named = call_arguments(function, [], dict.fromkeys(columns, []))
+        given = [*columns, *({"completion_ids"} & set(argument_names(function)))]
+        arguments, named = call_arguments(function, [], dict.fromkeys(given, []))
         try:
             inspect.signature(function).bind(*arguments, **named)
         except TypeError as error:
             raise ValueError(
                 f"reward function {name} cannot be called with completions and the columns {', '.join(columns)}: "
                 f"{error}; end its arguments with **columns and list the columns it needs in data.columns"
+                + "".join(f"; {name} is TRL's: {remedy}" for name, remedy in FROM_TRL.items() if name in str(error))
             ) from error
     if name in BUILT_INS:
         parameters = inspect.signature(function).parameters.values()

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from grpo.config import RewardConfig
-from grpo.rewards.loading import is_group_level, load_functions
+from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.rewards.supervisor import part
 from grpo.rewards.worker import SHOWN_CHARACTERS, Call
 from grpo.text import shorten
@@ -60,17 +60,19 @@ class RewardPool:
     def submit(self, rollouts: list[Rollout], group_size: int, step: int = 0) -> None:
         """Begin to score `rollouts`, which lie group after group; returns at once.
 
-        Each function is called with one completion, or with those of a group if it is group-level, and with the data
-        set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step` as lists of one length; of
-        episodes also with `turns`, `messages`, `environment` and `environments`.
+        Each function is called with one completion, those of a group or all of them (see `called_with`), and with the
+        data set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step` as lists of one
+        length; with `completion_ids` where it names them; of episodes also with `turns`, `messages`, `environment` and
+        `environments`.
 
         Raises ValueError if a column holds what JSON does not have, RuntimeError if the last ones were not collected.
         """
         if self._submitted is not None:
             raise RuntimeError(f"{len(self._submitted[0])} rollouts were submitted and not collected")
         calls = []
-        for size, group_level in ((group_size, True), (1, False)):  # long calls first, short ones fill the gaps
-            names = [name for name, f in self.functions.items() if is_group_level(f) == group_level]
+        sizes = {"step": len(rollouts), "group": group_size, "completion": 1}
+        for what, size in sizes.items():  # long calls first, short ones fill the gaps
+            names = [name for name, f in self.functions.items() if called_with(f) == what]
             for start in range(0, len(rollouts) if names else 0, size):
                 together = rollouts[start : start + size]
                 columns = {name: [r.prompt.columns[name] for r in together] for name in together[0].prompt.columns}
@@ -78,10 +80,13 @@ class RewardPool:
                 columns["truncated"] = [r.completion.truncated for r in together]
                 columns["prompts"] = [r.prompt.content for r in together]
                 columns["step"] = [step] * len(together)
+                if any("completion_ids" in argument_names(self.functions[name]) for name in names):
+                    columns["completion_ids"] = [r.completion.ids_T.tolist() for r in together]
                 if together[0].completion.episode is not None:
                     columns |= episode_columns(together)
                 arguments = _as_json([[r.answer for r in together], columns])
-                calls += [Call(name, start, size, arguments) for name in names]
+                num_limits = 1 if what == "step" else size
+                calls += [Call(name, start, size, arguments, num_limits) for name in names]
         if calls:
             self._send(calls)
         self._submitted = rollouts, calls

@@ -159,7 +159,7 @@ class Supervisor(processes.Parent):
         worker.deadline = math.inf
         if worker.calls:
             call = self.calls[worker.calls[0]]
-            worker.must_end_in(self.configs[worker.confined].timeout_seconds * call.number, "took")
+            worker.must_end_in(self.configs[worker.confined].timeout_seconds * call.num_limits, "took")
 
     def _finish(self, worker: RewardWorker, outcome: list[float | None] | str) -> None:
         self.outcomes[worker.calls.pop(0)] = outcome

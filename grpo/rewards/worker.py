@@ -44,6 +44,8 @@ class Call(NamedTuple):
     number: int
     arguments: bytes
     """JSON of the completions and the columns."""
+    num_limits: int = 1
+    """How often it may take `reward.timeout_seconds`."""
 
     def as_line(self, call: int) -> bytes:
         """What a worker reads: the call's number, the function's name and the arguments."""

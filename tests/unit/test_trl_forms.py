@@ -1,4 +1,4 @@
-"""What people write for TRL's `tools` and `environment_factory` runs as it is: classes, functions, rewards of them."""
+"""What people write for TRL runs as it is: rewards, tools, the classes of `environment_factory`."""
 
 import json
 import textwrap
@@ -197,3 +197,55 @@ def test_a_tool_called_done_ends_nothing(folder):
     finally:
         host.close()
     assert reply["answers"] == ["noted"] and not reply["ended"]
+
+
+REWARDS = """
+    import asyncio
+    import re
+
+    def accuracy_reward(completions: list[list[dict]], solution: list[str], **kwargs) -> list[float]:
+        contents = [completion[0]["content"] for completion in completions]
+        return [1.0 if solution[i] in content else 0.0 for i, content in enumerate(contents)]
+
+    def short_enough(completion_ids, max_len=2, **kwargs):
+        return [float(len(ids) <= max_len) for ids in completion_ids]
+
+    async def judge(prompts, completions, **kwargs):
+        async def score(prompt, completion):
+            await asyncio.sleep(0.01)
+            return len(prompt[-1]["content"]) + len(completion[0]["content"]) + 100 * len(prompts)
+
+        return await asyncio.gather(*map(score, prompts, completions))
+
+    async def hangs(prompts, completions, **kwargs):
+        await asyncio.sleep(3600)
+
+    def watches(completions, trainer_state, **kwargs):
+        return [float(trainer_state.global_step) for _ in completions]
+"""
+
+
+def test_reward_functions_of_conversational_rows(folder):
+    """Messages, token ids, default arguments, and coroutines that see the whole step at once."""
+    (folder / "mine.py").write_text(textwrap.dedent(REWARDS))
+    names = [f"mine.py:{name}" for name in ("accuracy_reward", "short_enough", "judge", "hangs")]
+    weights = dict.fromkeys([*names, "regex_match"], 1.0)
+    options = {names[1]: {"max_len": 3}, "regex_match": {"pattern": "7"}}
+    reward = RewardConfig(functions=weights, options=options, num_workers=2, timeout_seconds=1.0)
+    load_functions(reward, ["solution"])  # the check before a run
+    rollouts = []
+    for i, (text, ids) in enumerate([("so 7", [1, 2, 3]), ("so 8 or", [1, 2, 3, 4])]):
+        completion = Completion.of(torch.tensor(ids), torch.zeros(len(ids)), truncated=False, index=i)
+        prompt = Prompt(0, [1], {"solution": "7"}, content=[{"role": "user", "content": "3+4?"}])
+        rollouts.append(Rollout(prompt, completion, text))
+    pool = RewardPool(reward, 16)
+    try:
+        pool.submit(rollouts, 2)
+        scored = pool.collect()
+    finally:
+        pool.close()
+    found = [[rollout.rewards[name] for name in (*names[:3], "regex_match")] for rollout in scored]
+    assert found == [[1.0, 1.0, 208.0, 1.0], [0.0, 0.0, 211.0, 0.0]]
+    assert [r.failures for r in scored] == [{names[3]: "took longer than 1 s"}] * 2  # once, not for each
+    with pytest.raises(ValueError, match="trainer_state is TRL's: take `step`"):
+        load_functions(RewardConfig(functions={"mine.py:watches": 1.0}), ["solution"])
