@@ -81,7 +81,8 @@ def train(config: GRPOConfig, session: Session) -> None:
     trainer, reference, generator = session.start_up(driver.start)
 
     for step in session.steps():
-        plan = driver.plan(step)  # the same on all ranks: what to sample, and whether to check, sync, evaluate, save
+        weights = config.data.weights  # of data.sources; a curriculum goes here, as a function of the step
+        plan = driver.plan(step, weights)  # the same on all ranks: what to sample, whether to check, sync, save ...
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, *driver.state(step))
             break

@@ -4,8 +4,9 @@ Only the driver (rank 0) reads data; generators and trainers see token ids.
 """
 
 import copy
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo.config import GRPOConfig, SFTConfig
@@ -165,14 +166,26 @@ class Order:
 class Mixture:
     """Draws from several sources in turn, each going through epochs of its own; resumes exactly.
 
-    The next row comes from the source that is furthest behind its weight, so that after n draws each source has had its
-    share of n up to less than one row per source, with no randomness in it.
+    Each draw owes every source its share of a row, and the source that is owed most gives the next one, so that after n
+    draws each has had its share of n up to less than one row per source, with no randomness in it.
     """
 
     def __init__(self, sources: Sequence[EncodedRows], config: GRPOConfig | SFTConfig):
         """sources: those of `usable_prompts` or `usable_chats`."""
         self.orders = {rows.source.label: Order(rows, config) for rows in sources}
-        self._total_weight = sum(order.weight for order in self.orders.values())
+        self._owed = dict.fromkeys(self.orders, 0.0)  # rows
+        self.set_weights({label: order.weight for label, order in self.orders.items()})
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Draw by these weights from now on, by the names of the sources; 1 where not named, 0 draws none.
+
+        Raises ValueError for a name that there is not, and if no weight is above 0.
+        """
+        if unknown := [name for name in weights if name not in self.orders]:
+            raise ValueError(f"weights name {unknown}, and data.sources has {list(self.orders)}")
+        self.weights = {name: float(weights.get(name, 1.0)) for name in self.orders}
+        if min(self.weights.values()) < 0 or not 0 < sum(self.weights.values()) < math.inf:
+            raise ValueError(f"weights are {self.weights}; each must be 0 or more, and one above 0")
 
     @property
     def num_drawn(self) -> int:
@@ -184,20 +197,26 @@ class Mixture:
         return {name: sum(count[name] for count in counts) for name in counts[0]}
 
     def next_order(self) -> Order:
-        """The source whose turn it is."""
-        number = self.num_drawn + 1
-        # max takes the first of equals, so the order of the config decides
-        return max(self.orders.values(), key=lambda o: o.weight / self._total_weight * number - o.num_drawn)
+        """Return the source whose turn it is; the call counts as its draw."""
+        total = sum(self.weights.values())
+        for name, weight in self.weights.items():
+            self._owed[name] += weight / total
+        # max takes the first of equals, but for rounding, so the order of the config decides
+        name = max(filter(self.weights.get, self.orders), key=lambda name: round(self._owed[name], 9))
+        self._owed[name] -= 1
+        return self.orders[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in each source, see Order.state_dict; fit for JSON."""
-        return {"sources": {label: order.state_dict() for label, order in self.orders.items()}}
+        """The place in each source, see Order.state_dict, and how many rows each owes; fit for JSON."""
+        sources = {label: order.state_dict() for label, order in self.orders.items()}
+        return {"sources": sources, "owed": dict(self._owed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises ValueError if it is of other sources."""
         _check_same("data.sources", list(state["sources"]), list(self.orders))
         for label, order in self.orders.items():
             order.load_state_dict(state["sources"][label])
+        self._owed = dict(state["owed"])
 
 
 class PromptStream(Mixture):

@@ -5,6 +5,7 @@ for its decisions (`comm.on_driver`, `comm.from_driver`). What was sampled is in
 out: everything that several ranks do together.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,8 +58,10 @@ class Driver:
     # ---- one step -----------------------------------------------------------------------------------------------
 
     @from_driver
-    def plan(self, step: int) -> StepPlan:
+    def plan(self, step: int, weights: Mapping[str, float]) -> StepPlan:
         """Everything that is decided about a step before it starts. A filter on prompts belongs here.
+
+        Prompts drawn from now on come from the sources of the data by `weights`, see Mixture.set_weights.
 
         A run that was asked to stop goes on to the next sync, because a resumed one begins with fresh weights.
         """
@@ -76,6 +79,7 @@ class Driver:
         check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
         check = config.sync_check_interval > 0 and self.version == step and check_due
         self.times_ahead = {}
+        self.stream.set_weights(weights)
         self.flight.begin_step()
         requests = self._fill()
         prompts = requests.prompts if requests else [group.prompt for group in self.flight.taken]

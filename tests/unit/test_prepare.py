@@ -130,11 +130,28 @@ def test_sources_come_by_their_weights_each_through_epochs_of_its_own(tokenizer,
     assert "an epoch is 10.0 steps" in out
 
 
+def test_a_curriculum_draws_each_step_by_its_own_weights(tokenizer, two_sources):
+    stream = stream_of(config_of(**two_sources, shuffle=False), tokenizer)
+    owed = 0.0
+    for step in range(50):
+        share = step / 49
+        stream.set_weights({"a": 1 - share, "b": share})
+        num_b = sum(p.source == "b" for p in stream.draw(4))
+        owed += 4 * share - num_b
+        assert abs(owed) < 1  # shares far below a row are owed until they make one
+        assert num_b == {0: 0, 49: 4}.get(step, num_b)
+    for weights, told in [({"c": 1}, "name \\['c'\\]"), ({"a": 0, "b": 0}, "one above 0"), ({"a": -1}, "0 or more")]:
+        with pytest.raises(ValueError, match=told):
+            stream.set_weights(weights)
+
+
 @pytest.mark.parametrize("num_drawn", [0, 1, 5, 12])
 def test_a_mixture_resumes_exactly(tokenizer, two_sources, num_drawn):
     stream, resumed = (stream_of(config_of(**two_sources), tokenizer, seed=3) for _ in range(2))
     stream.draw(3 * num_drawn)
     resumed.draw(6)  # whatever it did before does not matter
+    for one in (stream, resumed):
+        one.set_weights({"a": 0.3})
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
     assert resumed.draw(30) == stream.draw(30)
 
