@@ -17,7 +17,7 @@ from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.builtin import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
-OF_CONFIGS = ("README", "DATA", "METHODS", "SFT", "RUNNING")
+OF_CONFIGS = ("README", "DATA", "METHODS", "SFT", "RUNNING", "COMING_FROM")
 PAGES = {
     name: (ROOT / name).read_text()
     for name in (
@@ -26,6 +26,8 @@ PAGES = {
     )
 }
 TOP = PAGES["README.md"]
+_OTHERS = "configs/COMING_FROM.md"  # the first column of its tables has names of other tools
+PAGES[_OTHERS] = re.sub(r"^\|[^|]*\|", "| |", PAGES[_OTHERS], flags=re.MULTILINE)
 EVERYTHING = "\n".join(PAGES.values())
 FILES = [*ROOT.glob("*.py"), *(ROOT / "grpo").rglob("*.py")]
 SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
@@ -49,7 +51,16 @@ MANY = {
 INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 
 # Files that a user writes, and those of another project.
-OTHER_FILES = {"path/file.py", "config-step-N.py", "configs/my_run.py", "apps/grpo/main.py", "apps/sft/main.py"}
+OTHER_FILES = {
+    "my_score.py",
+    "rewards.py",
+    "score.py",
+    "path/file.py",
+    "config-step-N.py",
+    "configs/my_run.py",
+    "apps/grpo/main.py",
+    "apps/sft/main.py",
+}
 OTHER_TOOLS_FLAGS = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
 OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step", "--turns", "--play"}
