@@ -444,8 +444,6 @@ class CheckpointConfig:
 
     interval: Interval = 0
     """Steps between checkpoints, after the last step too, so that `num_steps` saves once; 0 saves none."""
-    in_background: bool = False
-    """Write the state while the next steps run, from a copy in host memory that takes as much as the files."""
     keep: Annotated[int, AtLeast(1)] = 2
     """How many of the newest checkpoints are kept."""
     keep_best: str = ""

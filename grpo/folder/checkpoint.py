@@ -11,14 +11,12 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.stateful import Stateful
 
 from grpo.config import CheckpointConfig
@@ -101,73 +99,27 @@ def saves(config: CheckpointConfig, step: int, is_last: bool) -> bool:
     return config.interval > 0 and (is_last or step % config.interval == 0)
 
 
-class Saver:
-    """Saves the checkpoints of one run; the trainer ranks use it together.
+def save_checkpoint(
+    run_dir: str,
+    config: CheckpointConfig,
+    step: int,
+    trained: Stateful,
+    driver_state: dict[str, Any] | None,
+    driver_tensors: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write the checkpoint of `step` and delete all but the `keep` newest, and the best by `keep_best`.
 
-    `save` copies the state to host memory, and threads write it from there. Rank 0's makes a checkpoint of the files as
-    soon as every rank has written its own. With `config.in_background` the next steps run meanwhile.
+    `trained` is anything with a state_dict; `driver_state` (JSON) and `driver_tensors`, if there are any, are wanted on
+    rank 0 alone. Collective over the trainer ranks. If the files cannot be written, nothing of them is left, older
+    checkpoints stay, and every rank raises BadInput.
     """
+    target = pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}"
+    partial = target.with_suffix(PARTIAL)
 
-    def __init__(self, run_dir: str, config: CheckpointConfig, group: ProcessGroup | None) -> None:
-        """group: the trainer ranks, on CPU tensors, with nothing else going on in it."""
-        self.run_dir, self.config, self.group = run_dir, config, group
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        # step; when this rank's shard is written; on rank 0: when the whole checkpoint is complete
-        self._writing: tuple[int, Future, Future | None] | None = None
-
-    def save(
-        self,
-        step: int,
-        trained: Stateful,
-        driver_state: dict[str, Any] | None,
-        driver_tensors: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Write the checkpoint of `step` and delete all but the `keep` newest, and the best by `keep_best`.
-
-        `trained` is anything with a state_dict; `driver_state` (JSON) and `driver_tensors`, if there are any, are
-        wanted on rank 0 alone. Collective over the trainer ranks; waits for the checkpoint before. If the files cannot
-        be written, nothing of them is left, older checkpoints stay, and every rank raises BadInput: here, or in the
-        background in the next `save` or `wait`.
-        """
-        self.wait()
-        partial = self._place(step).with_suffix(PARTIAL)
-        if failed := _on_rank_0(lambda: _make_empty(partial)):
-            self._give_up(step, failed)
-        state = trained.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}
-        written, completed = dcp.async_save(state, checkpoint_id=partial, process_group=self.group), None
-        if dist.get_rank() == 0:
-            # as bytes, because the driver goes on with what is in it
-            files = {DRIVER_TENSORS_FILE: safetensors.torch.save(driver_tensors)} if driver_tensors else {}
-            files[DRIVER_FILE] = json.dumps(driver_state).encode()
-            completed = self._thread.submit(self._complete, step, written, files)
-        self._writing = step, written, completed
-        if not self.config.in_background:
-            self.wait()
-
-    def wait(self) -> None:
-        """Return when the checkpoint that is being written is complete; raises as `save` does.
-
-        Collective over the trainer ranks; returns at once where none is being written.
-        """
-        if self._writing is None:
-            return
-        (step, written, completed), self._writing = self._writing, None
-        try:
-            written.result()
-        except dcp.api.CheckpointException as error:  # the same on every rank
-            self._give_up(step, _cause(error))
-        if failed := _on_rank_0(lambda: completed.result()):
-            self._give_up(step, failed)
-
-    def _place(self, step: int) -> pathlib.Path:
-        return pathlib.Path(self.run_dir) / CHECKPOINTS / f"step-{step:08d}"
-
-    def _complete(self, step: int, written: Future, files: dict[str, bytes]) -> None:
+    def complete() -> None:
         """Make a checkpoint of what all ranks have written, and delete those that are not kept."""
-        written.result()  # torch's planner has heard from all ranks
-        target = self._place(step)
-        partial = target.with_suffix(PARTIAL)
-        for name, content in files.items():
+        files = {DRIVER_TENSORS_FILE: safetensors.torch.save(driver_tensors)} if driver_tensors else {}
+        for name, content in (files | {DRIVER_FILE: json.dumps(driver_state).encode()}).items():
             with open(partial / name, "wb") as file:
                 file.write(content)
                 file.flush()
@@ -176,22 +128,28 @@ class Saver:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
         _sync_folder(target.parent)
-        best = best_checkpoint(self.run_dir, self.config.keep_best) if self.config.keep_best else None
-        for old in step_folders(self.run_dir)[: -self.config.keep]:
+        best = best_checkpoint(run_dir, config.keep_best) if config.keep_best else None
+        for old in step_folders(run_dir)[: -config.keep]:
             if old != best:
                 shutil.rmtree(old.rename(old.with_suffix(PARTIAL)))  # killed meanwhile, it is not half a checkpoint
 
-    def _give_up(self, step: int, failed: BaseException) -> None:
-        """Leave nothing of a checkpoint that could not be written, and raise. Collective over the trainer ranks."""
-        partial = self._place(step).with_suffix(PARTIAL)
-        _on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
-        if not isinstance(failed, OSError | RuntimeError):  # torch's writer has both for a full disk
-            raise failed
-        free = shutil.disk_usage(self.run_dir).free
-        raise BadInput(
-            f"the checkpoint of step {step} could not be saved in {partial.parent}: {failed}; without it "
-            f"{free / 2**30:.2f} GiB are free, and older checkpoints stay. Make room and continue with --resume"
-        ) from failed
+    failed: BaseException | None = _on_rank_0(lambda: _make_empty(partial))
+    if failed is None:
+        try:
+            dcp.save(trained.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}, checkpoint_id=partial)
+        except dcp.api.CheckpointException as error:  # the same on every rank
+            failed = _cause(error)
+    failed = failed or _on_rank_0(complete)
+    if failed is None:
+        return
+    _on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
+    if not isinstance(failed, OSError | RuntimeError):  # torch's writer has both for a full disk
+        raise failed
+    free = shutil.disk_usage(run_dir).free
+    raise BadInput(
+        f"the checkpoint of step {step} could not be saved in {partial.parent}: {failed}; without it "
+        f"{free / 2**30:.2f} GiB are free, and older checkpoints stay. Make room and continue with --resume"
+    ) from failed
 
 
 def _make_empty(folder: pathlib.Path) -> None:

@@ -10,7 +10,6 @@ rank (NCCL on GPUs). All groups are created here, in one order, the bridges firs
     control         every rank
     learners        every trainer and reference rank
     weights         rank 0                                      every generator rank
-    saving          trainer
 
 What only learners need never waits for a generator, so that with `overlap_steps` the generators can sample the next
 step meanwhile. Colocated, every rank holds every role, one default group serves trainer and generator, and `learners`
@@ -57,8 +56,6 @@ class Roles:
     """Bridge over the ranks that train or hold the reference, the driver first; gloo. None on the others."""
     weights: ProcessGroup | None
     """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
-    saving: ProcessGroup | None
-    """The trainer ranks once more, gloo, for threads that write checkpoints while the role's own group trains."""
     trains: bool
     references: bool
     generates: bool
@@ -145,7 +142,6 @@ def setup_roles(
         control=control,
         learners=learners,
         weights=bridge("weights", (0, *generator_ranks), backend) if is_split else None,
-        saving=bridge("saving", trainer_ranks),
         trains=trains,
         references=rank in reference_ranks,
         generates=generates,

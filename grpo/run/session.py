@@ -199,7 +199,6 @@ class Session:
         if begun.eval_prompts and begun.step == 0:
             with timer.startup("evaluating before the first step" if roles.trainer_ranks else "evaluating"):
                 self.evaluate(generator, 0)
-        self.saver = checkpoint.Saver(config.run_dir, config.checkpoint, roles.saving)
         return trainer, reference, generator
 
     @from_driver
@@ -221,13 +220,13 @@ class Session:
         return bool(reason)
 
     def save(self, step: int, trainer: Trainer | None, *state: Any) -> None:
-        """Save what `step` steps made, unless that was done; `state`: the driver's on rank 0, see `Saver.save`.
+        """Save what `step` steps made, unless that was done; `state`: the driver's on rank 0, see `save_checkpoint`.
 
         Every rank calls it, last in a step: dying before it is complete repeats the step, its log line too.
         """
         if trainer and step > self.saved_step:
             with self.timer.phase("save"):
-                self.saver.save(step, trainer, *state)
+                checkpoint.save_checkpoint(self.config.run_dir, self.config.checkpoint, step, trainer, *state)
         self.saved_step = step
 
     def evaluate(self, generator: Generator | None, step: int) -> None:
@@ -284,8 +283,7 @@ class Session:
             export_hf(trainer.model, pathlib.Path(self.config.run_dir) / "model", trainer.dtype, form)
 
     def end(self, generator: Generator | None) -> None:
-        """Wait for what is still written, close the log, leave the groups. Collective over `roles.control`."""
-        self.saver.wait()
+        """Close the log and leave the groups. Collective over `roles.control`."""
         self._finish()
         close_roles(self.roles, generator.close if generator else None)
 

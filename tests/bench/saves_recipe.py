@@ -14,9 +14,9 @@ import sys
 import threading
 from typing import Any
 
-from grpo.config import SFTConfig, change
+from grpo.config import CheckpointConfig, SFTConfig, change
 from grpo.config.recipes import load_recipe
-from grpo.folder.checkpoint import Saver
+from grpo.folder import checkpoint
 
 SAVE = 3  # the first two leave an older checkpoint to be removed
 # Events of the interpreter, and which of their arguments is the descriptor of the folder that a name is relative to
@@ -37,18 +37,18 @@ config = change(
 
 def watch_files(operation: int, delay: float, note: str) -> None:
     """Note what this process does to files of checkpoints in its third save, and kill it at one of these operations."""
-    save, fsync, saves, lines = Saver.save, os.fsync, [], []
+    save, fsync, saves, lines = checkpoint.save_checkpoint, os.fsync, [], []
 
     def tell(line: str) -> None:
         with open(note, "a") as file:
             file.write(f"{line}\n")
 
-    def counting_save(self: Saver, step: int, *rest: Any) -> None:
+    def counting_save(run_dir: str, settings: CheckpointConfig, step: int, *rest: Any) -> None:
         if not saves:
-            folder = pathlib.Path(self.run_dir) / "checkpoints"
+            folder = pathlib.Path(run_dir) / "checkpoints"
             tell(" ".join(["there:", *sorted(path.name for path in folder.glob("*"))]))
         saves.append(step)
-        save(self, step, *rest)
+        save(run_dir, settings, step, *rest)
 
     def begin(what: str, path: str) -> None:
         """An operation, before it is done."""
@@ -73,7 +73,7 @@ def watch_files(operation: int, delay: float, note: str) -> None:
         begin("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    Saver.save, os.fsync = counting_save, counting_fsync
+    checkpoint.save_checkpoint, os.fsync = counting_save, counting_fsync
     sys.addaudithook(hear)
 
 

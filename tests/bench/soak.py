@@ -42,7 +42,7 @@ def main() -> None:
     steps = parser.parse_args().steps
     model, rows = make_inputs()
     flags = [*layout(1, 0, 1), "--num-steps", str(steps), "--overlap-steps", "1", "--overwrite"]
-    flags += ["--checkpoint.interval", str(EVERY), "--checkpoint.in-background", "--checkpoint.keep", "2"]
+    flags += ["--checkpoint.interval", str(EVERY), "--checkpoint.keep", "2"]
     flags += ["--evaluation.interval", str(EVERY), "--run-dir", str(RUN_DIR), "--trainer.learning-rate", "1e-5"]
     seen = watch(start_run(2, flags, model, rows, FOLDER / "soak.log"), steps)
     for metrics in read_metrics(RUN_DIR):

@@ -9,9 +9,9 @@ After each stop the newest checkpoint has all steps that metrics.jsonl had when 
 kills: SIGKILL after a random step, to rank 0 and rank 1 in turns; torchrun starts all ranks again (--max_restarts).
 saves: SFT on two ranks, which saves after every step and keeps one checkpoint. SIGKILL within a save, before each thing
 that one of the ranks does to files, in an order by chance: shards, metadata, driver.json, every fsync, the rename, the
-removal of the checkpoint before. Every second kill comes some milliseconds later, in the midst of writing, and half of
-the starts save in the background. After each kill the newest checkpoint must be whole and at most one step older than
-the one that was being written, and the next start must leave nothing unfinished there.
+removal of the checkpoint before. Every second kill comes some milliseconds later, in the midst of writing. After each
+kill the newest checkpoint must be whole and at most one step older than the one that was being written, and the next
+start must leave nothing unfinished there.
 
 At the end the metrics of all steps, without times, are compared with those of an undisturbed run.
 """
@@ -135,22 +135,19 @@ def saves(times: int, chance: random.Random) -> None:
     wrong = 0
     for number, (rank, operation) in enumerate(chance.sample(kills, min(times, len(kills)))):
         delay = chance.uniform(0, LAST_DELAY) if number % 2 else 0.0
-        kill = {"operation": operation, "delay": delay, "in_background": number % 4 > 1}
-        code, notes = save_run("saves", rank=rank, **kill)
+        code, notes = save_run("saves", rank=rank, operation=operation, delay=delay)
         lines = notes[rank]
         struck = int(lines[-1].removeprefix("step ").partition(",")[0])
         with contextlib.redirect_stdout(sys.stderr):
             newest = newest_checkpoint(str(FOLDER / "saves"))[0]
-        least = struck - 2 if kill["in_background"] else struck - 1  # a save begins by waiting for the one before
-        faults = [] if newest and step_of(newest) >= least else [f"the newest whole checkpoint is {newest}"]
+        faults = [] if newest and step_of(newest) >= struck - 1 else [f"the newest whole checkpoint is {newest}"]
         unfinished = [name for name in notes[0][0].split()[1:] if not name.removeprefix("step-").isdigit()]
         faults += [f"{name} was left by the kill before" for name in unfinished]
         faults += [] if code else ["the kill did not strike"]
         wrong += bool(faults)
         how = f"{1000 * delay:.1f} ms after" if delay else "at"
-        background = ", in the background" if kill["in_background"] else ""
         print(
-            f"{number + 1}: SIGKILL to rank {rank} {how} {lines[-1]}{background}: newest whole checkpoint "
+            f"{number + 1}: SIGKILL to rank {rank} {how} {lines[-1]}: newest whole checkpoint "
             f"{step_of(newest) if newest else 'none'}: {'; '.join(faults) or 'ok'}",
             flush=True,
         )
@@ -164,7 +161,6 @@ def save_run(
     rank: int = 0,
     operation: int = 0,
     delay: float = 0.0,
-    in_background: bool = False,
     overwrite: bool = False,
 ) -> tuple[int, list[list[str]]]:
     """One start of the run that saves after every step: its exit code, and what each rank noted."""
@@ -176,7 +172,7 @@ def save_run(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_sft.py"]
     command += ["tests/bench/saves_recipe.py", "--model.path", str(model), "--data.path", str(rows)]
     command += ["--num-steps", str(SAVED_STEPS), "--run-dir", str(FOLDER / name)]
-    command += ["--overwrite" if overwrite else "--resume", *(["--checkpoint.in-background"] if in_background else [])]
+    command.append("--overwrite" if overwrite else "--resume")
     environment = os.environ | SETTINGS | {"KILL": json.dumps(kill)}
     with open(FOLDER / f"{name}.log", "a") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)

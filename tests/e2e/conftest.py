@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[str]]:
-    """Folder and arguments of a run of 6 steps with checkpoints at 3 and 6, written in the background.
+    """Folder and arguments of a run of 6 steps with checkpoints at 3 and 6.
 
     2 trainer ranks that also hold the reference, 1 generator. Everything on that has a state or an order to resume:
     warm-up and a cosine, two updates per batch, weights up to two steps old, dynamic sampling, and so few rows of two
@@ -49,7 +49,7 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     sampling = ["--sampling.dynamic", "--reward.functions", BY_CHANCE, 1]
     arguments = [TINY, "--model.path", model, *layout, *schedule, *updates, *sampling]
     arguments += ["--data.path", "", "--data.sources", *sources, "--data.weights", "a", 2]
-    arguments += ["--checkpoint.interval", 3, "--checkpoint.in-background", "--resume"]
+    arguments += ["--checkpoint.interval", 3, "--resume"]
     output = torchrun("train_grpo.py", *arguments, "--run-dir", run_dir, nproc=3, deadline=240)
     assert "starting at step 0" in output
     return run_dir, [str(argument) for argument in arguments]

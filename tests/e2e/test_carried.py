@@ -14,7 +14,7 @@ SPLIT = ("--roles.num-trainers", 1, "--roles.num-references", 0, "--roles.num-ge
 LONG = ("--generator.max-completion-tokens", 40, "--sampling.carry-over", 2, "--num-steps", 6)
 # so small that weights of another version give the same log-probs up to 1e-4; no two steps have the same loss
 LEARNING_RATE = ("--trainer.learning-rate", 1e-7, "--algorithm.num-mini-batches", 2)
-KEPT = ("--checkpoint.interval", 3, "--checkpoint.in-background")
+KEPT = ("--checkpoint.interval", 3)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ SPLIT = ("--roles.num-trainers", 1, "--roles.num-references", 1, "--roles.num-ge
 SAMPLING = ("--sampling.dynamic", "--reward.functions", BY_CHANCE, 1)
 EVALUATION = ("--evaluation.interval", 3, "--evaluation.num-prompts", 4, "--evaluation.num-samples", 2)
 LENGTH = ("--num-steps", 6, "--algorithm.num-mini-batches", 2)
-KEPT = ("--checkpoint.interval", 3, "--checkpoint.in-background", "--record")
+KEPT = ("--checkpoint.interval", 3, "--record")
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ OVERLAP = ("--overlap-steps", 1)
 CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
 TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environment.answer-steps", 4)
 TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-tokens", 48)
-BACKGROUND = ("--checkpoint.in-background", "--checkpoint.interval", 3)
+SAVED = ("--checkpoint.interval", 3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher} is a folder
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
 STREAMED = ("--data.streaming",)
@@ -71,15 +71,15 @@ MODES = {
     ),
     "mixed and streamed prompts": Mode(2, (*split(1, 0, 1), *MIXED, *STREAMED), rank=1),
     "overlap": Mode(3, (*split(1, 1, 1), *OVERLAP, *EVALUATION), rank=2, phase="reference"),
-    "overlap, dynamic sampling, several updates, in the background": Mode(
-        2, (*split(1, 0, 1), *OVERLAP, *DYNAMIC, *UPDATES, *BACKGROUND)
+    "overlap, dynamic sampling, several updates, further checkpoints": Mode(
+        2, (*split(1, 0, 1), *OVERLAP, *DYNAMIC, *UPDATES, *SAVED)
     ),
     "overlap, LoRA, mixed and streamed prompts": Mode(2, (*split(1, 0, 1), *OVERLAP, *LORA, *MIXED, *STREAMED)),
     "groups carried over": Mode(3, (*split(1, 0, 2), *CARRIED, *NO_KL), rank=2),
     "groups carried over, overlap": Mode(3, (*split(1, 0, 2), *CARRIED, *OVERLAP, *NO_KL), phase="reference"),
     "groups carried over, dynamic sampling": Mode(3, (*split(1, 0, 2), *CARRIED, *DYNAMIC, *NO_KL), rank=2),
-    "groups carried over, overlap, dynamic sampling, in the background": Mode(
-        2, (*split(1, 0, 1), *CARRIED, *OVERLAP, *DYNAMIC, *BACKGROUND, *NO_KL)
+    "groups carried over, overlap, dynamic sampling, further checkpoints": Mode(
+        2, (*split(1, 0, 1), *CARRIED, *OVERLAP, *DYNAMIC, *SAVED, *NO_KL)
     ),
     "turns, overlap, two engines": Mode(3, (*split(1, 0, 2), *TURNS, *OVERLAP, *EVALUATION, *NO_KL), rank=2),
     "turns, TP 2": Mode(
@@ -94,8 +94,8 @@ MODES = {
         3, (*split(1, 1, 1), "--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5), rank=1
     ),
     "SFT, mixed, packed, validation": Mode(2, (*MIXED, *PACKED, *VALIDATION, *SCHEDULE), rank=1, recipe=SFT),
-    "SFT, streamed, mixed, packed, in the background": Mode(
-        2, (*MIXED, *STREAMED, *PACKED, *BACKGROUND, *VALIDATION), recipe=SFT
+    "SFT, streamed, mixed, packed, further checkpoints": Mode(
+        2, (*MIXED, *STREAMED, *PACKED, *SAVED, *VALIDATION), recipe=SFT
     ),
     "SFT, TP 2": Mode(2, (*PACKED, "--trainer.tensor-parallel", 2), rank=1, recipe=SFT),
     "SFT, LoRA, streamed, mixed, packed": Mode(2, (*MIXED, *STREAMED, *PACKED, *LORA), recipe=SFT),

@@ -1,7 +1,6 @@
 """Checkpoints: everything comes back, what is damaged is refused, and reading one runs no code."""
 
 import contextlib
-import copy
 import errno
 import json
 import os
@@ -9,7 +8,6 @@ import pathlib
 import pickle
 import resource
 import shutil
-import time
 
 import pytest
 import torch
@@ -51,9 +49,10 @@ TENSORS = {"ids": torch.arange(50), "none": torch.empty(0, dtype=torch.int64), "
 
 def save(run_dir: pathlib.Path, step: int, tensors=TENSORS, **config) -> pathlib.Path:
     """A checkpoint; returns its folder."""
-    saver = checkpoint.Saver(str(run_dir), CheckpointConfig(**{"keep": 2} | config), None)
-    saver.save(step, Trained(step), {"step": step, "data": {"num_drawn": 8 * step}}, tensors)
-    saver.wait()
+    state = {"step": step, "data": {"num_drawn": 8 * step}}
+    checkpoint.save_checkpoint(
+        str(run_dir), CheckpointConfig(**{"keep": 2} | config), step, Trained(step), state, tensors
+    )
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
@@ -116,34 +115,6 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     for step in ("best", "3"):
         with pytest.raises(ValueError, match=f"no checkpoint of step {step}; there are: 4, 5"):
             find_checkpoint(tmp_path, step, "")
-
-
-def test_a_checkpoint_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path):
-    """Model, optimizer, schedule and the driver's state go on at once; what is read later is as it was."""
-    trained, state = Trained(3), {"step": 3, "data": {"rates": [1]}}
-    expected = copy.deepcopy((trained.model.state_dict(), trained.schedule.state_dict()))
-    saver = checkpoint.Saver(str(tmp_path), CheckpointConfig(keep=1, in_background=True), None)
-    saver.save(3, trained, state, tensors := {"ids": torch.arange(5)})
-    state["data"]["rates"].append(2)
-    tensors["ids"].zero_()
-    with torch.no_grad():
-        trained.model.weight.add_(1)
-    trained.schedule.step()
-    folder = tmp_path / "checkpoints" / "step-00000003"
-    deadline = time.monotonic() + 30
-    while not folder.exists():  # complete without any further call
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    checkpoint.load_checkpoint(folder, other := Trained(2))
-    assert torch.equal(other.model.weight, expected[0]["weight"])
-    assert not torch.equal(other.model.weight, trained.model.weight)
-    assert other.schedule.state_dict() == expected[1]
-    assert checkpoint.newest_checkpoint(str(tmp_path))[1] == {"step": 3, "data": {"rates": [1]}}
-    assert checkpoint.read_driver_tensors(folder)["ids"].tolist() == [0, 1, 2, 3, 4]
-    saver.save(4, trained, {"step": 4, "data": {}})  # waits for the one before
-    saver.wait()
-    saver.wait()  # nothing is left to wait for
-    assert names(tmp_path) == ["step-00000004"]
 
 
 # ---- Damage
@@ -274,22 +245,19 @@ def largest_file(num_bytes: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["waited for", "in the background"])
 @pytest.mark.parametrize("room", [0, 2000, 5000, "driver.json"])
-def test_no_room_ends_the_run_with_the_numbers_and_leaves_the_older_ones(room, in_background, run_dir, monkeypatch):
+def test_no_room_ends_the_run_with_the_numbers_and_leaves_the_older_ones(room, run_dir, monkeypatch):
     """At once, in a shard's data, at its end, or for the last file."""
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    saver = checkpoint.Saver(str(run_dir), CheckpointConfig(in_background=in_background), None)
     with pytest.raises(BadInput) as stopped, contextlib.ExitStack() as limits:
         if room == "driver.json":
             monkeypatch.setattr(checkpoint, "_sync_folder", full)
         else:
             limits.enter_context(largest_file(room))
-        saver.save(6, Trained(6), {"step": 6, "data": {}})
-        saver.wait()
+        checkpoint.save_checkpoint(str(run_dir), CheckpointConfig(), 6, Trained(6), {"step": 6, "data": {}})
     monkeypatch.undo()
     message = str(stopped.value)
     assert f"the checkpoint of step 6 could not be saved in {run_dir / 'checkpoints'}: " in message
