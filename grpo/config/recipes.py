@@ -1,9 +1,5 @@
-"""Recipe files and the command line -> a checked config, and back to the text of a recipe, which a run folder keeps.
+"""Recipe files and the command line -> a checked config, and back to the text of a recipe, which a run folder keeps."""
 
-That text is parsed and never run when a run is resumed, so that it may come from somebody else.
-"""
-
-import ast
 import contextlib
 import dataclasses
 import difflib
@@ -20,6 +16,9 @@ from grpo.config.bounds import Harmless, check_fields
 from grpo.config.checks import cautions, validate
 from grpo.config.fields import Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, run_file
+
+# They were meant for one start, and would continue, delete or slow down the run that a saved config describes
+FOR_ONE_START = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
 
 
 def load(
@@ -147,8 +146,7 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
     """Return the config as the text of a recipe file, so that a run can be repeated from its own folder.
 
     What was left open (None) stays open, so that `runs/a/config.py --algorithm.loss dapo` is all of DAPO.
-    `resume`, `allow_changes`, `overwrite` and `profile` are off in it: they were meant for that one start, and would
-    continue, delete or slow down the run which the file describes.
+    What is FOR_ONE_START is off in it.
     """
 
     def lines(value: Any, indent: str) -> str:
@@ -160,8 +158,14 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
         body = "".join(f"{indent}    {name}={lines(entry, indent + '    ')},\n" for name, entry in entries)
         return f"c.{type(value).__name__}(\n{body}{indent})"
 
-    for_one_start = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
-    return f"from grpo import config as c\n\nconfig = {lines(dataclasses.replace(config, **for_one_start), '')}\n"
+    return f"from grpo import config as c\n\nconfig = {lines(dataclasses.replace(config, **FOR_ONE_START), '')}\n"
+
+
+def written_fields(config: GRPOConfig | SFTConfig) -> dict[str, str]:
+    """Return each field by its dotted path, as Python writes its value; those for one start as in `as_recipe`."""
+    config = dataclasses.replace(config, **FOR_ONE_START)
+    values = {path: attrgetter(path)(config) for path in field_paths(config)}
+    return {path: repr(value) for path, value in values.items() if not dataclasses.is_dataclass(value)}
 
 
 class Change(NamedTuple):
@@ -173,12 +177,9 @@ class Change(NamedTuple):
     breaks_exactness: bool
 
 
-def changes_since(saved: str, config: GRPOConfig | SFTConfig) -> list[Change]:
-    """Return what `config` has other than `saved`, the text of a config that `as_recipe` wrote, which is not run.
-
-    Raises ValueError if it is no such text.
-    """
-    before, now = _written_fields(saved), _written_fields(as_recipe(config))  # so, without the flags of a single start
+def changes_since(before: dict[str, str], config: GRPOConfig | SFTConfig) -> list[Change]:
+    """Return what `config` has other than the config of which `before` are the `written_fields`."""
+    now = written_fields(config)
     return [
         Change(path, old, new, path not in now or not is_harmless(path, config))
         for path in dict.fromkeys([*now, *before])
@@ -196,25 +197,3 @@ def is_harmless(path: str, config: GRPOConfig | SFTConfig) -> bool:
             return True
         section = getattr(section, name)
     return False
-
-
-def _written_fields(text: str) -> dict[str, str]:
-    """Return each field by its dotted path, as Python writes its value."""
-
-    def is_section(node: ast.expr) -> bool:  # `c.TrainerConfig(...)`
-        return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-
-    def written(section: ast.Call, path: str) -> Iterator[tuple[str, str]]:
-        for keyword in section.keywords:
-            if is_section(keyword.value):
-                yield from written(keyword.value, f"{path}{keyword.arg}.")
-            else:
-                yield f"{path}{keyword.arg}", ast.unparse(keyword.value)
-
-    try:
-        *_, last = ast.parse(text).body or [None]
-    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
-        raise ValueError(f"it is no config that a run wrote ({error})") from error
-    if not (isinstance(last, ast.Assign) and ast.unparse(last.targets[0]) == "config" and is_section(last.value)):
-        raise ValueError("it is no config that a run wrote")
-    return dict(written(last.value, ""))

@@ -1,6 +1,6 @@
 """How both scripts begin in a run folder: whose it is, what to continue from, and whether this run is still that run.
 
-The config of the run before is read from its `config.py` as data: the file is parsed and never run.
+The config of the run before is what its `run.json` says, which is data; its `config.py` is not run.
 """
 
 import pathlib
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import changes_since
 from grpo.folder.checkpoint import newest_checkpoint
-from grpo.folder.run_folder import CONFIG, check_run_folder
+from grpo.folder.run_folder import check_run_folder, read_marker
 
 Stream = TypeVar("Stream")
 
@@ -42,15 +42,9 @@ def without_groups(state: dict[str, Any]) -> dict[str, Any]:
 def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
     """Whether the run goes on as it began; prints each field that differs from the config of the run that is resumed.
 
-    False also if that config cannot be read. Raises ValueError, unless `allow_changes` is set, if the result depends on
-    one of them.
+    Raises ValueError, unless `allow_changes` is set, if the result depends on one of them.
     """
-    path = pathlib.Path(config.run_dir) / CONFIG
-    try:
-        changes = changes_since(path.read_text(encoding="utf-8") if path.is_file() else "", config)
-    except (OSError, ValueError) as error:
-        print(f"warning: {path} cannot be compared with this run's config: {error}", flush=True)
-        return False
+    changes = changes_since(read_marker(config.run_dir)["config"], config)
     told = {f"{change.path}: {change.old} -> {change.new}": change.breaks_exactness for change in changes}
     refused = [text for text, breaks_exactness in told.items() if breaks_exactness]
     if refused and not config.allow_changes:

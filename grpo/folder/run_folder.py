@@ -23,6 +23,9 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+from grpo.config.fields import RunConfig
+from grpo.config.recipes import as_recipe, written_fields
+
 MARKER = "run.json"
 LOCK = "run.lock"
 CONFIG = "config.py"
@@ -99,23 +102,21 @@ def check_run_folder(
         raise ValueError(f"{run_dir} holds a run of {marker['script']}, which {script} cannot resume")
 
 
-def begin_run(
-    run_dir: str, script: str, recipe: str, *, step: int = 0, resume: bool = False, overwrite: bool = False
-) -> int:
+def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
     """Take the folder, delete what an earlier run left, if asked to, and save the config and `run.json`; says versions.
 
     The marker and the config of a run that is resumed change too: they say what last ran. The config that it had up to
     `step`, from which it is resumed, stays as config-step-N.py if it was another one. Returns the lock, a descriptor:
     the folder is this process's until it ends or closes that. Raises ValueError if another run holds it.
     """
-    folder = pathlib.Path(run_dir)
+    folder, recipe = pathlib.Path(config.run_dir), as_recipe(config)
     folder.mkdir(parents=True, exist_ok=True)
     lock = _take_lock(folder, os.O_CREAT)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     job = f", job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}{job}, since {now}\n".encode(), 0)
-    if overwrite and not resume:
+    if config.overwrite and not config.resume:
         for path in list(_files_of_runs(folder)):
             if path.name not in ("initial_model", LOCK, MARKER):  # this run's own already
                 _delete(path)
@@ -124,12 +125,13 @@ def begin_run(
             checkpoints.rmdir()
     versions = {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES}
     marker = {"script": script, "created": now, "versions": versions, "commit": _commit()}
+    marker["config"] = written_fields(config)
     _write(folder / MARKER, json.dumps(marker, indent=2) + "\n")
-    config, kept = folder / CONFIG, folder / f"config-step-{step:08d}.py"
+    saved, kept = folder / CONFIG, folder / f"config-step-{step:08d}.py"
     # one that is there already is that of the steps up to this one; what came after it led to no checkpoint
-    if resume and step and not kept.exists() and config.is_file() and config.read_text(encoding="utf-8") != recipe:
-        config.rename(kept)
-    _write(config, recipe)
+    if config.resume and step and not kept.exists() and saved.is_file() and saved.read_text("utf-8") != recipe:
+        saved.rename(kept)
+    _write(saved, recipe)
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
     print(f"{told}; commit {(marker['commit'] or 'unknown')[:10]}", flush=True)
     return lock
@@ -144,7 +146,9 @@ def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:
         marker = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return None
-    return marker if isinstance(marker, dict) and isinstance(marker.get("script"), str) else None
+    parts = {"script": str, "config": dict}
+    is_ours = isinstance(marker, dict) and all(isinstance(marker.get(name), kind) for name, kind in parts.items())
+    return marker if is_ours else None
 
 
 def step_folders(run_dir: str | pathlib.Path) -> list[pathlib.Path]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
-from grpo.config.recipes import as_recipe
 from grpo.config.user_files import near_miss
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
@@ -133,9 +132,8 @@ class Session:
     def begin(self, num_steps: int) -> Start:
         """Begin to write, now that nothing is refused any more: only here may an earlier run be deleted."""
         config, step = self.config, self.num_done
-        flags = {"resume": config.resume, "overwrite": config.overwrite}
         with refuse_bad_input():  # another run may have begun there meanwhile
-            self.lock = begin_run(config.run_dir, self.script, as_recipe(config), step=step, **flags)
+            self.lock = begin_run(config, self.script, step)
         checkpoint.remove_unfinished(config.run_dir)
         forget_old_stop(config.run_dir)
         self.last_line = f"done; everything is in {config.run_dir}"

@@ -155,7 +155,7 @@ def test_references_that_read_other_tokens(model: pathlib.Path, tmp_path: pathli
 
 
 def test_a_refused_run_overwrites_nothing(model: pathlib.Path, tmp_path: pathlib.Path):
-    os.close(begin_run(str(tmp_path / "run"), "train_grpo.py", ""))
+    os.close(begin_run(GRPOConfig(run_dir=str(tmp_path / "run")), "train_grpo.py"))
     (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
     (tmp_path / "run/metrics.jsonl").write_text("{}\n")
     refusal("--model.path", tmp_path / "no model", "--run-dir", tmp_path / "run", "--overwrite")
@@ -168,7 +168,7 @@ def test_existing_run_folder(model: pathlib.Path, tmp_path: pathlib.Path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert "no run.json" in refusal("--model.path", model, "--run-dir", tmp_path, "--overwrite")
     (tmp_path / "metrics.jsonl").unlink()
-    os.close(begin_run(str(tmp_path), "train_grpo.py", ""))
+    os.close(begin_run(GRPOConfig(run_dir=str(tmp_path)), "train_grpo.py"))
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     message = refusal("--model.path", model, "--run-dir", tmp_path)
     for part in (str(tmp_path), "metrics.jsonl", "--resume", "--overwrite", "--run-dir"):

@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from grpo.config import GRPOConfig
+from grpo.config.recipes import load_recipe
 from grpo.folder import run_folder
 from grpo.folder.run_folder import RUN_FILES, begin_run, check_run_folder, read_marker, step_folders
 
@@ -23,9 +25,13 @@ def check(run_dir: str | pathlib.Path, script: str = GRPO, inputs: tuple[str, ..
     check_run_folder(str(run_dir), script, inputs, **flags)
 
 
-def begin(folder: str | pathlib.Path, script: str = GRPO, config: str = "config = 1\n", **flags) -> None:
+def begin(folder: str | pathlib.Path, script: str = GRPO, seed: int = 1, step: int = 0, **flags: bool) -> None:
     """Begin, as a process does that ends at once."""
-    os.close(begin_run(str(folder), script, config, **flags))
+    os.close(begin_run(GRPOConfig(run_dir=str(folder), seed=seed, **flags), script, step))
+
+
+def seed_of(config: pathlib.Path) -> int:
+    return load_recipe(str(config), GRPOConfig).seed
 
 
 def started_run(folder: pathlib.Path, script: str = GRPO) -> pathlib.Path:
@@ -95,7 +101,10 @@ def test_a_folder_that_may_not_be_written(tmp_path):
     tmp_path.chmod(0o700)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', '{"script": 1}', "[" * 100_000, "\x00\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"format": 1}', '{"script": 1}', '{"script": "train_grpo.py"}', "[" * 100_000, "\x00\xff"],
+)
 def test_another_run_json_is_no_marker(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match="no run.json, with which a run marks its folder"):
@@ -146,8 +155,9 @@ def test_links_and_pipes_are_refused_or_replaced_never_followed(planted, name, i
 
 HOLDER = """
 import sys, time
+from grpo.config import GRPOConfig
 from grpo.folder.run_folder import begin_run
-begin_run(sys.argv[1], "train_grpo.py", "")
+begin_run(GRPOConfig(run_dir=sys.argv[1]), "train_grpo.py")
 print("held", flush=True)
 time.sleep(60)
 """
@@ -219,10 +229,10 @@ def test_overwrite_deletes_what_runs_wrote_and_nothing_else(tmp_path):
     theirs |= {"checkpoints/step-00000004.partial.bak"}
     for name in theirs:
         (run / name).mkdir()
-    begin(run, SFT, "config = 2\n", overwrite=True)
+    begin(run, SFT, seed=2, overwrite=True)
     ours = {"checkpoints", "run.json", "run.lock", "config.py", "initial_model", "initial_model/file"}
     assert tree(run) == theirs | ours
-    assert (run / "config.py").read_text() == "config = 2\n" and read_marker(run)["script"] == SFT
+    assert seed_of(run / "config.py") == 2 and read_marker(run)["script"] == SFT
 
 
 def test_overwrite_leaves_what_links_lead_to(tmp_path):
@@ -249,18 +259,18 @@ def test_a_folder_stays_a_runs_wherever_the_process_is_killed(tmp_path, monkeypa
 
 def test_resume_deletes_nothing_whatever_else_is_asked_for(tmp_path):
     before = tree(finished_run(tmp_path))
-    begin(tmp_path, config="config = 2\n", resume=True, overwrite=True)
+    begin(tmp_path, seed=2, resume=True, overwrite=True)
     assert tree(tmp_path) == before
 
 
 def test_the_config_of_the_steps_so_far_is_kept(tmp_path):
     """Config 1 made steps 1 to 4; 2 was in force and led to no checkpoint; 3 made 5 to 8."""
     started_run(tmp_path)
-    for config, step in ((1, 4), (2, 4), (3, 4), (3, 6), (4, 8), (5, 0)):
-        begin(tmp_path, config=f"config = {config}\n", step=step, resume=True)
-    assert (tmp_path / "config.py").read_text() == "config = 5\n"
-    kept = {path.name: path.read_text() for path in tmp_path.glob("config-step-*")}
-    assert kept == {"config-step-00000004.py": "config = 1\n", "config-step-00000008.py": "config = 3\n"}
+    for seed, step in ((1, 4), (2, 4), (3, 4), (3, 6), (4, 8), (5, 0)):
+        begin(tmp_path, seed=seed, step=step, resume=True)
+    assert seed_of(tmp_path / "config.py") == 5
+    kept = {path.name: seed_of(path) for path in tmp_path.glob("config-step-*")}
+    assert kept == {"config-step-00000004.py": 1, "config-step-00000008.py": 3}
 
 
 def test_a_run_does_not_replace_what_it_reads(tmp_path):
