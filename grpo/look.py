@@ -1,12 +1,13 @@
 """What a run achieved, on one screen, and the rollouts of one of its steps: `python -m grpo.look RUN_DIR`.
 
-    python -m grpo.look RUN_DIR                              accuracy or mean reward, its curve, the files
+    python -m grpo.look RUN_DIR                              accuracy, reward or losses, a curve, the files
+    python -m grpo.look RUN_DIR RUN_DIR ...                  several runs side by side: one table, one plot
     python -m grpo.look RUN_DIR --step 40 [--worst]          that step's completions, sorted by reward
     python -m grpo.look RUN_DIR --turns                      conversations turn by turn
     python -m grpo.look RUN_DIR --evaluation                 held-out ones, of the latest step
 
-The first reads metrics.jsonl, the others completions.jsonl, which a run writes every `metrics.samples_interval` steps,
-and evaluation.jsonl. Texts are whole; what would act on a terminal is shown as an escape (`\\x1b`).
+The first two read metrics.jsonl, the others completions.jsonl, which a run writes every `metrics.samples_interval`
+steps, and evaluation.jsonl. Texts are whole; what would act on a terminal is shown as an escape (`\\x1b`).
 """
 
 import argparse
@@ -22,11 +23,18 @@ from typing import Any
 
 import numpy as np
 
+from grpo.folder.run_folder import read_marker
 from grpo.report.samples import describe
-from grpo.text import compact_number
+from grpo.text import compact_number, shorten
 
 # Steps and values, at least one.
 Curve = list[tuple[int, float]]
+# What draws the curve of each run; the first one's is a line.
+MARKS = "─•×+o#"
+# The table of several runs has the mean of these metrics over the last so many steps that have them.
+LATE_METRICS = ("kl", "entropy", "completion/length_mean", "grad_norm", "tokens_per_second", "time/step")
+LATE_STEPS = 10
+CELL_CHARACTERS = 40
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m grpo.look", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run_dir", type=pathlib.Path, metavar="RUN_DIR")
+    parser.add_argument("run_dirs", type=pathlib.Path, metavar="RUN_DIR", nargs="+")
     parser.add_argument("--step", default="", metavar="N", help="show rollouts: those after so many steps, or latest")
     parser.add_argument("--num", type=int, default=10, metavar="N", help="show so many (10); 0 shows all")
     parser.add_argument("--worst", action="store_true", help="the lowest rewards first")
@@ -44,7 +52,12 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         asks = given.step or given.worst or given.prompt or given.turns or given.evaluation
-        text = rollouts_text(given) if asks else summarize(given.run_dir)
+        if len(given.run_dirs) > 1 and asks:
+            raise ValueError("rollouts are shown of one run; name one folder")
+        if asks:
+            text = rollouts_text(given)
+        else:
+            text = summarize(*given.run_dirs) if len(given.run_dirs) == 1 else compare(given.run_dirs)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
@@ -60,14 +73,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 def summarize(run_dir: pathlib.Path) -> str:
     """The summary as text. Raises ValueError if the run has no metrics.jsonl."""
-    records = list(read_lines(run_dir / "metrics.jsonl", "train first, or name another run folder"))
+    records = read_metrics(run_dir)
     seconds, found = [record["time/step"] for record in records if "time/step" in record], curves(records)
     lines = [f"{run_dir}: {len(seconds)} steps in {sum(seconds) / 60:.1f} minutes, start-up not counted"]
     for label, curve in found.items():
         ends = dict.fromkeys([curve[0], curve[-1]])
         lines.append(f"{label}: {', '.join(f'{compact_number(value)} after step {step}' for step, value in ends)}")
     for curve in list(found.values())[:1]:
-        lines += ["", terminal_curve([value for _, value in curve])]
+        lines += ["", terminal_curves([curve])]
     places = {"TensorBoard": "tensorboard", "completions to read": "samples.txt", "trained model": "model"}
     lines += ["", *(f"{what}: {run_dir / where}" for what, where in places.items() if (run_dir / where).exists())]
     return "\n".join(lines)
@@ -91,34 +104,93 @@ def curves(records: list[dict[str, Any]]) -> dict[str, Curve]:
     return {label: found[label] for label in sorted(found, key=lambda label: len(found[label]) < 2) if found[label]}
 
 
-def terminal_curve(values: list[float], width: int = 60, height: int = 8) -> str:
-    """A line chart of `height` text lines, `width` columns wide, with y labels at the left.
+def compare(run_dirs: list[pathlib.Path]) -> str:
+    """Several runs in a table, with the fields in which their configs differ, and in one plot, as text.
 
-    Few values are joined by straight lines, many are averaged per column.
+    Raises ValueError if a run has no metrics.jsonl, or there are more runs than MARKS.
     """
-    if len(values) > width:
-        columns = [statistics.fmean(part) for part in np.array_split(values, width)]
-    else:
-        columns = np.interp(np.linspace(0, len(values) - 1, width), range(len(values)), values).tolist()
-    low, unit = min(columns), (max(columns) - min(columns)) / (height - 1) or 1.0
-    rows = [round((value - low) / unit) for value in columns]  # 0 is the lowest line
+    if len(run_dirs) > len(MARKS):
+        raise ValueError(f"{len(run_dirs)} runs are too many for one plot; name up to {len(MARKS)}")
+    runs = [read_metrics(run_dir) for run_dir in run_dirs]
+    found = [curves(records) for records in runs]
+    rows = [["", *map(str, run_dirs)]]
+    for label in dict.fromkeys(label for of_run in found for label in of_run):
+        ends = [
+            [compact_number(of_run[label][i][1]) for i in (0, -1)] if label in of_run else ["-"] for of_run in found
+        ]
+        rows.append([label, *(" to ".join(dict.fromkeys(values)) for values in ends)])
+    seconds = [[record["time/step"] for record in records if "time/step" in record] for records in runs]
+    rows.append(["steps", *(str(len(of_run)) for of_run in seconds)])
+    rows.append(["minutes, start-up not counted", *(f"{sum(of_run) / 60:.1f}" for of_run in seconds)])
+    for name in LATE_METRICS:
+        late = [[r[name] for r in records if r.get(name) is not None][-LATE_STEPS:] for records in runs]
+        if any(late):
+            means = [compact_number(statistics.fmean(values)) if values else "-" for values in late]
+            rows.append([f"{name}, mean of the last {LATE_STEPS} steps", *means])
+    rows += differing_fields(run_dirs)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    if label := next((label for label in found[0] if all(label in of_run for of_run in found)), ""):
+        lines += ["", f"{label}:", *map("{} {}".format, MARKS, run_dirs)]
+        lines += ["", terminal_curves([of_run[label] for of_run in found])]
+    return "\n".join(lines)
 
-    def mark(line: int, before: int, now: int) -> str:  # a column enters at the previous height, leaves at the new one
-        if not min(before, now) <= line <= max(before, now):
-            return " "
-        if before == now:
-            return "─"
-        if line == now:
-            return "╭" if now > before else "╰"
-        return ("╯" if now > before else "╮") if line == before else "│"
 
+def differing_fields(run_dirs: list[pathlib.Path]) -> list[list[str]]:
+    """[field, its value in each run] for each field that differs, except the folder; none if one has no run.json."""
+    markers = [read_marker(run_dir) for run_dir in run_dirs]
+    if not all(markers):
+        return []
+    configs = [marker["config"] for marker in markers]
+    names = [name for name in dict.fromkeys(itertools.chain(*configs)) if name != "run_dir"]
+    rows = [[name, *(shorten(config.get(name, "-"), CELL_CHARACTERS) for config in configs)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def terminal_curves(curves: list[Curve], width: int = 60, height: int = 8) -> str:
+    """A chart of `height` text lines and `width` columns, with y labels at the left, from the first step to the last.
+
+    The first curve is a line, each further one dots, see MARKS. The values of a column are averaged, and between the
+    columns that have any a curve is straight.
+    """
+    steps = [step for curve in curves for step, _ in curve]
+    columns = [_columns(curve, min(steps), max(steps), width) for curve in curves]
+    low, unit = np.nanmin(columns), (np.nanmax(columns) - np.nanmin(columns)) / (height - 1) or 1.0
+    grid = [[" "] * width for _ in range(height)]  # from the lowest line up
+    for values, mark in zip(columns, MARKS, strict=False):
+        rows = [None if math.isnan(value) else round((value - low) / unit) for value in values]
+        for x, (before, now) in enumerate(itertools.pairwise([rows[0], *rows])):
+            if now is not None and mark != MARKS[0]:
+                grid[now][x] = mark
+            elif now is not None:
+                before = now if before is None else before
+                for line in range(min(before, now), max(before, now) + 1):
+                    grid[line][x] = _stroke(line, before, now)
     # Rounded, because a sum like -0.3 + 3 * 0.1 is not quite 0.
     labels = [compact_number(round(low / unit + line, 6) * unit) for line in range(height)]
-    lines = []
-    for line in reversed(range(height)):
-        marks = "".join(mark(line, *pair) for pair in itertools.pairwise([rows[0], *rows]))
-        lines.append(f"{labels[line]:>{max(map(len, labels))}} ┤{marks}".rstrip())
-    return "\n".join(lines)
+    lines = [
+        f"{label:>{max(map(len, labels))}} ┤{''.join(row)}".rstrip() for label, row in zip(labels, grid, strict=True)
+    ]
+    return "\n".join(reversed(lines))
+
+
+def _columns(curve: Curve, first_step: int, last_step: int, width: int) -> np.ndarray:
+    """The curve's value in each of `width` columns, NaN before its first step and after its last."""
+    values_of: dict[int, list[float]] = {}
+    for step, value in curve:
+        place = round((step - first_step) / max(last_step - first_step, 1) * (width - 1))
+        values_of.setdefault(place, []).append(value)
+    means = [statistics.fmean(values) for values in values_of.values()]
+    return np.interp(range(width), list(values_of), means, left=math.nan, right=math.nan)
+
+
+def _stroke(line: int, before: int, now: int) -> str:
+    """The piece of a line that enters a column at height `before` and leaves it at `now`."""
+    if before == now:
+        return MARKS[0]
+    if line == now:
+        return "╭" if now > before else "╰"
+    return ("╯" if now > before else "╮") if line == before else "│"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,9 +200,9 @@ def terminal_curve(values: list[float], width: int = 60, height: int = 8) -> str
 def rollouts_text(given: argparse.Namespace) -> str:
     """The rollouts that the command line chooses, as text. Raises ValueError if there are none."""
     file = "evaluation.jsonl" if given.evaluation else "completions.jsonl"
-    step, records = read_step(given.run_dir / file, given.step or "latest")
+    step, records = read_step(given.run_dirs[0] / file, given.step or "latest")
     chosen = choose(records, given.prompt, given.worst, given.num)
-    title = f"{given.run_dir} after step {step}: {len(chosen)} of {len(records)} completions"
+    title = f"{given.run_dirs[0]} after step {step}: {len(chosen)} of {len(records)} completions"
     title += f", {'lowest' if given.worst else 'highest'} reward first"
     return "\n\n".join([title, *(describe(record, turns=given.turns) for record in chosen)])
 
@@ -165,6 +237,11 @@ def choose(records: list[dict[str, Any]], prompt: str = "", worst: bool = False,
     sign = 1 if worst else -1
     ranked = sorted(found, key=lambda record: sign * (-math.inf if record["reward"] is None else record["reward"]))
     return ranked[:num] if num else ranked
+
+
+def read_metrics(run_dir: pathlib.Path) -> list[dict[str, Any]]:
+    """What a run logged, a record per step and per evaluation. Raises ValueError if there is no such file."""
+    return list(read_lines(run_dir / "metrics.jsonl", "train first, or name another run folder"))
 
 
 def read_lines(path: pathlib.Path, way_out: str) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,14 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
+from grpo.config import GRPOConfig, change
+from grpo.config.recipes import written_fields
 from grpo.look import choose, main, read_step
 
 
@@ -63,6 +66,36 @@ def test_what_is_printed(run_dir, capsys):
     out = capsys.readouterr().out
     assert "after step 10" in out and "| row 7 | kind greedy" in out
     assert "math_reward failed: took longer than 10 s\n" in out
+
+
+def write_metrics(run_dir: pathlib.Path, config: GRPOConfig, rewards: dict[int, float], **more: float) -> str:
+    run_dir.mkdir()
+    records = [{"step": step, "reward/mean": reward, "time/step": 30.0, **more} for step, reward in rewards.items()]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (run_dir / "run.json").write_text(json.dumps({"script": "train_grpo.py", "config": written_fields(config)}))
+    return str(run_dir)
+
+
+def test_runs_are_compared_in_one_table_and_one_plot(tmp_path, capsys):
+    """Over steps, in the same places, also if one run is shorter; fields of the configs that differ are named."""
+    long = change(GRPOConfig(), {"run_dir": "runs/long"})
+    short = change(long, {"algorithm.loss": "dapo", "run_dir": "runs/short"})
+    rising = {step: step / 10 for step in range(11)}
+    first = write_metrics(tmp_path / "long", long, rising, kl=0.5)
+    second = write_metrics(tmp_path / "short", short, {step: 1 - step / 10 for step in range(6)})
+    main([first, second])
+    table, plot = capsys.readouterr().out.split("\n\nmean reward of the sampled completions:\n")
+    rows = {row[0]: row[1:] for row in (re.split(r"  +", line) for line in table.splitlines()[1:])}
+    assert rows["mean reward of the sampled completions"] == ["0 to 1", "1 to 0.5"]
+    assert (rows["steps"], rows["minutes, start-up not counted"]) == (["11", "6"], ["5.5", "3.0"])
+    assert rows["kl, mean of the last 10 steps"] == ["0.5", "-"]
+    assert rows["algorithm.loss"] == ["'grpo'", "'dapo'"] and "run_dir" not in rows and "seed" not in rows
+    chart = [line.partition("┤")[2].ljust(60) for line in plot.splitlines()[-8:]]
+    dots = [(7 - number, x) for number, line in enumerate(chart) for x, mark in enumerate(line) if mark == "•"]
+    assert all(abs(height - (7 - 3.5 * x / 29.5)) < 0.7 for height, x in dots) and {x for _, x in dots} == {*range(31)}
+    assert chart[0].endswith("─") and chart[-1].startswith("─")
+    with pytest.raises(SystemExit, match="rollouts are shown of one run"):
+        main([first, second, "--worst"])
 
 
 def test_without_such_a_run_there_is_one_line(tmp_path):

@@ -12,7 +12,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from grpo import look
 from grpo.config import MetricsConfig
-from grpo.look import terminal_curve
+from grpo.look import terminal_curves
 from grpo.report import log as run_log
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
@@ -399,7 +399,8 @@ def test_tensorboard_shows_samples_as_they_are(tmp_path):
 
 
 def test_curve_of_a_straight_line():
-    assert terminal_curve([0, 1, 2, 3], width=4, height=4).splitlines() == ["3 ┤   ╭", "2 ┤  ╭╯", "1 ┤ ╭╯", "0 ┤─╯"]
+    chart = terminal_curves([list(enumerate([0, 1, 2, 3]))], width=4, height=4)
+    assert chart.splitlines() == ["3 ┤   ╭", "2 ┤  ╭╯", "1 ┤ ╭╯", "0 ┤─╯"]
 
 
 def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
