@@ -1,4 +1,4 @@
-"""The rooms of grpo/ in the order of their floors: a folder imports only folders below it. Read from the source."""
+"""The modules of grpo/ in the order of their layers: a folder imports only folders below it. Read from the source."""
 
 import ast
 import functools
@@ -9,8 +9,8 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-# From the ground up. Rooms of one floor do not know each other, except that all of them know types, config and text.
-FLOORS = (
+# From the ground up. Modules of one layer do not know each other, except that all of them know types, config and text.
+LAYERS = (
     ("types", "config", "text"),
     ("algorithm", "data", "workers"),
     ("rewards",),
@@ -21,7 +21,7 @@ FLOORS = (
     ("folder",),
     ("run",),
 )
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {folder: number for number, folders in enumerate(LAYERS) for folder in folders}
 SCRIPTS = ("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay")
 SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.check_environment", "grpo.look")
 MODULES = sorted(
@@ -29,11 +29,11 @@ MODULES = sorted(
     for path in (ROOT / "grpo").rglob("*.py")
     if path.name != "__init__.py"
 )
-MODULES_OF_ROOMS = [module for module in MODULES if module not in SCRIPTS]
+MODULES_OF_FOLDERS = [module for module in MODULES if module not in SCRIPTS]
 MAKES_GROUPS = ("init_process_group", "new_group", "new_subgroups", "_new_process_group_helper")
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     return module.split(".")[1]
 
 
@@ -59,16 +59,16 @@ def uses(module: str, package: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for name in imports_of(module))
 
 
-def test_every_module_is_in_a_room_or_a_script():
-    assert {room_of(module) for module in MODULES_OF_ROOMS} == set(FLOOR_OF)
+def test_every_module_is_in_a_folder_or_a_script():
+    assert {folder_of(module) for module in MODULES_OF_FOLDERS} == set(LAYER_OF)
     assert {module for module in MODULES if module in SCRIPTS} == {s for s in SCRIPTS if s.startswith("grpo.")}
 
 
-@pytest.mark.parametrize("module", MODULES_OF_ROOMS)
+@pytest.mark.parametrize("module", MODULES_OF_FOLDERS)
 def test_imports_go_downward(module: str):
-    room = room_of(module)
-    known = {room_of(name) for name in imports_of(module) if name.startswith("grpo.")}
-    higher = {other for other in known - {room} if FLOOR_OF[other] >= FLOOR_OF[room]}
+    folder = folder_of(module)
+    known = {folder_of(name) for name in imports_of(module) if name.startswith("grpo.")}
+    higher = {other for other in known - {folder} if LAYER_OF[other] >= LAYER_OF[folder]}
     assert not higher, f"{module} imports from {', '.join(sorted(higher))}"
 
 
@@ -80,8 +80,8 @@ def test_no_two_files_import_each_other():
     assert not waiting, f"a circle among {', '.join(waiting)}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES_OF_ROOMS if FLOOR_OF[room_of(m)] <= 1])
-def test_the_two_lowest_floors_know_neither_engines_nor_other_ranks(module: str):
+@pytest.mark.parametrize("module", [m for m in MODULES_OF_FOLDERS if LAYER_OF[folder_of(m)] <= 1])
+def test_the_two_lowest_layers_know_neither_engines_nor_other_ranks(module: str):
     assert not [package for package in ("torch.distributed", "torchtitan", "vllm") if uses(module, package)]
     for node in ast.walk(tree_of(module)):  # torch.distributed needs no import once torch is there
         assert not (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed")
@@ -89,9 +89,9 @@ def test_the_two_lowest_floors_know_neither_engines_nor_other_ranks(module: str)
 
 def test_config_and_rewards_do_without_torch():
     """Bad input is refused before torch is loaded, and worker processes start fast."""
-    for module in MODULES_OF_ROOMS:
+    for module in MODULES_OF_FOLDERS:
         # the pool is the driver's end and knows rollouts, whose tokens are tensors
-        if room_of(module) in ("config", "rewards") and module != "grpo.rewards.pool":
+        if folder_of(module) in ("config", "rewards") and module != "grpo.rewards.pool":
             assert not uses(module, "torch") and not uses(module, "grpo.types"), module
 
 
@@ -102,27 +102,27 @@ def test_trainer_reference_and_generator_do_not_know_each_other():
 
 
 def test_three_files_import_vllm():
-    users = [m for m in (*MODULES_OF_ROOMS, *SCRIPTS) if uses(m, "vllm")]
+    users = [m for m in (*MODULES_OF_FOLDERS, *SCRIPTS) if uses(m, "vllm")]
     assert users == ["grpo.roles.engine", "grpo.roles.engine_loop", "grpo.roles.engine_speed"]
 
 
 def test_only_tools_import_a_script_and_only_the_page():
-    for module in MODULES_OF_ROOMS:
+    for module in MODULES_OF_FOLDERS:
         assert not imports_of(module) & set(SCRIPTS)
     for module in SCRIPTS:
         assert imports_of(module) & set(SCRIPTS) <= {"train_grpo"}
 
 
 def test_one_file_creates_process_groups():
-    for module in (*MODULES_OF_ROOMS, *SCRIPTS):
+    for module in (*MODULES_OF_FOLDERS, *SCRIPTS):
         named = {node.attr for node in ast.walk(tree_of(module)) if isinstance(node, ast.Attribute)}
         named |= {name.rpartition(".")[2] for name in imports_of(module)}
         assert bool(named & set(MAKES_GROUPS)) == (module == "grpo.roles.process_groups"), module
 
 
 def test_what_checks_input_imports_without_the_engines():
-    """The two lowest floors. In a fresh process, because this one may have imported anything."""
-    names = ", ".join(m for m in MODULES_OF_ROOMS if FLOOR_OF[room_of(m)] <= 1)
+    """The two lowest layers. In a fresh process, because this one may have imported anything."""
+    names = ", ".join(m for m in MODULES_OF_FOLDERS if LAYER_OF[folder_of(m)] <= 1)
     program = f"import sys, {names}; print([m for m in ('vllm', 'torchtitan') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
