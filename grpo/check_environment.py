@@ -2,6 +2,8 @@
 
     python -m grpo.check_environment path/file.py:Class [RECIPE.py] [--field value ...]       or :function, a tool
     python -m grpo.check_environment path/file.py:Class --play                                you are the model
+    python -m grpo.check_environment RECIPE.py [--field value ...]                            all that the recipe names
+    python -m grpo.check_environment NAME RECIPE.py [--field value ...]                       one of its classes
 
 Three episodes by random calls, in processes and within the limits of a run: the conversation as token ids have it, what
 the model writes (and learns from) in green, with the reward, how it ended and the seconds of each turn; then the first
@@ -14,6 +16,7 @@ import itertools
 import pathlib
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -21,16 +24,17 @@ from rich.text import Text
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.config.user_files import load_function
+from grpo.config.user_files import load_function, near_miss
 from grpo.data.chat import load_tokenizer
 from grpo.data.encode import Encoded
-from grpo.data.rows import row_reader
+from grpo.data.rows import Example, environment_of, row_reader
 from grpo.data.sources import load_rows
 from grpo.data.toy import trained_tokenizer
 from grpo.environments.calls import written_call
 from grpo.environments.host import EnvironmentHost
 from grpo.environments.play import Episode, Player
-from grpo.environments.tools import Toolbox, load_toolbox
+from grpo.environments.suffix import Turns
+from grpo.environments.tools import Toolbox, load_toolboxes
 from grpo.models.hf_folder import stop_token_ids
 from grpo.roles.episodes import call_style, turns_of
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
@@ -39,6 +43,8 @@ from grpo.text import printable
 from grpo.types import Prompt
 
 NUM_EPISODES = 3
+# Rows among which there should be some of each environment.
+LOOKED_AT = 1000
 WORDS = ["attic", "box", "cellar", "door", "east", "find", "go", "7", "42"]
 
 
@@ -50,59 +56,90 @@ def main(arguments: list[str]) -> int:
     rest = [word for word in rest if word != "--play"]
     has_recipe = bool(rest) and not rest[0].startswith("-")
     try:
-        field = (
-            "--environment.name" if inspect.isclass(load_function(subject, "environment")) else "--environment.tools"
-        )
-        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], [*rest[:has_recipe], field, subject, *rest[has_recipe:]])
-        toolbox = load_toolbox(config.environment)
-        rows = itertools.islice(load_rows(config.data.all_sources[0]), NUM_EPISODES) if has_recipe else ()
-        examples = [example for example in map(row_reader(config.data), rows) if example]
-        tokenizer, stops, style = _words(config, toolbox)
-        turns = turns_of(tokenizer, config.environment, config.data, stops, toolbox)
-        if not has_recipe:
-            toolbox.check_columns([])
-        console.print(f"{toolbox.name}: tools {', '.join(toolbox.tools) or 'none'}. {turns.line}")
-        console.print_json(data=toolbox.schemas)
-        told = []
-        for number in (0,) if plays else (*range(NUM_EPISODES), 0):  # the last one in a process of its own
-            example = examples[number % len(examples)] if examples else None
-            prompt = Prompt(number, turns.opening(str(example.prompt) if example else "Begin."))
-            if example:
-                prompt = Prompt(number, prompt.ids, example.columns, content=example.prompt)
-            host = EnvironmentHost(config.environment, style, 1, config.reward.environment)
-            player = Player(config.environment, toolbox, host, turns, tokenizer, config.max_sequence_tokens)
-            try:
-                episode = play(player, prompt, number, style, stops[0], config.generator.max_completion_tokens, plays)
-            finally:
-                host.close()
-            told.append(episode)
-            if len(told) <= NUM_EPISODES:
-                show(console, episode, tokenizer)
+        names_all = subject.endswith(".py")
+        given = _field_of(subject) if ":" in subject else []
+        words = [subject, *rest] if names_all else [*rest[:has_recipe], *given, *rest[has_recipe:]]
+        has_recipe |= names_all
+        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], words)
+        toolboxes = load_toolboxes(config.environment)
+        if not (given or names_all or subject in toolboxes):
+            raise ValueError(f"environment.classes has no {subject!r}{near_miss(subject, toolboxes)}")
+        examples = _examples(config, toolboxes) if has_recipe else dict.fromkeys(toolboxes, ())
+        tokenizer, stops, style = _words(config, toolboxes)
+        turns = turns_of(tokenizer, config.environment, config.data, stops, toolboxes)
+        failed = False
+        for name in toolboxes if given or names_all else [subject]:
+            toolbox = toolboxes[name]
+            if not has_recipe:
+                toolbox.check_columns([])
+            console.print(f"{name or toolbox.name}: tools {', '.join(toolbox.tools) or 'none'}. {turns[name].line}")
+            console.print_json(data=toolbox.schemas)
+            told = []
+            for number in (0,) if plays else (*range(NUM_EPISODES), 0):  # the last one in a process of its own
+                prompt = _prompt(number, examples[name], turns[name])
+                host = EnvironmentHost(config.environment, style, 1, config.reward.environment)
+                player = Player(config.environment, host, turns, tokenizer, config.max_sequence_tokens)
+                player.begin([Episode(prompt, 0, number, 0, name)], config.generator.max_completion_tokens)
+                try:
+                    told.append(play(player, None if plays else toolbox, style, stops[0]))
+                finally:
+                    host.close()
+                if len(told) <= NUM_EPISODES:
+                    show(console, told[-1], tokenizer)
+            failed |= _is_wrong(told, console)
     except (ValueError, OSError) as error:
         print(f"error: {printable(str(error))}")
         return 1
-    lost = any(episode.failure for episode in told)
-    if plays or lost:
-        return int(lost)
+    return int(failed)
+
+
+def _is_wrong(told: list[Episode], console: Console) -> bool:
+    """Whether an episode was lost, or the last one, which is the first one again, has other texts."""
+    if len(told) == 1 or any(episode.failure for episode in told):
+        return any(episode.failure for episode in told)
     first, again = ([one.opening, [turn["answers"] for turn in one.turns]] for one in (told[0], told[-1]))
     verdict = "the same texts" if first == again else f"OTHER TEXTS: {first} and {again}"
     console.print(f"seed 0 once more, in a fresh process: {verdict}")
-    return int(first != again)
+    return first != again
 
 
-def play(
-    player: Player, prompt: Prompt, seed: int, style: str, stop: int, max_tokens: int, by_hand: bool = False
-) -> Episode:
-    """One episode, whose turns are random calls, or what somebody types."""
-    draw = random.Random(seed)
-    player.begin([Episode(prompt, 0, seed, 0)], max_tokens)
+def _field_of(subject: str) -> list[str]:
+    """`path/file.py:name` as words of a command line, in place of what a recipe names."""
+    if inspect.isclass(load_function(subject, "environment")):
+        return ["--environment.name", subject]
+    return ["--environment.tools", subject]
+
+
+def _examples(config: GRPOConfig, toolboxes: Mapping[str, Toolbox]) -> dict[str, list[Example]]:
+    """The first rows of each environment. Raises ValueError for one without a row, and for rows of none."""
+    found, read = {name: [] for name in toolboxes}, row_reader(config.data)
+    for example in map(read, itertools.islice(load_rows(config.data.all_sources[0]), LOOKED_AT)):
+        if example and len(of := found[environment_of(example.columns, config.data, found)]) < NUM_EPISODES:
+            of.append(example)
+        if all(len(of) == NUM_EPISODES for of in found.values()):
+            break
+    return found
+
+
+def _prompt(number: int, examples: Sequence[Example], turns: Turns) -> Prompt:
+    """A row's prompt, whatever it is if there is no row."""
+    if not examples:
+        return Prompt(number, turns.opening("Begin."))
+    example = examples[number % len(examples)]
+    return Prompt(number, turns.opening(str(example.prompt)), example.columns, content=example.prompt)
+
+
+def play(player: Player, toolbox: Toolbox | None, style: str, stop: int) -> Episode:
+    """One episode, whose turns are random calls of the tools, or what somebody types."""
+    draw = random.Random(player.episodes[0].seed)
     while player.collect([0], "all").turns:
-        if by_hand:
+        if toolbox is None:
             episode = player.episodes[0]
-            print("\n".join(episode.turns[-1]["answers"]) if episode.turns else episode.opening or prompt.content)
+            opening = episode.opening or episode.prompt.content
+            print("\n".join(episode.turns[-1]["answers"]) if episode.turns else opening)
             text = input("> ")
         else:
-            text = random_turn(player.toolbox, style, draw)
+            text = random_turn(toolbox, style, draw)
         ids = player.tokenizer(text, add_special_tokens=False)["input_ids"] + [stop]
         player.ended(0, ids, [0.0] * len(ids), "stop")
     return player.finish()[0]
@@ -141,12 +178,12 @@ def show(console: Console, episode: Episode, tokenizer: Any) -> None:
     console.print(Text(printable(told), "bold"))
 
 
-def _words(config: GRPOConfig, toolbox: Toolbox) -> tuple[Any, list[int], str]:
+def _words(config: GRPOConfig, toolboxes: Mapping[str, Toolbox]) -> tuple[Any, list[int], str]:
     """Tokenizer, tokens that end a turn, and how calls are written: the model's, or a plain ChatML's."""
     if pathlib.Path(config.model.path).is_dir():
         tokenizer = load_tokenizer(config.model.path, config.data)
         stops = stop_token_ids(config.model.path, tokenizer, config.generator.stop_token_ids)
-        return tokenizer, stops, call_style(tokenizer, config.environment, toolbox)
+        return tokenizer, stops, call_style(tokenizer, config.environment, toolboxes)
     tokenizer = trained_tokenizer(WORDS, 300)
     style = "hermes" if config.environment.calls == "auto" else config.environment.calls
     return tokenizer, [tokenizer.eos_token_id], style

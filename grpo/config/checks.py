@@ -67,10 +67,10 @@ def _check_held_out(config: HeldOutConfig, data: DataConfig) -> None:
 
 
 def _check_sets(path_field: str, path: str, sets_field: str, sets: Iterable[str]) -> None:
-    """Refuse a path beside sets, and names of sets that cannot become a part of metrics' names."""
+    """Refuse one path beside several by names, and names that cannot become a part of metrics' names."""
     if sets and path:
         raise ValueError(
-            f"{path_field}={path!r} and {sets_field} ({', '.join(sets)}) both say where rows come from; drop one "
+            f"{path_field}={path!r} and {sets_field} ({', '.join(sets)}) both say the same; drop one "
             f'(--{path_field} "", or --{sets_field} with nothing behind it)'
         )
     for name in sets:
@@ -167,7 +167,7 @@ def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         raise ValueError(
             f"algorithm.distill_coef={algorithm.distill_coef} has no teacher; name a --model.reference-path"
         )
-    rewards = any(config.reward.functions.values()) or (config.environment.name and config.environment.weight)
+    rewards = any(config.reward.functions.values()) or (config.environment.all_classes and config.environment.weight)
     only_teacher = algorithm.distill_coef > 0 and not rewards
     if config.group_size == 1 and algorithm.advantages != "none" and not only_teacher:
         raise ValueError(
@@ -216,7 +216,7 @@ def _check_sampling(config: GRPOConfig) -> None:
 
 def _check_environment(config: GRPOConfig) -> None:
     environment, generator = config.environment, config.generator
-    default, no_class = EnvironmentConfig(), not environment.name
+    default, no_class = EnvironmentConfig(), not environment.all_classes
     for one in dataclasses.fields(environment):
         value = getattr(environment, one.name)
         if value != getattr(default, one.name) and (not environment.enabled or (no_class and one.name in OF_A_CLASS)):
@@ -225,13 +225,26 @@ def _check_environment(config: GRPOConfig) -> None:
                 f"environment.{one.name}={value!r} does nothing without an environment; set --environment.name "
                 f"path/file.py:Class{or_tools}, or drop it"
             )
+    if bool(environment.classes) != bool(config.data.environment_column):
+        raise ValueError(
+            f"environment.classes ({', '.join(environment.classes) or 'none'}) and data.environment_column="
+            f"{config.data.environment_column!r} need each other: the column says which class a row gets"
+        )
+    if environment.classes and environment.options:
+        raise ValueError(
+            "environment.options are for the class of environment.name; with environment.classes, write them as "
+            "defaults of its __init__"
+        )
     if not environment.enabled:
         return
-    if environment.name and ":" not in environment.name:
-        raise ValueError(
-            f"environment.name={environment.name!r} names no class in a file; write path/file.py:Class (functions and "
-            "the built-in calculator and python belong in environment.tools)"
-        )
+    _check_sets("environment.name", environment.name, "environment.classes", environment.classes)
+    for spec in environment.all_classes.values():
+        if ":" not in spec:
+            raise ValueError(
+                f"environment.{'classes' if environment.classes else 'name'} has {spec!r}, which names no class in a "
+                "file; write path/file.py:Class (functions and the built-in calculator and python belong in "
+                "environment.tools)"
+            )
     if environment.rounds and environment.answer_steps:
         raise ValueError(
             f"environment.rounds and answer_steps={environment.answer_steps} both say when an answer joins; drop one"
@@ -259,7 +272,7 @@ def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
         asks |= {"sampling.dynamic": config.sampling.dynamic}
         asks |= {"training without a teacher (algorithm.distill_coef=0)": not config.algorithm.distill_coef}
     for name, asked in asks.items():
-        if asked and not config.reward.functions and not config.environment.name:
+        if asked and not config.reward.functions and not config.environment.all_classes:
             raise ValueError(
                 f"{name} needs a reward function, and reward.functions is empty; name one, such as --reward.functions "
                 "math_reward 1 (weight 0 measures without teaching), or an environment"

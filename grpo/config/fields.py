@@ -119,11 +119,11 @@ class TrainerConfig:
     weight_decay: Annotated[float, AtLeast(0)] = 0.0
     """AdamW's decoupled weight decay."""
     warmup_steps: Annotated[int, AtLeast(0)] = 0
-    """Steps of linear warm-up: the n-th of them has n / warmup_steps of the peak."""
+    """Steps of linear warm-up from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up. constant: the peak; linear, cosine: falls in that shape to `min_lr_ratio`."""
     min_lr_ratio: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
-    """Share of the peak at which a linear or cosine schedule ends: one step after the last, which is thus not lost."""
+    """Learning rate at the last step of a linear or cosine schedule, as a share of the peak."""
     max_grad_norm: Annotated[float, Above(0)] = 1.0
     """Largest global norm of the gradients, which are scaled down to it."""
     lora_rank: Annotated[int, AtLeast(0)] = 0
@@ -162,6 +162,8 @@ class DataConfig:
     """Further columns for the reward functions: the names they get them by, and where they are in the data."""
     tools_column: str = ""
     """Column with the functions that the chat template may offer to the model (list of JSON schemas, or its text)."""
+    environment_column: str = ""
+    """Column that says which of `environment.classes` a row gets."""
     system_prompt: str = (
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
@@ -201,7 +203,8 @@ class DataConfig:
         if self.path.startswith("seeds:"):
             return {"seed": "seed"} | self.columns
         answer = {"answer": self.answer_column} if self.answer_column else {}
-        return prompt | answer | self.columns
+        environment = {self.environment_column: self.environment_column} if self.environment_column else {}
+        return prompt | answer | environment | self.columns
 
     @property
     def is_text_template(self) -> bool:
@@ -294,6 +297,9 @@ class EnvironmentConfig:
     """Your own class, `path/file.py:Class`: `reset` begins an episode, other public methods are tools."""
     tools: tuple[str, ...] = ()
     """Functions that the model may call: your own `path/file.py:function`, or the built-in calculator and python."""
+    classes: Table[str] = field(default_factory=dict)
+    """Several classes in place of `name`, as names of your own and path/file.py:Class each: a row gets the one that its
+    `data.environment_column` names."""
     options: Table[Json] = field(default_factory=dict)
     """Keyword arguments of the class: `--environment.options high 100`."""
     max_turns: Annotated[int, AtLeast(1)] = 8
@@ -329,12 +335,17 @@ class EnvironmentConfig:
     @property
     def enabled(self) -> bool:
         """Whether a rollout is a conversation."""
-        return bool(self.name or self.tools)
+        return bool(self.all_classes or self.tools)
+
+    @property
+    def all_classes(self) -> dict[str, str]:
+        """`classes`, or `name` as the only one, under an empty name; none where there are functions only."""
+        return dict(self.classes) or ({"": self.name} if self.name else {})
 
     @property
     def reward_name(self) -> str:
-        """The class's name, by which its reward is logged; empty without a class."""
-        return self.name.rpartition(":")[2]
+        """What the reward of the class is logged as: its name, of several `environment`; empty without a class."""
+        return "environment" if self.classes else self.name.rpartition(":")[2]
 
 
 @dataclass(frozen=True, kw_only=True)

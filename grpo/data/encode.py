@@ -14,7 +14,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from grpo.config import DataConfig, RowFormat, SFTConfig, TrainOn
 from grpo.config.sources import Source
 from grpo.data.chat import Refused, bounded_memory, deadline, template_name
 from grpo.data.columns import BadRow, Row, kinds_of
-from grpo.data.rows import Example, RowReader, chat_reader, row_reader
+from grpo.data.rows import Example, RowReader, chat_reader, environment_of, row_reader
 from grpo.data.sources import Rows
 from grpo.data.turns import Written, longest_token, tokenize, write_example, write_prompt
 from grpo.types import Prompt
@@ -112,8 +112,8 @@ class Encoder:
     """Longer rows are cut off, and not left out."""
     columns: tuple[str, ...] = ()
     """What else of the config decides about tokens: what `read` looks for, where `data` does not say it."""
-    tools: Sequence[dict[str, Any]] = ()
-    """The environment's, JSON schemas, for prompts whose rows bring none."""
+    tools: Mapping[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """Of each environment by its name, JSON schemas, for prompts whose rows bring none."""
 
     @property
     def limit(self) -> str:
@@ -148,6 +148,9 @@ class Encoder:
                 encoded.fate = Fate.DROPPED
             elif self.train_on is None:
                 encoded.values, encoded.kinds = _as_json([example.prompt, example.columns]), kinds_of(example.columns)
+                if self.tools:
+                    tools = self.tools[environment_of(example.columns, self.data, self.tools)]
+                    example = dataclasses.replace(example, tools=example.tools or tools or None)
             return example
         except BadRow as error:
             encoded.fate, encoded.reason = Fate.BAD, str(error)
@@ -158,9 +161,7 @@ class Encoder:
         try:
             with deadline(template_name(self.tokenizer, self.data)):
                 if self.train_on is None:
-                    written = write_prompt(
-                        self.tokenizer, self.data, example.prompt, example.tools or list(self.tools) or None
-                    )
+                    written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools)
                 else:
                     written = write_example(self.tokenizer, self.data, example, self.train_on)
         except Refused as error:
@@ -195,10 +196,10 @@ def _as_json(values: list) -> str:
 
 
 def prompt_encoder(
-    tokenizer: "PreTrainedTokenizerBase", data: DataConfig, tools: Sequence[dict[str, Any]] = ()
+    tokenizer: "PreTrainedTokenizerBase", data: DataConfig, tools: Mapping[str, list[dict[str, Any]]] | None = None
 ) -> Encoder:
-    """The encoder of GRPO's rows."""
-    return Encoder(tokenizer, data, row_reader(data), data.max_prompt_tokens, tools=tools)
+    """The encoder of GRPO's rows. tools: of each environment, by its name."""
+    return Encoder(tokenizer, data, row_reader(data), data.max_prompt_tokens, tools=tools or {})
 
 
 def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, row_format: RowFormat) -> Encoder:
@@ -275,7 +276,7 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     own_code = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
     text = [
         *(rows.table._fingerprint, rows.where),
-        repr((data, encoder.max_tokens, encoder.train_on, encoder.truncates, encoder.columns)),
+        repr((data, encoder.max_tokens, encoder.train_on, encoder.truncates, encoder.columns, encoder.tools)),
         *(tokenizer.backend_tokenizer.to_str(), tokenizer.name_or_path, str(tokenizer.chat_template)),
         *(repr(tokenizer.special_tokens_map), repr(tokenizer.init_kwargs)),
         *(f"{name} {version(name)}" for name in LIBRARIES),

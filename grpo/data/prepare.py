@@ -7,7 +7,7 @@ GRPO is evaluated and SFT validated, go the same way.
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -156,11 +156,11 @@ def usable_prompts(
     sources: list[SourceRows],
     config: GRPOConfig,
     tokenizer: "PreTrainedTokenizerBase",
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> list[EncodedRows]:
     """The sources as prompts, without those that are too long; prints what is left.
 
-    tools: the environment's, JSON schemas, which the chat template shows to the model. Raises ValueError if rows
+    tools: of each environment, JSON schemas, which the chat template shows to the model. Raises ValueError if rows
     cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
     """
     encoder = prompt_encoder(tokenizer, config.data, tools)
@@ -179,7 +179,7 @@ def load_eval_prompts(
     data: DataConfig,
     evaluation: EvaluationConfig,
     tokenizer: "PreTrainedTokenizerBase",
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> list[Prompt]:
     """The first `evaluation.num_prompts` usable prompts of each held-out set, in its order; prints how many.
 

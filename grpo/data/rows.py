@@ -4,7 +4,7 @@ Left out of the formats: ShareGPT's `from` and `value`, images, weights of singl
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,14 @@ def _read_prompt(prompt_column: str, columns: dict[str, str], tools_column: str,
     values = {name: prompt if path == prompt_column else any_value(row, path) for name, path in columns.items()}
     tools = value_at(row, tools_column, None) if tools_column else None
     return Example(prompt, values, tools=tools_of(tools, tools_column))
+
+
+def environment_of(columns: Mapping[str, Any], data: DataConfig, names: Collection[str]) -> str:
+    """The name of a row's environment, empty if there is one for all. Raises BadRow if its column has another one."""
+    name = columns.get(data.environment_column) if data.environment_column else ""
+    if name not in [*names]:
+        raise BadRow(f"column {data.environment_column!r} is {name!r}, and environment.classes has {', '.join(names)}")
+    return name
 
 
 def _own_reader(name: str, read: Callable[[Row], Example]) -> RowReader:

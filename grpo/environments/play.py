@@ -13,7 +13,7 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config import EnvironmentConfig
 from grpo.environments.host import EnvironmentHost
 from grpo.environments.suffix import Turns
-from grpo.environments.tools import Toolbox
 from grpo.types import Piece, Prompt
 
 # For `finish`, which may compute the reward.
@@ -68,6 +67,8 @@ class Episode:
     seed: int
     """For `reset`: the same for all rollouts of a group."""
     version: int
+    environment: str = ""
+    """Which of `environment.classes` it has; empty if there is one."""
     ids: list[int] = field(default_factory=list)
     """The prompt's and what followed; only appended to."""
     pieces: list[Piece] = field(default_factory=list)
@@ -102,21 +103,21 @@ class Player:
     def __init__(
         self,
         config: EnvironmentConfig,
-        toolbox: Toolbox,
         host: EnvironmentHost,
-        turns: Turns,
+        turns: Mapping[str, Turns],
         tokenizer: PreTrainedTokenizerBase,
         max_prompt_tokens: int,
     ):
-        self.config, self.toolbox, self.host, self.turns = config, toolbox, host, turns
+        """turns: by the names of environments, see `Episode.environment`."""
+        self.config, self.host, self.turns = config, host, turns
         self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
 
     def begin(self, episodes: list[Episode], max_tokens: int) -> None:
         """Reset the environments. max_tokens: everything behind the prompt, answers included."""
         self.episodes, self.max_tokens = episodes, max_tokens
         for number, episode in enumerate(episodes):
-            if self.toolbox.factory:
-                arguments = [episode.prompt.columns, episode.seed, episode.rollout]
+            if self.config.all_classes:
+                arguments = [episode.prompt.columns, episode.seed, episode.rollout, episode.environment]
                 self._ask(number, "reset", arguments, self.config.reset_seconds)
             else:
                 self._open(number, None)
@@ -178,7 +179,7 @@ class Player:
         episode = self.episodes[number]
         episode.opening, episode.ids = text, list(episode.prompt.ids)
         if text is not None:
-            episode.ids = self.turns.opening(text)
+            episode.ids = self.turns[episode.environment].opening(text)
             episode.pieces.append(_written(episode.ids, episode.version))
         episode.num_prompt_tokens = len(episode.ids)
         if len(episode.ids) > self.max_prompt_tokens:
@@ -204,7 +205,7 @@ class Player:
         elif config.rollout_seconds and time.monotonic() - episode.began > config.rollout_seconds:
             self._end(number, "seconds")
         else:
-            suffix = self.turns.ids(turn["answers"], episode.ids[-1], reply["role"])
+            suffix = self.turns[episode.environment].ids(turn["answers"], episode.ids[-1], reply["role"])
             if len(episode.ids) + len(suffix) - episode.num_prompt_tokens >= self.max_tokens:
                 self._end(number, "tokens")
             else:
@@ -231,7 +232,7 @@ class Player:
     def _end(self, number: int, ended_by: str) -> None:
         episode = self.episodes[number]
         episode.ended_by = ended_by
-        if self.toolbox.factory:
+        if self.config.all_classes:
             self._ask(number, "finish", [], FINISH_SECONDS)
         else:
             episode.is_over = True

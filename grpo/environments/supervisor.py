@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from grpo.config import EnvironmentConfig
-from grpo.environments.tools import load_toolbox
+from grpo.environments.tools import load_toolboxes
 from grpo.environments.worker import work
 from grpo.rewards.worker import describe, shown
 from grpo.workers import processes
@@ -53,7 +53,7 @@ class Supervisor(processes.Parent):
         sys.path[:] = first["path"]
         self.own_temporary_folder()
         try:
-            self.toolbox = load_toolbox(self.config)
+            self.toolboxes = load_toolboxes(self.config)
         except BaseException as error:  # a user's file may raise anything
             self._tell({"failed": str(error) if isinstance(error, ValueError) else describe(error)})
             raise processes.Finished from error
@@ -83,7 +83,7 @@ class Supervisor(processes.Parent):
     def _worker_for(self, message: dict[str, Any]) -> EnvironmentWorker | None:
         """The episode's own process, else an idle one, else a new one; None if it must wait."""
         workers = [worker for worker in self.workers.values() if not worker.closed]
-        if self.toolbox.factory and message["do"] != "reset":
+        if self.config.all_classes and message["do"] != "reset":
             return next(worker for worker in workers if worker.episode == message["episode"])
         if worker := next((w for w in workers if w.episode is None and w.asked is None), None):
             return worker
@@ -92,12 +92,12 @@ class Supervisor(processes.Parent):
         return self.start(
             EnvironmentWorker,
             self.config.memory_gib,
-            lambda connection: work(self.toolbox, self.config, self.style, connection),
+            lambda connection: work(self.toolboxes, self.config, self.style, connection),
         )
 
     def _ask(self, worker: EnvironmentWorker, message: dict[str, Any]) -> None:
         worker.asked, worker.asked_at, worker.cpu_seconds = message, time.monotonic(), cpu_seconds(worker.pid)
-        worker.episode = message["episode"] if self.toolbox.factory else None
+        worker.episode = message["episode"] if self.config.all_classes else None
         worker.must_end_in(message["seconds"], f"{message['do']} took")
         self.send(worker, json.dumps({"do": message["do"], "with": message["with"]}).encode() + b"\n")
 
@@ -144,7 +144,7 @@ class Supervisor(processes.Parent):
         is_late = seconds >= asked["seconds"]
         if asked["do"] == "reset" and not asked.get("again"):
             self.queue.appendleft(asked | {"again": True})
-        elif is_late and asked["do"] == "turn" and not self.toolbox.factory:
+        elif is_late and asked["do"] == "turn" and not self.config.all_classes:
             answer = f"It took longer than {asked['seconds']:g} s and was stopped."
             counts = {"calls": 1, "hung_calls": 1}
             self._tell({"episode": asked["episode"], "answers": [answer], "role": "", "ended": False, "counts": counts})

@@ -98,8 +98,11 @@ class Toolbox:
                 )
 
 
-def load_toolbox(config: EnvironmentConfig) -> Toolbox:
-    """The class and functions that a config names, checked. Raises ValueError for what cannot be used, and why."""
+def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
+    """The functions that a config names, with each of its classes, checked; the only toolbox has an empty name.
+
+    Raises ValueError for what cannot be used, and why.
+    """
     tools: dict[str, Tool] = {}
     for spec in config.tools:
         built_in = {"calculator": calculator, "python": python_tool(config)}.get(spec)
@@ -109,17 +112,19 @@ def load_toolbox(config: EnvironmentConfig) -> Toolbox:
         if not inspect.isroutine(function):
             raise ValueError(f"environment.tools {spec} is {type(function).__name__} and no function; write def ...")
         _add(tools, function.__name__, _tool(function, spec))
-    if config.name:
-        toolbox = _of_class(_load(config.name, "environment.name"), config, tools)
-    else:
-        toolbox = Toolbox("tools", tools=tools)
-    lacking = {} if tools else dict.fromkeys(("calls", "reply_as"), "no tools")
-    if config.name and not toolbox.has_reward:
+    where = "environment.classes" if config.classes else "environment.name"
+    found = {name: _of_class(spec, where, config, dict(tools)) for name, spec in config.all_classes.items()}
+    found = found or {"": Toolbox("tools", tools=tools)}
+    lacking = {}
+    if not any(toolbox.tools for toolbox in found.values()):
+        lacking = dict.fromkeys(("calls", "reply_as"), "no tools")
+    if config.all_classes and not any(toolbox.has_reward for toolbox in found.values()):
         lacking["weight"] = "no get_reward"
     for name, what in lacking.items():
         if (value := getattr(config, name)) != getattr(EnvironmentConfig, name):
-            raise ValueError(f"environment.{name}={value!r} does nothing: {toolbox.name} has {what}; drop it")
-    return toolbox
+            names = " and ".join(toolbox.name for toolbox in found.values())
+            raise ValueError(f"environment.{name}={value!r} does nothing: {names} has {what}; drop it")
+    return found
 
 
 def _load(spec: str, where: str) -> Any:
@@ -131,10 +136,10 @@ def _load(spec: str, where: str) -> Any:
     return load_function(spec, where)
 
 
-def _of_class(kind: type, config: EnvironmentConfig, tools: dict[str, Tool]) -> Toolbox:
+def _of_class(spec: str, where: str, config: EnvironmentConfig, tools: dict[str, Tool]) -> Toolbox:
     """The toolbox of a user's class; its methods are added to `tools`."""
-    if not inspect.isclass(kind):
-        raise ValueError(f"environment.name {config.name} is no class; write functions as environment.tools")
+    if not inspect.isclass(kind := _load(spec, where)):
+        raise ValueError(f"{where} {spec} is no class; write functions as environment.tools")
     if not callable(getattr(kind, "reset", None)):
         raise ValueError(
             f"class {kind.__name__} has no method reset, which begins an episode; write reset(self, **row)"
@@ -193,7 +198,7 @@ def _tool(function: Callable, what: str, is_method: bool = False, skip: bool = F
 
 def _add(tools: dict[str, Tool], name: str, tool: Tool) -> None:
     if name in tools:
-        raise ValueError(f"two tools of environment.name and environment.tools are called {name}; rename one")
+        raise ValueError(f"two tools of a class and environment.tools are called {name}; rename one")
     tools[name] = tool
 
 

@@ -7,6 +7,7 @@ have caused is a failure, by which the episode has no reward. Left out: deadline
 import json
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 from grpo.config import EnvironmentConfig
@@ -19,10 +20,10 @@ from grpo.text import shorten
 MOST_CHARACTERS = 32_000
 
 
-def work(toolbox: Toolbox, config: EnvironmentConfig, style: str, connection: socket.socket) -> None:
+def work(toolboxes: Mapping[str, Toolbox], config: EnvironmentConfig, style: str, connection: socket.socket) -> None:
     """Do what the lines from the supervisor ask for until it is gone: `reset`, `turn`, `finish`.
 
-    style: how the model writes calls, see calls.py.
+    toolboxes: by the names of environments. style: how the model writes calls, see calls.py.
     """
     pid, episode = os.getpid(), None
     with connection.makefile("rb") as reader:
@@ -30,8 +31,8 @@ def work(toolbox: Toolbox, config: EnvironmentConfig, style: str, connection: so
             message = json.loads(line)
             try:
                 if message["do"] == "reset":
-                    episode = Episode(toolbox, config, style)
-                reply = getattr(episode or Episode(toolbox, config, style), message["do"])(*message["with"])
+                    episode = Episode(toolboxes, config, style)
+                reply = getattr(episode or Episode(toolboxes, config, style), message["do"])(*message["with"])
             except MemoryError:
                 reply = {"failed": f"it took more than environment.memory_gib={config.memory_gib:g}", "kind": "hung"}
             except BaseException as error:  # a user's class may raise anything
@@ -44,12 +45,14 @@ def work(toolbox: Toolbox, config: EnvironmentConfig, style: str, connection: so
 class Episode:
     """One rollout's object, None where there are only functions as tools."""
 
-    def __init__(self, toolbox: Toolbox, config: EnvironmentConfig, style: str):
-        self.toolbox, self.config, self.style = toolbox, config, style
-        self.object = toolbox.factory() if toolbox.factory else None
+    def __init__(self, toolboxes: Mapping[str, Toolbox], config: EnvironmentConfig, style: str):
+        self.toolboxes, self.config, self.style = toolboxes, config, style
+        self.toolbox, self.object = toolboxes.get(""), None
 
-    def reset(self, row: dict[str, Any], seed: int, rollout: int) -> dict[str, Any]:
-        """Begin; `text` is the user's message, or None for the row's own prompt."""
+    def reset(self, row: dict[str, Any], seed: int, rollout: int, environment: str = "") -> dict[str, Any]:
+        """Begin; `text` is the user's message, or None for the row's own prompt. environment: the name of its class."""
+        self.toolbox = self.toolboxes[environment]
+        self.object = self.toolbox.factory()
         text = awaited(self.object.reset(**self.toolbox.reset_arguments(row, seed, rollout)))
         if text is not None and not isinstance(text, str):
             raise Lost(f"reset returned {type(text).__name__}, not text or None")

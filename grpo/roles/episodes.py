@@ -4,18 +4,19 @@ Text exists only here and on the driver: a turn's ids become text for its tools,
 """
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import DataConfig, EnvironmentConfig
 from grpo.data.chat import load_tokenizer
+from grpo.data.rows import environment_of
 from grpo.environments.calls import style_of
 from grpo.environments.host import EnvironmentHost
 from grpo.environments.play import Decisions, Episode, Player, play
 from grpo.environments.suffix import Turns
-from grpo.environments.tools import Toolbox, load_toolbox
+from grpo.environments.tools import Toolbox, load_toolboxes
 from grpo.roles import engine
 from grpo.roles.engine_loop import EngineLoop
 from grpo.roles.process_groups import Roles
@@ -43,13 +44,13 @@ class Episodes:
         most_at_once: sequences that the engine decodes together. variables: names of environment variables that the
         environments get.
         """
-        self.config, self.roles, self.player = config, roles, None
+        self.config, self.data, self.roles, self.player = config, data, roles, None
         if roles.rank in roles.heads:
-            tokenizer, toolbox = load_tokenizer(folder, data), load_toolbox(config)
-            turns = turns_of(tokenizer, config, data, stop_token_ids, toolbox)
-            style = call_style(tokenizer, config, toolbox)
+            tokenizer, toolboxes = load_tokenizer(folder, data), load_toolboxes(config)
+            turns = turns_of(tokenizer, config, data, stop_token_ids, toolboxes)
+            style = call_style(tokenizer, config, toolboxes)
             host = EnvironmentHost(config, style, config.num_processes or most_at_once, variables)
-            self.player = Player(config, toolbox, host, turns, tokenizer, data.max_prompt_tokens)
+            self.player = Player(config, host, turns, tokenizer, data.max_prompt_tokens)
 
     def play(
         self,
@@ -66,8 +67,11 @@ class Episodes:
         max_tokens: most behind a prompt, answers included. add: see `play`.
         """
         if self.player:
-            seeds = (environment_seed(run_seed, prompt, held_out) for prompt, _ in rollouts)
-            episodes = [Episode(*of, seed, version) for of, seed in zip(rollouts, seeds, strict=True)]
+            episodes = []
+            for prompt, place in rollouts:
+                seed = environment_seed(run_seed, prompt, held_out)
+                environment = environment_of(prompt.columns, self.data, self.player.turns)
+                episodes.append(Episode(prompt, place, seed, version, environment))
             self.player.begin(episodes, max_tokens)
         play(self.config, loop, len(rollouts), add, self.player, self._tell)
         return self.player.finish() if self.player else []
@@ -88,17 +92,23 @@ def turns_of(
     config: EnvironmentConfig,
     data: DataConfig,
     stop_token_ids: list[int],
-    toolbox: Toolbox,
-) -> Turns:
-    """What the chat template writes between turns; raises ValueError if it cannot carry several."""
-    return Turns(tokenizer, data, stop_token_ids, toolbox.schemas, config.reply_as, toolbox.has_reply)
+    toolboxes: Mapping[str, Toolbox],
+) -> dict[str, Turns]:
+    """What the chat template writes between turns, for each environment; raises ValueError if it cannot carry several.
+
+    toolboxes: by the names of environments.
+    """
+    return {
+        name: Turns(tokenizer, data, stop_token_ids, toolbox.schemas, config.reply_as, toolbox.has_reply)
+        for name, toolbox in toolboxes.items()
+    }
 
 
-def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, toolbox: Toolbox) -> str:
+def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, toolboxes: Mapping[str, Toolbox]) -> str:
     """How the model writes calls: as configured, or as its chat template asks for; empty without tools."""
-    if not toolbox.tools or config.calls != "auto":
-        return config.calls if toolbox.tools else ""
-    return style_of(tokenizer.chat_template)
+    if not any(toolbox.tools for toolbox in toolboxes.values()):
+        return ""
+    return style_of(tokenizer.chat_template) if config.calls == "auto" else config.calls
 
 
 def completion_of(episode: Episode, temperature: float, index: int) -> Completion:

@@ -23,7 +23,7 @@ from grpo.data.prepare import (
 )
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import end_of_turn
-from grpo.environments.tools import load_toolbox
+from grpo.environments.tools import load_toolboxes
 from grpo.folder.resume import resumed_stream
 from grpo.models import hf_folder
 from grpo.models.hf_folder import ChatForm
@@ -136,9 +136,10 @@ def check_functions(config: RunConfig, columns: list[str] | None = None) -> None
     load_functions(config.reward, columns, config.generator.max_completion_tokens)
 
 
-def tools_of(config: RunConfig) -> list[dict[str, Any]]:
-    """The tools of the environment as the chat template gets them, JSON schemas; none without one."""
-    return load_toolbox(config.environment).schemas if config.environment.enabled else []
+def tools_of(config: RunConfig) -> dict[str, list[dict[str, Any]]]:
+    """The tools of each environment as the chat template gets them, JSON schemas, by its name; none without one."""
+    toolboxes = load_toolboxes(config.environment) if config.environment.enabled else {}
+    return {name: toolbox.schemas for name, toolbox in toolboxes.items()}
 
 
 def check_environment(session: Session) -> None:
@@ -146,15 +147,19 @@ def check_environment(session: Session) -> None:
     config, tokenizer = session.config, session.tokenizer
     if not config.environment.enabled:
         return
-    toolbox = load_toolbox(config.environment)
-    if not (toolbox.has_reward or config.reward.functions or config.algorithm.distill_coef):
-        raise ValueError(f"{toolbox.name} has no get_reward and reward.functions is empty; give it one, or name some")
-    if not config.data.row:
-        toolbox.check_columns(config.data.reward_columns)
-    style = call_style(tokenizer, config.environment, toolbox)
-    turns = turns_of(tokenizer, config.environment, config.data, session.scorer.stop_token_ids, toolbox)
-    calls = f" with the tools {', '.join(toolbox.tools)}, called as {style}" if style else ""
-    print(f"environment {toolbox.name}{calls}{'; ' if turns.line else ''}{turns.line}", flush=True)
+    toolboxes = load_toolboxes(config.environment)
+    style = call_style(tokenizer, config.environment, toolboxes)
+    turns = turns_of(tokenizer, config.environment, config.data, session.scorer.stop_token_ids, toolboxes)
+    for name, toolbox in toolboxes.items():
+        if not (toolbox.has_reward or config.reward.functions or config.algorithm.distill_coef):
+            raise ValueError(
+                f"{toolbox.name} has no get_reward and reward.functions is empty; give it one, or name some"
+            )
+        if not config.data.row:
+            toolbox.check_columns(config.data.reward_columns)
+        calls = f" with the tools {', '.join(toolbox.tools)}, called as {style}" if toolbox.tools else ""
+        line = turns[name].line
+        print(f"environment {name or toolbox.name}{calls}{'; ' if line else ''}{line}", flush=True)
 
 
 def learned_form(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> ChatForm:

@@ -87,7 +87,7 @@ class Scorer:
 
     def _with_environment(self, rollout: Rollout) -> Rollout:
         """Add what the environment says to the reward; an episode that was lost has none."""
-        if rollout.completion.episode is None or not self.environment.name:
+        if rollout.completion.episode is None or not self.environment.all_classes:
             return rollout
         name, value = self.environment.reward_name, rollout.completion.episode["reward"]
         failures, reward = rollout.failures, rollout.reward

@@ -41,6 +41,7 @@ ONLY_TEACHER = TEACHER | {"reward.functions": {}, "algorithm.distill_coef": 1.0}
 OWN_SETS = {"data.path": "", "data.sources": {"a": "a.jsonl"}}
 OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 # What is changed in the defaults (4 trainers, 4 generators, 32 prompts of 8 completions), and what the message has
+CLASSES = {"a": "x.py:A", "b": "x.py:B"}
 TOOLS = {"environment.tools": ("calculator",)}
 REFUSED_IN_GRPO = [
     ({"roles.num_generators": 0, "generator.tensor_parallel": 2}, "0 generator ranks .* use 2"),
@@ -104,7 +105,24 @@ REFUSED_IN_GRPO = [
         (TOOLS | {f"environment.{name}": value}, f"environment.{name}={value!r} does nothing .* --environment.name")
         for name, value in {"options": {"a": 1}, "reset_seconds": 3, "weight": 0}.items()
     ],
-    ({"environment.name": "calculator"}, "environment.name='calculator' names no class .* belong in environment.tools"),
+    (
+        {"environment.name": "calculator"},
+        "environment.name has 'calculator', which names no class .* belong in environment.tools",
+    ),
+    ({"environment.classes": CLASSES}, r"environment.classes .a, b. and data.environment_column='' need each other"),
+    ({"data.environment_column": "kind"}, r"classes .none. and data.environment_column='kind' need each other"),
+    (
+        {"environment.classes": CLASSES, "environment.name": "x.py:A", "data.environment_column": "kind"},
+        "environment.name='x.py:A' and environment.classes .a, b. both say the same; drop one",
+    ),
+    (
+        {"environment.classes": CLASSES, "environment.options": {"a": 1}, "data.environment_column": "kind"},
+        "environment.options are for the class of environment.name; .* defaults of its __init__",
+    ),
+    (
+        {"environment.classes": {"a": "A"}, "data.environment_column": "kind"},
+        "environment.classes has 'A', which names",
+    ),
     (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds and answer_steps=4 both say"),
     (
         TOOLS | {"environment.max_turn_tokens": 1024},
@@ -136,7 +154,7 @@ REFUSED_IN_SFT = [
     (OWN_SETS | {"validation.interval": 1}, "held out: set validation.path or validation.sets"),
     (
         {"validation.interval": 1, "validation.path": "b.jsonl", "validation.sets": {"a": "a.jsonl"}},
-        "validation.path='b.jsonl' and validation.sets .a. both say where rows come from",
+        "validation.path='b.jsonl' and validation.sets .a. both say the same",
     ),
     ({"validation.interval": 1, "validation.sets": {"a b": "a.jsonl"}}, "validation.sets has the name 'a b'"),
     ({"data.sources": {"a": "a.jsonl"}, "data.path": "b.jsonl"}, "data.path='b.jsonl' and data.sources .a. both say"),

@@ -12,7 +12,6 @@ from grpo.data.batches import make_batch, sample_of
 from grpo.data.toy import trained_tokenizer
 from grpo.environments.play import Decisions, Episode, Player, play
 from grpo.environments.suffix import Turns
-from grpo.environments.tools import Toolbox
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.roles.engine_loop import Stretch
 from grpo.roles.episodes import completion_of
@@ -87,8 +86,7 @@ def run(config, delay=lambda: 0.0, max_tokens=200, fails=(), fails_at="turn"):
     """Play NUM episodes; returns them, what the engine was given, and the decisions that other ranks would hear."""
     eos = tokenizer().eos_token_id
     turns = Turns(tokenizer(), DataConfig(system_prompt=""), [eos], [], has_reply=True)
-    box = Toolbox("Up", factory=object, has_reply=True, has_reward=True)
-    player = Player(config, box, MadeHost(delay, fails, fails_at), turns, tokenizer(), 100)
+    player = Player(config, MadeHost(delay, fails, fails_at), {"": turns}, tokenizer(), 100)
     player.begin([Episode(Prompt(n, [11, 12]), 0, n, 3) for n in range(NUM)], max_tokens)
     loop, told = MadeLoop(), []
 

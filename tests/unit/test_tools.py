@@ -9,7 +9,7 @@ import pytest
 
 from grpo.config import EnvironmentConfig
 from grpo.environments.calls import Call
-from grpo.environments.tools import Lost, Toolbox, load_toolbox, run_call
+from grpo.environments.tools import Lost, Toolbox, load_toolboxes, run_call
 from grpo.workers import lockdown
 from grpo.workers.programs import ProgramError
 
@@ -18,6 +18,12 @@ GUESS = f"{ROOT}/configs/examples/guess.py:Guess"
 MULTIPLY = f"{ROOT}/configs/examples/calculator.py:multiply"
 LOOK = 'def look(place: str) -> str:\n    """Look.\n\n    Args:\n        place: Where.\n    """\n'
 ENVIRONMENT = "class Mine:\n    def reset(self, **row):\n        pass\n"
+
+
+def load_toolbox(config: EnvironmentConfig) -> Toolbox:
+    """The only one."""
+    (toolbox,) = load_toolboxes(config).values()
+    return toolbox
 
 
 def toolbox_of(tmp_path: pathlib.Path, code: str, **fields) -> Toolbox:
@@ -253,7 +259,7 @@ def test_python(monkeypatch):
 def test_workers_load_no_large_library():
     program = "import sys, grpo.environments.tools, grpo.environments.calls as _\n"
     program += (
-        f"from grpo.config import EnvironmentConfig as E\ngrpo.environments.tools.load_toolbox(E(name={GUESS!r}))\n"
+        f"from grpo.config import EnvironmentConfig as E\ngrpo.environments.tools.load_toolboxes(E(name={GUESS!r}))\n"
     )
     program += "print([m for m in ('torch', 'transformers', 'vllm', 'jinja2') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -8,7 +8,7 @@ import torch
 
 from grpo.config import EnvironmentConfig, RewardConfig
 from grpo.environments.host import EnvironmentHost
-from grpo.environments.tools import load_toolbox
+from grpo.environments.tools import load_toolboxes
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
 from grpo.types import Completion, Prompt, Rollout
@@ -123,7 +123,7 @@ def call(name: str, **arguments) -> str:
 
 def test_a_class_with_async_tools_and_its_reward_functions(folder):
     config = EnvironmentConfig(name=NAME, tools=(SEARCH,))
-    names = [schema["function"]["name"] for schema in load_toolbox(config).schemas]
+    names = [schema["function"]["name"] for schema in load_toolboxes(config)[""].schemas]
     assert names == ["search", "try_digit", "listen", "photograph"]
     host = EnvironmentHost(config, "hermes", 1)
     try:
@@ -184,7 +184,7 @@ def test_a_tool_whose_name_means_something_here_is_refused(folder, member, words
     code = f"class Mine:\n    def reset(self, **kwargs):\n        pass\n    {member}\n        'Do it.'\n"
     (folder / "mine.py").write_text(code)
     with pytest.raises(ValueError, match=words) as refused:
-        load_toolbox(EnvironmentConfig(name="mine.py:Mine"))
+        load_toolboxes(EnvironmentConfig(name="mine.py:Mine"))
     assert "\n" not in str(refused.value)
 
 
