@@ -76,7 +76,7 @@ def train(config: SFTConfig, session: Session) -> None:
     if ending == "stopped":
         session.save(step, trainer, driver.state(step))
     else:
-        session.export(trainer, driver.form)
+        session.export(trainer)
     session.end(generator)
 
 

@@ -50,8 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = dataclasses.replace(config.trainer, data_replicas=1)  # however the run was sharded
     model = build_model(config.model, trainer, folder, device=roles.device, tensor_parallel=1)
     load_model(checkpoint, model)
-    is_sft = isinstance(config, SFTConfig)
-    form = learned_form(config, load_tokenizer(folder, config.data)) if is_sft else None
+    form = learned_form(config, load_tokenizer(folder, config.data))
     export_hf(model, target, getattr(torch, config.model.dtype), form)
     if roles.is_driver:
         print(f"{checkpoint} -> {target}", flush=True)

@@ -66,13 +66,10 @@ class Turns:
     @property
     def line(self) -> str:
         """What a user should know about the template, empty if there is nothing."""
-        found, thought = [], f"<think>\n{EARLIER}\n</think>\n\n{TEXT}"
-        if any(EARLIER not in self._write(self._history(role, thought)) for role in self.frames):
-            found.append("the chat template drops the thoughts of earlier turns, and here they stay as sampled")
         prompt = self._write(self.start)
-        if any(schema["function"]["name"] not in prompt for schema in self.schemas):
-            found.append("the chat template does not show the tools; describe them in data.system_prompt")
-        return "; ".join(found)
+        if all(schema["function"]["name"] in prompt for schema in self.schemas):
+            return ""
+        return "the chat template does not show the tools; describe them in data.system_prompt"
 
     def opening(self, text: str) -> list[int]:
         """A first prompt: the system prompt, the tools, `text` as the user's message, the opening of the answer."""

@@ -23,6 +23,7 @@ from grpo.data.prepare import (
 )
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import end_of_turn
+from grpo.environments.serving import serving_template
 from grpo.environments.tools import load_toolboxes
 from grpo.folder.resume import resumed_stream
 from grpo.models import hf_folder
@@ -58,14 +59,14 @@ def read_grpo(session: Session) -> PromptStream:
         session.eval_prompts = held_out_prompts(session)
     session.scorer = Scorer(config, session.model_folder, session.tokenizer)
     check_environment(session)
+    session.form = learned_form(config, session.tokenizer)
     return stream
 
 
-def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Encoded]], ChatForm]:
+def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Encoded]]]:
     """Open the session, the data and, if the run generates between steps, the rewards of supervised fine-tuning.
 
-    Returns what it draws from; the examples of each held-out set by name, one empty name if there is only one; and the
-    form of chats for the exported folder.
+    Returns what it draws from, and the examples of each held-out set by name, one empty name if there is only one.
     """
     config: SFTConfig = session.config
     validates, evaluates = config.validation.interval > 0, config.evaluation.interval > 0
@@ -75,13 +76,13 @@ def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Encoded]], Ch
     read = [*config.data.all_sources, *(config.validation.held_out(config.data) if validates else [])]
     read += config.evaluation.held_out(config.data) if evaluates else []
     session.open([source.path for source in read], config.trainer.tensor_parallel, texts_of(sources))
-    form = learned_form(config, session.tokenizer)
+    session.form = learned_form(config, session.tokenizer)
     rows = usable_chats(sources, config, session.tokenizer)
     stream = resumed_stream(lambda: ChatStream(rows, config), session.saved_state, config.allow_changes)
     validation = load_validation(config, session.tokenizer) if validates else {}
     if evaluates:
-        read_evaluation(session, form.end_token_ids)
-    return stream, validation, form
+        read_evaluation(session, session.form.end_token_ids)
+    return stream, validation
 
 
 def _check_reference(session: Session) -> str:
@@ -162,11 +163,23 @@ def check_environment(session: Session) -> None:
         print(f"environment {name or toolbox.name}{calls}{'; ' if line else ''}{line}", flush=True)
 
 
-def learned_form(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> ChatForm:
-    """How a model that SFT trained with this config writes chats, where its folder does not say so already.
+def learned_form(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> ChatForm:
+    """How a model that was trained with this config writes chats, where its folder does not say so already.
 
-    A template that reads `question`, which no one else passes, stays where it is.
+    With an environment it keeps what the model wrote in earlier turns, and tells if the run's template does not. A
+    template that reads `question`, which no one else passes, stays where it is.
     """
-    end, template = end_of_turn(tokenizer, config.data), tokenizer.chat_template
-    is_own = config.data.prompt_template and not config.data.is_text_template and "question" not in template
-    return ChatForm(template if is_own else "", () if end is None else (end,))
+    data, template, ends = config.data, tokenizer.chat_template, ()
+    is_own = data.prompt_template and not data.is_text_template and "question" not in template
+    if isinstance(config, SFTConfig):
+        end = end_of_turn(tokenizer, data)
+        ends = () if end is None else (end,)
+    elif config.environment.enabled and (keeping := serving_template(tokenizer, data)) != "":
+        template, is_own = keeping, keeping is not None
+        exported = "keeps them too" if is_own else "cannot be made to keep them: serve it with another one"
+        print(
+            "thoughts and all else of earlier turns stay as sampled, which the chat template would change; that of the "
+            f"exported model {exported}",
+            flush=True,
+        )
+    return ChatForm(template if is_own else "", ends)

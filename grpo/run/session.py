@@ -103,6 +103,7 @@ class Session:
         self.scorer: Scorer | None = None
         self.eval_prompts: list[Prompt] = []
         self.reference_folder = ""
+        self.form = ChatForm()  # of the exported folder
 
     # ---- before the first step, on rank 0 -------------------------------------------------------------------------
 
@@ -275,10 +276,10 @@ class Session:
 
     # ---- after the last step ------------------------------------------------------------------------------------
 
-    def export(self, trainer: Trainer | None, form: ChatForm | None = None) -> None:
+    def export(self, trainer: Trainer | None) -> None:
         """Write the model's folder, if the run is to leave one. Collective over the trainers."""
         if self.config.checkpoint.export and trainer:
-            export_hf(trainer.model, pathlib.Path(self.config.run_dir) / "model", trainer.dtype, form)
+            export_hf(trainer.model, pathlib.Path(self.config.run_dir) / "model", trainer.dtype, self.form)
 
     def end(self, generator: Generator | None) -> None:
         """Close the log and leave the groups. Collective over `roles.control`."""

@@ -16,7 +16,6 @@ from grpo.data.encode import Encoded
 from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
 from grpo.data.streams import ChatStream
 from grpo.folder.checkpoint import saves
-from grpo.models.hf_folder import ChatForm
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
@@ -46,13 +45,11 @@ class SFTDriver:
 
     def __init__(self, session: Session):
         self.session, self.config, self.roles, self.timer = session, session.config, session.roles, session.timer
-        self.form: ChatForm | None = None
-        """For the exported folder; on the driver, from `start` on."""
 
     def start(self) -> Start:
         """Refuse bad input before the model is loaded, open the run folder. On rank 0."""
         with refuse_bad_input():
-            self.stream, self.validation, self.form = read_sft(self.session)
+            self.stream, self.validation = read_sft(self.session)
         recent_losses = self.session.saved_state.get("recent_losses", [])
         self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
         return self.session.start(f"{self.config.num_trainers} trainer ranks")
