@@ -119,11 +119,11 @@ class TrainerConfig:
     weight_decay: Annotated[float, AtLeast(0)] = 0.0
     """AdamW's decoupled weight decay."""
     warmup_steps: Annotated[int, AtLeast(0)] = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up: the n-th of them has n / warmup_steps of the peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up. constant: the peak; linear, cosine: falls in that shape to `min_lr_ratio`."""
     min_lr_ratio: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
-    """Learning rate at the last step of a linear or cosine schedule, as a share of the peak."""
+    """Share of the peak at which a linear or cosine schedule ends: one step after the last, which is thus not lost."""
     max_grad_norm: Annotated[float, Above(0)] = 1.0
     """Largest global norm of the gradients, which are scaled down to it."""
     lora_rank: Annotated[int, AtLeast(0)] = 0

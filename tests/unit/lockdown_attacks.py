@@ -408,7 +408,7 @@ def open_the_way() -> None:
     for folder in {closed[-1] for closed in places.values() if closed}:
         kernel.libc("mount", b"none", folder.encode(), b"tmpfs", ctypes.c_ulong(0), b"mode=755")
     for place, descriptor in descriptors.items():
-        os.makedirs(place)
+        os.makedirs(place, exist_ok=True)  # an environment in the project came with it
         source = f"/proc/self/fd/{descriptor}".encode()
         kernel.libc("mount", source, place.encode(), None, ctypes.c_ulong(1 << 12 | 1 << 14), None)  # bind, all below
     os.chdir(ROOT)

@@ -24,14 +24,16 @@ def samples(number: int, **facts) -> list[Sample]:
     return [Sample(torch.tensor([5, 6, 7]), mask_T, torch.tensor([0.0, *GENERATOR]), **facts)] * number
 
 
-def step(algorithm: AlgorithmConfig, logprobs=LOGPROBS, first=True, **fields) -> tuple[float, dict, list[float]]:
+def step(
+    algorithm: AlgorithmConfig, logprobs=LOGPROBS, first=True, entropy=0.0, **fields
+) -> tuple[float, dict, list[float]]:
     """Loss, metrics of the two tokens, and the gradient by their log-probs; advantages are 1."""
     batch = dataclasses.replace(make_batch(samples(1)), advantages_N=torch.ones(3), **fields)
     micro = build_micro_batch(batch, [[0]], row_length=4)
     logprobs_BT = torch.tensor([[*logprobs, 0.0, 0.0]], requires_grad=True)
     config = GRPOConfig(algorithm=algorithm)
     objective = grpo_objective(config, batch, algorithm.kl_coef, first)
-    loss, metrics = objective(micro, logprobs_BT, torch.zeros(1, 4))
+    loss, metrics = objective(micro, logprobs_BT, torch.full((1, 4), entropy))
     loss.backward()
     return loss.item(), {name: x[0, :2].tolist() for name, x in metrics.items()}, logprobs_BT.grad[0, :2].tolist()
 
@@ -67,6 +69,32 @@ def test_the_kl_and_the_entropy_join_the_loss():
     # in the reward, it is measured here and nothing more
     loss, metrics, _ = step(AlgorithmConfig(**kl, kl_in="reward"), ref_logprobs_N=reference)
     assert loss == -1 and metrics["kl"] == pytest.approx([log2**2 / 2, 0], abs=1e-6)
+
+
+def test_entropy_above_makes_the_loss_smaller():
+    # ratio 1 and advantage 1: -1 for each token, and 0.1 x 2 nats taken off
+    loss, _, _ = step(AlgorithmConfig(entropy_coef=0.1, importance_correction="none"), entropy=2.0)
+    assert loss == pytest.approx(-1.2)
+
+
+@pytest.mark.parametrize(
+    ("old_logprobs", "old", "factor"),
+    [
+        ("policy", math.log(1.5), 1.5 * 1.1),  # policy at the start over generator, policy now over that at the start
+        ("generator", 0.0, 1.65 * 1.65),  # the start is not known: policy now over generator, twice
+    ],
+)
+def test_the_correction_weighs_the_policy_against_the_generator(old_logprobs, old, factor):
+    """Whatever the ratio's denominator is; each token's gradient is -weight * ratio / 2, as long as nothing is cut."""
+    generator = [-1.0, -2.0]
+    now = [logprob + math.log(1.65) for logprob in generator]
+    old_N = torch.tensor([0.0, *(logprob + old for logprob in generator)])
+    algorithm = AlgorithmConfig(
+        old_logprobs=old_logprobs, importance_correction="truncate", clip_low=0.9, clip_high=0.9
+    )
+    fields = {"old_logprobs_N": old_N, "generator_logprobs_N": torch.tensor([0.0, *generator])}
+    _, _, gradient = step(algorithm, logprobs=now, **fields)
+    assert gradient == pytest.approx([-factor / 2] * 2, rel=1e-5)
 
 
 def test_a_loss_of_ones_own_may_log_active_frac_as_numbers(tmp_path: pathlib.Path):

@@ -10,7 +10,7 @@ import torch
 
 from grpo.data.batches import PAD_DOCUMENT, build_micro_batch, make_batch, sample_of, split_groups, take_out
 from grpo.data.packing import pack, plan_rows
-from grpo.types import Completion, Prompt, Sample, TrainBatch
+from grpo.types import Completion, Piece, Prompt, Sample, TrainBatch
 
 torch.set_num_threads(1)
 
@@ -117,6 +117,12 @@ def test_a_batch_is_its_samples_laid_end_to_end():
     assert batch.owner_N.tolist() == [0, 0, 1, 1, 1, 1, 1] and batch.num_loss_tokens_S.tolist() == [1, 2]
     # one sample that was not sampled, and none has a sampling log-prob
     assert make_batch([Sample(torch.tensor([1]), torch.tensor([False])), sample]).generator_logprobs_N is None
+
+
+def test_a_completion_that_was_continued_is_as_old_as_its_first_piece():
+    pieces = [Piece.sampled(torch.tensor([7]), torch.tensor([-1.0]), version) for version in (2, 5)]
+    samples = [sample_of(Prompt(0, [5, 6]), Completion(tuple(order), False)) for order in (pieces, pieces[1:])]
+    assert make_batch(samples).versions_S.tolist() == [2, 5]
 
 
 def test_micro_batch_by_hand():
