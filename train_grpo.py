@@ -82,7 +82,7 @@ def train(config: GRPOConfig, session: Session) -> None:
 
     for step in session.steps():
         weights = config.data.weights  # of data.sources; a curriculum goes here, as a function of the step
-        plan = driver.plan(step, weights)  # the same on all ranks: what to sample, whether to check, sync, save ...
+        plan = driver.plan(step, weights)  # the same on all ranks: what to sample, whether to check, save, evaluate
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, *driver.state(step))
             break
@@ -115,10 +115,9 @@ def train(config: GRPOConfig, session: Session) -> None:
         land(ahead, driver, roles)  # generators -> driver, for the next step
 
         timer.enter("sync")
-        if plan.sync:  # trainers -> generators, which then hold the weights after `step + 1` steps
-            sync_weights(trainer, generator, step + 1, roles)
+        sync_weights(trainer, generator, step + 1, roles)  # trainers -> generators: the weights after `step + 1` steps
 
-        if plan.evaluate:  # only in steps that sync
+        if plan.evaluate:
             timer.enter("evaluate")
             session.evaluate(generator, step + 1)
         driver.log(step + 1, rollouts, batch, metrics)  # a metric or a log of yours: in there, on rank 0

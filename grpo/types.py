@@ -326,8 +326,6 @@ class StepPlan:
     """Steps finished before this one."""
     requests: Requests | None
     """What is sampled first; None if enough is there already."""
-    sync: bool
-    """Give the generators the new weights after the last update."""
     save: bool
     """Write a checkpoint after the step."""
     evaluate: bool

@@ -124,10 +124,10 @@ def _check_roles(config: GRPOConfig) -> None:
             f"roles.num_references={roles.num_references} ranks would idle, because algorithm.kl_coef=0 and "
             "distill_coef=0 need no reference; set --roles.num-references 0 or one of the two above 0"
         )
-    if generator.sleep and (not roles.colocated or config.sync_interval > 1):
+    if generator.sleep and not roles.colocated:
         raise ValueError(
             "generator.sleep drops the engine's weights until the next sync, in favour of a trainer on the same GPU: "
-            f"it needs --roles.colocated and sync_interval={config.sync_interval} to be 1"
+            "it needs --roles.colocated"
         )
     if not 1 <= len(generator.temperature) <= config.group_size:
         raise ValueError(
@@ -290,12 +290,6 @@ def _check_intervals(config: GRPOConfig | SFTConfig) -> None:
             f"checkpoint.interval={checkpoint.interval} must be a multiple of "
             f"evaluation.interval={evaluation.interval}, and that not 0"
         )
-    for name, section in (("evaluation", evaluation), ("checkpoint", checkpoint)):
-        if isinstance(config, GRPOConfig) and section.interval % config.sync_interval:
-            raise ValueError(
-                f"{name}.interval={section.interval} must be a multiple of sync_interval={config.sync_interval}: "
-                "between syncs the generators hold older weights than the policy's"
-            )
 
 
 def cautions(config: GRPOConfig | SFTConfig) -> list[str]:

@@ -530,8 +530,6 @@ class GRPOConfig(RunConfig):
     """Completions per prompt."""
     seed: int = 0
     """The order of the data and the sampling follow from it."""
-    sync_interval: Annotated[int, AtLeast(1)] = 1
-    """Steps between weight syncs; at N the generators' weights are up to N - 1 steps old."""
     overlap_steps: Annotated[int, AtLeast(0), AtMost(1)] = 0
     """At 1 generators sample the next step while the others train on this one, with weights one step older; at 0 they
     take turns. Split roles only; needs `algorithm.importance_correction`."""
@@ -558,7 +556,7 @@ class GRPOConfig(RunConfig):
     @property
     def has_lag(self) -> bool:
         """Whether the generators' weights may be older than the policy at the start of a step."""
-        return self.overlap_steps > 0 or self.sync_interval > 1 or self.sampling.carry_over > 0
+        return self.overlap_steps > 0 or self.sampling.carry_over > 0
 
     @property
     def needs_reference(self) -> bool:

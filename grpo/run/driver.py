@@ -62,23 +62,13 @@ class Driver:
         """Everything that is decided about a step before it starts. A filter on prompts belongs here.
 
         Prompts drawn from now on come from the sources of the data by `weights`, see Mixture.set_weights.
-
-        A run that was asked to stop goes on to the next sync, because a resumed one begins with fresh weights.
         """
         config, last = self.config, step + 1 == self.config.num_steps
-        session, first_step = self.session, self.session.first_step
-        if step % config.sync_interval == 0 and session.is_stopped(step):
-            return StepPlan(step=step, requests=None, sync=False, save=False, evaluate=False, stop=True)
-
-        def due(interval: int) -> bool:
-            return interval > 0 and (step + 1) % interval == 0
-
-        # the generators hold the weights of the last sync, or those the run started with
-        self.step, self.version = step, max(first_step, step - step % config.sync_interval)
-        first_syncs = step <= first_step + config.sync_interval
-        check_due = first_syncs or step % max(config.sync_check_interval, 1) < config.sync_interval
-        check = config.sync_check_interval > 0 and self.version == step and check_due
-        self.times_ahead = {}
+        check_interval, eval_interval = config.sync_check_interval, config.evaluation.interval
+        if self.session.is_stopped(step):
+            return StepPlan(step=step, requests=None, save=False, evaluate=False, stop=True)
+        is_first = step <= self.session.first_step + 1  # before the first sync, and after it
+        self.step, self.times_ahead = step, {}
         self.stream.set_weights(weights)
         self.flight.begin_step()
         requests = self._fill()
@@ -86,10 +76,9 @@ class Driver:
         return StepPlan(
             step=step,
             requests=requests,
-            sync=last or due(config.sync_interval),
             save=saves(config.checkpoint, step + 1, last),
-            evaluate=config.evaluation.interval > 0 and (last or due(config.evaluation.interval)),
-            probe=prompts[:PROBE_PROMPTS] if check else [],
+            evaluate=eval_interval > 0 and (last or (step + 1) % eval_interval == 0),
+            probe=prompts[:PROBE_PROMPTS] if check_interval and (is_first or step % check_interval == 0) else [],
         )
 
     @from_driver
@@ -142,7 +131,7 @@ class Driver:
 
     def _add(self, completions: list[Completion]) -> None:
         config = self.config
-        check_version(completions, self.version)
+        check_version(completions, self.step)
         settings = config.group_size, len(self.roles.replicas), config.generator.max_num_seqs
         self.flight.add(completions, self.requests, sampling_work(self.requests, completions, *settings))
 

@@ -37,7 +37,7 @@ updates=(--algorithm.loss gspo --algorithm.num-mini-batches 4 --generator.temper
 updates+=(--algorithm.entropy-coef 0.001)
 # half of all groups of two coins are equal, so that dynamic sampling has something to do
 everything=(--group-size 2 --prompts-per-step 64 --sampling.dynamic --algorithm.loss dapo --algorithm.kl-in reward)
-everything+=(--algorithm.num-mini-batches 2 --sync-interval 2 --evaluation.interval 4 --evaluation.num-samples 4
+everything+=(--algorithm.num-mini-batches 2 --evaluation.interval 4 --evaluation.num-samples 4
     --trainer.learning-rate 1e-5)
 evaluation=(--evaluation.interval 1 --evaluation.num-prompts 32 --evaluation.num-samples 4)
 for variant in "$@"; do

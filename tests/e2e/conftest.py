@@ -35,7 +35,7 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     """Folder and arguments of a run of 6 steps with checkpoints at 3 and 6.
 
     2 trainer ranks that also hold the reference, 1 generator. Everything on that has a state or an order to resume:
-    warm-up and a cosine, two updates per batch, weights up to two steps old, dynamic sampling, and so few rows of two
+    warm-up and a cosine, two updates per batch, dynamic sampling, and so few rows of two
     sources that epochs end. `--resume` with nothing to resume from starts fresh.
     """
     run_dir = tmp_path_factory.mktemp("run") / "a"
@@ -45,7 +45,7 @@ def finished_run(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     sources = [word for name in "ab" for word in (name, run_dir.parent / f"{name}.jsonl")]
     layout = ["--roles.num-trainers", 2, "--roles.num-references", 0, "--roles.num-generators", 1]
     schedule = ["--trainer.schedule", "cosine", "--trainer.warmup-steps", 2, "--num-steps", 6]
-    updates = ["--algorithm.num-mini-batches", 2, "--sync-interval", 3]
+    updates = ["--algorithm.num-mini-batches", 2]
     sampling = ["--sampling.dynamic", "--reward.functions", BY_CHANCE, 1]
     arguments = [TINY, "--model.path", model, *layout, *schedule, *updates, *sampling]
     arguments += ["--data.path", "", "--data.sources", *sources, "--data.weights", "a", 2]

@@ -75,9 +75,8 @@ def test_speculation_is_refused_where_vllm_samples_drafts_wrongly(model: pathlib
 def test_a_quantized_engine_quantizes_again_in_every_sync(model: pathlib.Path, tmp_path: pathlib.Path):
     """After each sync, trainer and generator are as far apart as at the start, when vLLM quantized the folder."""
     fp8 = ("--generator.engine", "quantization", "fp8_per_channel", "--model.dtype", "bfloat16")
-    metrics, told, _ = run(model, tmp_path, *fp8, "--sync-check-interval", 0, "--num-steps", 5, "--sync-interval", 2)
+    metrics, told, _ = run(model, tmp_path, *fp8, "--sync-check-interval", 0, "--num-steps", 4)
     assert told["quantization"] == "fp8_per_channel"
-    at_start, *synced = (m["mismatch/mean"] for m in metrics[::2])
-    stale = [m["mismatch/mean"] for m in metrics[1::2]]  # a step after a sync, with weights one step old
+    at_start, *synced = (m["mismatch/mean"] for m in metrics)
     assert at_start > 0.01  # fp8 is seen
-    assert max(synced) < 1.2 * at_start < 1.5 * at_start < min(stale)
+    assert max(synced) < 1.2 * at_start

@@ -50,7 +50,6 @@ REFUSED_IN_GRPO = [
     ({"roles.colocated": True, "roles.num_trainers": 2, "generator.tensor_parallel": 4}, "2 generator ranks .* use 4"),
     ({"roles.num_references": 2}, "num_references=2 ranks would idle, because algorithm.kl_coef=0"),
     ({"generator.sleep": True}, "generator.sleep .* needs --roles.colocated"),
-    ({"generator.sleep": True, "roles.colocated": True, "sync_interval": 2}, "sync_interval=2 to be 1"),
     ({"generator.temperature": (0.5, 1.0, 1.5), "group_size": 2}, "3 temperatures for group_size=2"),
     ({"generator.temperature": ()}, "0 temperatures for group_size=8"),
     ({"prompts_per_step": 3, "group_size": 2}, "3 x group_size=2 = 6 completions .* over 4 .* next .* is 8"),
@@ -91,7 +90,6 @@ REFUSED_IN_GRPO = [
     ({"sampling.carry_over": 32}, "carry_over=32 must be below prompts_per_step=32"),
     ({"sampling.carry_over": 8, "generator.stop": ("END",)}, "generator.stop 'END' would see the end alone"),
     ({"sampling.carry_over": 8, "generator.sampling": {"min_tokens": 8}}, "sampling 'min_tokens' would see the end"),
-    ({"checkpoint.interval": 3, "sync_interval": 2}, "checkpoint.interval=3 must be a multiple of sync_interval=2"),
     ({"reward.functions": {}}, "reward.functions is empty; name one"),
     *[
         (ONLY_TEACHER | asks, "needs a reward function, and reward.functions is empty")
