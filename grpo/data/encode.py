@@ -11,7 +11,6 @@ import enum
 import functools
 import hashlib
 import json
-import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -120,11 +119,6 @@ class Encoder:
         """The field that holds `max_tokens`."""
         return "max_sequence_tokens" if self.train_on else "data.max_prompt_tokens"
 
-    @property
-    def counted(self) -> int:
-        """Tokens up to which the length of a row is exact."""
-        return max(self.max_tokens + 1, COUNTED_TOKENS)
-
     def encode(self, rows: Sequence[Row], bounded: bool = True) -> list[Encoded]:
         """What becomes of each row. Raises ValueError if the chat template does not end.
 
@@ -157,7 +151,7 @@ class Encoder:
             return None
 
     def _write(self, example: Example, encoded: Encoded) -> Written | None:
-        """What is to be tokenized, if its characters are not more than `counted` tokens stand for."""
+        """What is to be tokenized: of a very long text its beginning, which is more than is drawn or counted."""
         try:
             with deadline(template_name(self.tokenizer, self.data)):
                 if self.train_on is None:
@@ -167,14 +161,8 @@ class Encoder:
         except Refused as error:
             encoded.fate, encoded.reason = Fate.REFUSED, str(error)
             return None
-        longest = longest_token(self.tokenizer)
-        if self.truncates:
-            return written._replace(text=written.text[: (self.counted + 2) * longest])
-        encoded.num_tokens = math.ceil(len(written.text) / longest)
-        if encoded.num_tokens <= self.counted:
-            return written
-        encoded.fate = Fate.TOO_LONG
-        return None
+        most_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
+        return written._replace(text=written.text[: most_tokens * longest_token(self.tokenizer)])
 
     def _fill_in(self, encoded: Encoded, ids: list[int], mask: list[bool]) -> None:
         encoded.num_tokens = len(ids)

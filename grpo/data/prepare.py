@@ -42,7 +42,7 @@ LISTED_ROWS = 100
 SHOWN_ROWS = 5
 # Left out: above the first share a warning, below the second share of rows that are left a refusal.
 LOUD_FRAC, LEAST_FRAC = 0.05, 0.01
-# The share of rows for which a message suggests a limit.
+# The share of rows that a limit should be enough for.
 MOST_FRAC = 0.95
 
 
@@ -297,34 +297,29 @@ def _refuse_or_warn(unusable: dict[int, str], num_rows: int, source: Source, dat
 
 
 def _tell(rows: EncodedRows, what: str, most: int | None, num_wanted: int, per_step: float) -> None:
-    """Print how many rows are used, how long they are and what is left out; warn if that is much.
+    """Print how many rows are used, how long they are and what is left out, as a warning if that is much.
 
     most: rows that are used, None for all. num_wanted: all except those that `data.row` left out, which was meant so.
     per_step: rows of this source in a step, 0 for held-out rows. Raises ValueError if next to nothing is left.
     """
     num_usable, num_rows, encoder, lengths = len(rows.usable), len(rows.table), rows.encoder, rows.lengths
+    sizes = ""
+    if len(lengths):
+        most_fit = np.quantile(lengths, MOST_FRAC, method="lower")
+        sizes = f"tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}, "
+        sizes += f"{MOST_FRAC:.0%} have at most {most_fit:,}"
     if num_usable < max(1, LEAST_FRAC * num_wanted):
-        told = f"{num_usable} of {num_rows} rows of {rows.source.path} are left"
-        raise ValueError(f"{told}: {rows.left_out}; {_way_out(rows)}")
+        told = f"{num_usable} of {num_rows} rows of {rows.source.path} are left: {rows.left_out}"
+        raise ValueError("; ".join(filter(None, (told, sizes, "correct them, raise the limit or bring others"))))
     num_cut = int((lengths > encoder.max_tokens).sum()) if encoder.truncates else 0
-    parts = [f"{what}: {len(rows.usable[:most]):,} of {num_rows:,} rows of {rows.source.name_and_text}"]
+    loud = "warning: " if num_usable < (1 - LOUD_FRAC) * num_wanted else ""
+    parts = [f"{loud}{what}: {len(rows.usable[:most]):,} of {num_rows:,} rows of {rows.source.name_and_text}"]
     if per_step:
         epoch = f"an epoch is {num_usable / per_step:,.1f} steps"
         parts.append("others are looked at as they come" if encoder.data.streaming else epoch)
-    parts.append(f"tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}")
+    parts.append(sizes)
     if rows.left_out:
         parts.append(f"left out: {rows.left_out}")
     if num_cut:
         parts.append(f"cut off: {num_cut:,} longer than {encoder.limit}={encoder.max_tokens}")
     print(printable("; ".join(parts)), flush=True)
-    if num_usable < (1 - LOUD_FRAC) * num_wanted:
-        share = 1 - num_usable / num_wanted
-        print(printable(f"warning: {share:.0%} of the rows of {rows.source.path} are left out; {_way_out(rows)}"))
-
-
-def _way_out(rows: EncodedRows) -> str:
-    encoder, lengths = rows.encoder, sorted(rows.lengths)
-    enough = lengths[int(MOST_FRAC * (len(lengths) - 1))] if lengths else 0
-    if enough <= encoder.max_tokens or encoder.truncates:
-        return "correct them or bring others"
-    return f"with {encoder.limit}={enough}, {MOST_FRAC:.0%} of them fit"

@@ -461,7 +461,7 @@ def test_bounds():
     huge = {"messages": [TALK[1], {"role": "assistant", "content": "two. " * 4_000_000}]}
     start = time.monotonic()
     found = encode_within(tokenizer, huge, 100)
-    assert found.fate == Fate.TOO_LONG and 1_000_000 < found.num_tokens < 20_000_000
+    assert found.fate == Fate.TOO_LONG and found.num_tokens > 4096  # of its beginning
     found = encode_within(tokenizer, huge, 100, truncate=True)
     assert time.monotonic() - start < 5
     assert (len(found.ids), found.mask[-1]) == (100, True) and found.ids[-1] != tokenizer.eos_token_id
