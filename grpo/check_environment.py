@@ -122,11 +122,11 @@ def _examples(config: GRPOConfig, toolboxes: Mapping[str, Toolbox]) -> dict[str,
 
 
 def _prompt(number: int, examples: Sequence[Example], turns: Turns) -> Prompt:
-    """A row's prompt, whatever it is if there is no row."""
+    """A row's prompt, an empty one without a row."""
     if not examples:
-        return Prompt(number, turns.opening("Begin."))
+        return Prompt(number, turns.opening(""))
     example = examples[number % len(examples)]
-    return Prompt(number, turns.opening(str(example.prompt)), example.columns, content=example.prompt)
+    return Prompt(number, turns.opening(example.prompt), example.columns, content=example.prompt)
 
 
 def play(player: Player, toolbox: Toolbox | None, style: str, stop: int) -> Episode:

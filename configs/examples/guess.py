@@ -5,7 +5,7 @@ import random
 
 class Guess:
     def reset(self, seed: int, high: int = 16, **row) -> str:
-        """Begin an episode. The text is the user's message; with None the row's prompt is. Columns come by name."""
+        """Begin an episode. The text stands behind the row's prompt, which seeds leave empty. Columns come by name."""
         self.number, self.reward, self.done = random.Random(seed).randint(1, high), 0.0, False
         return f"I think of a number from 1 to {high}. Guess it."
 

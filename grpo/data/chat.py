@@ -22,7 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
-from grpo.data.columns import Message
+from grpo.data.columns import Message, as_messages
 from grpo.text import reason_of
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]])
 
 def prompt_messages(data: DataConfig, prompt: str | list[Message]) -> list[Message]:
     """A prompt as messages, behind `data.system_prompt` unless that is empty or they begin with a system message."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = as_messages(prompt)
     if not data.system_prompt or messages[0]["role"] in SYSTEM_ROLES:
         return messages
     return [{"role": "system", "content": data.system_prompt}, *messages]

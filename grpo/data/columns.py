@@ -77,6 +77,11 @@ def messages_of(value: Any, path: str) -> list[Message]:
     return messages
 
 
+def as_messages(prompt: str | list[Message]) -> list[Message]:
+    """A prompt as messages; a text is the user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
 def tools_of(value: Any, path: str) -> list[dict[str, Any]] | None:
     """The value of column `path` as a list of JSON schemas, None where it is empty.
 

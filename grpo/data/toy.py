@@ -132,7 +132,7 @@ def task_rows(name: str, split: str) -> list[dict[str, str]]:
     """
     if name == "seeds":
         count = int(split) if split.isdecimal() else 1024
-        return [{"question": f"seed {seed}", "seed": seed} for seed in range(count)]
+        return [{"question": [{"role": "user", "content": ""}], "seed": seed} for seed in range(count)]
     if name in toy_conversations.TASKS:
         return toy_conversations.rows(name, split)
     if name not in ROWS:

@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import EnvironmentConfig
+from grpo.data.columns import as_messages
 from grpo.environments.host import EnvironmentHost
 from grpo.environments.suffix import Turns
 from grpo.types import Piece, Prompt
@@ -76,7 +77,7 @@ class Episode:
     """`text`, `tokens` and `answers` of each turn of the model."""
     counts: Counter = field(default_factory=Counter)
     opening: str | None = None
-    """The user's message that `reset` wrote."""
+    """The user's message, if `reset` wrote the end of it."""
     num_prompt_tokens: int = 0
     ended_by: str = ""
     """Why no further turn begins: done, tokens, turns, seconds, hung, lost."""
@@ -179,7 +180,9 @@ class Player:
         episode = self.episodes[number]
         episode.opening, episode.ids = text, list(episode.prompt.ids)
         if text is not None:
-            episode.ids = self.turns[episode.environment].opening(text)
+            *earlier, last = as_messages(episode.prompt.content)
+            episode.opening = last["content"] + text
+            episode.ids = self.turns[episode.environment].opening([*earlier, last | {"content": episode.opening}])
             episode.pieces.append(_written(episode.ids, episode.version))
         episode.num_prompt_tokens = len(episode.ids)
         if len(episode.ids) > self.max_prompt_tokens:

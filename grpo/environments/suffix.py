@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo.config import DataConfig
 from grpo.data.chat import Refused, prompt_messages, render, template_name
+from grpo.data.columns import Message, as_messages
 from grpo.text import without_surrogates
 
 if TYPE_CHECKING:
@@ -56,11 +57,8 @@ class Turns:
                 self.frames[role] = self._frame(role)
             except Refused as error:
                 self._refuse(role, str(error))
-        before, _, behind = self._write(self.start).partition(QUESTION)
-        self.opening_frame = before, "", behind
-        self.special_ids = self._special_ids(
-            "".join(text for f in (*self.frames.values(), (before, behind)) for text in f)
-        )
+        scaffolds = [self._write(self.start), *(text for frame in self.frames.values() for text in frame)]
+        self.special_ids = self._special_ids("".join(scaffolds))
         self.rewrites = {role: ODD not in self._behind(role, [ODD]) for role in self.frames}
 
     @property
@@ -71,10 +69,15 @@ class Turns:
             return ""
         return "the chat template does not show the tools; describe them in data.system_prompt"
 
-    def opening(self, text: str) -> list[int]:
-        """A first prompt: the system prompt, the tools, `text` as the user's message, the opening of the answer."""
-        before, _, behind = self.opening_frame
-        written = self._write([*self.start[:-1], {"role": "user", "content": text}])
+    def opening(self, prompt: str | list[Message]) -> list[int]:
+        """A first prompt: the system prompt, the tools, the user's message or messages, the opening of the answer."""
+        *earlier, last = as_messages(prompt)
+        text = last["content"]
+        marked, written = (
+            self._write(prompt_messages(self.data, [*earlier, last | {"content": content}]))
+            for content in (QUESTION, text)
+        )
+        before, _, behind = marked.partition(QUESTION)
         return self._encode(before) + self._plain_ids(_cut(written, before, behind, text)) + self._encode(behind)
 
     def ids(self, answers: list[str], last: int, role: str = "") -> list[int]:

@@ -159,8 +159,7 @@ def _of_class(spec: str, where: str, config: EnvironmentConfig, tools: dict[str,
                 f"{kind.__name__}.{name} is no tool here: the run calls it with {', '.join(given) or 'no arguments'}, "
                 f"which it does not take ({error}); give a tool another name"
             ) from error
-    names = dict.fromkeys(name for base in reversed(kind.__mro__) for name in vars(base))
-    for name in names:
+    for name in dir(kind):  # in TRL's order, by name
         if not name.startswith("_") and name not in NOT_TOOLS and inspect.isroutine(method := getattr(kind, name)):
             is_bound = inspect.ismethod(method) or isinstance(inspect.getattr_static(kind, name), staticmethod)
             _add(tools, name, _tool(method, f"{kind.__name__}.{name}", is_method=True, skip=not is_bound))

@@ -50,7 +50,7 @@ class Episode:
         self.toolbox, self.object = toolboxes.get(""), None
 
     def reset(self, row: dict[str, Any], seed: int, rollout: int, environment: str = "") -> dict[str, Any]:
-        """Begin; `text` is the user's message, or None for the row's own prompt. environment: the name of its class."""
+        """Begin; `text` stands behind the row's own prompt, None for nothing. environment: the name of its class."""
         self.toolbox = self.toolboxes[environment]
         self.object = self.toolbox.factory()
         text = awaited(self.object.reset(**self.toolbox.reset_arguments(row, seed, rollout)))

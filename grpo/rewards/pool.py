@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from grpo.config import RewardConfig
+from grpo.data.columns import as_messages
 from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.rewards.supervisor import part
 from grpo.rewards.worker import SHOWN_CHARACTERS, Call
@@ -163,10 +164,9 @@ def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
     columns: dict[str, list] = {name: [] for name in EPISODE_COLUMNS}
     for rollout in rollouts:
         episode, content = rollout.completion.episode, rollout.prompt.content
-        if episode["opening"] is not None or not isinstance(content, list):
-            text = content if episode["opening"] is None else episode["opening"]
-            content = [{"role": "user", "content": text}]
-        messages = list(content)
+        messages = list(as_messages(content))
+        if episode["opening"] is not None:
+            messages[-1] = messages[-1] | {"content": episode["opening"]}
         for turn in episode["turns"]:
             messages.append({"role": "assistant", "content": turn["text"]})
             messages += [{"role": "tool", "content": answer} for answer in turn["answers"]]

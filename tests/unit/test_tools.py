@@ -66,7 +66,7 @@ def test_the_example_of_a_function():
 
 
 def test_a_class_as_others_write_them(tmp_path):
-    """Inherited and static methods are tools too, in the order of the file; what is private or an attribute is none."""
+    """Inherited and static methods are tools too, in the order of their names; private ones and attributes are none."""
     code = (
         "class Base:\n    def reset(self):\n        return None\n"
         '    def wait(self) -> str:\n        """Wait."""\n        return "waited"\n'
@@ -78,7 +78,7 @@ def test_a_class_as_others_write_them(tmp_path):
         "    def get_info(self):\n        return {}\n    def _private(self):\n        pass\n"
     )
     toolbox = toolbox_of(tmp_path, code, name="{here}:Mine", options={"depth": 4})
-    assert list(toolbox.tools) == ["wait", "add"] and toolbox.has_reply and not toolbox.has_reward
+    assert list(toolbox.tools) == ["add", "wait"] and toolbox.has_reply and not toolbox.has_reward
     mine = toolbox.factory()
     assert mine.depth == 4 and toolbox.reset_arguments({"a": 1}, 2, 3) == {}
     assert run_call(toolbox, mine, Call("wait", {})) == run_call(toolbox, mine, Call("wait", "")) == ("waited", "ok")

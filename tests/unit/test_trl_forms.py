@@ -1,17 +1,23 @@
 """What people write for TRL runs as it is: rewards, tools, the classes of `environment_factory`."""
 
+import inspect
 import json
 import textwrap
 
 import pytest
 import torch
 
-from grpo.config import EnvironmentConfig, RewardConfig
+from grpo.config import DataConfig, EnvironmentConfig, RewardConfig
+from grpo.config.user_files import load_function
 from grpo.environments.host import EnvironmentHost
+from grpo.environments.play import Episode, Player
+from grpo.environments.suffix import Turns
 from grpo.environments.tools import load_toolboxes
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS, RewardPool
 from grpo.types import Completion, Prompt, Rollout
+from tests.unit import chat_templates as templates
+from tests.unit.test_turns_suffix import tokenizer_for
 
 # A vault that opens by three digits; what it holds is asked of a client that belongs to one event loop.
 FILE = '''
@@ -108,6 +114,45 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_the_prompt_is_the_one_that_trl_writes(folder):
+    """Its trainer adds what `reset` says to the last message, and shows the functions, then the methods by name."""
+    vault = load_function(NAME, "environment")()
+    data = DataConfig(system_prompt="")
+    (toolbox,) = load_toolboxes(EnvironmentConfig(name=NAME, tools=(SEARCH,))).values()
+    tokenizer = tokenizer_for(templates.QWEN2)
+    turns = Turns(tokenizer, data, [tokenizer.convert_tokens_to_ids("<|im_end|>")], toolbox.schemas)
+    methods = [method for name, method in inspect.getmembers(vault, inspect.ismethod) if name[0] != "_"]
+    tools = [load_function(SEARCH, "tool"), *(m for m in methods if m.__name__ not in ("reset", "get_reward"))]
+    system = {"role": "system", "content": "Be quick."}
+    for prompt in ([system, {"role": "user", "content": "Open it. "}], [{"role": "user", "content": ""}], "Open it."):
+        said = vault.reset(prompt=prompt, code="12")
+        *earlier, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        expected = tokenizer.apply_chat_template(
+            [*earlier, {**last, "content": last["content"] + said}],
+            tools=tools,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        host = HostOf({"text": said})
+        player = Player(EnvironmentConfig(name=NAME), host, {"": turns}, tokenizer, 10_000)
+        player.begin([Episode(Prompt(0, [1], content=prompt), 0, 0, 0)], 10)
+        (turn,) = player.collect([0], "all").turns
+        assert turn[2] == expected and said in tokenizer.decode(expected)
+
+
+class HostOf:
+    """Gives one reply."""
+
+    def __init__(self, reply: dict):
+        self.replies = [reply | {"episode": 0}]
+
+    def ask(self, *_):
+        pass
+
+    def poll(self, _):
+        return [self.replies.pop()] if self.replies else []
+
+
 def played(host: EnvironmentHost, row: dict, *turns: str) -> tuple[list[dict], dict]:
     """Replies to `reset` and turns, and what `finish` says."""
     replies = []
@@ -124,7 +169,7 @@ def call(name: str, **arguments) -> str:
 def test_a_class_with_async_tools_and_its_reward_functions(folder):
     config = EnvironmentConfig(name=NAME, tools=(SEARCH,))
     names = [schema["function"]["name"] for schema in load_toolboxes(config)[""].schemas]
-    assert names == ["search", "try_digit", "listen", "photograph"]
+    assert names == ["search", "listen", "photograph", "try_digit"]
     host = EnvironmentHost(config, "hermes", 1)
     try:
         row = {"prompt": [{"role": "user", "content": "Open it."}], "code": "123"}
