@@ -95,6 +95,7 @@ def player(shape: str, limit: float) -> pathlib.Path:
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--model.path", folder / "start", "--data.path", folder / "chats.jsonl", "--run-dir", folder / "sft"]
     flags += ["--num-trainers", "1", "--overwrite", "--stop-at-loss", "0.01", "--num-steps", "500"]
+    flags += ["--max-sequence-tokens", "320"]
     if shape == "toy":
         flags += ["--sequences-per-step", "16"]
     else:
