@@ -5,12 +5,14 @@
     python -m grpo.look RUN_DIR --step 40 [--worst]          that step's completions, sorted by reward
     python -m grpo.look RUN_DIR --turns                      conversations turn by turn
     python -m grpo.look RUN_DIR --evaluation                 held-out ones, of the latest step
+    python -m grpo.look RUN_DIR --html [--step 40]           all of it as a page, RUN_DIR/look.html
 
 The first two read metrics.jsonl, the others completions.jsonl, which a run writes every `metrics.samples_interval`
 steps, and evaluation.jsonl. Texts are whole; what would act on a terminal is shown as an escape (`\\x1b`).
 """
 
 import argparse
+import ast
 import itertools
 import json
 import math
@@ -24,9 +26,11 @@ from typing import Any
 import numpy as np
 
 from grpo.folder.run_folder import read_marker
+from grpo.report.page import write_page
 from grpo.report.samples import describe
 from grpo.text import compact_number, shorten
 
+COMPLETIONS, EVALUATION = "completions.jsonl", "evaluation.jsonl"
 # Steps and values, at least one.
 Curve = list[tuple[int, float]]
 # What draws the curve of each run; the first one's is a line.
@@ -49,12 +53,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", default="", metavar="TEXT", help="only prompts that have this text")
     parser.add_argument("--turns", action="store_true", help="conversations turn by turn")
     parser.add_argument("--evaluation", action="store_true", help="held-out completions instead")
+    parser.add_argument("--html", action="store_true", help="write a page: curves, rollouts (of --step), tokens")
     given = parser.parse_args(arguments)
     try:
         asks = given.step or given.worst or given.prompt or given.turns or given.evaluation
-        if len(given.run_dirs) > 1 and asks:
+        if len(given.run_dirs) > 1 and (asks or given.html):
             raise ValueError("rollouts are shown of one run; name one folder")
-        if asks:
+        if given.html:
+            text = page_text(given.run_dirs[0], given.step)
+        elif asks:
             text = rollouts_text(given)
         else:
             text = summarize(*given.run_dirs) if len(given.run_dirs) == 1 else compare(given.run_dirs)
@@ -199,7 +206,7 @@ def _stroke(line: int, before: int, now: int) -> str:
 
 def rollouts_text(given: argparse.Namespace) -> str:
     """The rollouts that the command line chooses, as text. Raises ValueError if there are none."""
-    file = "evaluation.jsonl" if given.evaluation else "completions.jsonl"
+    file = EVALUATION if given.evaluation else COMPLETIONS
     step, records = read_step(given.run_dirs[0] / file, given.step or "latest")
     chosen = choose(records, given.prompt, given.worst, given.num)
     title = f"{given.run_dirs[0]} after step {step}: {len(chosen)} of {len(records)} completions"
@@ -237,6 +244,17 @@ def choose(records: list[dict[str, Any]], prompt: str = "", worst: bool = False,
     sign = 1 if worst else -1
     ranked = sorted(found, key=lambda record: sign * (-math.inf if record["reward"] is None else record["reward"]))
     return ranked[:num] if num else ranked
+
+
+def page_text(run_dir: pathlib.Path, step: str) -> str:
+    """Write the page, with the rollouts of all steps unless one is asked for, and tell where it is and how large."""
+    paths = [path for name in (COMPLETIONS, EVALUATION) if (path := run_dir / name).is_file()]
+    rollouts = (record for path in paths for record in read_lines(path, "") if step in ("", str(record["step"])))
+    models = [str(run_dir / "model"), str(run_dir / "initial_model")]
+    if marker := read_marker(run_dir):
+        models.append(ast.literal_eval(marker["config"]["model.path"]))
+    path = write_page(run_dir, read_metrics(run_dir), rollouts, models)
+    return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser; it needs no other file"
 
 
 def read_metrics(run_dir: pathlib.Path) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ RUN_FILES = (
     "completions.jsonl",
     "evaluation.jsonl",
     "samples.txt",
+    "look.html",
     "profile",
     "tensorboard",
     "wandb",

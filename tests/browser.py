@@ -1,0 +1,89 @@
+"""A headless Chromium for tests, driven over its DevTools protocol through a socket that it inherits: no port.
+
+`apt-get install chromium` brings it on Debian; tests that need it are skipped, and say so, where it is absent.
+"""
+
+import contextlib
+import json
+import pathlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
+FLAGS += (
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-pipe",
+    "--window-size=1400,1200",
+)
+SECONDS = 60.0
+
+
+class Page:
+    """One open page."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(SECONDS)
+        self._connection, self._read, self._number = connection, b"", 0
+        self._session: dict[str, str] = {}
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """What the browser answers to one call of the protocol; events in between are dropped."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params} | self._session
+        self._connection.sendall(json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self._read:
+                received = self._connection.recv(1 << 20)
+                assert received, "the browser is gone"
+                self._read += received
+            answer, _, self._read = self._read.partition(b"\0")
+            if (answer := json.loads(answer)).get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def run(self, script: str) -> Any:
+        """The value of an expression, as JSON has it; a promise is waited for."""
+        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait_for(self, condition: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not self.run(condition):
+            assert time.monotonic() < deadline, f"never true: {condition}"
+            time.sleep(0.05)
+
+    def open(self, path: pathlib.Path) -> None:
+        self.call("Page.navigate", url=path.as_uri())
+        self.wait_for(f"location.href === {json.dumps(path.as_uri())} && document.readyState === 'complete'")
+
+
+@contextlib.contextmanager
+def open_browser(profile: pathlib.Path) -> Iterator[Page]:
+    """A page of a new Chromium that keeps its things in `profile`; skips the test where there is none."""
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    if program is None:
+        pytest.skip("no Chromium: apt-get install chromium")
+    ours, theirs = socket.socketpair()
+    # it reads what it is told from 3 and answers on 4
+    command = ["bash", "-c", f'exec "$@" 3<&{theirs.fileno()} 4>&{theirs.fileno()}', "bash", program, *FLAGS]
+    process = subprocess.Popen(
+        [*command, f"--user-data-dir={profile}"], pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL
+    )
+    theirs.close()
+    try:
+        with ours:
+            yield Page(ours)
+    finally:
+        process.kill()
+        process.wait()
