@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         if len(given.run_dirs) > 1 and (asks or given.html):
             raise ValueError("rollouts are shown of one run; name one folder")
         if given.html:
-            text = page_text(given.run_dirs[0], given.step)
+            text = page_text(given)
         elif asks:
             text = rollouts_text(given)
         else:
@@ -246,10 +246,14 @@ def choose(records: list[dict[str, Any]], prompt: str = "", worst: bool = False,
     return ranked[:num] if num else ranked
 
 
-def page_text(run_dir: pathlib.Path, step: str) -> str:
+def page_text(given: argparse.Namespace) -> str:
     """Write the page, with the rollouts of all steps unless one is asked for, and tell where it is and how large."""
-    paths = [path for name in (COMPLETIONS, EVALUATION) if (path := run_dir / name).is_file()]
-    rollouts = (record for path in paths for record in read_lines(path, "") if step in ("", str(record["step"])))
+    run_dir = given.run_dirs[0]
+    if given.step:
+        _, rollouts = read_step(run_dir / (EVALUATION if given.evaluation else COMPLETIONS), given.step)
+    else:
+        paths = [path for name in (COMPLETIONS, EVALUATION) if (path := run_dir / name).is_file()]
+        rollouts = itertools.chain.from_iterable(read_lines(path, "") for path in paths)
     models = [str(run_dir / "model"), str(run_dir / "initial_model")]
     if marker := read_marker(run_dir):
         models.append(ast.literal_eval(marker["config"]["model.path"]))
