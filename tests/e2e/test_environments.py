@@ -1,5 +1,6 @@
 """Whole runs with turns: several engines, tensor parallelism, what is lost, and two runs of the same numbers."""
 
+import json
 import pathlib
 
 import pytest
@@ -40,6 +41,20 @@ def test_turns_are_trained_as_they_were_sampled(model, tmp_path, nproc, flags):
     for record in read_completions(tmp_path / "run"):
         turns = record["episode"]["turns"]
         assert record["num_tokens"] == sum(turn["tokens"] for turn in turns) <= 48
+
+
+def test_rows_choose_among_classes(model, tmp_path):
+    rows = [{"question": f"{n}+1", "answer": str(n + 1), "kind": ("digits", "echo")[n % 2]} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    classes = ("--environment.name", "", "--environment.classes", "digits", f"{FILE}:Digits", "echo", f"{FILE}:Echo")
+    flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, *classes, "--data.environment-column", "kind")
+    run(model, tmp_path / "run", 1, *flags, "--data.path", tmp_path / "rows.jsonl")
+    found = read_completions(tmp_path / "run")
+    assert {record["columns"]["kind"] for record in found} == {"digits", "echo"}
+    for record in found:
+        is_echo = record["columns"]["kind"] == "echo"
+        assert (record["rewards"]["environment"] == -1.0) == is_echo
+        assert not is_echo or len(record["episode"]["turns"]) == 1
 
 
 def test_answers_by_counts_repeat_a_run(model, tmp_path):

@@ -28,3 +28,17 @@ class Digits:
 
     def get_info(self) -> dict:
         return {"turns": self.turns}
+
+
+class Echo:
+    """Repeats a turn once."""
+
+    def reset(self, question: str, **row) -> str:
+        return f"Say {question}"
+
+    def reply(self, text: str) -> str | None:
+        self.done = True
+        return text[:4]
+
+    def get_reward(self) -> float:
+        return -1.0
