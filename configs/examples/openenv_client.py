@@ -1,0 +1,44 @@
+"""A remote environment of OpenEnv: its server runs elsewhere, each rollout has a session of its own there.
+
+    --environment.name configs/examples/openenv_client.py:Remote --data.path seeds:4096
+    --environment.options url http://localhost:8000 action message observation echoed_message task "Say something."
+
+The model's turn, behind its thoughts, is the action. For several kinds of actions write a method for each, as `act` of
+gymnasium_text.py is, which calls `self._client.step`. It needs `pip install openenv-core`, and a server that takes as
+many sessions as rollouts are decoded at once (its `max_concurrent_envs`). Its test has a client of the same interface;
+it was tried with the client and the server of openenv-core 0.3.0.
+"""
+
+import json
+
+
+class Remote:
+    def __init__(self, url: str, action: str = "message", observation: str = "", task: str = ""):
+        """action: the field of the server's action that the model writes. observation: the field that it reads; empty
+        for all of them, as JSON."""
+        from openenv.core import GenericEnvClient
+
+        self._client = GenericEnvClient(base_url=url).sync()
+        self._action, self._observation, self._task = action, observation, task
+
+    def reset(self, seed: int, **row) -> str:
+        self.reward, self.done = 0.0, False
+        return "\n\n".join(filter(None, [self._task, self._text(self._client.reset(seed=seed))]))
+
+    def reply(self, text: str) -> str:
+        """What is raised here, as by a connection that is gone, leaves the rollout out of the loss."""
+        result = self._client.step({self._action: text.rpartition("</think>")[2].strip()})
+        self.reward += result.reward or 0.0
+        self.done = result.done
+        return self._text(result)
+
+    def get_reward(self) -> float:
+        return self.reward
+
+    def close(self):
+        self._client.close()
+
+    def _text(self, result) -> str:
+        if self._observation:
+            return str(result.observation[self._observation])
+        return json.dumps(result.observation, ensure_ascii=False)
