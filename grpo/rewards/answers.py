@@ -1,14 +1,7 @@
-"""Where the answer stands in a completion, and when two answers are the same, in three sentences.
-
-Two answers are the same if their texts agree after a clean-up: LaTeX's marks of text and spacing, Markdown, parentheses
-around the whole, case, blanks around signs, a final period, and "x =" if only one side has it. Or if each is one number
-written out (digits, decimals, a fraction, a power of ten) of the same exact value, or within `tolerance` where one of
-them is no integer, and with the same unit, of which a common one (UNITS in numbers.py) may be missing on one side. Or,
-as LaTeX, if math-verify takes two expressions as equal whose words, functions and brackets agree; but a reference that
-is a number is equal to numbers only, never to an operation that is left to do.
+"""Where the answer stands in a completion, and when two answers are the same: the rule of configs/ANSWERS.md.
 
 Which number a text is stands in numbers.py, what an expression is in latex.py. Wherever a careful reader could doubt,
-the answer is not the same. Reading takes one pass: a text that repeats "<answer>" takes no quadratic time.
+the answer is not the same. Reading takes one pass: nothing but braces or tags takes no quadratic time.
 """
 
 import functools
@@ -16,7 +9,7 @@ import re
 from fractions import Fraction
 
 from grpo.rewards.latex import same_expression
-from grpo.rewards.numbers import clean_text, read_number
+from grpo.rewards.numbers import TEXT_COMMAND, arithmetic, clean_text, read_number
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Where the answer stands
@@ -24,11 +17,38 @@ from grpo.rewards.numbers import clean_text, read_number
 # Tags in any case, with blanks and attributes: thoughts stay thoughts if their <Think > is odd.
 _THINK_TAG = re.compile(r"<\s*(?P<close>/\s*)?think\b[^<>]*>", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<\s*(?P<close>/\s*)?answer\s*>", re.IGNORECASE)
-_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9]+(?:[.,/][0-9]+)*))|\\.|[{}]", re.DOTALL)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
-_BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
-# Between two answers that leave it to the reader which one is meant.
-_JOINED = re.compile(r"[\s,;$.*]*+(?:and|or|or maybe|or perhaps|/)?[\s,;$.*]*+", re.IGNORECASE)
+_LINE = re.compile(r"####\s*(.*)")
+_BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+# Between two answers that are a choice: a joining sign, or "or" in the same sentence.
+_JOINED = re.compile(r"[\s,;$.*]*+(?:and|/)?[\s,;$.*]*+|[^.!?\n]*\bor\b[^.!?\n]*", re.IGNORECASE)
+
+# So many characters are looked at on each side of a box, and behind an answer for what takes it back.
+_BESIDE_CHARACTERS, _BEHIND_CHARACTERS = 50, 400
+_UNSEEN = re.compile(
+    r"\\(?:left|right|displaystyle|q?quad|begin ?\{[a-z]+\*?\})(?![a-zA-Z])|(?<!\\)(?:\\[()\[\],;: ]|\$)|[*~&#`]"
+)
+_SENTENCE_END = re.compile(r"[.!?]\s+|\n\s*")
+_TAKEN_BACK = re.compile(
+    r"\b(?:not?|wait|wrong|incorrect|mistaken?|actually|correction|sorry|hmm+)\b|n['’]t\b|\A\W*(?:or|maybe|perhaps)\b",
+    re.IGNORECASE,
+)
+# Words beside a box that change what is in it.
+_CHANGING = "or not minus negative plus times twice half double than squared cubed doubled factorial mod dozen hundred"
+_CHANGING += " thousand grand million billion trillion mln bln trn lakh crore"
+_WORD = rf"(?<![\\\w'’])(?!(?i:{_CHANGING.replace(' ', '|')})\b)[^\W\d_]"
+_ARROW = r"[-=]>|[→⇒∴]|\\(?:implies|iff|therefore|to|in|(?:[Ll]ong)?[Rr]ightarrow)(?![a-zA-Z])"
+# What may stand before and behind a box without being part of it, and the sign and the unit that are.
+_BEFORE = re.compile(
+    rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|[:.,;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}|{_WORD}{{2,}})\s*"
+    r"(?P<sign>-|≈|\\approx(?![a-zA-Z])|\\\$|)\s*\Z"
+)
+_BEHIND = re.compile(
+    rf"(?:[ ^{{]*(?P<unit>\\?%|(?:°|\\circ\b)[ }}]*[CF]?\b|(?!in\b){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
+    rf"(?:\Z|\n|[.,;:?)}}\"”。，](?![0-9])|(?<=\s)!|[—\u2600-\u27bf\U0001f300-\U0001faff]| \([a-zA-Z]{{2}}|<[/|]"
+    rf"|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{_WORD}{{2,}})"
+)
 
 Span = tuple[int, int, str]  # start, end, content
 
@@ -36,25 +56,35 @@ Span = tuple[int, int, str]  # start, end, content
 def extract_answer(text: str, answer_format: str) -> str | None:
     """The final answer in a completion, without surrounding blanks and boxes; None if there is none or it is empty.
 
-    Thoughts are no answer (see `without_thoughts`). answer_tag: content of the last complete <answer>..</answer>.
-    boxed: content of the last \\boxed{} that is not empty and whose braces balance. hashes: what follows the last ####
-    on its line. Where the completion has an <answer>, box and hashes are looked for only in it. None also for a choice,
-    which is no answer: two different ones with nothing but "and", "or" or a comma between, or different boxes in a tag.
+    Thoughts are no answer (see `without_thoughts`). answer_tag: content of the last <answer>..</answer>. boxed: content
+    of the last \\boxed{} that is not empty, with a sign or unit beside it. hashes: the line behind the last ####. Where
+    the completion has an <answer>, box and hashes are looked for only in it. None also for an answer that is cut off,
+    taken back, one of a choice, or part of a larger expression: configs/ANSWERS.md has examples of each.
 
     Raises ValueError on another format.
     """
     if answer_format not in ("answer_tag", "boxed", "hashes"):
         raise ValueError(f"answer_format={answer_format!r} is unknown; use answer_tag, boxed or hashes")
     text = without_thoughts(text)
-    tagged = _tagged(text)
+    if tags := _tags(text):
+        text = _last(text, tags)
+    boxes = _boxes(text)
     if answer_format == "hashes":
-        _, hashes, rest = (text if tagged is None else tagged).rpartition("####")
-        answer = rest.partition("\n")[0] if hashes else ""
-    elif answer_format == "boxed" and tagged is None:
-        answer = _unbox_inner(_last(text, _boxes(text)))
+        start = text.rfind("####")
+        line = _LINE.match(text, start) if start >= 0 else None
+        answer = _last(text, [(start, line.end(), line[1])]) if line else ""
+    elif boxes and (tags or answer_format == "boxed"):
+        several = bool(tags) and len({content.strip() for _, _, content in boxes}) > 1
+        answer = "" if several or not _last(text, boxes) else _with_neighbours(text, boxes)
     else:
-        answer = _unboxed(tagged) if tagged and (answer_format == "answer_tag" or _boxes(tagged)) else ""
+        answer = _EMPTY_BOX.sub("", text) if tags and answer_format == "answer_tag" else ""
     return answer.strip() or None
+
+
+def last_box(text: str) -> str:
+    """The content of the last box in a reference, whatever stands around it; "" without one."""
+    boxes = _boxes(text)
+    return _unboxed(boxes[-1][2]).strip() if boxes else ""
 
 
 def without_thoughts(text: str) -> str:
@@ -64,6 +94,8 @@ def without_thoughts(text: str) -> str:
     the prompt) hides all before it.
     """
     tags = list(_THINK_TAG.finditer(text)) if "<" in text else []
+    if not tags:
+        return text
     closing = [number for number, tag in enumerate(tags) if tag["close"]]
     shown, start = "", 0
     if closing:
@@ -72,11 +104,8 @@ def without_thoughts(text: str) -> str:
     return shown + (text[start : tags[0].start()] if tags else text[start:])
 
 
-def _tagged(text: str) -> str | None:
-    """The content of the last complete <answer>..</answer>, "" if it is one of a choice; None without one.
-
-    Of "<answer> 1 <answer> 2 </answer>" the answer is 2.
-    """
+def _tags(text: str) -> list[Span]:
+    """All <answer>..</answer>, in order; one that is cut off comes last and has no content."""
     found, opened = [], None
     for tag in _ANSWER_TAG.finditer(text) if "<" in text else ():
         if not tag["close"]:
@@ -84,45 +113,66 @@ def _tagged(text: str) -> str | None:
         elif opened:
             found.append((opened.start(), tag.end(), text[opened.end() : tag.start()]))
             opened = None
-    return _last(text, found) if found else None
+    return [*found, (opened.start(), len(text), "")] if opened else found
 
 
 def _boxes(text: str) -> list[Span]:
-    """The outermost \\boxed{..} and \\fbox{..} that close and are not empty, in order."""
-    found: list[Span] = []
+    """The outermost boxes that are not empty, in order; one that is cut off comes last and has no content."""
+    closed: list[tuple[int, int, int, int]] = []  # start, start and end of the content, end
     opened: list[tuple[bool, int, int]] = []
     for match in _BOX_OR_BRACE.finditer(text) if "box" in text else ():
         token = match[0]
-        if token.endswith("{") and token != "\\{":
+        if match["bare"]:
+            closed.append((match.start(), *match.span("bare"), match.end()))
+        elif token.endswith("{") and token != "\\{":
             opened.append((token != "{", match.start(), match.end()))
         elif token == "}" and opened:
             is_box, start, inside = opened.pop()
-            content = text[inside : match.start()]
-            if is_box and content.strip():
-                while found and found[-1][0] > start:
-                    found.pop()
-                found.append((start, match.end(), content))
-    return found
+            if is_box:
+                while closed and closed[-1][0] > start:
+                    closed.pop()
+                closed.append((start, inside, match.start(), match.end()))
+    found = [(start, end, text[inside:close]) for start, inside, close, end in closed]
+    cut = [(start, len(text), "") for is_box, start, _ in opened if is_box]
+    return [span for span in found if span[2].strip()] + cut[:1]
 
 
 def _last(text: str, found: list[Span]) -> str:
-    """The last of several answers; "" if the one before is another and only joined to it."""
+    """The last of several answers; "" if the one before is another and only joined to it, or if it is taken back.
+
+    It is taken back in the rest of its sentence or in the next, in words of _TAKEN_BACK.
+    """
     if len(found) > 1:
         (_, end, before), (start, _, last) = found[-2:]
         if before.strip() not in ("", last.strip()) and _JOINED.fullmatch(text, end, start):
             return ""
-    return found[-1][2] if found else ""
+    _, end, content = found[-1]
+    sentences = _SENTENCE_END.split(_beside(text[end : end + _BEHIND_CHARACTERS]), 2)[:2]
+    return "" if any(map(_TAKEN_BACK.search, sentences)) else content
 
 
-def _unboxed(text: str) -> str:
-    """An answer's text with its box taken off: one box in some words is the answer, different boxes are none."""
-    found = _boxes(text)
-    if not found:
-        return _EMPTY_BOX.sub("", text)
-    return _unbox_inner(found[-1][2]) if len({content.strip() for _, _, content in found}) == 1 else ""
+def _with_neighbours(text: str, boxes: list[Span]) -> str:
+    """The content of the last box with the sign and the unit beside it; "" if anything else beside it may change it."""
+    start, end, content = boxes[-1]
+    floor = max(start - _BESIDE_CHARACTERS, boxes[-2][1] if len(boxes) > 1 else 0)
+    before = _BEFORE.search(_beside(text[floor:start]))
+    behind = _BEHIND.match(_beside(text[end : end + _BESIDE_CHARACTERS]))
+    if not before or not behind:
+        return ""
+    sign, unit = before["sign"], behind["unit"] or ""
+    answer = sign + _unboxed(content)
+    number = read_number(clean_text(f"{answer} {unit}"))
+    if number and number.has_known_unit:
+        return f"{answer} {unit}"
+    return "" if sign or len(unit) == 1 else answer  # a word behind it is prose, a letter is a factor
 
 
-def _unbox_inner(content: str) -> str:
+def _beside(text: str) -> str:
+    """What stands beside an answer, without marks of formulas, Markdown, spacing and text."""
+    return TEXT_COMMAND.sub(r" \1 ", _UNSEEN.sub(" ", _EMPTY_BOX.sub("", text)))
+
+
+def _unboxed(content: str) -> str:
     """Content of a box without boxes that stand inside it."""
     content = _BOX_COMMAND.sub("", _EMPTY_BOX.sub("", content)).strip()
     return content[1:-1] if content[:1] == "{" and content[-1:] == "}" else content
@@ -134,44 +184,63 @@ def _unbox_inner(content: str) -> str:
 # Longer answers are equal only as they stand: nothing below has to be fast for a text of any length.
 ANSWER_CHARACTERS = 1000
 
-# x =, x_1 =, f(x) =, \theta =. Two letters may be a product.
-_NAME = re.compile(r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\w|_\{\w{1,8}\})? ?(?:\([a-zA-Z]\))? ?= ?")
+# x, x_1, f(x), \theta. Two letters may be a product.
+_NAME = re.compile(r"(?:(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\w|_\{\w{1,8}\})? ?(?:\([a-zA-Z]\))?)?")
+_EQUALS = re.compile(r" ?= ?|(?<=[^ ]) ?(?=≈|\\approx)")
 _AROUND_SIGNS = re.compile(r" ?([^\w\s]) ?")
+# What has no case: any word but LaTeX's commands; in a box only longer words and "no", since other letters are symbols.
+_CASELESS = {
+    False: re.compile(r"(?<![\\a-zA-Z])[^\W\d_]+"),
+    True: re.compile(r"(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|(?i:no))(?![^\W\d_])"),
+}
 
 
 def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bool:
     """Whether two answers are the same, with `latex` also as expressions (in the process's main thread only)."""
     if max(len(given), len(reference)) > ANSWER_CHARACTERS:
-        return given.casefold().split() == reference.casefold().split()
+        return given.split() == reference.split()
     given, reference = clean_text(given), clean_text(reference)
     if not given or not reference:
         return False
-    if "=" not in given or "=" not in reference:
-        given, reference = _without_name(given), _without_name(reference)
+    (name, given_end), (other, reference_end) = _last_side(given), _last_side(reference)
+    if name == other or "=" not in given or "=" not in reference:
+        given, reference = given_end, reference_end
     found, expected = read_number(given), read_number(reference)
     if found and expected:
         missing = not found.unit or not expected.unit
         if found.unit != expected.unit and not (missing and found.has_known_unit and expected.has_known_unit):
             return False
-        if found.value.denominator == 1 and expected.value.denominator == 1:
-            return found.value == expected.value
-        return abs(found.value - expected.value) <= _exactly(tolerance) * abs(expected.value)
+        if found.is_division and not expected.is_division:
+            return False
+        integers = found.value.denominator == expected.value.denominator == 1
+        exact = integers or found.is_rounded or expected.is_rounded
+        return abs(found.value - expected.value) <= (0 if exact else _exactly(tolerance) * abs(expected.value))
     if expected and expected.has_known_unit:
         return False
-    if _AROUND_SIGNS.sub(r"\1", given).casefold() == _AROUND_SIGNS.sub(r"\1", reference).casefold():
+    if _text(given, latex) == _text(reference, latex):
         return True
     return latex and same_expression(given, reference, tolerance)
 
 
 def parse_number(text: str) -> int | Fraction | None:
     """The value of the one number that an answer is, without its unit and "x ="; None if it is none."""
-    number = read_number(_without_name(clean_text(text[:ANSWER_CHARACTERS])))
+    number = read_number(_last_side(clean_text(text[:ANSWER_CHARACTERS]))[1])
     return number.value if number and number.has_known_unit else None
 
 
-def _without_name(text: str) -> str:
-    name = _NAME.match(text)
-    return text[name.end() :] if name else text
+def _last_side(text: str) -> tuple[str, str]:
+    """The name before `=` and what is behind it: (`x`, `7`) of `x = 7` and `x = 3+4 = 7`; (``, the text) if not so."""
+    name, *work = _EQUALS.split(text)
+    if not _NAME.fullmatch(name):
+        name, work = "", [name, *work]
+    last = work.pop() if work else text
+    number = read_number(last) if work else None
+    return (name, last) if all(number and arithmetic(side) == number.value for side in work) else ("", text)
+
+
+def _text(text: str, latex: bool) -> str:
+    """What is compared as text: without blanks around signs, and without the case of words."""
+    return _CASELESS[latex].sub(lambda match: match[0].casefold(), _AROUND_SIGNS.sub(r"\1", text))
 
 
 @functools.cache

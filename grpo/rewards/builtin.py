@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from grpo.rewards.answers import extract_answer, same_answer
+from grpo.rewards.answers import extract_answer, last_box, same_answer
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
 from grpo.rewards.latex import load as load_math_verify
 from grpo.workers.programs import Limits, run_python
@@ -47,11 +47,9 @@ def math_reward(
 ) -> list[float | None]:
     """1.0 where the completion's answer equals the reference in `answer`, else 0.0.
 
-    The answer is what extract_answer finds: thoughts are none, and a choice such as "42 or 43" earns nothing. Two
-    answers are equal by the three sentences at the head of answers.py: the same text after a clean-up, or the same
-    number written out ("5 cm" is 5 and not "5 m", "50%" is 50), or, with answer_format="boxed", the same expression to
-    math-verify, which needs the process's main thread. Where the reference is a number, an operation left to do
-    (`17*42`) earns nothing. A reference with #### (GSM8K's solutions) counts from the last one on.
+    configs/ANSWERS.md has the rule and examples: where the answer stands in each `answer_format`, and when two are the
+    same. With answer_format="boxed" expressions are compared, which needs the process's main thread. A reference with
+    #### (GSM8K's solutions) counts from the last one on, one with a box is what stands in the last box.
 
     Returns `partial_credit` (0 to 1) for a wrong answer in the right form, None where the reference is empty or None.
     """
@@ -75,7 +73,7 @@ def _reference_answer(reference: Any) -> str | None:
     text = "" if reference is None else str(reference).strip()
     if "####" in text:
         return extract_answer(text, "hashes")
-    return extract_answer(text, "boxed") or text if "\\boxed" in text else text or None
+    return last_box(text) or text or None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

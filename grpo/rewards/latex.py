@@ -39,14 +39,15 @@ def same_expression(given: str, reference: str, tolerance: float) -> bool:
     """Whether math-verify takes two clean LaTeX texts as equal. Numbers must also agree within `tolerance`, relative.
 
     False for a text that is no expression, too long, too large, or not plain; for two that differ in their words, their
-    equals signs or their brackets around lists; and where `given` uses a function that the reference does not use, and
-    so may state the question instead of answering it.
+    equals signs, the case of a symbol or their brackets around lists; and where `given` leaves some kind of work that
+    the reference does not leave, and so may state the question instead of answering it.
     """
-    if _shape(given) != _shape(reference) or not _functions(given) <= _functions(reference):
+    if _shape(given) != _shape(reference) or not _has_one_case(f"{given} {reference}"):
         return False
     expected = parse_expression(reference)
     found = None if expected is None else parse_expression(given)
-    return found is not None and bool(_within_seconds(_equal, found, expected, tolerance))
+    equal = found is not None and _within_seconds(_equal, found, expected, tolerance)
+    return bool(equal and _within_seconds(lambda: _work(found) <= _work(expected)))
 
 
 @functools.lru_cache(maxsize=1024)  # the completions of a group have one reference
@@ -86,18 +87,17 @@ def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | Non
 # What may be parsed
 
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
-# Commands that write an answer down. Other ones (accents, \operatorname, \sum, \binom ..) are not parsed.
+# Commands that may be parsed. Other ones (accents, \operatorname, \sum, \binom ..) are not.
 _NOTATION = frozenset(
     _COMMAND.findall(
-        r"\frac \sqrt \cdot \times \div \pi \infty \emptyset \le \leq \ge \geq \lt \gt \cup \cap \in \lbrace \rbrace "
+        r"\frac \sqrt \cdot \times \pi \infty \emptyset \le \leq \ge \geq \lt \gt \cup \cap \in \lbrace \rbrace "
         r"\begin \end \alpha \beta \gamma \delta \epsilon \varepsilon \zeta \eta \theta \iota \kappa \lambda \mu \nu "
-        r"\xi \rho \sigma \tau \phi \varphi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Sigma \Phi \Psi \Omega"
+        r"\xi \rho \sigma \tau \phi \varphi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Sigma \Phi \Psi \Omega "
+        r"\sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh \cosh \tanh \log \ln \exp"
     )
 )
-# Commands that may also be the question.
-_FUNCTIONS = frozenset(
-    _COMMAND.findall(r"\sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh \cosh \tanh \log \ln \exp")
-)
+# The parser takes 7(8) for the mixed number 15, and 7e3 for 21 e.
+_MIXED = re.compile(r"[0-9] ?\)? ?\( ?-?[0-9. /]+\)|[0-9]e[0-9]")
 _MATRIX = re.compile(r"\\(?:begin|end)\{[bp]?matrix\}")
 # Subscripts become part of a name; behind a digit they would be another base.
 _PLAIN = re.compile(  # in one way alone, since possessive groups match too little before Python 3.11.4
@@ -108,23 +108,24 @@ _PLAIN = re.compile(  # in one way alone, since possessive groups match too litt
 
 def is_plain(text: str) -> bool:
     """Whether a LaTeX text is made of numbers, one-letter names and known commands alone."""
-    commands = set(_COMMAND.findall(text))
-    letters = set("".join(_letters(text)))
     return (
         bool(_PLAIN.fullmatch(text))
-        and commands <= _NOTATION | _FUNCTIONS
+        and not _MIXED.search(text)
+        and _NOTATION.issuperset(_COMMAND.findall(text))
         and not any(len(run) > 2 for run in _letters(text))  # a word; the parser would take it for a product
-        and not any(letter.swapcase() in letters for letter in letters)  # the parser does not tell R from r
+        and _has_one_case(text)
     )
+
+
+def _has_one_case(text: str) -> bool:
+    """Whether no symbol is a capital in one place and small in another, which are the same to the parser."""
+    symbols = set(re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", _MATRIX.sub(" ", text)))
+    return len({symbol.lower() for symbol in symbols}) == len(symbols)
 
 
 def _letters(text: str) -> list[str]:
     """The letters that stand together in a text, in order of the alphabet, except for commands."""
     return sorted(re.findall("[a-zA-Z]+", _COMMAND.sub(" ", _MATRIX.sub(" ", text))))
-
-
-def _functions(text: str) -> set[str]:
-    return _FUNCTIONS.intersection(_COMMAND.findall(text))
 
 
 def _shape(text: str) -> tuple:
@@ -164,6 +165,29 @@ def _digits(node: Any) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Comparing
+
+
+# What is counted in a printed expression: numbers, names and sums; a factor of 1 stands only before * and /.
+_COUNTED = re.compile(r"(?!1[*/])[0-9.]+|[a-zA-Z]+| [-+] ")
+
+
+def _work(expression: Any) -> set[str]:
+    """The kinds of work that an expression leaves: functions by their names, and arithmetic, if sympy's shortens it."""
+    import sympy
+    from sympy.logic.boolalg import Boolean
+
+    if isinstance(expression, sympy.MatrixBase):
+        return set().union(*map(_work, expression.flat()))
+    nodes = list(sympy.preorder_traversal(expression))
+    numbers = sympy.Atom | sympy.Add | sympy.Mul | sympy.Pow | sympy.exp
+    others = sympy.Tuple | Boolean | sympy.Interval | sympy.FiniteSet | sympy.Union
+    kinds = {type(node).__name__ for node in nodes if not isinstance(node, numbers | others)}
+    powers = [node for node in nodes if node.is_Pow and node.exp.is_Integer]
+    with sympy.evaluate(False):
+        written = expression.xreplace({power: sympy.Symbol("ten") for power in powers if power.base == 10})
+    sizes = [len(_COUNTED.findall(str(form))) for form in (written, written.doit())]
+    squared = any(power.is_number and power.base.is_Add and power.exp != -1 for power in powers)
+    return kinds | {"arithmetic"} if squared or sizes[1] < sizes[0] else kinds
 
 
 def _equal(given: Any, reference: Any, tolerance: float) -> bool:

@@ -1,7 +1,7 @@
 """Which number a text is, written out: its exact value and its unit, or that it is none.
 
 Nothing that could change the value is dropped: what is not read as digits, sign, power of ten or unit makes the text no
-number. Values are fractions, because 10000000000000001 and ..02 are the same float.
+number. Values are fractions, because 10000000000000001 and ..02 are the same float. configs/ANSWERS.md has examples.
 """
 
 import functools
@@ -17,14 +17,14 @@ LARGEST_EXPONENT = 308
 
 # Spellings of the units that an answer may have and its reference not, or the other way round. A final s is optional.
 UNITS = {
-    "$": "$ US$ USD dollar", "€": "€ EUR euro", "£": "£ GBP", "¥": "¥ yen", "₹": "₹ rupee", "cent": "cent",
-    "%": "% percent", "°": "° degree", "°C": "°C", "°F": "°F",
+    "$": "$ US$ USD dollar", "€": "€ EUR euro", "£": "£ GBP", "¥": "¥ yen", "₹": "₹ rupee", "cent": "¢ cent",
+    "%": "% percent", "°": "° degree deg", "°C": "°C", "°F": "°F",
     "mm": "mm millimeter", "cm": "cm centimeter", "m": "m meter", "km": "km kilometer",
     "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yard", "mi": "mi mile",
-    "mg": "mg milligram", "g": "g gram", "kg": "kg kilogram", "oz": "oz ounce", "lb": "lb pound",
+    "mg": "mg milligram", "g": "g gram", "kg": "kg Kg kilo kilogram", "oz": "oz ounce", "lb": "lb pound",
     "ml": "ml mL milliliter", "l": "l L liter", "cup": "cup", "gal": "gal gallon",
-    "s": "s sec second", "min": "min minute", "h": "h hr hour", "day": "day", "week": "week", "month": "month",
-    "year": "year", "mi/h": "mph", "unit": "unit",
+    "s": "s sec second", "min": "min minute", "h": "h hr hour", "day": "day", "week": "week wk",
+    "month": "month", "year": "year yr", "mi/h": "mph", "km/h": "kph", "unit": "unit",
 }  # fmt: skip
 _UNIT_NAMES = {spelling: name for name, spellings in UNITS.items() for spelling in spellings.split()}
 
@@ -36,6 +36,8 @@ class Number(NamedTuple):
     unit: str = ""
     has_known_unit: bool = True
     """Whether the unit is none or in UNITS, so that it may be missing on the other side."""
+    is_rounded: bool = False  # ≈12
+    is_division: bool = False  # work left to do: a fraction that is whole (96/2), not in lowest terms, or of decimals
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,14 +47,16 @@ _CHARACTERS = (
     {0xFF01 + i: chr(0x21 + i) for i in range(94)}  # full-width ASCII
     | dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))  # without width
     | {ord("\u2212"): "-", ord("\u2013"): "-", ord("\u2044"): "/", ord("²"): "^2", ord("³"): "^3"}
+    | {ord("º"): "°", ord("˚"): "°", ord("℃"): "°C", ord("℉"): "°F"}
 )
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
-_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|~")
+_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|(?<=.)~")
 _DEGREES = re.compile(r"\^? ?\{? ?(?:\\circ|\\degrees?|°)(?![a-zA-Z]) ?\}?")
 _FRACTION = re.compile(r"\\[dt]?frac ?(?:\{ ?([-+]?[0-9.]+) ?\}|([0-9])) ?(?:\{ ?([0-9.]+) ?\}|([0-9]))")
-_TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox) ?\{([^{}]*)\}")
+# LaTeX's commands around words.
+TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox) ?\{([^{}]*)\}")
 _ONE_IN_BRACES = re.compile(r"([_^])\{(\w)\}")
-_WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("(", ")"))
+_WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("(", ")"))
 
 
 @functools.lru_cache(maxsize=4096)  # the completions of a group have one reference, and often one answer
@@ -70,7 +74,7 @@ def clean_text(text: str) -> str:
         text = re.sub(r"\\! ?", "", text).replace("\\$", "$").replace("\\%", "%")
         text = _DEGREES.sub("°", _SPACING.sub(" ", text))
         text = _FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
-        text = _TEXT_COMMAND.sub(r" \1 ", text)
+        text = TEXT_COMMAND.sub(r" \1 ", text)
     text = _ONE_IN_BRACES.sub(r"\1\2", text.replace("{,}", ","))
     text = " ".join(text.split()).strip("*_` ").removesuffix(".").rstrip("*_` ")
     for _ in range(2):
@@ -78,38 +82,37 @@ def clean_text(text: str) -> str:
             inner = text[len(opening) : -len(closing)]
             several = opening in inner or (opening == "(" and re.search(r"[,;()]", inner))
             if text.startswith(opening) and text.endswith(closing) and inner and not several:
-                text = inner.strip("*_` ")
+                text = inner.strip("*_` ").removesuffix(".")
     return text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The value and its unit
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,4}}(?![0-9]))?"
+_DIGITS = r"(?:[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9])|[0-9]+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,4}}(?![0-9]))?"
+_TIMES = r"(?:×|\\times|\\cdot|\*|x)"
 _NUMBER = re.compile(
-    r"(?P<sign>[-+]?) ?(?P<currency>US\$|[$€£¥₹])? ?(?P<inner_sign>[-+]?) ?"
-    rf"(?:(?:(?P<factor>{_DECIMAL}) ?(?:×|\\times|\\cdot|\*|x) ?)?"
-    r"10 ?\^ ?\{?(?P<exponent>[-+]?[0-9]{1,4})\}?(?![0-9])"
+    r"(?P<about>≈|~|\\approx)? ?(?P<sign>[-+]?|(?i:minus|negative) ) ?"
+    r"(?P<currency>US\$|[$€£¥₹])? ?(?P<inner_sign>[-+]?) ?"
+    rf"(?:(?:(?P<factor>{_DECIMAL}) ?{_TIMES} ?)?10 ?\^ ?\{{?(?P<exponent>[-+]?[0-9]{{1,4}})\}}?(?![0-9])"
     r"|(?P<whole>[0-9]+) (?P<part>[0-9]+) ?/ ?(?P<parts>[0-9]+)"
     rf"|(?P<top>{_DECIMAL}) ?/ ?(?P<bottom>{_DECIMAL})"
     rf"|(?P<decimal>{_DECIMAL}))"
-    r"(?P<gap> ?)(?P<unit>(?:[a-zA-Z%°$€£¥₹]|/(?=[a-zA-Z])).*)?"
+    r"(?P<gap> ?)(?P<unit>(?:[a-zA-Z%°$€£¥₹¢]|/(?=[a-zA-Z])).*)?"
 )
+_OPERATION = re.compile(rf"({_DECIMAL}) ?([-+/]|{_TIMES}) ?({_DECIMAL})")
+_TEMPERATURE = re.compile(r"(?!.$)(?:°|deg(?:rees?)?)? ?(c|f)(?:elsius|ahrenheit)?", re.IGNORECASE)
 
 
 @functools.lru_cache(maxsize=4096)
 def read_number(text: str) -> Number | None:
-    """The one number that a clean text is: `$1,234.50`, `12 apples`, `-3/4`, `1 1/2`, `1.5e3 km`, `10^6`, `42°`.
+    """The one number that a clean text is: `$1,234.50`, `12 apples`, `-3/4`, `1 1/2`, `1.5e3 km`, `10^6`, `42°`, `≈12`.
 
     What follows the digits is the unit, whatever it says; only one in UNITS may be missing on the other side. None for
     anything else: no number, an operation (`2*3`, `5!`), words in front, more than NUMBER_CHARACTERS.
     """
-    if len(text) > NUMBER_CHARACTERS:
-        return None
-    if "\\frac" in text:
-        text = " ".join(_FRACTION.sub(r" \1/\3 ", text).split())
-    match = _NUMBER.fullmatch(text)
+    match = _NUMBER.fullmatch(_with_slashes(text)) if len(text) <= NUMBER_CHARACTERS else None
     if not match or (match["sign"] and match["inner_sign"]):
         return None
     value = _value(match)
@@ -120,7 +123,22 @@ def read_number(text: str) -> Number | None:
     unit = "/".join(parts)
     touches = match["unit"] and len(match["unit"]) == 1 and match["unit"].isalpha() and not match["gap"]  # 5h, 5m
     known = not unit or (all(part.partition("^")[0] in UNITS for part in unit.split("/")) and not touches)
-    return Number(-value if "-" in (match["sign"], match["inner_sign"]) else value, unit, known)
+    lowest = value.denominator > 1 and value.denominator == _decimal(match["bottom"] or "1")
+    negative = match["inner_sign"] == "-" or match["sign"] not in ("", "+")
+    return Number(-value if negative else value, unit, known, bool(match["about"]), bool(match["top"]) and not lowest)
+
+
+def arithmetic(text: str) -> Fraction | None:
+    """What two numbers joined by one of `+ - * /` are worth; None for any other text."""
+    match = _OPERATION.fullmatch(_with_slashes(text[:NUMBER_CHARACTERS]))
+    left, right = map(_decimal, match.group(1, 3)) if match else (None, None)
+    if left is None or right is None or (match[2] == "/" and not right):
+        return None
+    return {"+": left + right, "-": left - right, "/": right and left / right}.get(match[2], left * right)
+
+
+def _with_slashes(text: str) -> str:
+    return " ".join(_FRACTION.sub(r" \1/\3 ", text).split()) if "\\frac" in text else text
 
 
 def _value(match: re.Match) -> Fraction | None:
@@ -143,11 +161,15 @@ def _decimal(digits: str) -> Fraction | None:
 
 
 def _unit_name(text: str) -> str:
-    """One name for all spellings of a unit; what is not in UNITS stays as it is, except for a final s."""
-    base, caret, power = text.partition("^")
+    """One name for all spellings of a unit; what is not in UNITS stays as it is, except for its plural."""
+    if degrees := _TEMPERATURE.fullmatch(text):
+        return f"°{degrees[1].upper()}"
+    base, caret, power = text.replace(" ^", "^").partition("^")
     # symbols have a case (mg is not Mg), words do not
     for word in (base, base.lower() if len(base) > 3 else base):
-        for spelling in (word, word.removesuffix("s"), word.replace("metre", "meter").removesuffix("s")):
+        for spelling in (word, re.sub("(met|lit)re(s?)$", r"\1er\2", word).removesuffix("s")):
             if spelling in _UNIT_NAMES:
                 return _UNIT_NAMES[spelling] + caret + power
-    return base.removesuffix("s") + caret + power
+    # a form of its own that plural and singular share: boxes and box, berries and berry, cookies and cookie (cooky)
+    shared = re.sub("(?<=[sxzh])e$", "", re.sub("(?<!s)s$", "", base))
+    return re.sub("ie$", "y", shared) + caret + power

@@ -1,9 +1,46 @@
 """Answers judged by hand: what was given, the reference, whether a careful reader would call it right, and why.
 
-The verdicts were written before the code that has to reach them. PAIRS holds for every format; LATEX_PAIRS needs
-expressions, so a boxed answer; TAG_PAIRS is about answers in tags, where there are no expressions and may be boxes.
-UNPAID are the right ones that the rule does not take, because a rule that does is longer than they are worth.
+`documented` reads those of configs/ANSWERS.md, which users want to know; the rest stand here. The verdicts were written
+before the code that has to reach them. PAIRS holds for every format; LATEX_PAIRS needs expressions, so a boxed answer;
+TAG_PAIRS is about answers in tags, where there are no expressions and may be boxes. UNPAID are the right ones that the
+rule does not take, because a rule that does is longer than they are worth.
 """
+
+import pathlib
+import re
+from typing import NamedTuple
+
+DOCUMENT = pathlib.Path(__file__).parents[2] / "configs/ANSWERS.md"
+
+
+class Case(NamedTuple):
+    answer_format: str
+    completion: str
+    reference: str
+    earns: float
+    """What the document says that it earns."""
+    right: bool
+    """Whether a careful reader would call it right: `0 (1)` is right and earns nothing."""
+
+
+def documented() -> list[Case]:
+    """Every verdict of configs/ANSWERS.md: an answer in a tag and in a box, or a whole completion."""
+    cases = []
+    for line in DOCUMENT.read_text().splitlines():
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) != 5 or not cells[0].startswith("`"):
+            continue
+        text, reference = (cell[1:-1].replace("⏎", "\n") for cell in cells[:2])
+        if cells[2] in ("answer_tag", "boxed", "hashes"):
+            verdicts = [(cells[2], text, cells[3])]
+        else:
+            completions = f"<answer>{text}</answer>", rf"so $\boxed{{{text}}}$."
+            verdicts = zip(("answer_tag", "boxed"), completions, cells[2:4], strict=True)
+        for answer_format, completion, verdict in verdicts:
+            earns, right = {"1": (1.0, True), "0": (0.0, False), "0 (1)": (0.0, True)}[verdict]
+            cases.append(Case(answer_format, completion, reference, earns, right))
+    return cases
+
 
 RIGHT, WRONG = True, False
 
@@ -12,30 +49,20 @@ PAIRS = [
     ("42", "42", RIGHT, "the same"),
     ("42", "43", WRONG, "another number"),
     ("42.", "42", RIGHT, "a final period"),
-    ("042", "42", RIGHT, "leading zero"),
-    ("42.0", "42", RIGHT, "the same value"),
     ("42.000", "42", RIGHT, "the same value"),
-    ("42.001", "42", WRONG, "more than the tolerance"),
-    ("1,234", "1234", RIGHT, "thousands"),
-    ("1 234", "1234", RIGHT, "thousands"),
     ("1\u202f234", "1234", RIGHT, "thousands, thin space"),
     ("12\\,345", "12345", RIGHT, "thousands, LaTeX's thin space"),
     ("1{,}234", "1234", RIGHT, "thousands, LaTeX's comma"),
-    ("1,23", "123", WRONG, "no group of three"),
     ("1,2345", "12345", WRONG, "no group of three"),
-    ("12 34", "1234", WRONG, "two numbers"),
     ("1.234", "1234", WRONG, "a decimal point"),
     ("4 2", "42", WRONG, "two numbers"),
     (".5", "0.5", RIGHT, "no leading zero"),
     ("5.", "5", RIGHT, "a final period"),
-    ("1e3", "1000", RIGHT, "a power of ten"),
     ("1.5E-3", "0.0015", RIGHT, "a power of ten"),
     ("1e3", "1e4", WRONG, "another power"),
-    ("**42**", "42", RIGHT, "Markdown"),
     ("`42`", "42", RIGHT, "Markdown"),
     ("$42$", "42", RIGHT, "a formula"),
     ("\\(42\\)", "42", RIGHT, "a formula"),
-    ("\\[42\\]", "42", RIGHT, "a formula"),
     ("\uff14\uff12", "42", RIGHT, "full-width digits"),
     ("\uff0d\uff14\uff12", "-42", RIGHT, "full-width, with a sign"),
     ("42\u200b", "42", RIGHT, "a zero-width space"),
@@ -44,7 +71,6 @@ PAIRS = [
     # Large and small
     ("100000000000000000001", "100000000000000000000", WRONG, "integers differ by one"),
     ("10000000001", "10000000000", WRONG, "integers differ by one"),
-    ("10000001", "10000000", WRONG, "within a relative tolerance, but integers"),
     ("10000001.0", "10000000", WRONG, "still an integer"),
     ("123456789012345678901234567890", "123456789012345678901234567890", RIGHT, "the same"),
     ("123,456,789,012,345,678", "123456789012345678", RIGHT, "the same"),
@@ -55,15 +81,12 @@ PAIRS = [
     ("0.00000010000001", "0.0000001", RIGHT, "relative difference of 1e-7"),
     ("0", "0.0", RIGHT, "the same"),
     ("-0", "0", RIGHT, "the same"),
-    ("0.3333333", "1/3", RIGHT, "relative difference of 1e-7"),
-    ("0.333", "1/3", WRONG, "rounded too early"),
     ("0.33333", "\\frac{1}{3}", WRONG, "relative difference of 1e-5"),
     ("3.14159", "3.14160", WRONG, "relative difference of 3e-6"),
     ("1000000.9", "1000000", RIGHT, "relative difference of 9e-7"),
     # Signs
     ("-42", "42", WRONG, "the sign"),
     ("42", "-42", WRONG, "the sign"),
-    ("- 42", "-42", RIGHT, "a blank behind the sign"),
     ("+42", "42", RIGHT, "a plus"),
     ("\u221242", "-42", RIGHT, "minus sign"),
     ("\u221242", "42", WRONG, "minus sign"),
@@ -79,7 +102,6 @@ PAIRS = [
     ("\u02d742", "42", WRONG, "modifier minus"),
     ("\u204342", "42", WRONG, "hyphen bullet"),
     ("\u2e3a42", "42", WRONG, "two-em dash"),
-    ("+-42", "42", WRONG, "plus or minus"),
     ("+-42", "-42", WRONG, "plus or minus"),
     ("-+42", "-42", WRONG, "plus or minus"),
     ("\u00b142", "42", WRONG, "plus or minus"),
@@ -88,22 +110,18 @@ PAIRS = [
     ("not 42", "42", WRONG, "not"),
     ("\u00ac42", "42", WRONG, "not"),
     ("\\neg 42", "42", WRONG, "not"),
-    ("minus 42", "42", WRONG, "minus in a word"),
-    ("negative 42", "42", WRONG, "minus in a word"),
     ("-$18", "-18", RIGHT, "sign before the currency"),
     ("$-18", "-18", RIGHT, "sign behind the currency"),
     ("(42)", "42", RIGHT, "parentheses"),
     ("(-42)", "42", WRONG, "the sign"),
     ("-(-42)", "-42", WRONG, "two signs"),
     # Fractions
-    ("\\frac{1}{2}", "0.5", RIGHT, "a fraction"),
     ("\\dfrac{1}{2}", "1/2", RIGHT, "a fraction"),
     ("\\frac12", "1/2", RIGHT, "a fraction"),
     ("-\\frac{1}{2}", "-0.5", RIGHT, "a fraction"),
     ("\\frac{-1}{2}", "-0.5", RIGHT, "a fraction"),
     ("\\frac{1}{2}", "2", WRONG, "another number"),
     ("\\frac{1}{2}", "12", WRONG, "digits of a fraction"),
-    ("1 1/2", "1.5", RIGHT, "a mixed number"),
     ("1 1/2", "11/2", WRONG, "a mixed number"),
     ("1\\frac{1}{2}", "3/2", RIGHT, "a mixed number"),
     ("\\frac{1}{2x}", "\\frac{1}{2}x", WRONG, "x below the line"),
@@ -113,13 +131,10 @@ PAIRS = [
     ("3\u00bd", "3", WRONG, "a vulgar fraction"),
     ("\u00bd", "2", WRONG, "a vulgar fraction"),
     ("3/4", "0.75", RIGHT, "a fraction"),
-    ("6/8", "3/4", RIGHT, "not in lowest terms"),
     ("4/3", "3/4", WRONG, "upside down"),
     ("3/0", "3", WRONG, "no number"),
     ("3/4 cup", "0.75", RIGHT, "a unit"),
     # Scales
-    ("5 million", "5000000", RIGHT, "understood"),
-    ("5 million", "5", WRONG, "scaled"),
     ("$5 million", "5,000,000", RIGHT, "understood"),
     ("2.5 thousand", "2500", RIGHT, "understood"),
     ("5 lakh", "500000", RIGHT, "understood"),
@@ -135,22 +150,18 @@ PAIRS = [
     ("twice 5", "5", WRONG, "scaled"),
     ("Twice 5", "5", WRONG, "scaled"),
     ("double 5", "5", WRONG, "scaled"),
-    ("half of 42", "42", WRONG, "scaled"),
     ("a third of 42", "42", WRONG, "scaled"),
     ("10^6", "1000000", RIGHT, "a power of ten"),
     ("10^6", "10", WRONG, "a power"),
     ("10^{6}", "1000000", RIGHT, "a power of ten"),
     ("10**6", "10", WRONG, "a power"),
     ("10\u2076", "10", WRONG, "a power"),
-    ("1.5 \\times 10^3", "1500", RIGHT, "scientific"),
     ("1.5 x 10^3", "1500", RIGHT, "scientific"),
     ("1.5 \u00d7 10^3", "1.5", WRONG, "scientific"),
     ("5^2", "5", WRONG, "a power"),
     ("5\u00b2", "5", WRONG, "a power"),
     ("5\u00b2", "52", WRONG, "a power"),
-    ("5 squared", "5", WRONG, "a power"),
     ("5M", "5", WRONG, "perhaps millions"),
-    ("5k", "5", WRONG, "thousands"),
     ("5 K", "5", WRONG, "perhaps thousands"),
     ("5bn", "5", WRONG, "billions"),
     ("0x2A", "0", WRONG, "hexadecimal"),
@@ -173,14 +184,10 @@ PAIRS = [
     ("0.333...", "0.333", WRONG, "a number that goes on"),
     ("12_5", "12", WRONG, "another base"),
     # Units
-    ("5 cm", "5", RIGHT, "the reference says no unit"),
-    ("5", "5 cm", RIGHT, "the reference's unit may be left out"),
     ("5 cm", "5 cm", RIGHT, "the same"),
-    ("5 cm", "5 m", WRONG, "another unit"),
     ("5 km", "5 miles", WRONG, "another unit"),
     ("5 centimeters", "5 cm", RIGHT, "the same unit"),
     ("5 apple", "5 apples", RIGHT, "the same unit"),
-    ("5 apples", "5 oranges", WRONG, "another unit"),
     ("42\\text{ cm}", "42", RIGHT, "a unit"),
     ("42\\text{ cm}", "42\\text{ m}", WRONG, "another unit"),
     ("42 \\mathrm{cm}", "42 cm", RIGHT, "the same unit"),
@@ -189,14 +196,9 @@ PAIRS = [
     ("42\u00b0", "42", RIGHT, "degrees"),
     ("42\u00b0", "42\u00b0C", WRONG, "an angle is no temperature"),
     ("\\$42.", "42", RIGHT, "an amount"),
-    ("$1,234.50", "1234.5", RIGHT, "an amount"),
-    ("$18", "18 dollars", RIGHT, "the same currency"),
-    ("$18", "\u20ac18", WRONG, "another currency"),
     ("EUR 5", "5 euros", RIGHT, "the same currency"),
     ("5 cents", "$5", WRONG, "another unit"),
-    ("50%", "50", RIGHT, "the reference says no unit"),
     ("50\\%", "50 percent", RIGHT, "the same unit"),
-    ("50%", "0.5", WRONG, "a percent sign is a unit"),
     ("50%", "50 dollars", WRONG, "another unit"),
     ("5 mg", "5 Mg", WRONG, "a million times more, or more"),
     ("60 km/h", "60", RIGHT, "a unit"),
@@ -205,10 +207,8 @@ PAIRS = [
     ("7 m^2", "7 m", WRONG, "another unit"),
     ("7 m^2", "7 m^3", WRONG, "another unit"),
     ("7 m\u00b2", "7 m^2", RIGHT, "the same unit"),
-    ("7 square meters", "7 m^2", RIGHT, "the same unit"),
     ("12-inch", "12", RIGHT, "a unit"),
     ("12 hours", "12 minutes", WRONG, "another unit"),
-    ("5 pm", "5", WRONG, "a time of day"),
     ("5 pm", "5 am", WRONG, "a time of day"),
     ("5 p.m.", "5 a.m.", WRONG, "a time of day"),
     ("5 pm", "5 pm", RIGHT, "the same text"),
@@ -217,42 +217,27 @@ PAIRS = [
     ("5 May", "5", WRONG, "a date"),
     ("May 5", "5", WRONG, "a date"),
     ("5 left", "5 right", WRONG, "another direction"),
-    ("5 left", "5", RIGHT, "five are left"),
     ("5 north", "5 south", WRONG, "another direction"),
     ("5th", "5", WRONG, "an ordinal"),
     ("12:30", "12", WRONG, "a time"),
     ("2024-01-02", "2024", WRONG, "a date"),
     # Words around a number
-    ("The answer is 42.", "42", RIGHT, "common words"),
     ("the final answer is: 42", "42", RIGHT, "common words"),
     ("She has 42 apples", "42", RIGHT, "common words"),
-    ("x = 42", "42", RIGHT, "a single name"),
     ("x=-42", "-42", RIGHT, "a single name"),
     ("42", "x = 42", RIGHT, "a single name"),
-    ("x = 42", "y = 42", WRONG, "another name"),
-    ("x + 1 = 42", "42", WRONG, "the left side is no single name"),
-    ("2x = 42", "42", WRONG, "the left side is no single name"),
-    ("40 + 1 = 42", "42", WRONG, "a false equation"),
-    ("x = 41 = 42", "42", WRONG, "a false chain"),
-    ("x \\neq 42", "42", WRONG, "not equal"),
     ("x != 42", "42", WRONG, "not equal"),
     ("x > 42", "42", WRONG, "an inequality"),
     ("\u2265 42", "42", WRONG, "an inequality"),
-    ("at least 42", "42", WRONG, "an inequality"),
     ("more than 42", "42", WRONG, "an inequality"),
     ("less than 42", "42", WRONG, "an inequality"),
     ("42 or more", "42", WRONG, "an inequality"),
     ("all but 42", "42", WRONG, "an exception"),
-    ("42 or 43", "42", WRONG, "hedging"),
     ("42 or 43", "43", WRONG, "hedging"),
-    ("42, 43", "42", WRONG, "two numbers"),
-    ("42/43", "42", WRONG, "two numbers"),
     ("42 or forty-three", "42", WRONG, "hedging"),
     ("42 and a half", "42", WRONG, "a part more"),
     ("either 42", "42", WRONG, "half of a choice"),
-    ("42?", "42", WRONG, "a question"),
     ("42 - no, wait", "42", WRONG, "taken back"),
-    ("42 is wrong", "42", WRONG, "taken back"),
     ("5-3", "5", WRONG, "a difference"),
     ("5-3", "53", WRONG, "a difference"),
     ("40-42", "42", WRONG, "a range"),
@@ -261,35 +246,26 @@ PAIRS = [
     ("", "42", WRONG, "empty"),
     # Words and letters
     ("Paris", "Paris", RIGHT, "the same"),
-    ("paris.", "Paris", RIGHT, "case and a period"),
     ("New   York", "new york", RIGHT, "case and blanks"),
     ("London", "Paris", WRONG, "another word"),
-    ("seat", "east", WRONG, "the same letters"),
     ("act", "cat", WRONG, "the same letters"),
     ("on", "no", WRONG, "the same letters"),
-    ("Paris or London", "Paris", WRONG, "hedging"),
-    ("not Paris", "Paris", WRONG, "not"),
     ("\\text{east}", "east", RIGHT, "LaTeX's text"),
     ("\\text{seat}", "east", WRONG, "the same letters"),
     ("yes", "no", WRONG, "the opposite"),
-    ("(B)", "B", RIGHT, "an option"),
     ("B", "(B)", RIGHT, "an option"),
     ("\\text{(B)}", "B", RIGHT, "an option"),
     ("\\textbf{(B)}", "(B)", RIGHT, "an option"),
     ("B.", "B", RIGHT, "an option"),
     ("B)", "B", RIGHT, "an option"),
-    ("b", "B", RIGHT, "case"),
     ("(A)", "B", WRONG, "another option"),
-    ("A, B", "B", WRONG, "hedging"),
     ("AB", "B", WRONG, "hedging"),
     # Tuples, intervals, lists
-    ("(3, 4)", "(3,4)", RIGHT, "blanks"),
     ("(3,4)", "(3, 4)", RIGHT, "blanks"),
     ("(4, 3)", "(3, 4)", WRONG, "another order"),
     ("(3, -4)", "(3, 4)", WRONG, "the sign"),
     ("(3, 4)", "3", WRONG, "a pair"),
     ("(3, 4)", "34", WRONG, "a pair"),
-    ("[3, 4]", "(3, 4)", WRONG, "closed, not open"),
     ("(3, 4]", "(3, 4)", WRONG, "half-open"),
     ("\\left(3, 4\\right)", "(3,4)", RIGHT, "LaTeX's sizes"),
     ("3, 4", "3,4", RIGHT, "a list"),
@@ -297,7 +273,6 @@ PAIRS = [
 ]
 
 LATEX_PAIRS = [
-    ("(3.0, 4)", "(3,4)", RIGHT, "the same values"),
     ("(\\frac{1}{2}, 4)", "(0.5, 4)", RIGHT, "the same values"),
     ("\\frac{1}{2}x", "\\frac{x}{2}", RIGHT, "the same value"),
     ("\\frac{1}{2}\\pi", "\\frac{\\pi}{2}", RIGHT, "the same value"),
@@ -306,9 +281,7 @@ LATEX_PAIRS = [
     ("x-1", "1-x", WRONG, "the sign"),
     ("\\frac{\\sqrt{3}}{2}", "\\frac{\\sqrt3}2", RIGHT, "the same"),
     ("\\frac{1}{\\sqrt2}", "\\frac{\\sqrt2}{2}", RIGHT, "the same value"),
-    ("\\sqrt{8}", "2\\sqrt{2}", RIGHT, "the same value"),
     ("\\sqrt{8}", "2\\sqrt{3}", WRONG, "another value"),
-    ("(x+1)^2", "x^2+2x+1", RIGHT, "expanded"),
     ("(x+1)^2", "x^2+1", WRONG, "not the same"),
     ("2\\pi", "\\pi\\cdot 2", RIGHT, "the same"),
     ("2\\pi", "6.28", WRONG, "rounded"),
@@ -326,7 +299,6 @@ LATEX_PAIRS = [
     ("2x + 2y = 2", "x + y = 1", RIGHT, "the same line"),
     ("\\pm 5", "5", WRONG, "two numbers"),
     ("5 \\pm \\sqrt{3}", "5 + \\sqrt{3}", WRONG, "two numbers"),
-    ("\\{1, 2\\}", "\\{2, 1\\}", RIGHT, "the order of a set"),
     ("\\{1, 2\\}", "(1, 2)", WRONG, "a set is no pair"),
     ("\\{1, 2, 3\\}", "\\{1, 2\\}", WRONG, "one too many"),
     ("(-\\infty, 5)", "(-\\infty, 5)", RIGHT, "the same"),
@@ -335,7 +307,6 @@ LATEX_PAIRS = [
     ("\\left[\\frac{1}{2}, \\sqrt{4}\\right]", "[0.5, 2]", RIGHT, "the same values"),
     ("x < 5", "x > 5", WRONG, "the other way"),
     ("5 > x", "x < 5", RIGHT, "the same"),
-    ("x \\le 5", "x < 5", WRONG, "not strict"),
     ("\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", RIGHT, "blanks"),
     (
         "\\begin{pmatrix} 1 & 3 \\\\ 2 & 4 \\end{pmatrix}",
@@ -356,7 +327,6 @@ LATEX_PAIRS = [
     ("e a s t", "seat", WRONG, "letters"),
     ("x_1", "x_2", WRONG, "another index"),
     ("3:4", "0.75", WRONG, "a ratio of two"),
-    ("2^{10}", "1024", RIGHT, "a power worked out"),
     ("2^{10}", "1025", WRONG, "another number"),
     ("\\emptyset", "\\emptyset", RIGHT, "the same"),
     ("\\frac{0}{0}", "1", WRONG, "no number"),
@@ -377,26 +347,21 @@ TAG_PAIRS = [
     ("\\boxed{42}\\boxed{42}", "42", RIGHT, "the same twice"),
     ("1/2/3", "1/6", WRONG, "two divisions"),
     ("|5|", "5", WRONG, "not written as a number"),
-    ("5-3", "2", WRONG, "not worked out"),
     ("6*7", "42", WRONG, "not worked out"),
 ]
 
 UNPAID = {
-    ("5 million", "5000000"): "a number in words",
     ("$5 million", "5,000,000"): "a number in words",
     ("2.5 thousand", "2500"): "a number in words",
     ("5 lakh", "500000"): "a number in words",
     ("3 dozen", "36"): "a number in words",
     ("EUR 5", "5 euros"): "a word in front",
-    ("The answer is 42.", "42"): "words in front",
     ("the final answer is: 42", "42"): "words in front",
     ("She has 42 apples", "42"): "words in front",
-    ("7 square meters", "7 m^2"): "two words of one unit",
     ("12-inch", "12"): "a dash is a minus",
-    ("5 left", "5"): "only common units may be missing",
     ("\\sqrt{2} \\text{ cm}", "\\sqrt{2}"): "only numbers have units",
     ("B)", "B"): "half a parenthesis",
+    ("\\left[\\frac{1}{2}, \\sqrt{4}\\right]", "[0.5, 2]"): "a root that is left to do",
     ("\\frac{3}{4}^2", "\\frac{9}{16}"): "the question, perhaps",
-    ("2^{10}", "1024"): "the question, perhaps",
     ("\\log 100", "2"): "the question, perhaps",
 }

@@ -13,7 +13,7 @@ from grpo.rewards.answers import extract_answer, parse_number, same_answer, with
 from grpo.rewards.builtin import math_reward
 from grpo.rewards.numbers import NUMBER_CHARACTERS, clean_text, read_number
 from tests.unit.answer_cheats import CHEATS
-from tests.unit.answer_pairs import LATEX_PAIRS, PAIRS, TAG_PAIRS, UNPAID
+from tests.unit.answer_pairs import LATEX_PAIRS, PAIRS, TAG_PAIRS, UNPAID, documented
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
@@ -23,6 +23,11 @@ GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
 def paid(given: str, reference: str, right: bool) -> float:
     return float(right and (given, reference) not in UNPAID)
+
+
+@pytest.mark.parametrize("case", documented(), ids=str)
+def test_the_document_tells_what_each_answer_earns(case):
+    assert math_reward([case.completion], [case.reference], answer_format=case.answer_format) == [case.earns]
 
 
 @pytest.mark.parametrize(("given", "reference", "right", "why"), PAIRS + TAG_PAIRS)
@@ -45,12 +50,14 @@ def test_cheats_earn_nothing(answer_format, completion, reference, what):
     assert time.process_time() - start < 5  # each takes milliseconds; a time limit of the library's is 2 s
 
 
-def test_the_readme_counts_the_pairs_and_cheats():
-    pairs = PAIRS + TAG_PAIRS + LATEX_PAIRS
-    assert len({pair[:2] for pair in pairs}) == len(pairs)
+def test_the_readme_counts_verdicts_and_cheats():
+    pairs, cases = PAIRS + TAG_PAIRS + LATEX_PAIRS, documented()
+    assert len({pair[:2] for pair in pairs}) == len(pairs) and len(set(cases)) == len(cases)
     assert UNPAID.keys() <= {(given, reference) for given, reference, right, _ in pairs if right}
-    counts = len(pairs), sum(not right for _, _, right, _ in pairs), len(CHEATS), len(UNPAID)
-    told = r"(\d+) pairs .*?(\d+) are wrong.*?(\d+) whole completions.*?every right one except (\d+) "
+    wrong = sum(not case.right for case in cases) + sum(not right for _, _, right, _ in pairs)
+    unpaid = sum(case.right and not case.earns for case in cases) + len(UNPAID)
+    counts = len(cases), len(pairs), wrong, len(CHEATS), unpaid
+    told = r"(\d+) verdicts.*?(\d+) more pairs.*?(\d+) of both are wrong.*?(\d+) whole completions.*?except (\d+)[ \n]"
     said = re.search(told, README.read_text(), re.DOTALL)
     assert said and tuple(map(int, said.groups())) == counts
 
@@ -70,7 +77,7 @@ def test_every_gsm8k_solution_is_worth_one():
     [
         ("answer_tag", "so <answer> 42 </answer>.", "42"),
         ("answer_tag", "<answer>1</answer> no, <answer>2</answer>", "2"),
-        ("answer_tag", "<answer>1</answer> and <answer>2", "1"),
+        ("answer_tag", "<answer>1</answer> and <answer>2", None),
         ("answer_tag", "<answer>1 <answer>2</answer>", "2"),
         ("answer_tag", "<answer>1</answer> stray </answer>", "1"),
         ("answer_tag", "<answer>\n3\napples\n</answer>", "3\napples"),
@@ -97,8 +104,8 @@ def test_every_gsm8k_solution_is_worth_one():
         ("boxed", r"\boxed{4} <answer>so \boxed{5}</answer>", "5"),
         ("boxed", r"\boxed{4} <answer>5</answer>", None),
         ("boxed", r"\boxed{\frac{3}{4}}", r"\frac{3}{4}"),
-        ("boxed", r"\boxed{1} and \boxed{\frac{3}{4}", "1"),
-        ("boxed", r"{ \boxed {5} }}", "5"),
+        ("boxed", r"\boxed{1} and \boxed{\frac{3}{4}", None),
+        ("boxed", r"} so \boxed {5} }}", "5"),
         ("boxed", r"\boxed{}", None),
         ("boxed", r"\boxed{42", None),
         ("hashes", "48 + 24 = 72\n#### 72", "72"),
@@ -118,7 +125,7 @@ def test_extract_answer(answer_format, text, answer):
 @pytest.mark.parametrize(
     "text",
     ["", "Paris", "-", ".", "3, 4", "1,23", "1,2345", "1.2.3", "5-3", "12:30", "2024-01-02", "2*3", "2 + x", "5!"]
-    + ["2^3", "√2", "sqrt(2)", "minus 5", "x > 5", "H2O", "3/0", "1e999", "1e309", "nan", "٤", "one 5", "--5", "+-5"]
+    + ["2^3", "√2", "sqrt(2)", "minus -5", "x > 5", "H2O", "3/0", "1e999", "1e309", "nan", "٤", "one 5", "--5", "+-5"]
     + ["9" * (NUMBER_CHARACTERS + 1)],
 )
 def test_what_is_no_number(text):
@@ -166,6 +173,38 @@ def test_a_text_reference_is_compared_as_text():
     for given, same in (("East", True), ("seat", False), ("e a s t", False), ("eats", False)):
         assert same_answer(given, "east", tolerance=1e-6, latex=True) == same
     assert not same_answer("x+1", "1+x", tolerance=0.0, latex=False)
+
+
+# ---- Work
+
+
+class Counted(str):
+    """A text that counts the characters copied from it and its pieces, and ends the test beyond `limit`."""
+
+    copied, limit = 0, 0
+
+    def __getitem__(self, key):
+        piece = super().__getitem__(key)
+        Counted.copied += len(piece)
+        assert Counted.copied <= Counted.limit
+        return Counted(piece)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed" + "{" * 500_000 + "42" + "}" * 500_000,
+        "\\boxed{" * 125_000 + "42" + "}" * 125_000,
+        "\\boxed{" * 125_000 + "42}",
+        "{" * 500_000 + "}" * 500_000 + "\\boxed{41}",
+        "<answer>" + "\\boxed{" * 125_000 + "42" + "}" * 125_000 + "</answer>",
+    ],
+    ids=["braces", "boxes", "cut off", "before", "in a tag"],
+)
+def test_a_megabyte_of_braces_is_copied_a_few_times_and_earns_nothing(text):
+    Counted.copied, Counted.limit = 0, 10 * len(text)
+    assert math_reward([Counted(text)], ["42"], answer_format="boxed") == [0.0]
+    assert Counted.copied > 0
 
 
 # ---- Time

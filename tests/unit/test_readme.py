@@ -17,7 +17,7 @@ from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.builtin import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
-OF_CONFIGS = ("README", "DATA", "METHODS", "SFT", "RUNNING", "COMING_FROM")
+OF_CONFIGS = ("README", "DATA", "METHODS", "SFT", "RUNNING", "COMING_FROM", "ANSWERS")
 PAGES = {
     name: (ROOT / name).read_text()
     for name in (
