@@ -46,7 +46,7 @@ CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # a typo d
 
 import torch
 
-from grpo.algorithm.advantages import by_group, group_mean_std, named_advantages, teacher_advantages
+from grpo.algorithm.advantages import by_group, group_mean_std, named_advantages, return_to_go, teacher_advantages
 from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
 from grpo.algorithm.importance import correct_importance, mismatch
 from grpo.algorithm.inputs import LossInputs, clamped
@@ -175,6 +175,8 @@ def add_advantages(
     advantages_S = advantages_PG.where(has_PG, 0).flatten().float()
 
     advantages_N, trained_S = advantages_S[batch.owner_N], has_reward_S
+    if config.turns_earn:  # each turn of an episode is compared with the others' same turn
+        advantages_N = return_to_go(batch, rewards_S, has_reward_S, config.group_size)
     if algorithm.distill_coef:  # on-policy distillation: the reference is a teacher, who judges every token
         teacher_N, trained_S = teacher_advantages(batch), torch.ones_like(has_reward_S)
         metrics.record(**{"distill/reverse_kl": -teacher_N[batch.loss_mask_N].mean().item()})

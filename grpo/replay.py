@@ -57,7 +57,7 @@ def read(recorded: str, session: Session) -> None:
     coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
     needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
     steps = range(session.num_done + 1, config.num_steps + 1)
-    check_recorded(recorded, steps, config.group_size, needs_reference)
+    check_recorded(recorded, steps, config.group_size, needs_reference, config.turns_earn)
 
 
 def start(recorded: str, session: Session) -> Start:

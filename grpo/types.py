@@ -191,6 +191,10 @@ class Sample:
     """bool: the token counts in the loss and its denominator."""
     generator_logprobs_T: torch.Tensor | None = None
     """float32: at sampling time, anything where nothing was sampled; None if no token was (SFT)."""
+    turn_T: torch.Tensor | None = None
+    """int64: which turn of an episode sampled the token, from 1; 0: none. None where turns have no credit."""
+    earned_T: torch.Tensor | None = None
+    """float32: the environment's weighted reward when that turn began."""
     prompt_tokens: int = 0
     """How many of the first tokens are the prompt, of which none counts; 0 if there is none (SFT)."""
     temperature: float = 1.0
@@ -227,6 +231,10 @@ class TrainBatch:
     """float32: by the policy at the start of the step; None where one update makes them the policy's own."""
     ref_logprobs_N: torch.Tensor | None = None
     """float32: by the frozen reference."""
+    turn_N: torch.Tensor | None = None
+    """int64: which turn of an episode sampled the token, from 1; 0: none. None where turns have no credit."""
+    earned_N: torch.Tensor | None = None
+    """float32: the environment's weighted reward when that turn began."""
     advantages_N: torch.Tensor | None = None
     """float32."""
 
@@ -302,9 +310,11 @@ class MicroBatch:
     num_loss_tokens_BT: torch.Tensor
     """int64: tokens of this position's sequence that count in the loss; at least 1."""
     generator_logprobs_BT: torch.Tensor | None
-    """float32, as the next three: None where the batch has None."""
+    """float32, as the next five, of which `turn_BT` is int64: None where the batch has None."""
     old_logprobs_BT: torch.Tensor | None
     ref_logprobs_BT: torch.Tensor | None
+    turn_BT: torch.Tensor | None
+    earned_BT: torch.Tensor | None
     advantages_BT: torch.Tensor | None
     scored_M: torch.Tensor
     """int64: places b * T + t, in order, at which log-probs are computed: the loss tokens, and some for kernels."""

@@ -86,12 +86,43 @@ def rloo(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
     return group_mean(rewards_PG, has_PG) * num_P1 / (num_P1 - 1).clamp(min=1)
 
 
+def return_to_go(
+    batch: TrainBatch, rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int
+) -> torch.Tensor:
+    """Return float32 [N]: of each token the return of its turn - mean of that return over the OTHERS of the group.
+
+    The return of turn k is what its rollout earned from then on, r - e_k: r is the whole reward, e_k what
+    `get_reward` had given when the turn began, times its weight (e_1 = 0). So a turn's reward is what it adds to
+    `get_reward`, and the last turn has the reward functions' too. The others are those that reached turn k; a turn that
+    no other one reached has the advantage 0, as a single reward has. With one turn this is `rloo`. Tokens that no turn
+    sampled have 0. Raises ValueError if the batch does not know of turns.
+
+    REINFORCE's return from a step on with a baseline (Sutton and Barto 2018, section 13.4), here by turns. The baseline
+    does not depend on what the rollout itself did, so it leaves the expected gradient as it is. Rewards that are
+    centred for each turn and then summed do not: the mean of the later turns, which going on costs or earns, drops out.
+    """
+    if batch.turn_N is None:
+        raise ValueError("algorithm.advantages=return_to_go needs episodes, whose turns have rewards; use rloo")
+    shape = int(batch.turn_N.max()) + 1, batch.num_sequences  # [turn, S]; no turn is 0
+    place = batch.turn_N, batch.owner_N
+    earned = torch.zeros(shape).index_put(place, batch.earned_N).double()
+    reached = torch.zeros(shape, dtype=torch.bool).index_put(place, batch.turn_N > 0)
+    returns_PG, has_PG = by_group((rewards_S - earned).flatten(), (reached & has_reward_S).flatten(), group_size)
+    return rloo(returns_PG, has_PG).where(has_PG, 0).view(shape)[place].float()
+
+
 def none(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
     """Return the reward as it is."""
     return rewards_PG
 
 
-ADVANTAGES: dict[str, Advantages] = {"group_mean": group_mean, "batch_std": batch_std, "rloo": rloo, "none": none}
+ADVANTAGES: dict[str, Advantages] = {
+    "group_mean": group_mean,
+    "batch_std": batch_std,
+    "rloo": rloo,
+    "return_to_go": rloo,  # of whole rollouts; train_grpo.py goes on to their turns
+    "none": none,
+}
 
 
 def named_advantages(name: str) -> Advantages:

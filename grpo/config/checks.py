@@ -216,6 +216,16 @@ def _check_sampling(config: GRPOConfig) -> None:
 
 def _check_environment(config: GRPOConfig) -> None:
     environment, generator = config.environment, config.generator
+    if config.turns_earn and not environment.enabled:
+        raise ValueError(
+            "algorithm.advantages=return_to_go compares turns, and no environment plays; name one (--environment.name "
+            "or --environment.tools), or use rloo, which it is for a single turn"
+        )
+    if config.turns_earn and config.algorithm.loss == "gspo":
+        raise ValueError(
+            "algorithm.loss=gspo has one ratio for a whole sequence, whose gradient would mix the turns that "
+            "algorithm.advantages=return_to_go tells apart; use another loss, or rloo"
+        )
     default, no_class = EnvironmentConfig(), not environment.all_classes
     for one in dataclasses.fields(environment):
         value = getattr(environment, one.name)

@@ -373,7 +373,9 @@ class AlgorithmConfig:
     advantages: str | None = None
     """How a reward r becomes an advantage. group_std: (r - mean) / std of its group; group_mean: r - mean;
     batch_std: (r - mean) / std of all rewards of the step; rloo: r - mean of the others in its group;
-    none: r as it is; or your own `path/file.py:function`."""
+    none: r as it is; or your own `path/file.py:function`. With an environment also return_to_go, an advantage for each
+    turn: what its rollout earned from that turn on - mean of that over the others in its group that reached the turn;
+    a turn earns what it adds to `get_reward`, the last one also the reward functions' sum."""
     aggregation: str | None = None
     """How the losses of tokens become one number. token_mean: their mean over the whole update; sequence_mean: mean
     over sequences of the mean over a sequence's tokens; fixed_horizon: mean over sequences of the sum over a sequence's
@@ -445,7 +447,7 @@ PAPER_DEFAULTS = {
 OWN_LOSS_DEFAULTS = PAPER_DEFAULTS["grpo"]  # of a loss from a user's file
 
 
-ADVANTAGES = ("group_std", "group_mean", "batch_std", "rloo", "none")
+ADVANTAGES = ("group_std", "group_mean", "batch_std", "rloo", "return_to_go", "none")
 AGGREGATIONS = ("sequence_mean", "token_mean", "fixed_horizon")
 
 
@@ -559,6 +561,11 @@ class GRPOConfig(RunConfig):
         return self.overlap_steps > 0 or self.sampling.carry_over > 0
 
     @property
+    def turns_earn(self) -> bool:
+        """Whether each turn of an episode has a reward and an advantage of its own."""
+        return self.algorithm.advantages == "return_to_go"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether any rank holds a frozen reference."""
         return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
@@ -623,7 +630,7 @@ class SFTConfig(RunConfig):
     seed: int = 0
     """The order of the data and, for a toy model, its first weights follow from it."""
 
-    needs_reference = False  # without an annotation it is no field
+    needs_reference = turns_earn = False  # without an annotation it is no field
     environment = EnvironmentConfig()
 
     @property

@@ -41,11 +41,15 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
     )
 
 
-def sample_of(prompt: Prompt, completion: Completion) -> Sample:
-    """A prompt and its completion as one sequence, of which the completion says what counts in the loss."""
+def sample_of(prompt: Prompt, completion: Completion, turn_weight: float | None = None) -> Sample:
+    """A prompt and its completion as one sequence, of which the completion says what counts in the loss.
+
+    turn_weight: of the environment's reward, where turns have credit of their own.
+    """
     prompt_ids_T, pieces = completion.behind(prompt)
     before = [] if pieces is not completion.pieces else [prompt_ids_T]  # else it is among the completion's own
     nothing_T = torch.zeros(sum(map(len, before)))
+    turns = {} if turn_weight is None else _turns_of(completion, turn_weight)
     return Sample(
         ids_T=torch.cat([*before, completion.ids_T]),
         loss_mask_T=torch.cat([nothing_T.bool(), completion.loss_mask_T]),
@@ -54,7 +58,19 @@ def sample_of(prompt: Prompt, completion: Completion) -> Sample:
         temperature=completion.temperature,
         version=completion.oldest_version,
         truncated=completion.truncated,
+        **{name: torch.cat([nothing_T.to(values_T.dtype), values_T]) for name, values_T in turns.items()},
     )
+
+
+def _turns_of(completion: Completion, weight: float) -> dict[str, torch.Tensor]:
+    """`Sample.turn_T` and `earned_T` of an episode; where its environment gave no reward, its turns earned none."""
+    episode, pieces = completion.episode, completion.pieces
+    sampled = torch.tensor([piece.logprobs_T is not None for piece in pieces])
+    lengths = torch.tensor([piece.num_tokens for piece in pieces])
+    turn_T = (sampled.cumsum(0) * sampled).repeat_interleave(lengths)
+    weight = 0.0 if episode["reward"] is None else weight
+    earned = [turn.get("earned", 0.0) * weight for turn in episode["turns"]]  # at its end, when the next one begins
+    return {"turn_T": turn_T, "earned_T": torch.tensor([0.0, 0.0, *earned])[turn_T]}
 
 
 def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[TrainBatch]:

@@ -81,10 +81,13 @@ def read_step(run_dir: str, step: int) -> RecordedStep:
         raise ValueError(f"{path} is no recorded batch ({type(error).__name__}: {error}); record it again") from error
 
 
-def check_recorded(run_dir: str, steps: Iterable[int], group_size: int, needs_reference: str = "") -> None:
+def check_recorded(
+    run_dir: str, steps: Iterable[int], group_size: int, needs_reference: str = "", needs_turns: bool = False
+) -> None:
     """Refuse a run whose recorded batches cannot be trained on: a step is missing, or the first one does not fit.
 
-    needs_reference: why the reference's log-probs must be there; empty if they need not. Raises ValueError.
+    needs_reference: why the reference's log-probs must be there; empty if they need not. needs_turns: so must what
+    turns earned. Raises ValueError.
     """
     steps, folder = list(steps), pathlib.Path(run_dir) / BATCHES
     missing = [step for step in steps if not batch_path(run_dir, step).is_file()]
@@ -101,4 +104,9 @@ def check_recorded(run_dir: str, steps: Iterable[int], group_size: int, needs_re
         raise ValueError(
             f"{folder} has no log-probs of a reference, which {needs_reference} needs; set it to 0, or record a run "
             "that has one"
+        )
+    if needs_turns and first.batch.turn_N is None:
+        raise ValueError(
+            f"{folder} does not say what turns earned, which algorithm.advantages=return_to_go needs; record a run "
+            "that has it, or use rloo"
         )

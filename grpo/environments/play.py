@@ -74,7 +74,7 @@ class Episode:
     """The prompt's and what followed; only appended to."""
     pieces: list[Piece] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    """`text`, `tokens` and `answers` of each turn of the model."""
+    """`text`, `tokens` and `answers` of each turn of the model; `earned`: what `get_reward` said after it, if asked."""
     counts: Counter = field(default_factory=Counter)
     opening: str | None = None
     """The user's message, if `reset` wrote the end of it."""
@@ -113,9 +113,12 @@ class Player:
         self.config, self.host, self.turns = config, host, turns
         self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
 
-    def begin(self, episodes: list[Episode], max_tokens: int) -> None:
-        """Reset the environments. max_tokens: everything behind the prompt, answers included."""
-        self.episodes, self.max_tokens = episodes, max_tokens
+    def begin(self, episodes: list[Episode], max_tokens: int, turns_earn: bool = False) -> None:
+        """Reset the environments.
+
+        max_tokens: everything behind the prompt, answers included. turns_earn: ask for the reward after each turn too.
+        """
+        self.episodes, self.max_tokens, self.turns_earn = episodes, max_tokens, turns_earn
         for number, episode in enumerate(episodes):
             if self.config.all_classes:
                 arguments = [episode.prompt.columns, episode.seed, episode.rollout, episode.environment]
@@ -133,7 +136,7 @@ class Player:
         text = self.tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False)
         episode.turns.append({"text": text, "tokens": len(ids), "answers": []})
         if is_whole:
-            self._ask(number, "turn", [text], self.config.call_seconds)
+            self._ask(number, "turn", [text, self.turns_earn], self.config.call_seconds)
         else:
             self._end(number, "tokens")
 
@@ -201,6 +204,8 @@ class Player:
         episode.counts.update(reply["counts"])
         turn = episode.turns[-1]
         turn["answers"] = [self._cut(answer, episode.counts) for answer in reply["answers"]]
+        if "earned" in reply:
+            turn["earned"] = reply["earned"]
         if reply["ended"]:
             self._end(number, "done")
         elif len(episode.turns) == config.max_turns:

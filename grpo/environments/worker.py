@@ -58,10 +58,11 @@ class Episode:
             raise Lost(f"reset returned {type(text).__name__}, not text or None")
         return {"text": text}
 
-    def turn(self, text: str) -> dict[str, Any]:
+    def turn(self, text: str, earns: bool = False) -> dict[str, Any]:
         """Answer a turn of the model: by its calls, by `reply` where it has none, or with nothing, which ends it.
 
-        `role`: who answers, if not the tools.
+        `role`: who answers, if not the tools. `earned`, if it earns and is not the last one: the reward so far. Raises
+        Lost where that is None, because the rewards of this turn and the next are then not known.
         """
         counts = {"calls": 0, "bad_calls": 0, "tool_errors": 0}
         answers, role = [], ""
@@ -77,7 +78,12 @@ class Episode:
         answers = [shorten(answer, MOST_CHARACTERS // len(answers)) for answer in answers]
         done = getattr(self.object, "done", False)
         ended = not answers or (bool(done) and not callable(done))  # a method `done` is a tool
-        return {"answers": answers, "role": role, "ended": ended, "counts": counts}
+        reply = {"answers": answers, "role": role, "ended": ended, "counts": counts}
+        if earns and self.toolbox.has_reward and not ended:
+            reply["earned"] = self._reward()
+            if reply["earned"] is None:
+                raise Lost("get_reward gave None after a turn; algorithm.advantages=return_to_go needs a number")
+        return reply
 
     def finish(self) -> dict[str, Any]:
         """End: the episode's reward (None without `get_reward`) and what reward functions learn of the object."""

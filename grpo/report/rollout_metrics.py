@@ -72,6 +72,13 @@ def episode_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     return metrics
 
 
+def alone_frac(rollouts: list[Rollout], group_size: int) -> float:
+    """Share of the turns that no other completion of their group reached, of completions that have a reward."""
+    turns = [0 if r.reward is None else len(r.completion.episode["turns"]) for r in rollouts]
+    groups = [sorted([0, *turns[first : first + group_size]]) for first in range(0, len(turns), group_size)]
+    return sum(group[-1] - group[-2] for group in groups) / max(sum(turns), 1)
+
+
 def has_answer_frac(rollouts: list[Rollout], answer_format: str) -> float:
     """Share of completions in which there is an answer at all, right or wrong."""
     return _mean(extract_answer(r.answer, answer_format) is not None for r in rollouts)

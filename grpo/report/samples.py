@@ -72,8 +72,9 @@ def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -
     episode = record.get("episode")
     if turns and episode:
         for number, turn in enumerate(episode["turns"], start=1):
+            earned = f", then get_reward {turn['earned']:g}" if "earned" in turn else ""
             lines += [
-                f"turn {number} ({turn['tokens']} tokens): {turn['text']}",
+                f"turn {number} ({turn['tokens']} tokens{earned}): {turn['text']}",
                 *(f"  <- {a}" for a in turn["answers"]),
             ]
         lines.append(f"ended by {episode['ended_by']}")

@@ -38,13 +38,15 @@ class Episodes:
         most_at_once: int,
         variables: Collection[str],
         roles: Roles,
+        turns_earn: bool = False,
     ):
         """Start the environment processes on the head; call it before CUDA is used.
 
         most_at_once: sequences that the engine decodes together. variables: names of environment variables that the
-        environments get.
+        environments get. turns_earn: turns that are trained on have rewards of their own.
         """
         self.config, self.data, self.roles, self.player = config, data, roles, None
+        self.turns_earn = turns_earn
         if roles.rank in roles.heads:
             tokenizer, toolboxes = load_tokenizer(folder, data), load_toolboxes(config)
             turns = turns_of(tokenizer, config, data, stop_token_ids, toolboxes)
@@ -72,7 +74,7 @@ class Episodes:
                 seed = environment_seed(run_seed, prompt, held_out)
                 environment = environment_of(prompt.columns, self.data, self.player.turns)
                 episodes.append(Episode(prompt, place, seed, version, environment))
-            self.player.begin(episodes, max_tokens)
+            self.player.begin(episodes, max_tokens, self.turns_earn and not held_out)
         play(self.config, loop, len(rollouts), add, self.player, self._tell)
         return self.player.finish() if self.player else []
 

@@ -16,6 +16,7 @@ from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.folder.checkpoint import read_driver_tensors, saves
 from grpo.report.rollout_metrics import (
+    alone_frac,
     measured_metrics,
     nonfinite_frac,
     reward_tensors,
@@ -144,7 +145,8 @@ class Driver:
         """The step's rollouts laid end to end."""
         if not any(r.completion.loss_mask_T.any() for r in rollouts):
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
-        return make_batch([sample_of(r.prompt, r.completion) for r in rollouts])
+        turn_weight = self.config.environment.weight if self.config.turns_earn else None
+        return make_batch([sample_of(r.prompt, r.completion, turn_weight) for r in rollouts])
 
     @on_driver_for_learners
     def collect_rewards(self) -> list[Rollout]:
@@ -205,6 +207,8 @@ class Driver:
         config, completions = self.config, [r.completion for r in rollouts]
         metrics = rollout_metrics(self.flight.everything, config.group_size, self.scorer.answer_format)
         metrics["mismatch/nonfinite_frac"] = nonfinite_frac(completions)
+        if config.turns_earn:
+            metrics["environment/alone_frac"] = alone_frac(rollouts, config.group_size)
         if config.has_lag:
             lag_S = (self.step - batch.versions_S).double()
             metrics |= {"lag/mean": lag_S.mean().item(), "lag/max": lag_S.max().item()}

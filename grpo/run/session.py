@@ -177,7 +177,8 @@ class Session:
                 episodes = None
                 if config.environment.enabled:
                     variables, most = config.reward.environment, config.generator.max_num_seqs
-                    episodes = Episodes(config.environment, config.data, folder, stops, most, variables, roles)
+                    where = folder, stops, most, variables, roles, config.turns_earn
+                    episodes = Episodes(config.environment, config.data, *where)
                 engine = config.generator, config.model, config.data, config.seed
                 generator = Generator(*engine, folder, stops, roles, episodes)
         with timer.startup("loading the models"):

@@ -43,6 +43,7 @@ OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 # What is changed in the defaults (4 trainers, 4 generators, 32 prompts of 8 completions), and what the message has
 CLASSES = {"a": "x.py:A", "b": "x.py:B"}
 TOOLS = {"environment.tools": ("calculator",)}
+EACH_TURN = {"algorithm.advantages": "return_to_go"}
 REFUSED_IN_GRPO = [
     ({"roles.num_generators": 0, "generator.tensor_parallel": 2}, "0 generator ranks .* use 2"),
     ({"roles.num_generators": 7, "generator.tensor_parallel": 2}, "7 generator ranks .* use 6"),
@@ -134,6 +135,8 @@ REFUSED_IN_GRPO = [
     (TOOLS | {"generator.sampling": {"min_tokens": 8}}, "generator.sampling does not go with .* each turn alone"),
     (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template does not go with .* has no turns"),
     (TOOLS | {"reward.functions": {}}, "reward.functions is empty; name one, .* or an environment"),
+    (EACH_TURN, "return_to_go compares turns, and no environment plays; name one .* or use rloo"),
+    (TOOLS | EACH_TURN | {"algorithm.loss": "gspo"}, "gspo has one ratio for a whole sequence, .* or rloo"),
     ({"profile": 201}, "profile=201 is no step of a run of num_steps=200"),
 ]
 REFUSED_IN_SFT = [

@@ -51,6 +51,7 @@ ROOM = """
 
         def get_reward(self):
             if self.fails == "reward": raise ValueError("no reward today")
+            if self.fails == "none": return None
             return float("nan") if self.fails == "nan" else self.count / 10
 
         def get_info(self):
@@ -109,6 +110,23 @@ def test_an_episode_from_reset_to_reward(host):
     assert say(room, 8, "reset", {}, 6, 0)["text"] == "Room 6, bed 0."  # the process again, with a new object
     assert say(room, 8, "turn", "no call")["ended"]
     assert say(room, 8, "finish")["reward"] == 0.0
+
+
+def test_the_reward_so_far_is_asked_for_only_where_turns_earn(host):
+    room, text = host(), call("add", number=4)
+    say(room, 0, "reset", {}, 0, 0)
+    assert "earned" not in say(room, 0, "turn", text)
+    assert say(room, 0, "turn", text, True)["earned"] == 0.8
+    assert "earned" not in say(room, 0, "turn", text, True)  # its end, which asks by itself
+    assert say(room, 0, "finish")["reward"] == 1.2
+    for fails, reason in (("reward", "no reward today"), ("nan", "nan"), ("none", "None after a turn")):
+        say(room, 1, "reset", {"fails": fails}, 0, 0)
+        reply = say(room, 1, "turn", text, True)
+        assert reply["kind"] == "lost" and reason in reply["failed"], reply
+    say(room, 2, "reset", {"fails": "none"}, 0, 0)
+    assert say(room, 2, "finish")["reward"] is None
+    tools = host(name="", tools=("room.py:look",))
+    assert "earned" not in say(tools, 0, "turn", call("look", place="hall"), True)
 
 
 def test_what_the_policy_causes_is_told_to_it(host):

@@ -1,0 +1,10 @@
+"""Conversations as engine and trainer see them."""
+
+from tests.tiny_models import make_tiny
+from tests.torchrun import torchrun
+
+
+def test_what_an_environment_wrote_has_no_gradient(tmp_path):
+    folder = make_tiny(tmp_path, "qwen3-tied")
+    output = torchrun("tests.dist.programs.observations", folder, nproc=1, deadline=120)
+    assert "what an environment wrote has no gradient" in output
