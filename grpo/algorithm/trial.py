@@ -1,5 +1,8 @@
 """One call of what a config names for loss, advantages and aggregation, before any GPU is used."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from grpo.algorithm.advantages import ADVANTAGES, named_advantages
@@ -7,16 +10,17 @@ from grpo.algorithm.aggregation import AGGREGATIONS, UpdateTotals, named_aggrega
 from grpo.algorithm.inputs import LossInputs, Metrics
 from grpo.algorithm.losses import CLIPPED_LOSSES, named_loss
 from grpo.config import AlgorithmConfig
+from grpo.config.user_files import cause_and_line
 
 
 def try_algorithm(config: AlgorithmConfig) -> None:
     """Call the user's functions, and a loss with options, on a few tokens, so that a mistake shows at the start.
 
-    Raises ValueError for what does not fit, and whatever the user's function raises.
+    Raises ValueError for what does not fit, and for what a function raises, with the line of its file.
     """
     config, x = config.resolved, some_tokens(with_reference=config.kl_coef > 0)
     if config.loss not in CLIPPED_LOSSES:
-        output = named_loss(config)(x)
+        output = _call(named_loss(config), x, what=f"loss {config.loss}")
         check_loss_output(output, x, config.loss)
         output[0].sum().backward()
     elif config.loss_options:
@@ -26,9 +30,18 @@ def try_algorithm(config: AlgorithmConfig) -> None:
         )
     if config.advantages not in ("group_std", *ADVANTAGES):
         has_PG = torch.tensor([[True, True, False], [True, True, True]])
-        named_advantages(config.advantages)(torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]).double(), has_PG)
+        rewards_PG, what = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]).double(), f"advantages {config.advantages}"
+        _call(named_advantages(config.advantages), rewards_PG, has_PG, what=what)
     if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
         check_aggregation(config.aggregation, x)
+
+
+def _call(function: Callable, *arguments: Any, what: str) -> Any:
+    """What a function returns, named `what` and perhaps of a user's file; ValueError with its line if it raises."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # a user's function may raise anything
+        raise ValueError(f"{what}{cause_and_line(error, what.partition(' ')[2].rpartition(':')[0])}") from error
 
 
 def some_tokens(with_reference: bool) -> LossInputs:
@@ -51,8 +64,8 @@ def check_aggregation(name: str, x: LossInputs) -> None:
     """Raise ValueError unless the parts that an aggregation returns of two sequences add up to the whole."""
     aggregation, totals = named_aggregation(name), UpdateTotals(num_tokens=3, num_sequences=2, max_completion_tokens=4)
     loss_BT = torch.tensor([[1.0, 2.0, 4.0, 0.0]])
-    parts = [aggregation(loss_BT.where(x.sequence_BT == sequence, 0), x, totals) for sequence in (0, 1)]
-    whole = aggregation(loss_BT, x, totals)
+    inputs = (loss_BT.where(x.sequence_BT == 0, 0), loss_BT.where(x.sequence_BT == 1, 0), loss_BT)
+    *parts, whole = [_call(aggregation, part_BT, x, totals, what=f"aggregation {name}") for part_BT in inputs]
     if not (isinstance(whole, torch.Tensor) and whole.shape == () and torch.allclose(whole, parts[0] + parts[1])):
         raise ValueError(
             f"aggregation {name} gives {whole} for two sequences, and {parts[0]} and {parts[1]} for each alone; return "

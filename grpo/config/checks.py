@@ -1,8 +1,10 @@
 """What fields of a config ask of each other. What a single field takes is written at the field."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable
+from operator import attrgetter
 
 from grpo.config.bounds import check_fields
 from grpo.config.engine_options import check_engine_options, needing_texts, reshaping
@@ -19,6 +21,15 @@ from grpo.config.user_files import near_miss
 
 # Fields of `environment` that functions alone, which have no state, do not need.
 OF_A_CLASS = ("options", "reset_seconds", "hung_reward", "weight")
+# Fields -> the field without which nothing reads them.
+HEEDED_WITH = {
+    "trainer.lora_alpha": "trainer.lora_rank",
+    "trainer.lora_targets": "trainer.lora_rank",
+    "trainer.min_lr_ratio": "trainer.schedule",
+    "gpu_gib": "gpus",
+    "sampling.max_rounds": "sampling.dynamic",
+    "algorithm.kl_estimator": "algorithm.kl_coef",
+}
 WIDE_GSPO_CLIP = 0.05  # far above the clips of its paper, for a ratio of whole sequences
 
 
@@ -93,11 +104,13 @@ def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
             f"{trainer.micro_batch_tokens}; raise it to at least {config.max_sequence_tokens} or shorten the lengths"
         )
     num_data_ranks = num_trainers // trainer.tensor_parallel
-    if isinstance(config, GRPOConfig) and (left := config.completions_per_step % num_data_ranks):
+    if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
+        multiple = num_data_ranks // math.gcd(num_data_ranks, config.group_size)
+        lower = config.prompts_per_step // multiple * multiple
         raise ValueError(
             f"prompts_per_step={config.prompts_per_step} x group_size={config.group_size} = "
             f"{config.completions_per_step} completions do not divide over {num_data_ranks} data-parallel trainer "
-            f"ranks; the next number that does is {config.completions_per_step - left + num_data_ranks}"
+            f"ranks; use --prompts-per-step {lower + multiple}" + (f" or {lower}" if lower else "")
         )
 
 
@@ -300,6 +313,16 @@ def _check_intervals(config: GRPOConfig | SFTConfig) -> None:
             f"checkpoint.interval={checkpoint.interval} must be a multiple of "
             f"evaluation.interval={evaluation.interval}, and that not 0"
         )
+
+
+def check_effects(config: GRPOConfig | SFTConfig, recipe: GRPOConfig | SFTConfig) -> None:
+    """Raise ValueError for a field of HEEDED_WITH that differs from the recipe's, while nothing reads it."""
+    for path, switch in HEEDED_WITH.items():
+        if not hasattr(config, path.partition(".")[0]):
+            continue
+        value, off = attrgetter(path)(config), attrgetter(switch)(config)
+        if off in (0, "constant") and value != attrgetter(path)(recipe):
+            raise ValueError(f"{path}={value!r} does nothing with {switch}={off!r}; set that too, or drop it")
 
 
 def cautions(config: GRPOConfig | SFTConfig) -> list[str]:

@@ -3,17 +3,19 @@
 import contextlib
 import dataclasses
 import difflib
+import io
 import json
 import math
 import os
 import pathlib
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from grpo.config.bounds import Harmless, check_fields
-from grpo.config.checks import cautions, validate
+from grpo.config.checks import cautions, check_effects, validate
 from grpo.config.fields import Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, run_file
 
@@ -27,24 +29,70 @@ def load(
     """Read `[RECIPE.py] [--field value ...]` into a checked config. Prints what differs and what follows.
 
     config_type: what the recipe may bind; of several, its flags are those of the one that it binds. Raises ValueError
-    if the recipe cannot be used or a check failed, SystemExit for `--help` and unknown fields (tyro prints them).
+    if the recipe or a flag cannot be used or a check failed, SystemExit for `--help`, which tyro prints.
     """
     import tyro  # not needed by code that gets its config as an object
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else default_recipe
     default = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
+    check_flags(arguments, default)
     with contextlib.ExitStack() as silence:
-        if os.environ.get("RANK", "0") != "0":  # help and errors are wanted once, not once per rank
-            nowhere = silence.enter_context(open(os.devnull, "w"))
-            silence.enter_context(contextlib.redirect_stdout(nowhere))
-            silence.enter_context(contextlib.redirect_stderr(nowhere))
-        config = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
+        if os.environ.get("RANK", "0") != "0":  # help is wanted once, not once per rank
+            silence.enter_context(contextlib.redirect_stdout(silence.enter_context(open(os.devnull, "w"))))
+        try:
+            with contextlib.redirect_stderr(io.StringIO()) as refused:
+                config = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
+        except SystemExit as stop:
+            if not stop.code:
+                raise
+            text = re.sub("[\u2500-\u257f]+|-{3,}", " ", refused.getvalue())  # without frame and rulers
+            _title, *lines = filter(None, map(str.strip, text.splitlines()))
+            raise ValueError(" ".join(lines).partition(" For full helptext")[0]) from None
         validate(config)
+        check_effects(config, default)
         print("\n  ".join([f"recipe {recipe}", *differences(config, default), *derived(config)]), flush=True)
         for warning in cautions(config):
             print(f"warning: {warning}", flush=True)
     return config
+
+
+def check_flags(words: list[str], config: Config) -> None:
+    """Refuse a command line's first flag that `config` has no field for, and a field written as other tools do.
+
+    Raises ValueError that says which flag was meant. What stands behind a flag is left to tyro.
+    """
+    values = {path: attrgetter(path)(config) for path in field_paths(config)}
+    fields = {path: value for path, value in values.items() if not dataclasses.is_dataclass(value)}
+    switches = {}
+    for path in (path for path, value in fields.items() if isinstance(value, bool)):
+        section, dot, name = path.rpartition(".")
+        pair = _flag(path), _flag(f"{section}{dot}no_{name}")
+        switches |= dict.fromkeys(pair, " or ".join(pair))
+    known, before = {"--help", *map(_flag, fields), *switches}, ""
+    for word in words:
+        name, has_value, value = word.partition("=")
+        flag = name.replace("_", "-") if re.fullmatch(r"--[A-Za-z][\w.-]*", name) else ""
+        if flag and flag not in known:
+            near = " or ".join(map(_flag, _near_fields(name.removeprefix("--").replace("-", "_"), fields)))
+            raise ValueError(f"there is no flag {name}; " + (f"did you mean {near}?" if near else "--help lists all"))
+        if has_value and name in fields:
+            raise ValueError(f"{word!r} is no flag; write {_flag(name)} {value}")
+        if switch := switches.get(flag if has_value else before * (not word.startswith("-"))):
+            raise ValueError(f"{flag or before} takes no value; write {switch}")
+        before = flag
+
+
+def _flag(path: str) -> str:
+    return f"--{path.replace('_', '-')}"
+
+
+def _near_fields(path: str, fields: Iterable[str]) -> list[str]:
+    """The fields that may be meant by `path`: of its last name or of these initials (`lr`), else of a similar name."""
+    meant, names = path.rpartition(".")[2], {field: field.rpartition(".")[2] for field in fields}
+    same = [field for field, name in names.items() if meant in (name, "".join(part[0] for part in name.split("_")))]
+    close = difflib.get_close_matches(meant, names.values(), n=1)
+    return same or [field for field, name in names.items() if name in close]
 
 
 def _value_parsers():
@@ -82,6 +130,10 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
     if not pathlib.Path(path).is_file():
         there = sorted(str(p) for p in pathlib.Path(path).parent.glob("*.py")) or ["none"]
         raise ValueError(f"recipe {path} does not exist; recipes in that folder: {', '.join(there)}")
+    if not path.endswith(".py"):
+        raise ValueError(
+            f"{path} is no recipe, which is a Python file (.py) that binds `config`; see configs/README.md"
+        )
     try:
         config = getattr(run_file(path), "config", None)
         if isinstance(config, config_types):
@@ -90,7 +142,11 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
         raise ValueError(f"{path}{cause_and_line(error, path)}") from error
     if not isinstance(config, config_types):
         names = " or ".join(config_type.__name__ for config_type in config_types)
-        raise ValueError(f"{path} must bind `config` to a {names}, it binds {type(config).__name__}")
+        script = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}.get(type(config))
+        raise ValueError(
+            f"{path} must bind `config` to a {names}, it binds {type(config).__name__}"
+            + (f", which is for {script}" if script else "")
+        )
     return config
 
 
@@ -105,8 +161,7 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
         base = load_recipe(os.path.join(os.path.dirname(caller), base), GRPOConfig, SFTConfig)
     for path, value in changes.items():
         if path not in (paths := list(field_paths(base))):
-            name = path.rpartition(".")[2]
-            near = [p for p in paths if p.rpartition(".")[2] == name] or difflib.get_close_matches(path, paths, n=1)
+            near = _near_fields(path, paths)
             raise ValueError(f"there is no field {path}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
         section, _, name = path.rpartition(".")
         if section:

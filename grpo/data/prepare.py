@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # Rows that are looked at to list the columns there are, and to find out the format of a source.
 LISTED_ROWS = 100
-# Row numbers a message lists before it says "and N more".
+# Reasons that a message gives, and rows that it lists for each.
 SHOWN_ROWS = 5
 # Left out: above the first share a warning, below the second share of rows that are left a refusal.
 LOUD_FRAC, LEAST_FRAC = 0.05, 0.01
@@ -112,9 +112,15 @@ def _narrowed(
         return rows
     paths = [path for path in (*paths, data.tools_column) if path]
     narrowed = rows.narrowed([*paths, *optional]) if isinstance(rows, Rows) else rows
+    flags = {path: f"--data.{name.replace('_', '-')}" for name, path in vars(data).items() if name.endswith("_column")}
+    flags |= dict.fromkeys(data.columns.values(), "--data.columns")
     for path in paths:
         if all(value_at(row, path, ABSENT) is ABSENT for row in narrowed):
-            raise ValueError(f"column {path!r} is missing in {source.path}; columns there: {', '.join(_names(rows))}")
+            raise ValueError(
+                f"column {path!r} is missing in {source.path}; columns there: {', '.join(_names(rows))}; "
+                + (f"name one of them with {flags[path]}, or " if path in flags else "")
+                + "make other rows of them with --data.row"
+            )
     return narrowed
 
 
@@ -285,11 +291,17 @@ def _odd_kinds(table: "datasets.Dataset") -> dict[int, str]:
 
 def _refuse_or_warn(unusable: dict[int, str], num_rows: int, source: Source, data: DataConfig) -> None:
     """Raise ValueError about rows that cannot be used (index -> why), or warn of them if `data.bad_rows` is skip."""
-    shown = "; ".join(f"row {row + 1}: {why}" for row, why in itertools.islice(unusable.items(), SHOWN_ROWS))
-    more = f"; and {len(unusable) - SHOWN_ROWS} more" if len(unusable) > SHOWN_ROWS else ""
+    rows_by_reason: dict[str, list[int]] = {}
+    for row, why in unusable.items():
+        rows_by_reason.setdefault(why, []).append(row + 1)
+    shown = [
+        f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:SHOWN_ROWS]))}{', ..' * (len(rows) > SHOWN_ROWS)}: {why}"
+        for why, rows in itertools.islice(rows_by_reason.items(), SHOWN_ROWS)
+    ]
+    more = ["and other reasons"] if len(rows_by_reason) > SHOWN_ROWS else []
     told = (
-        f"{len(unusable)} of {num_rows} rows of {source.path} cannot be used: {shown}{more} (counted from 1, without "
-        "blank lines)"
+        f"{len(unusable)} of {num_rows} rows of {source.path} cannot be used: {'; '.join(shown + more)} (counted from "
+        "1, without blank lines)"
     )
     if data.bad_rows == "refuse":
         raise ValueError(f"{told}; correct them, name other columns, or leave them out with --data.bad-rows skip")

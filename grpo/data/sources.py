@@ -117,7 +117,11 @@ def files_of(source: Source) -> tuple[str, dict[str, list[str]]] | None:
         if not path.is_file():
             raise FileNotFoundError(f"data file {path.absolute()} does not exist; correct the path or create it")
         # A file has one split, which goes by the name that is asked for, so that `train[:90%]` takes a part of it.
-        files = {source.split.partition("[")[0]: [str(path)]}
+        if (split := source.split.partition("[")[0]) not in ("train", "test"):
+            raise ValueError(
+                f"{source.text}: a file has no splits; name the file alone, or a part as {path}:train[:90%]"
+            )
+        files = {split: [str(path)]}
     elif source.kind == "folder" and not (pathlib.Path(source.path) / "README.md").is_file():
         files = _files_of_folder(pathlib.Path(source.path).absolute())
     else:

@@ -240,6 +240,13 @@ def titan_config(
     )
 
 
+def empty_policy(hf: transformers.PretrainedConfig) -> nn.Module:
+    """The model without memory for its weights, on torch's meta device, to be counted on."""
+    config = titan_config(hf, "documents", chunk_tokens=1)
+    with torch.device("meta"):
+        return config.build()
+
+
 def head_dim_of(config: transformers.PretrainedConfig) -> int:
     """Width of one attention head; some models leave it to follow from the others."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

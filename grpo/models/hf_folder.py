@@ -1,8 +1,8 @@
 """Hugging Face model folders, before anything is loaded: find or download one, refuse what cannot be trained.
 
 A broken file is named before anything of it is loaded: a download that was broken off, a page of HTML or a pointer of
-git-lfs in place of a file, a config.json whose numbers cannot be. Left out: whether the weights are those of the
-architecture, beyond the shape of the embedding; loading finds out.
+git-lfs in place of a file, a config.json whose numbers cannot be, a tensor that is missing. Left out: values of the
+weights beyond each tensor's first row.
 """
 
 import json
@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from grpo.data.chat import open_tokenizer
-from grpo.models.families import FAMILIES
+from grpo.models.families import FAMILIES, empty_policy, family_of
 from grpo.text import one_line, shorten
 
 # What an exported model takes from the one that training started from, besides config.json: what a tokenizer reads.
@@ -32,7 +32,7 @@ MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # of a tokenizer with seve
 COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
 INDEX = "model.safetensors.index.json"
-EMBEDDING = "model.embed_tokens.weight"
+FLOATS = ("F32", "BF16", "F16")
 WAY_OUT = "copy or download it again"
 SHOWN_CHARACTERS = 300  # of a library's message
 # Of a hub model. The unwanted ones are the same weights once more, in layouts that vLLM would prefer to Hugging Face's.
@@ -249,7 +249,7 @@ def read_table(path: pathlib.Path) -> dict[str, Any]:
 
 
 def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -> None:
-    """Look at the headers of the weights: whole files, all that the index names, an embedding as config.json says.
+    """Look at the weights without reading all: whole files, all tensors of config.json's model, finite at their begin.
 
     Raises FileNotFoundError if there are none or one is missing, ValueError for one that is broken.
     """
@@ -265,14 +265,36 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
                 f"model folder {folder} has no {', '.join(missing[:3])}{' ..' if missing[3:] else ''}, which {INDEX} "
                 f"names; {WAY_OUT}"
             )
+    missing = tensors_of(config)
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                shape = tensors.get_slice(EMBEDDING).get_shape() if EMBEDDING in tensors.keys() else None  # noqa: SIM118
+                there = set(tensors.keys())
+                for name in [name for name in missing if name in there]:
+                    _check_tensor(f"{file}: {name}", tensors.get_slice(name), missing.pop(name))
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole .safetensors file ({error}); {WAY_OUT}") from error
-        if shape and shape != [config.vocab_size, config.hidden_size]:
-            raise ValueError(
-                f"{file}: {EMBEDDING} is {' x '.join(map(str, shape))}, and by config.json vocab_size x hidden_size is "
-                f"{config.vocab_size} x {config.hidden_size}; bring the config.json of these weights"
-            )
+    if missing:
+        raise ValueError(
+            f"the .safetensors files of {folder} lack {len(missing)} tensors of config.json's model, the first is "
+            f"{min(missing)}; {WAY_OUT}"
+        )
+
+
+def tensors_of(config: transformers.PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor that a folder must have, counted on the model's module without memory."""
+    module = empty_policy(config)
+    named = family_of(config).names(module.config, None).to_hf(module.state_dict())
+    return {name: tensor.shape for name, tensor in named.items()}
+
+
+def _check_tensor(name: str, part: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for a tensor of another shape, or with values that are not finite in its first row."""
+    found = part.get_shape()
+    if found != list(shape):
+        raise ValueError(
+            f"{name} is {' x '.join(map(str, found))}, and by config.json {' x '.join(map(str, shape))}; bring the "
+            "config.json of these weights"
+        )
+    if part.get_dtype() in FLOATS and not part[:1].isfinite().all():
+        raise ValueError(f"{name} holds NaN or infinite values; the training that wrote it went wrong, {WAY_OUT}")

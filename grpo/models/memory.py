@@ -11,13 +11,12 @@ import json
 import math
 from dataclasses import dataclass, replace
 
-import torch
 import transformers
 from torch import nn
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
-from grpo.models.families import family_of, head_dim_of, titan_config
+from grpo.models.families import empty_policy, family_of, head_dim_of
 
 # float32 weights and gradients, and AdamW's two moments
 STATE_BYTES = 16
@@ -49,9 +48,7 @@ def sizes_of(hf: transformers.PretrainedConfig) -> Sizes:
 @functools.lru_cache
 def _sizes_of(config: str, kind: type[transformers.PretrainedConfig]) -> Sizes:
     hf = kind(**json.loads(config))
-    titan = titan_config(hf, "documents", chunk_tokens=1)
-    with torch.device("meta"):
-        module = titan.build()
+    module = empty_policy(hf)
     blocks, places = list(module.layers.values()), family_of(hf).linears
     return Sizes(
         parameters=_numel(module),

@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from grpo.config import MetricsConfig
 from grpo.report.samples import completion_records, describe, finite_or_none, spread_by_reward
 from grpo.report.warnings import Watch
-from grpo.text import compact_duration, compact_number, printable
+from grpo.text import compact_duration, compact_number, printable, reason_of
 from grpo.types import Rollout
 
 # Metric and how the console line shows it; padded to the usual width, numbers of successive lines mostly line up. The
@@ -189,8 +189,8 @@ def drop_steps_after(path: pathlib.Path, step: int) -> None:
 def open_wandb(project: str, run_dir: pathlib.Path, start_step: int, config: dict[str, Any] | None) -> Any:
     """Return a run of Weights & Biases, the same one again if it is resumed; None without a project.
 
-    With WANDB_MODE=offline everything stays in `RUN_DIR/wandb`, for `wandb sync` later. Raises wandb's own error if it
-    cannot log in.
+    With WANDB_MODE=offline everything stays in `RUN_DIR/wandb`, for `wandb sync` later. Raises ValueError if it cannot
+    log in.
     """
     if not project:
         return None
@@ -200,15 +200,21 @@ def open_wandb(project: str, run_dir: pathlib.Path, start_step: int, config: dic
     id_file.parent.mkdir(exist_ok=True)
     if start_step == 0 or not id_file.is_file():
         id_file.write_text(secrets.token_hex(8))
-    run = wandb.init(
-        project=project,
-        id=id_file.read_text(),
-        name=run_dir.name,
-        dir=str(run_dir),
-        config=config,
-        resume="allow",
-        settings=wandb.Settings(silent=True, console="off"),  # the console line is the log's own
-    )
+    try:
+        run = wandb.init(
+            project=project,
+            id=id_file.read_text(),
+            name=run_dir.name,
+            dir=str(run_dir),
+            config=config,
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off"),  # the console line is the log's own
+        )
+    except wandb.Error as error:
+        raise ValueError(
+            f"metrics.wandb_project={project!r}: {reason_of(error)}; log in with `wandb login`, set WANDB_MODE=offline "
+            "to log into the run folder, or leave the project empty"
+        ) from error
     # an axis of its own, because wandb drops what a resumed run repeats on its built-in one
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

@@ -30,7 +30,7 @@ LOAD_SECONDS = 60.0
 CLOSE_SECONDS = 60.0
 
 
-class RewardError(RuntimeError):
+class RewardError(ValueError):
     """No completion of a step got a value from a reward function."""
 
 

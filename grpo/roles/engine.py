@@ -19,6 +19,8 @@ from grpo.roles.shared_memory import remove_shared_memory, replica_name
 CPU_KV_CACHE_GIB = 1 / 16
 # Attention on a CPU goes through whole blocks: 160 tokens are sampled 1.3 times as fast as with vLLM's default, 128
 CPU_BLOCK_TOKENS = 32
+# Those of vLLM's CPUAttentionBackend
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Into how many parts FlashAttention 3 may split a sequence's keys in decoding: fewer than vLLM's 32 samples 3 % more
 # tokens with 256 sequences and 4 % with 4 long ones (Qwen3-0.6B, one H200)
 DECODE_SPLITS = 8
@@ -27,6 +29,18 @@ DECODE_SPLITS = 8
 WHOLE_PROMPTS, NO_DRAFTS = "must prefill prompts whole", "samples drafted tokens at a wrong temperature"
 WRONG_ON_CPU = dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens"), WHOLE_PROMPTS)
 WRONG_ON_CPU |= dict.fromkeys(("speculative_config", "spec_method", "spec_model"), NO_DRAFTS)
+
+
+def check_engine(config: GeneratorConfig, head_dim: int) -> None:
+    """Raise ValueError for what this machine's vLLM cannot do or gets wrong. Nothing is imported for it."""
+    if torch.cuda.is_available():
+        return
+    for name in config.engine:
+        if name in WRONG_ON_CPU:
+            raise ValueError(f"generator.engine {name} needs a GPU: vLLM's CPU backend {WRONG_ON_CPU[name]}")
+    if head_dim not in CPU_HEAD_DIMS:
+        there = ", ".join(map(str, CPU_HEAD_DIMS))
+        raise ValueError(f"the model has head_dim={head_dim}, and vLLM's CPU backend only {there}; make one of these")
 
 
 def import_vllm(roles: Roles) -> None:
@@ -38,8 +52,7 @@ def import_vllm(roles: Roles) -> None:
 def start_engine(config: GeneratorConfig, model: ModelConfig, data: DataConfig, seed: int, folder: str, roles: Roles):
     """This rank's part of its replica's `vllm.LLM`; seconds on a CPU, 20 to 95 on a GPU.
 
-    Collective over the replica, colocated over all ranks. Raises ValueError for options that this machine's vLLM gets
-    wrong.
+    Collective over the replica, colocated over all ranks.
     """
     max_tokens = data.max_prompt_tokens + config.max_completion_tokens
     inductor_cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -48,6 +61,7 @@ def start_engine(config: GeneratorConfig, model: ModelConfig, data: DataConfig, 
             load_tokenizer(folder, data).save_pretrained(tokenizer_folder)
             shutil.copy(pathlib.Path(folder) / "config.json", tokenizer_folder)
         llm = _new_engine(config, model.dtype, max_tokens, seed, folder, tokenizer_folder, roles)
+    llm.llm_engine.engine_core._finalizer.atexit = False  # a notebook's end would destroy groups that are gone by then
     if inductor_cache:  # vLLM moved it to a folder of its own, where a trainer on this rank would start anew
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_cache
     remove_shared_memory(replica_name(roles.replicas[roles.replica][0]))  # all ranks of the replica have joined
@@ -77,9 +91,6 @@ def _new_engine(
             return super().execute_model(*arguments, **options)
 
     on_cpu = roles.device.type == "cpu"
-    for name in options.engine if on_cpu else ():
-        if name in WRONG_ON_CPU:
-            raise ValueError(f"generator.engine {name} needs a GPU: vLLM's CPU backend {WRONG_ON_CPU[name]}")
     defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
     defaults |= {"max_num_seqs": options.max_num_seqs}
     if on_cpu:

@@ -154,7 +154,8 @@ class Driver:
         config, flight = self.config, self.flight
         if not config.sampling.dynamic:
             flight.everything = self.scorer.collect()
-        check_all_failed(flight.everything)
+        with refuse_bad_input():
+            check_all_failed(flight.everything)
         return flight.rollouts()
 
     @on_driver_for_learners

@@ -7,9 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import RunConfig
+from grpo.config.user_files import near_miss
 from grpo.data.encode import Encoded
 from grpo.data.prepare import (
     load_chat_sources,
@@ -27,13 +30,16 @@ from grpo.environments.serving import serving_template
 from grpo.environments.tools import load_toolboxes
 from grpo.folder.resume import resumed_stream
 from grpo.models import hf_folder
+from grpo.models.families import head_dim_of
 from grpo.models.hf_folder import ChatForm
+from grpo.report.rollout_metrics import evaluation_metrics_of_sets
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS
+from grpo.roles.engine import check_engine
 from grpo.roles.episodes import call_style, turns_of
 from grpo.run.scorer import Scorer
 from grpo.run.session import Session
-from grpo.types import Prompt
+from grpo.types import Completion, Prompt, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +64,7 @@ def read_grpo(session: Session) -> PromptStream:
     if evaluates:
         session.eval_prompts = held_out_prompts(session)
     session.scorer = Scorer(config, session.model_folder, session.tokenizer)
-    check_environment(session)
+    check_generation(session)
     session.form = learned_form(config, session.tokenizer)
     return stream
 
@@ -112,7 +118,7 @@ def read_evaluation(session: Session, end_token_ids: Sequence[int] = ()) -> None
             f"rewards get from data.answer_column={data.answer_column} and data.columns: {error}"
         ) from error
     session.scorer = Scorer(config, session.model_folder, session.tokenizer, end_token_ids)
-    check_environment(session)
+    check_generation(session)
 
 
 def held_out_prompts(session: Session) -> list[Prompt]:
@@ -141,6 +147,25 @@ def tools_of(config: RunConfig) -> dict[str, list[dict[str, Any]]]:
     """The tools of each environment as the chat template gets them, JSON schemas, by its name; none without one."""
     toolboxes = load_toolboxes(config.environment) if config.environment.enabled else {}
     return {name: toolbox.schemas for name, toolbox in toolboxes.items()}
+
+
+def check_generation(session: Session) -> None:
+    """Refuse an engine, an environment or a metric for the best checkpoint that would fail later."""
+    config = session.config
+    check_engine(config.generator, head_dim_of(hf_folder.read_hf_config(session.model_folder)))
+    check_environment(session)
+    if best := config.checkpoint.keep_best.removeprefix("eval/"):
+        scorer, num_samples = session.scorer, config.evaluation.num_samples
+        empty = Completion.of(torch.zeros(1).long(), torch.zeros(1), truncated=False)
+        made_up = [Rollout(prompt, empty, "") for prompt in session.eval_prompts]
+        settings = num_samples, scorer.pass_function, scorer.answer_format
+        metrics = evaluation_metrics_of_sets(made_up, made_up * num_samples, *settings)
+        names = [name.removeprefix("eval/") for name in metrics]
+        if best not in names:
+            raise ValueError(
+                f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, names)}: "
+                f"{', '.join(names)}"
+            )
 
 
 def check_environment(session: Session) -> None:

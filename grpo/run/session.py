@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
-from grpo.config.user_files import near_miss
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
 from grpo.folder import checkpoint
@@ -37,7 +36,7 @@ from grpo.run.scorer import Scorer, check_version
 from grpo.run.step_timer import StepTimer, profile_step
 from grpo.types import Completion, Prompt
 from grpo.watch.failures import BadInput, refuse_bad_input, set_place
-from grpo.watch.stopping import forget_old_stop, obey_stop, stop_reason
+from grpo.watch.stopping import forget_old_stop, obey_stop, repeat_behind_launcher, stop_reason
 from grpo.watch.watchdog import watched
 
 if TYPE_CHECKING:
@@ -139,7 +138,8 @@ class Session:
         forget_old_stop(config.run_dir)
         self.last_line = f"done; everything is in {config.run_dir}"
         told = replace(config, algorithm=config.algorithm.resolved) if isinstance(config, GRPOConfig) else config
-        self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(told))
+        with refuse_bad_input():  # Weights & Biases may not let it in
+            self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(told))
         self.num_skipped = 0  # in a row
         return Start(
             step=step,
@@ -247,13 +247,6 @@ class Session:
                 self.run_log.evaluation_completions(step, kind, scored[kind], texts)
         scorer, num_samples = self.scorer, self.config.evaluation.num_samples
         metrics = evaluation_metrics_of_sets(*scored.values(), num_samples, scorer.pass_function, scorer.answer_format)
-        names = [name.removeprefix("eval/") for name in metrics]
-        best = self.config.checkpoint.keep_best.removeprefix("eval/")
-        if best and best not in names:
-            raise ValueError(
-                f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, names)}: "
-                f"{', '.join(names)}"
-            )
         self.run_log.log_held_out(step, metrics)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -294,6 +287,7 @@ class Session:
         self.run_log.close()
         os.close(self.lock)
         print(self.last_line, flush=True)
+        repeat_behind_launcher(self.last_line)
 
 
 def open_model_folder(

@@ -8,12 +8,16 @@ begins, and one line says so. Left out: how a signal at another rank reaches the
 import os
 import pathlib
 import signal
+import subprocess
 
 from grpo.workers import kernel
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOP_FILE = "stop"
 STOP_VARIABLE = "GRPO_STOP_FILE"  # of launch scripts, which do not know the run folder
+
+# Waits for the process $1, which may be dead and not yet waited for, and prints $2.
+LAST_WORD = 'while grep -qs "^State:.[^ZX]" /proc/$1/status; do sleep 0.05; done; echo "$2"'
 
 _asked: list[str] = []  # names of signals, the first is the reason
 
@@ -47,6 +51,15 @@ def obey_stop(reason: str, step: int, run_dir: str) -> str:
         path.unlink(missing_ok=True)
     saved = f"saved after step {step}" if step else "before the first step, nothing is saved"
     return f"stopped by {reason}, {saved}; everything is in {run_dir}, continue with the same command and --resume"
+
+
+def repeat_behind_launcher(line: str) -> None:
+    """Print a line again when torchrun has ended, if a signal stopped the run.
+
+    torchrun's traceback about that signal would otherwise be the last thing on the screen.
+    """
+    if launched_by_torchrun() and _asked and _asked[0] in signal.Signals.__members__:
+        subprocess.Popen(["sh", "-c", LAST_WORD, "sh", str(os.getppid()), line], start_new_session=True)
 
 
 def launched_by_torchrun() -> bool:

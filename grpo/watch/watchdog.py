@@ -274,6 +274,8 @@ class Watchdog:
     def _end_by(self, number: signal.Signals, line: str) -> None:
         if self.roles.is_driver:
             print(line, file=self.stdout, flush=True)
+            stopping.ask_to_stop(number.name)
+            stopping.repeat_behind_launcher(line)
         else:
             self.tell_end(failed=False)
             time.sleep(TICK_SECONDS)  # torchrun ends all at the first exit; let the driver print

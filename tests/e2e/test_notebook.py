@@ -17,3 +17,4 @@ def test_the_example_for_notebooks():
     # both loops took their two steps
     assert len(re.findall(r"^step [12]/2 ", output, re.MULTILINE)) == 4
     assert "grad" in output
+    assert output.splitlines()[-1].startswith("done; everything is in ")  # nothing is said behind it

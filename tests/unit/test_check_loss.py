@@ -33,6 +33,12 @@ def pulls_to_certainty(inputs, config):
 
 def no_minus(inputs, config):
     return ratios(inputs) * inputs.advantages_BT, {}
+
+def no_metrics(inputs, config):
+    return -ratios(inputs) * inputs.advantages_BT
+
+def unpacks(inputs, config):
+    logprobs, advantages = inputs
 """
 
 
@@ -40,7 +46,7 @@ def failing_checks(loss: str, capsys: pytest.CaptureFixture) -> set[str]:
     code = check_loss.main([loss])
     lines = capsys.readouterr().out.splitlines()
     failing = {line.removeprefix("FAILS  ") for line in lines if line.startswith("FAILS")}
-    assert code == bool(failing) and sum(line.startswith(("holds", "FAILS")) for line in lines) == 5
+    assert code == bool(failing) and sum(line.startswith(("holds", "FAILS")) for line in lines) == 4
     return failing
 
 
@@ -68,9 +74,20 @@ def test_mistakes_are_found(mistake: str, check, tmp_path: pathlib.Path, capsys:
     assert failing - ({check_loss.direction.__doc__} if mistake == "row_means" else set()) == {check.__doc__}
 
 
-def test_a_loss_that_returns_a_mean_fails(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("scalar", "one floating number per position"),
+        ("no_metrics", "return (loss_BT, dict of metrics)"),
+        ("unpacks", "mistakes.py:unpacks, line 32: TypeError: "),
+        ("none", "has no function 'none'"),
+    ],
+)
+def test_what_a_run_would_refuse_is_one_line(mistake: str, said: str, tmp_path: pathlib.Path, capsys):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
-    assert check_loss.shapes.__doc__ in failing_checks(f"{tmp_path}/mistakes.py:scalar", capsys)
+    assert check_loss.main([f"{tmp_path}/mistakes.py:{mistake}"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("error: ") and said in line
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture):

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["--trainer.learning-rat", "1e-5"], 2, "--trainer.learning-rate"),
+        (["--trainer.learning-rat", "1e-5"], 1, "--trainer.learning-rate"),
         (["--num-steps", "0"], 1, "error: num_steps=0"),
         (["configs/nothing.py"], 1, "error: recipe configs/nothing.py does not exist"),
         (["--help"], 0, "usage: train_"),

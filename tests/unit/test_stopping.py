@@ -1,6 +1,7 @@
 """How a run is asked to stop and what it answers; how the processes of one start find each other."""
 
 import datetime
+import pathlib
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from grpo.roles.process_groups import meet
 from grpo.watch import stopping
+from tests.torchrun import finish, start_python
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +78,25 @@ def test_a_rank_that_does_not_start_is_named():
     store = dist.HashStore()
     with pytest.raises(TimeoutError, match=r"^of 2 ranks, these did not start within 0 s: 1$"):
         meet(store, 0, 2, datetime.timedelta(seconds=0.1))
+
+
+CTRL_C = """
+import os, signal, time
+from grpo.watch import stopping
+
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(1)
+stopping.ask_to_stop("SIGINT")
+stopping.repeat_behind_launcher("continue with --resume")
+"""
+
+
+def test_behind_the_traceback_of_torchrun_stands_how_to_go_on(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLD_STARTS", "1")
+    (tmp_path / "program.py").write_text(CTRL_C)
+    process = start_python("-m", "torch.distributed.run", "--standalone", tmp_path / "program.py")
+    result = finish(process, deadline=60)
+    assert result.returncode and "SignalException" in result.stdout
+    assert result.stdout.splitlines()[-1] == "continue with --resume"
