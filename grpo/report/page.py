@@ -69,7 +69,7 @@ def add_tokens(records: list[dict[str, Any]], batch: TrainBatch, spell: Callable
         for name, field in LOGPROBS.items():
             if (values_N := getattr(batch, field)) is not None:
                 pairs = zip(values_N[start:end].tolist(), mask_T.tolist(), strict=True)
-                logprobs[name] = [round(value, 4) if known else None for value, known in pairs]
+                logprobs[name] = [round(value, 3) if known else None for value, known in pairs]
         record["tokens"] = {
             "texts": spell(batch.ids_N[start:end].tolist()),
             "sampled": sampled_N[start:end].int().tolist(),
@@ -107,4 +107,4 @@ def speller(models: list[str]) -> Callable[[list[int]], list[str]] | None:
 
 
 def _packed(value: Any) -> str:
-    return base64.b64encode(gzip.compress(json.dumps(value).encode())).decode()
+    return base64.b64encode(gzip.compress(json.dumps(value).encode(), 6)).decode()

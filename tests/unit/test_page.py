@@ -135,6 +135,19 @@ def test_a_token_shows_its_log_probs_and_whether_it_is_in_the_loss(recorded_run,
     assert not page.run("document.getElementById('no-tokens').hidden === false")
 
 
+def test_without_a_recorded_batch_there_are_texts_turn_by_turn_of_held_out_prompts_too(tmp_path, browser):
+    turns = [{"text": "5?", "tokens": 2, "answers": ["higher"]}, {"text": "7", "tokens": 1, "answers": []}]
+    record = {"step": 1, "row": 0, "completion": "5?higher7", "reward": 1.0, "advantage": 0.0, "num_tokens": 3}
+    write_run(tmp_path, [record | {"episode": {"turns": turns, "ended_by": "done"}}])
+    (tmp_path / "evaluation.jsonl").write_text(json.dumps(RECORD | record | {"kind": "greedy"}) + "\n")
+    page = opened(browser, tmp_path)
+    steps = page.run("[...document.querySelectorAll('#step option')].map((option) => option.textContent)")
+    assert steps == ["step 1, trained on, 1", "step 1, greedy, 1"]
+    parts = page.run("[...document.querySelectorAll('#detail summary')].map((part) => part.textContent)")
+    assert parts == ["prompt  1+2=", "model, 2 tokens  5?", "environment  higher", "model, 1 token  7"]
+    assert not page.run("document.getElementById('no-tokens').hidden") and page.run("legend.hidden")
+
+
 def test_what_models_write_stays_text_and_nothing_is_loaded(tmp_path, browser):
     record = {
         "step": 1,
