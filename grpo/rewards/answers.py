@@ -4,7 +4,6 @@ Which number a text is stands in numbers.py, what an expression is in latex.py. 
 the answer is not the same. Reading takes one pass: nothing but braces or tags takes no quadratic time.
 """
 
-import functools
 import re
 from fractions import Fraction
 
@@ -27,11 +26,12 @@ _JOINED = re.compile(r"[\s,;$.*]*+(?:and|/)?[\s,;$.*]*+|[^.!?\n]*\bor\b[^.!?\n]*
 # So many characters are looked at on each side of a box, and behind an answer for what takes it back.
 _BESIDE_CHARACTERS, _BEHIND_CHARACTERS = 50, 400
 _UNSEEN = re.compile(
-    r"\\(?:left|right|displaystyle|q?quad|begin ?\{[a-z]+\*?\})(?![a-zA-Z])|(?<!\\)(?:\\[()\[\],;: ]|\$)|[*~&#`]"
+    r"\\(?:left|right|displaystyle|q?quad|begin ?\{[a-z]+\*?\})(?![a-zA-Z])|(?<!\\)(?:\\[()\[\],;: ]|\$)"
+    r"|(?<!~)~(?!~)|[*&#`]"
 )
 _SENTENCE_END = re.compile(r"[.!?]\s+|\n\s*")
 _TAKEN_BACK = re.compile(
-    r"\b(?:not?|wait|wrong|incorrect|mistaken?|actually|correction|sorry|hmm+)\b|n['’]t\b|\A\W*(?:or|maybe|perhaps)\b",
+    r"\b(?:not?|wait|wrong|incorrect|mistaken?|actually|correction|sorry|hmm+)\b|n['’]t\b|\A[\W\d]*\b(?:or|maybe|perhaps|and\W+\d)",
     re.IGNORECASE,
 )
 # Words beside a box that change what is in it.
@@ -41,13 +41,13 @@ _WORD = rf"(?<![\\\w'’])(?!(?i:{_CHANGING.replace(' ', '|')})\b)[^\W\d_]"
 _ARROW = r"[-=]>|[→⇒∴]|\\(?:implies|iff|therefore|to|in|(?:[Ll]ong)?[Rr]ightarrow)(?![a-zA-Z])"
 # What may stand before and behind a box without being part of it, and the sign and the unit that are.
 _BEFORE = re.compile(
-    rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|[:.,;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}|{_WORD}{{2,}})\s*"
+    rf"(?:\A|\n|(?<![!<>])=|(?<![0-9]):|(?<![0-9]),\s|[:.;!?]\s|\\\\|(?=≈|\\approx)|{_ARROW}|(?!and\b){_WORD}{{2,}})\s*"
     r"(?P<sign>-|≈|\\approx(?![a-zA-Z])|\\\$|)\s*\Z"
 )
 _BEHIND = re.compile(
     rf"(?:[ ^{{]*(?P<unit>\\?%|(?:°|\\circ\b)[ }}]*[CF]?\b|(?!in\b){_WORD}+(?:/[a-z]+)?\b(?:\^\{{?[0-9]\}}?)?))?\s*"
-    rf"(?:\Z|\n|[.,;:?)}}\"”。，](?![0-9])|(?<=\s)!|[—\u2600-\u27bf\U0001f300-\U0001faff]| \([a-zA-Z]{{2}}|<[/|]"
-    rf"|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{_WORD}{{2,}})"
+    rf"(?:\Z|\n|[.;:?)}}\"”。](?![0-9])|[,，](?!\s*[0-9])|(?<=\s)!|[—\u2600-\u27bf\U0001f300-\U0001faff]"
+    rf"| \([a-zA-Z]{{2}}|<[/|]|\\\\|\\(?:end|tag|qed|(?:black)?square)\b|{_ARROW}|{_WORD}{{2,}})"
 )
 
 Span = tuple[int, int, str]  # start, end, content
@@ -214,7 +214,8 @@ def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bo
             return False
         integers = found.value.denominator == expected.value.denominator == 1
         exact = integers or found.is_rounded or expected.is_rounded
-        return abs(found.value - expected.value) <= (0 if exact else _exactly(tolerance) * abs(expected.value))
+        # the tolerance as it is written: a millionth, and not the float next to it
+        return abs(found.value - expected.value) <= (0 if exact else Fraction(str(tolerance)) * abs(expected.value))
     if expected and expected.has_known_unit:
         return False
     if _text(given, latex) == _text(reference, latex):
@@ -241,8 +242,3 @@ def _last_side(text: str) -> tuple[str, str]:
 def _text(text: str, latex: bool) -> str:
     """What is compared as text: without blanks around signs, and without the case of words."""
     return _CASELESS[latex].sub(lambda match: match[0].casefold(), _AROUND_SIGNS.sub(r"\1", text))
-
-
-@functools.cache
-def _exactly(tolerance: float) -> Fraction:
-    return Fraction(str(tolerance))  # a millionth, and not the float next to it

@@ -44,6 +44,8 @@ def same_expression(given: str, reference: str, tolerance: float) -> bool:
     """
     if _shape(given) != _shape(reference) or not _has_one_case(f"{given} {reference}"):
         return False
+    if _has_division(given) and not _has_division(reference):
+        return False
     expected = parse_expression(reference)
     found = None if expected is None else parse_expression(given)
     equal = found is not None and _within_seconds(_equal, found, expected, tolerance)
@@ -123,6 +125,12 @@ def _has_one_case(text: str) -> bool:
     return len({symbol.lower() for symbol in symbols}) == len(symbols)
 
 
+def _has_division(text: str) -> bool:
+    """Whether a fraction of digits is not in lowest terms; the parser makes a number of it."""
+    fractions = re.findall(r"\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}", text)
+    return any(math.gcd(int(top), int(bottom)) > 1 or int(bottom) == 1 for top, bottom in fractions)
+
+
 def _letters(text: str) -> list[str]:
     """The letters that stand together in a text, in order of the alphabet, except for commands."""
     return sorted(re.findall("[a-zA-Z]+", _COMMAND.sub(" ", _MATRIX.sub(" ", text))))
@@ -186,8 +194,10 @@ def _work(expression: Any) -> set[str]:
     with sympy.evaluate(False):
         written = expression.xreplace({power: sympy.Symbol("ten") for power in powers if power.base == 10})
     sizes = [len(_COUNTED.findall(str(form))) for form in (written, written.doit())]
-    squared = any(power.is_number and power.base.is_Add and power.exp != -1 for power in powers)
-    return kinds | {"arithmetic"} if squared or sizes[1] < sizes[0] else kinds
+    worked_out = [
+        power.exp == -1 or power.base.is_NumberSymbol or power.base == 10 for power in powers if power.is_number
+    ]
+    return kinds if all(worked_out) and sizes[1] >= sizes[0] else kinds | {"arithmetic"}
 
 
 def _equal(given: Any, reference: Any, tolerance: float) -> bool:
