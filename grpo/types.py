@@ -32,8 +32,6 @@ class Prompt:
     """Name of its source or held-out set; empty where there is only one."""
     content: str | list[dict[str, Any]] = ""
     """The prompt as the data has it: a text, or a list of messages."""
-    expected_tokens: float = 0.0
-    """Of one completion, by what is known of its row; 0 if nothing is. Only order and balance follow from it."""
 
 
 @dataclass(frozen=True, eq=False)

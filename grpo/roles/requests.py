@@ -1,11 +1,11 @@
 """What each replica samples, in which order and with which seeds: by counts alone, so that every rank finds the same.
 
-Order and balance follow from how long completions of a prompt are expected to be, `Prompt.expected_tokens`. They do not
-change what is sampled: a completion's seed belongs to it, wherever and whenever it is sampled. (Where a batch's size
-changes the order of additions, as in bfloat16 on a GPU, its last digits may.)
+None of this changes what is sampled: a completion's seed belongs to it, wherever and whenever it is sampled. (Where a
+batch's size changes the order of additions, as in bfloat16 on a GPU, its last digits may.)
 """
 
 import heapq
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,59 +32,33 @@ class Request:
 
 
 def share_out(requests: Requests, group_size: int, num_replicas: int) -> list[list[Request]]:
-    """Each replica's part of a step's completions, in the order in which it begins them: the longest first.
+    """Each replica's part of a step's completions, in the order in which it begins them, which is that of the prompts.
 
-    Replicas get equal numbers of expected tokens, and groups whole as far as that allows, because a group shares the
-    computation of its prompt. If groups may be left, every group whole, and first those that were begun before.
+    Replicas get equal numbers, to the nearest, of neighbouring completions: a group shares the computation of its
+    prompt. If groups may be left, they get whole groups in turns, first those that were begun before.
     """
-    costs = [prompt.expected_tokens or 1.0 for prompt in requests.prompts]
-    if not group_size:  # an evaluation without samples
-        return [[] for _ in range(num_replicas)]
     if requests.begun or requests.num_left:
-        return _whole_groups(requests, costs, group_size, num_replicas)
-    return _split(costs, group_size, num_replicas)
+        return _whole_groups(requests, group_size, num_replicas)
+    total = len(requests.prompts) * group_size
+    edges = [total * replica // num_replicas for replica in range(num_replicas + 1)]
+    return [_between(start, end, group_size) for start, end in itertools.pairwise(edges)]
 
 
-def _split(costs: list[float], group_size: int, num_replicas: int) -> list[list[Request]]:
-    """Longest processing time first (Graham 1969), as far as a group fits into the equal share; then parts of groups.
-
-    Equal to the nearest completion.
-    """
-    share = sum(costs) * group_size / num_replicas
-    loads, requests, left = [0.0] * num_replicas, [[] for _ in range(num_replicas)], []
-
-    def give(prompt: int, first: int, count: int, replica: int) -> None:
-        requests[replica].append(Request(prompt, first, count))
-        loads[replica] += count * costs[prompt]
-
-    for prompt in _longest_first(costs):
-        replica = loads.index(min(loads))
-        if loads[replica] + group_size * costs[prompt] <= share + costs[prompt] / 2:
-            give(prompt, 0, group_size, replica)
-        else:
-            left.append(prompt)
-    for prompt in left:
-        first = 0
-        while first < group_size:
-            replica = loads.index(min(loads))
-            fit = max(1, round((share - loads[replica]) / costs[prompt]))
-            give(prompt, first, min(fit, group_size - first), replica)
-            first += requests[replica][-1].count
-    return [sorted(of_replica, key=lambda r: -costs[r.prompt]) for of_replica in requests]
+def _between(start: int, end: int, group_size: int) -> list[Request]:
+    """The completions from one to another, group after group."""
+    requests = []
+    while start < end:
+        prompt, first = divmod(start, group_size)
+        requests.append(Request(prompt, first, min(group_size - first, end - start)))
+        start += requests[-1].count
+    return requests
 
 
-def _whole_groups(requests: Requests, costs: list[float], group_size: int, num_replicas: int) -> list[list[Request]]:
-    """Longest processing time first; a completion that was begun counts as one that was not."""
+def _whole_groups(requests: Requests, group_size: int, num_replicas: int) -> list[list[Request]]:
     prompts, begun = requests.prompts, requests.begun
-    groups = [_requests_of(number, prompt, group_size, begun) for number, prompt in enumerate(prompts)]
-    group_costs = [costs[number] * sum(r.count for r in group) for number, group in enumerate(groups)]
-    loads, shares = [0.0] * num_replicas, [[] for _ in range(num_replicas)]
-    for number in _longest_first(group_costs):
-        replica = loads.index(min(loads))
-        shares[replica].append(number)
-        loads[replica] += group_costs[number]
-    is_fresh = [prompt.index * group_size not in begun for prompt in prompts]
-    return [[r for number in sorted(share, key=is_fresh.__getitem__) for r in groups[number]] for share in shares]
+    order = sorted(range(len(prompts)), key=lambda number: prompts[number].index * group_size not in begun)
+    groups = [_requests_of(number, prompts[number], group_size, begun) for number in order]
+    return [[r for group in groups[replica::num_replicas] for r in group] for replica in range(num_replicas)]
 
 
 def _requests_of(number: int, prompt: Prompt, group_size: int, begun: dict[int, list[int] | None]) -> list[Request]:
@@ -94,10 +68,6 @@ def _requests_of(number: int, prompt: Prompt, group_size: int, begun: dict[int, 
         return [Request(number, 0, group_size)]
     so_far = [begun[first + i] for i in range(group_size)]
     return [Request(number, i, 1, ids) for i, ids in enumerate(so_far) if ids is not None]
-
-
-def _longest_first(costs: list[float]) -> list[int]:
-    return sorted(range(len(costs)), key=lambda i: -costs[i])
 
 
 def one_by_one(requests: list[Request]) -> list[Request]:

@@ -50,8 +50,7 @@ class Driver:
         with refuse_bad_input():
             self.stream = read_grpo(session)
             self.scorer, state = session.scorer, session.saved_state
-            settings = config.sampling, config.prompts_per_step, config.group_size
-            self.flight = Flight(*settings, keeps_rows=not config.data.streaming)
+            self.flight = Flight(config.sampling, config.prompts_per_step, config.group_size)
             if "flight" in state:
                 self.flight.load(state["flight"], read_driver_tensors(session.checkpoint))
         return session.start(f"{describe_roles(config)} ranks")

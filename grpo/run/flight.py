@@ -33,7 +33,6 @@ Draws = Callable[[int], list[Prompt]]
 """Number -> so many further prompts."""
 Scores = Callable[[list[Prompt], list[Completion]], list[Rollout]]
 """Prompts and their completions -> rollouts; with dynamic sampling, their rewards are there."""
-ALL_ROWS = ""
 TENSORS = ("header", "temperatures", "pieces", "ids", "loss_mask", "logprobs", "episodes")
 
 
@@ -52,10 +51,9 @@ class Group:
 class Flight:
     """The buffer, and what the step at hand took out of it."""
 
-    def __init__(self, sampling: SamplingConfig, prompts_per_step: int, group_size: int, keeps_rows: bool):
-        """keeps_rows: lengths are remembered row by row; rows of streamed data would be too many."""
+    def __init__(self, sampling: SamplingConfig, prompts_per_step: int, group_size: int):
+        """Nothing is in flight."""
         self.sampling, self.prompts_per_step, self.group_size = sampling, prompts_per_step, group_size
-        self.lengths = Lengths(keeps_rows)
         self.groups: list[Group] = []
         self.work = Work()
         """What sampling did of what it could have done, since the last step was full."""
@@ -81,8 +79,7 @@ class Flight:
         if num_complete >= num_groups:
             return None
         begun = {c.index: None if c.ended else c.ids_T.tolist() for group in groups for c in group.completions}
-        prompts = self.lengths.expect([group.prompt for group in groups])
-        return Requests(prompts, begun, num_left=len(self.groups) - num_groups)
+        return Requests([group.prompt for group in groups], begun, num_left=len(self.groups) - num_groups)
 
     def add(self, completions: Sequence[Completion], requests: Requests, work: Work) -> None:
         """Take in what was sampled on request: whole completions, or how those that were begun go on."""
@@ -138,9 +135,7 @@ class Flight:
         self.groups = [group for group in self.groups if group not in complete]
         self.taken += complete
         self.num_rounds += 1
-        prompts, completions = [group.prompt for group in complete], completions_of(complete)
-        self.lengths.record(prompts, completions)
-        return prompts, completions
+        return [group.prompt for group in complete], completions_of(complete)
 
     def score(self, rollouts: list[Rollout]) -> None:
         """The rollouts of the last `take`: with dynamic sampling, their rewards say whether the step is full."""
@@ -187,7 +182,6 @@ class Flight:
         return {
             "groups": [[asdict(group.prompt), len(group.completions)] for group in self.groups],
             "work": asdict(self.work),
-            "lengths": self.lengths.of_row,
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -197,7 +191,6 @@ class Flight:
 
     def load(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Undo `state` and `tensors`. Raises ValueError if the two do not fit together."""
-        self.lengths.of_row = state["lengths"]
         self.work = Work(**state["work"])
         wanted = sum(count for _, count in state["groups"])
         completions = unflatten_completions(*(tensors[name] for name in TENSORS)) if wanted and tensors else []
@@ -228,34 +221,3 @@ def join(before: Completion | None, further: Completion | None, index: int) -> C
     if last.version == first.version:  # no sync in between: one stretch
         return replace(further, pieces=(*earlier, last.then(first), *later))
     return replace(further, pieces=before.pieces + further.pieces)
-
-
-class Lengths:
-    """How long the completions of each row were, which is what the next ones of the row are expected to be."""
-
-    def __init__(self, keeps_rows: bool):
-        self.keeps_rows = keeps_rows
-        self.of_row: dict[str, list[int]] = {ALL_ROWS: [0, 0]}
-        """Completions and their tokens, of each row and of all; fit for JSON."""
-
-    def expect(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """The prompts with the mean length of their row's completions, of all rows' where it has none; 0 at first."""
-        expected = []
-        for prompt in prompts:
-            count, tokens = self.of_row.get(_key(prompt), self.of_row[ALL_ROWS])
-            expected.append(replace(prompt, expected_tokens=tokens / count if count else 0.0))
-        return expected
-
-    def record(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
-        """Add completions that are whole, group after group."""
-        group_size = len(completions) // len(prompts)
-        for number, completion in enumerate(completions):
-            prompt = prompts[number // group_size]
-            for key in {ALL_ROWS, _key(prompt)} if self.keeps_rows and prompt.row >= 0 else {ALL_ROWS}:
-                count, tokens = self.of_row.get(key, (0, 0))
-                self.of_row[key] = [count + 1, tokens + completion.num_tokens]
-
-
-def _key(prompt: Prompt) -> str:
-    """A row's name for JSON; a source's name has no space."""
-    return f"{prompt.row} {prompt.source}".rstrip()

@@ -1,4 +1,4 @@
-"""Sampling with long tails: prompts as drawn, the longest first, and with groups that go on in the next step.
+"""Sampling with long tails: groups as drawn, and with groups that go on in the next step.
 
     python tests/bench/tails.py [--shape qwen3-0.6b] [--prompts 32] [--group-size 8] [--tokens 1024] [--slots 256 64]
         [--carry-over 8] [--steps 6] [--gib 20]
@@ -6,9 +6,9 @@
 
 On a GPU (5 minutes), and on a CPU (1). The variants take turns within one engine, which decodes `--slots` sequences at
 once. A completion's length is forced, and the same in every variant: log-normal, with a median of a fifth of
-`--tokens`, a spread of 0.6 between prompts, which the longest first knows, and of 0.5 within a group, which nobody
-knows. Weights stay. A row of the table is the median (lowest to highest) step after the first two; `tail` is what
-`sampling/tail_frac` says of all of them, `groups/s` what the trainers get.
+`--tokens`, a spread of 0.6 between prompts and of 0.5 within a group. Weights stay. A row of the table is the median
+(lowest to highest) step after the first two; `tail` is what `sampling/tail_frac` says of all of them, `groups/s` what
+the trainers get.
 """
 
 import argparse
@@ -18,13 +18,12 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import replace
 
 from speed import ROOT, checkpoint, report, run_child, spread
 
 BETWEEN_PROMPTS, WITHIN_GROUPS = 0.6, 0.5
 WARM_UP_STEPS = 2  # CUDA graphs, and until as many groups are carried over as will be
-VARIANTS = ("as drawn", "longest first", "carried over")
+VARIANTS = ("as drawn", "carried over")
 
 
 def main() -> None:
@@ -119,14 +118,13 @@ def forced_lengths(slots: int, options: argparse.Namespace):
     return ForcedLengths(config.generator, config.model, config.data, config.seed, folder, [], roles)
 
 
-def median_of(prompt: int, options: argparse.Namespace) -> float:
-    return options.tokens / 5 * random.Random(f"prompt {prompt}").lognormvariate(0, BETWEEN_PROMPTS)
-
-
 def length_of(index: int, options: argparse.Namespace) -> int:
     """Tokens of a completion of the run."""
+    median = (
+        options.tokens / 5 * random.Random(f"prompt {index // options.group_size}").lognormvariate(0, BETWEEN_PROMPTS)
+    )
     factor = random.Random(f"completion {index}").lognormvariate(0, WITHIN_GROUPS)
-    return max(1, min(options.tokens, round(median_of(index // options.group_size, options) * factor)))
+    return max(1, min(options.tokens, round(median * factor)))
 
 
 class Steps:
@@ -136,9 +134,9 @@ class Steps:
         from grpo.config import SamplingConfig
         from grpo.run.flight import Flight
 
-        self.generator, self.options, self.variant = generator, options, variant
+        self.generator, self.options = generator, options
         sampling = SamplingConfig(carry_over=options.carry_over if variant == "carried over" else 0)
-        self.flight = Flight(sampling, options.prompts, options.group_size, keeps_rows=False)
+        self.flight = Flight(sampling, options.prompts, options.group_size)
         self.num_drawn = 0
 
     def draw(self, count: int):
@@ -154,9 +152,6 @@ class Steps:
 
         options = self.options
         requests = self.flight.ask(options.prompts, self.draw)
-        known = (0.0 if self.variant == "as drawn" else median_of(p.index, options) for p in requests.prompts)
-        prompts = [replace(p, expected_tokens=tokens) for p, tokens in zip(requests.prompts, known, strict=True)]
-        requests = replace(requests, prompts=prompts)
         began = time.perf_counter()
         completions = self.generator.generate(requests, options.group_size)
         seconds = time.perf_counter() - began

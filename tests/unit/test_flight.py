@@ -9,7 +9,7 @@ import torch
 
 from grpo.config import SamplingConfig
 from grpo.report.rollout_metrics import Work, stale_frac
-from grpo.run.flight import Flight, Lengths
+from grpo.run.flight import Flight
 from grpo.types import Completion, Prompt, Requests, Rollout
 from tests.unit.completions import completion, hands
 
@@ -43,7 +43,7 @@ class Run:
         self.metrics: list[dict[str, float]] = []
 
     def new_flight(self) -> Flight:
-        return Flight(self.sampling, PROMPTS, GROUP_SIZE, keeps_rows=True)
+        return Flight(self.sampling, PROMPTS, GROUP_SIZE)
 
     def steps(self, interrupted_after: tuple[int, ...] = ()) -> Iterator[list[Rollout]]:
         """What each step trains on."""
@@ -230,16 +230,3 @@ def test_a_checkpoint_whose_parts_do_not_fit_is_refused():
     flight.fill(run.stream.draw, run.score)
     with pytest.raises(ValueError, match="has 0 completions in flight and its driver.json says 2; remove"):
         run.new_flight().load(flight.state(), {})
-
-
-def test_lengths_of_a_row_are_expected_again():
-    """Row 7: 2, 4 and later 6, 8 tokens, mean 5. Row 8: 10, 10. An unknown row: 40 / 6."""
-    rows = {name: Prompt(0, [5], row=number, source="a b"[0]) for name, number in (("x", 7), ("y", 8), ("z", 9))}
-    lengths = Lengths(keeps_rows=True)
-    assert lengths.expect([rows["x"]])[0].expected_tokens == 0
-    lengths.record([rows["x"], rows["y"]], [completion(i, n) for i, n in enumerate((2, 4, 10, 10))])
-    lengths.record([rows["x"]], [completion(i, n) for i, n in enumerate((6, 8))])
-    assert [p.expected_tokens for p in lengths.expect(rows.values())] == [5, 10, 40 / 6]
-    streamed = Lengths(keeps_rows=False)
-    streamed.record([rows["x"]], [completion(0, 2), completion(1, 4)])
-    assert streamed.expect([rows["x"], rows["y"]])[1].expected_tokens == 3 and len(streamed.of_row) == 1

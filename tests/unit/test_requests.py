@@ -1,7 +1,5 @@
 """What each replica samples and in which order, by numbers worked out by hand; seeds; the room that a tail leaves."""
 
-from collections import Counter
-
 import pytest
 
 from grpo.report.rollout_metrics import Work, sampling_work
@@ -19,71 +17,56 @@ from grpo.types import Completion, Prompt, Requests
 from tests.unit.completions import completion
 
 
-def prompts_of(*expected: float) -> list[Prompt]:
-    return [Prompt(index, [5], expected_tokens=tokens) for index, tokens in enumerate(expected)]
+def prompts_of(number: int) -> list[Prompt]:
+    return [Prompt(index, [5]) for index in range(number)]
 
 
 def parts(requests: list[Request]) -> list[tuple[int, int, int]]:
     return [(r.prompt, r.first, r.count) for r in requests]
 
 
-def test_one_replica_begins_the_longest_first():
-    [requests] = share_out(Requests(prompts_of(10, 30, 20, 30)), 2, 1)
-    assert parts(requests) == [(1, 0, 2), (3, 0, 2), (2, 0, 2), (0, 0, 2)]
-
-
-def test_nothing_known_keeps_the_order_and_equal_counts():
-    assert [parts(r) for r in share_out(Requests(prompts_of(0, 0, 0)), 4, 1)] == [[(0, 0, 4), (1, 0, 4), (2, 0, 4)]]
-    assert [parts(r) for r in share_out(Requests(prompts_of(0, 0)), 4, 2)] == [[(0, 0, 4)], [(1, 0, 4)]]
+def test_replicas_keep_the_order_and_have_equal_counts():
+    assert [parts(r) for r in share_out(Requests(prompts_of(3)), 4, 1)] == [[(0, 0, 4), (1, 0, 4), (2, 0, 4)]]
+    assert [parts(r) for r in share_out(Requests(prompts_of(2)), 4, 2)] == [[(0, 0, 4)], [(1, 0, 4)]]
 
 
 def test_nothing_is_asked_for():
-    assert share_out(Requests(prompts_of(7, 7)), 0, 2) == share_out(Requests([]), 8, 2) == [[], []]
+    assert share_out(Requests(prompts_of(2)), 0, 2) == share_out(Requests([]), 8, 2) == [[], []]
 
 
 def test_a_group_is_cut_where_replicas_outnumber_prompts():
-    assert [parts(r) for r in share_out(Requests(prompts_of(7)), 8, 2)] == [[(0, 0, 4)], [(0, 4, 4)]]
-    counts = [sum(r.count for r in requests) for requests in share_out(Requests(prompts_of(0)), 10, 4)]
-    assert sorted(counts) == [2, 2, 3, 3]
+    assert [parts(r) for r in share_out(Requests(prompts_of(1)), 8, 2)] == [[(0, 0, 4)], [(0, 4, 4)]]
+    counts = [sum(r.count for r in requests) for requests in share_out(Requests(prompts_of(1)), 10, 4)]
+    assert counts == [2, 3, 2, 3]
 
 
-def test_whole_groups_first_and_the_rest_is_cut_to_equal_shares():
-    """5 groups of 8 over 4 replicas: 10 completions each, so that one group is cut in four."""
-    found = [parts(r) for r in share_out(Requests(prompts_of(0, 0, 0, 0, 0)), 8, 4)]
-    assert found == [[(0, 0, 8), (4, 0, 2)], [(1, 0, 8), (4, 2, 2)], [(2, 0, 8), (4, 4, 2)], [(3, 0, 8), (4, 6, 2)]]
+def test_groups_are_cut_at_the_edges_of_equal_shares():
+    """3 groups of 4 over 2 replicas: 6 completions each."""
+    found = [parts(r) for r in share_out(Requests(prompts_of(3)), 4, 2)]
+    assert found == [[(0, 0, 4), (1, 0, 2)], [(1, 2, 2), (2, 0, 4)]]
 
 
-def test_replicas_get_equal_numbers_of_expected_tokens():
-    """Groups of 2 of 50, 30, 20, 10 and 10 tokens: 120 for each replica; one has 2 x 50 + 2 x 10."""
-    found = share_out(Requests(prompts_of(10, 50, 20, 30, 10)), 2, 2)
-    assert [parts(r) for r in found] == [[(1, 0, 2), (0, 0, 2)], [(3, 0, 2), (2, 0, 2), (4, 0, 2)]]
-
-
-def test_no_replica_is_far_from_its_share_and_nothing_is_lost():
-    """The bound of the longest-first rule here: within one completion of the equal share."""
-    expected = [float(1 + (i * i * 37) % 400) for i in range(33)]
+def test_shares_are_equal_to_the_nearest_completion_and_nothing_is_lost():
     for num_replicas in (1, 2, 3, 7, 16):
-        shares = share_out(Requests(prompts_of(*expected)), 8, num_replicas)
-        found = Counter((r.prompt, r.first) for requests in shares for r in one_by_one(requests))
-        assert found == Counter((prompt, i) for prompt in range(33) for i in range(8))
-        loads = [sum(expected[r.prompt] * r.count for r in requests) for requests in shares]
-        assert max(loads) - sum(expected) * 8 / num_replicas <= max(expected)
-        for requests in shares:
-            assert requests == sorted(requests, key=lambda r: -expected[r.prompt])
+        shares = share_out(Requests(prompts_of(33)), 8, num_replicas)
+        found = [(r.prompt, r.first) for requests in shares for r in one_by_one(requests)]
+        assert found == [(prompt, i) for prompt in range(33) for i in range(8)]
+        loads = [sum(r.count for r in requests) for requests in shares]
+        assert max(loads) - min(loads) <= 1
 
 
 BEGUN = {2: [7, 7], 3: None, 4: None, 5: []}
 
 
 def test_what_was_begun_comes_first_and_whole():
-    """Prompts 1 and 2 (groups of 2) were begun; a completion of each has ended. Then fresh ones, the longest first."""
-    prompts = [Prompt(index, [5], expected_tokens=tokens) for index, tokens in ((1, 10), (2, 10), (6, 15), (7, 25))]
+    """Prompts 1 and 2 (groups of 2) were begun; a completion of each has ended. Then fresh ones."""
+    prompts = [Prompt(index, [5]) for index in (1, 2, 6, 7)]
     asked = Requests(prompts, BEGUN, num_left=1)
     [requests] = share_out(asked, 2, 1)
-    assert requests == [Request(0, 0, 1, [7, 7]), Request(1, 1, 1, []), Request(3, 0, 2), Request(2, 0, 2)]
-    # expected tokens: 50 and 30 of the fresh groups, 10 of each that was begun
+    assert requests == [Request(0, 0, 1, [7, 7]), Request(1, 1, 1, []), Request(2, 0, 2), Request(3, 0, 2)]
+    # each has the 1 of a group that was begun, and a fresh one
     found = share_out(asked, 2, 2)
-    assert [parts(r) for r in found] == [[(3, 0, 2)], [(0, 0, 1), (1, 1, 1), (2, 0, 2)]]
+    assert [parts(r) for r in found] == [[(0, 0, 1), (2, 0, 2)], [(1, 1, 1), (3, 0, 2)]]
 
 
 def test_what_is_left_over_is_spread_over_replicas():
@@ -110,7 +93,7 @@ def test_seeds_of_completions_and_of_what_goes_on():
     [([5, 3, 9], 8, 9), ([5, 3, 9], 1, 17), ([2, 9, 3, 4], 2, 9), ([2, 3, 4, 9], 2, 12), ([], 4, 0), ([0, 7], 1, 7)],
 )
 def test_decoding_steps(lengths, slots, expected):
-    """[2, 3, 4, 9] in two slots: 2 then 4, 3 then 9. The longest first takes 9."""
+    """[2, 3, 4, 9] in two slots: 2 then 4, 3 then 9."""
     assert decoding_steps(lengths, slots) == expected
 
 
@@ -122,14 +105,11 @@ def test_the_room_is_that_of_the_slowest_replica():
 
 
 def test_tail_frac_by_hand():
-    """Groups of 2: 2 + 4 and 6 + 8 tokens, known to be so. In 4 slots 20 of 4 x 8; in 2 slots 20 of 2 x 12.
-
-    The longest first: 6 and 8, then 2 and 4 behind: 6 + 2, 8 + 4.
-    """
-    prompts = [Prompt(0, [5], expected_tokens=3.0), Prompt(1, [5], expected_tokens=7.0)]
+    """Groups of 2: 2 + 4 and 6 + 8 tokens. In 4 slots 20 of 4 x 8; in 2 slots 2 then 6, 4 then 8: 20 of 2 x 12."""
     completions: list[Completion] = [completion(index, length) for index, length in enumerate((2, 4, 6, 8))]
     for slots, expected in ((4, 1 - 20 / 32), (2, 1 - 20 / 24)):
-        assert sampling_work(Requests(prompts), completions, 2, 1, slots).idle_frac == pytest.approx(expected)
+        work = sampling_work(Requests(prompts_of(2)), completions, 2, 1, slots)
+        assert work.idle_frac == pytest.approx(expected)
     # one group each: 2 x (2 slots), 8 steps
-    assert sampling_work(Requests(prompts), completions, 2, 2, 512) == Work(20, 4 * 8)
+    assert sampling_work(Requests(prompts_of(2)), completions, 2, 2, 512) == Work(20, 4 * 8)
     assert Work(20, 24) + Work(4, 8) == Work(24, 32) and Work().idle_frac == 0

@@ -3,7 +3,6 @@
 Arguments: FOLDER TENSOR_PARALLEL. Every rank is a trainer's, of which there is none here, and a generator's.
 """
 
-import dataclasses
 import itertools
 import sys
 
@@ -47,10 +46,9 @@ def main(folder: str, tensor_parallel: int) -> None:
         return gather_completions(completions, roles)
 
     whole = sample(Requests(PROMPTS))
-    reordered = [dataclasses.replace(prompt, expected_tokens=1 + prompt.index * 7 % 27) for prompt in PROMPTS]
-    reordered = sample(Requests(reordered))
+    reordered = sample(Requests(sorted(PROMPTS, key=lambda prompt: prompt.index * 7 % 27)))
 
-    flight, fresh, trained = Flight(config.sampling, TRAINED, GROUP_SIZE, keeps_rows=False), iter(PROMPTS), []
+    flight, fresh, trained = Flight(config.sampling, TRAINED, GROUP_SIZE), iter(PROMPTS), []
 
     def draw(count: int) -> list[Prompt]:
         return list(itertools.islice(fresh, count))
