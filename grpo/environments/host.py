@@ -9,7 +9,6 @@ import json
 import os
 import selectors
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Collection
@@ -21,8 +20,6 @@ from grpo.workers import processes
 
 # For the supervisor to start and to load the user's file.
 LOAD_SECONDS = 120.0
-# For it to end.
-END_SECONDS = 10.0
 
 
 class EnvironmentHost:
@@ -74,7 +71,7 @@ class EnvironmentHost:
         with contextlib.suppress(ConnectionError):
             data = self._socket.recv(1 << 20)
         if not data:
-            code = self.supervisor.wait(END_SECONDS)
+            code = self.supervisor.wait(processes.CLOSE_SECONDS)
             raise RuntimeError(f"the process that supervises the environments hung up; it ended with code {code}")
         *lines, self._inbox = (self._inbox + data).split(b"\n")
         return [json.loads(line) for line in lines]
@@ -91,9 +88,4 @@ class EnvironmentHost:
     def close(self) -> None:
         """End all processes and wait until they are gone."""
         self._selector.close()
-        self._socket.close()
-        try:
-            self.supervisor.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.supervisor.kill()
-            self.supervisor.wait()
+        processes.end_parent(self.supervisor, self._socket)

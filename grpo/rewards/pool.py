@@ -10,8 +10,6 @@ import dataclasses
 import json
 import os
 import pickle
-import socket
-import subprocess
 import sys
 from typing import Any
 
@@ -26,8 +24,6 @@ from grpo.workers import lockdown, processes
 
 # For one process to import the user's reward files.
 LOAD_SECONDS = 60.0
-# For the processes to end.
-CLOSE_SECONDS = 60.0
 
 
 class RewardError(ValueError):
@@ -119,15 +115,8 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes and wait until they are gone; a second call does nothing."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # noticed even if a forked process holds a copy of this end
         self._reader.close()
-        self._socket.close()
-        try:
-            self.supervisor.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.supervisor.kill()
-            self.supervisor.wait(CLOSE_SECONDS)
+        processes.end_parent(self.supervisor, self._socket)
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # it ended; `_receive` says why

@@ -34,6 +34,8 @@ LOOK_SECONDS = 0.05
 CLOSED_SECONDS = 1.0
 # For killed processes to be gone when the parent ends.
 END_SECONDS = 5.0
+# For a parent to end when its owner closes the connection.
+CLOSE_SECONDS = 60.0
 # The longest line from a worker; a longer one comes from something that writes into the socket.
 LINE_BYTES = 2**18
 
@@ -69,6 +71,18 @@ def start_parent(module: str, names: Collection[str]) -> tuple[subprocess.Popen,
             cwd=ROOT,
         )
     return process, ours
+
+
+def end_parent(process: subprocess.Popen, connection: socket.socket) -> None:
+    """Close the connection, upon which the parent ends with all that it started; a second call does nothing."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # noticed even if a forked process holds a copy of this end
+    connection.close()
+    try:
+        process.wait(CLOSE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def environment(names: Collection[str]) -> dict[str, str]:

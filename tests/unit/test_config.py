@@ -64,10 +64,6 @@ REFUSED_IN_GRPO = [
     ({"algorithm.advantages": "gruop_std"}, "algorithm.advantages='gruop_std' is unknown; use group_std, group_mean"),
     ({"algorithm.num_mini_batches": 33}, "num_mini_batches=33 .* raise prompts_per_step=32"),
     ({"algorithm.kl_in": "reward"}, "kl_in=reward does nothing with algorithm.kl_coef=0"),
-    (
-        {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k3_k2_gradient"},
-        "kl_in=reward uses the value .* --algorithm.kl-estimator k3",
-    ),
     *[
         (OLD_GENERATOR | {"algorithm.importance_correction": kind} | more, f"importance_correction={kind} .* twice")
         for kind in ("truncate", "mask_tokens")
@@ -248,11 +244,6 @@ def test_a_teacher_needs_neither_rewards_nor_groups():
     validate(config := change(GRPOConfig(), ONLY_TEACHER | {"group_size": 1}))
     assert config.needs_reference
     validate(change(config, {"reward.functions": {"math_reward": 0.0}, "evaluation.interval": 1}))
-
-
-def test_an_algorithm_that_may_surprise():
-    (warning,) = cautions(GRPOConfig(algorithm=AlgorithmConfig(loss="gspo", clip_high=0.2)))
-    assert "algorithm.clip_high=0.2 hardly ever clips a sequence's ratio" in warning
 
 
 # ---- Layouts
