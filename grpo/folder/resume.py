@@ -35,7 +35,7 @@ def without_groups(state: dict[str, Any]) -> dict[str, Any]:
     flight = state.get("flight", {})
     if groups := flight.get("groups"):
         print(f"{len(groups)} groups in flight are left out: they are of the old config", flush=True)
-        state = state | {"flight": flight | {"groups": [], "work": {}}}
+        state = state | {"flight": flight | {"groups": []}}
     return state
 
 

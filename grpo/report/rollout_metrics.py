@@ -6,7 +6,6 @@ A completion passed if the first reward function gave it at least 1. Sampling is
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -15,8 +14,7 @@ from grpo.algorithm.importance import with_effective_sample_size
 from grpo.rewards.answers import extract_answer
 from grpo.roles.engine import peak_bytes
 from grpo.roles.metrics import StepMetrics
-from grpo.roles.requests import one_by_one, share_out, slot_steps
-from grpo.types import Completion, Requests, Rollout, TrainBatch
+from grpo.types import Completion, Rollout, TrainBatch
 
 
 def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str | None = None) -> dict[str, float]:
@@ -190,37 +188,6 @@ def sequence_advantages(batch: TrainBatch) -> list[float | None]:
     sums_S = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.owner_N, values_N)
     means = (sums_S / batch.num_loss_tokens_S).tolist()
     return [None if math.isnan(mean) else mean for mean in means]
-
-
-@dataclass(frozen=True)
-class Work:
-    """Tokens sampled, and those for which there was room; of several rounds they add up."""
-
-    num_tokens: int = 0
-    num_slot_steps: int = 0
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.num_tokens + other.num_tokens, self.num_slot_steps + other.num_slot_steps)
-
-    @property
-    def idle_frac(self) -> float:
-        """Share of the room that was not used: slots of sequences that had ended, while the longest went on."""
-        return 1 - self.num_tokens / self.num_slot_steps if self.num_slot_steps else 0.0
-
-
-def sampling_work(
-    requests: Requests, completions: Sequence[Completion], group_size: int, num_replicas: int, num_slots: int
-) -> Work:
-    """One round's work, from the lengths of what its engines sampled; see `slot_steps`.
-
-    It assumes that a step of an engine gives each running sequence one token, and the KV cache has room for all.
-    """
-    length_of = {completion.index: completion.num_tokens for completion in completions}
-    lengths = [
-        [length_of.get(requests.prompts[r.prompt].index * group_size + r.first, 0) for r in one_by_one(of_replica)]
-        for of_replica in share_out(requests, group_size, num_replicas)
-    ]
-    return Work(sum(length_of.values()), slot_steps(lengths, num_slots))
 
 
 def stale_frac(completions: Sequence[Completion], version: int) -> float:

@@ -4,10 +4,8 @@ None of this changes what is sampled: a completion's seed belongs to it, whereve
 batch's size changes the order of additions, as in bfloat16 on a GPU, its last digits may.)
 """
 
-import heapq
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from grpo.types import Prompt, Requests
@@ -106,20 +104,3 @@ def continuation_seed(seed: int, num_tokens: int) -> int:
     if not num_tokens:
         return seed
     return CONTINUATIONS + random.Random(f"{seed} {num_tokens}").getrandbits(61)
-
-
-def decoding_steps(lengths: Sequence[int], num_slots: int) -> int:
-    """Steps of an engine that decodes sequences of these lengths in this order, at most `num_slots` at once.
-
-    One token of each running sequence in a step; a slot that becomes free takes the next sequence.
-    """
-    ends = [0] * min(num_slots, len(lengths))
-    for length in lengths:
-        heapq.heapreplace(ends, ends[0] + length)
-    return max(ends, default=0)
-
-
-def slot_steps(lengths_by_replica: Sequence[Sequence[int]], num_slots: int) -> int:
-    """What the replicas could have sampled in tokens, by counts: their slots in use x the steps of the slowest one."""
-    slots = sum(min(num_slots, len(lengths)) for lengths in lengths_by_replica)
-    return slots * max(decoding_steps(lengths, num_slots) for lengths in lengths_by_replica)

@@ -21,7 +21,6 @@ from grpo.report.rollout_metrics import (
     nonfinite_frac,
     reward_tensors,
     rollout_metrics,
-    sampling_work,
     sequence_advantages,
     stale_frac,
 )
@@ -130,10 +129,8 @@ class Driver:
         return rollouts
 
     def _add(self, completions: list[Completion]) -> None:
-        config = self.config
         check_version(completions, self.step)
-        settings = config.group_size, len(self.roles.replicas), config.generator.max_num_seqs
-        self.flight.add(completions, self.requests, sampling_work(self.requests, completions, *settings))
+        self.flight.add(completions, self.requests)
 
     def rollouts(self) -> list[Rollout] | None:
         """What the step trains on; None on other ranks. Not collective."""

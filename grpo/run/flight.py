@@ -23,7 +23,7 @@ import torch
 
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import SamplingConfig
-from grpo.report.rollout_metrics import Work, reward_tensors
+from grpo.report.rollout_metrics import reward_tensors
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.types import Completion, Piece, Prompt, Requests, Rollout
 
@@ -55,8 +55,6 @@ class Flight:
         """Nothing is in flight."""
         self.sampling, self.prompts_per_step, self.group_size = sampling, prompts_per_step, group_size
         self.groups: list[Group] = []
-        self.work = Work()
-        """What sampling did of what it could have done, since the last step was full."""
         self.begin_step()
 
     # ---- what to sample -----------------------------------------------------------------------------------------
@@ -81,12 +79,11 @@ class Flight:
         begun = {c.index: None if c.ended else c.ids_T.tolist() for group in groups for c in group.completions}
         return Requests([group.prompt for group in groups], begun, num_left=len(self.groups) - num_groups)
 
-    def add(self, completions: Sequence[Completion], requests: Requests, work: Work) -> None:
+    def add(self, completions: Sequence[Completion], requests: Requests) -> None:
         """Take in what was sampled on request: whole completions, or how those that were begun go on."""
         sampled = {completion.index: completion for completion in completions}
         asked = {prompt.index for prompt in requests.prompts}
         self.groups = [self._longer(group, sampled) if group.prompt.index in asked else group for group in self.groups]
-        self.work += work
 
     def _longer(self, group: Group, sampled: dict[int, Completion]) -> Group:
         first = group.prompt.index * self.group_size
@@ -105,7 +102,7 @@ class Flight:
         """Those of the groups taken, group after group."""
         self._is_informative: list[bool] = []
         self.num_rounds = 0
-        self.step_work, self.num_carried = Work(), 0
+        self.num_carried = 0
 
     @property
     def num_informative(self) -> int:
@@ -153,7 +150,7 @@ class Flight:
         if self.sampling.carry_over:
             informative = [group for group, is_one in zip(self.taken, self._is_informative, strict=True) if is_one]
             self.groups = informative[self.prompts_per_step :] + self.groups
-        self.step_work, self.work, self.num_carried = self.work, Work(), len(self.groups)
+        self.num_carried = len(self.groups)
 
     def rollouts(self) -> list[Rollout]:
         """What the step trains on, group after group: informative groups; without any, some of the others."""
@@ -164,9 +161,7 @@ class Flight:
 
     def metrics(self) -> dict[str, float]:
         """What the step's sampling was like, by name."""
-        metrics = {"sampling/tail_frac": self.step_work.idle_frac}
-        if self.sampling.carry_over:
-            metrics["sampling/carried"] = self.num_carried
+        metrics = {"sampling/carried": self.num_carried} if self.sampling.carry_over else {}
         if self.sampling.dynamic:
             metrics |= {
                 "sampling/rounds": self.num_rounds,
@@ -181,7 +176,6 @@ class Flight:
         """What a checkpoint holds as JSON: of each group its prompt and the number of its completions."""
         return {
             "groups": [[asdict(group.prompt), len(group.completions)] for group in self.groups],
-            "work": asdict(self.work),
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -191,7 +185,6 @@ class Flight:
 
     def load(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Undo `state` and `tensors`. Raises ValueError if the two do not fit together."""
-        self.work = Work(**state["work"])
         wanted = sum(count for _, count in state["groups"])
         completions = unflatten_completions(*(tensors[name] for name in TENSORS)) if wanted and tensors else []
         if len(completions) != wanted:

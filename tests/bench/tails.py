@@ -7,11 +7,12 @@
 On a GPU (5 minutes), and on a CPU (1). The variants take turns within one engine, which decodes `--slots` sequences at
 once. A completion's length is forced, and the same in every variant: log-normal, with a median of a fifth of
 `--tokens`, a spread of 0.6 between prompts and of 0.5 within a group. Weights stay. A row of the table is the median
-(lowest to highest) step after the first two; `tail` is what `sampling/tail_frac` says of all of them, `groups/s` what
-the trainers get.
+(lowest to highest) step after the first two; `tail` is the share of the slots, over all of them, in which
+nothing is decoded while the longest goes on, `groups/s` what the trainers get.
 """
 
 import argparse
+import heapq
 import json
 import os
 import random
@@ -54,8 +55,6 @@ def main() -> None:
 
 def measure(slots: int, options: argparse.Namespace) -> None:
     """Print one row per variant as JSON."""
-    from grpo.report.rollout_metrics import Work
-
     generator = forced_lengths(slots, options)
     steps = {variant: Steps(generator, variant, options) for variant in VARIANTS}
     found = {variant: [] for variant in VARIANTS}
@@ -64,15 +63,15 @@ def measure(slots: int, options: argparse.Namespace) -> None:
             found[variant].append(steps[variant].next())
     rows = []
     for variant, measured in found.items():
-        seconds, work = zip(*measured[WARM_UP_STEPS:], strict=True)
-        rates = [of.num_tokens / s for s, of in zip(seconds, work, strict=True)]
+        seconds, tokens, room = zip(*measured[WARM_UP_STEPS:], strict=True)
+        rates = [count / s for s, count in zip(seconds, tokens, strict=True)]
         rows.append(
             {
                 "variant": variant,
                 "tokens/s": spread(rates),
                 "s/step": spread(seconds),
                 "groups/s": options.prompts / statistics.mean(seconds),
-                "tail": sum(work, Work()).idle_frac,
+                "tail": 1 - sum(tokens) / sum(room),
                 "over as drawn": sum(measured[0] for measured in found["as drawn"][WARM_UP_STEPS:]) / sum(seconds),
             }
         )
@@ -88,13 +87,12 @@ def forced_lengths(slots: int, options: argparse.Namespace):
 
     class ForcedLengths(Generator):
         def generate(self, requests, *arguments):
-            add, prompts = self.loop.add, requests.prompts
+            add, asked = self.loop.add, asked_of(requests, options)
 
-            def add_forced(key, ids, params):
-                request, _ = key
-                index = prompts[request.prompt].index * options.group_size + request.first
-                params.max_tokens = length_of(index, options) - len(request.begun)
-                add(key, ids, params)
+            def add_forced(number, ids, params):
+                index, num_begun = asked[number]
+                params.max_tokens = length_of(index, options) - num_begun
+                add(number, ids, params)
 
             self.loop.add = add_forced
             try:
@@ -127,6 +125,22 @@ def length_of(index: int, options: argparse.Namespace) -> int:
     return max(1, min(options.tokens, round(median * factor)))
 
 
+def asked_of(requests, options: argparse.Namespace) -> list[tuple[int, int]]:
+    """(Index in the run, tokens that it has already) of each completion of the one replica, in the order they begin."""
+    from grpo.roles.requests import one_by_one, share_out
+
+    [mine] = map(one_by_one, share_out(requests, options.group_size, 1))
+    return [(requests.prompts[r.prompt].index * options.group_size + r.first, len(r.begun)) for r in mine]
+
+
+def room_of(lengths: list[int], num_slots: int) -> int:
+    """Slots in use x steps: a token of each running sequence in a step; a slot that is free takes the next sequence."""
+    ends = [0] * min(num_slots, len(lengths))
+    for length in lengths:
+        heapq.heapreplace(ends, ends[0] + length)
+    return len(ends) * max(ends)
+
+
 class Steps:
     """One variant's steps, one after the other; a new prompt for each that is drawn."""
 
@@ -147,19 +161,18 @@ class Steps:
         return [Prompt(n, [random.Random(f"ids {n}").randrange(1000) for _ in range(128)]) for n in numbers]
 
     def next(self):
-        """(Seconds, what was sampled) of the next step."""
-        from grpo.report.rollout_metrics import sampling_work
-
+        """(Seconds, tokens sampled, tokens for which there was room) of the next step."""
         options = self.options
         requests = self.flight.ask(options.prompts, self.draw)
         began = time.perf_counter()
         completions = self.generator.generate(requests, options.group_size)
         seconds = time.perf_counter() - began
         self.generator.forget_prefixes()
-        work = sampling_work(requests, completions, options.group_size, 1, self.generator.config.max_num_seqs)
-        self.flight.add(completions, requests, work)
+        self.flight.add(completions, requests)
         self.flight.take(options.prompts)
-        return seconds, work
+        length_of = {completion.index: completion.num_tokens for completion in completions}
+        lengths = [length_of.get(index, 0) for index, _ in asked_of(requests, options)]
+        return seconds, sum(lengths), room_of(lengths, self.generator.config.max_num_seqs)
 
 
 if __name__ == "__main__":

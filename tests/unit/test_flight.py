@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo.config import SamplingConfig
-from grpo.report.rollout_metrics import Work, stale_frac
+from grpo.report.rollout_metrics import stale_frac
 from grpo.run.flight import Flight
 from grpo.types import Completion, Prompt, Requests, Rollout
 from tests.unit.completions import completion, hands
@@ -89,7 +89,7 @@ class Run:
                 count = left if ended else draw.randint(0, left - 1)
                 if count or ended or draw.random() < 0.5:  # an engine tells nothing of what it was not asked for
                     found.append(completion(index, count, self.version, ended=ended, first=len(begun)))
-        self.flight.add(draw.sample(found, len(found)), requests, Work(sum(c.num_tokens for c in found), 100))
+        self.flight.add(draw.sample(found, len(found)), requests)
 
 
 def length_of(index: int) -> int:
@@ -176,17 +176,17 @@ def test_groups_that_are_carried_over_by_hand():
     requests = flight.fill(run.stream.draw, run.score)
     assert indices(requests.prompts) == [0, 1, 2, 3, 4] and requests.begun == {} and requests.num_left == 1
     sampled = [completion(0, 3), completion(1, 4, ended=False), *(completion(i, 2) for i in range(2, 10))]
-    flight.add(sampled, requests, Work(23, 46))
+    flight.add(sampled, requests)
     assert flight.fill(run.stream.draw, run.score) is None
     assert [r.completion.index for r in flight.rollouts()] == list(range(2, 10))
-    assert flight.metrics() == {"sampling/tail_frac": 0.5, "sampling/carried": 1}
+    assert flight.metrics() == {"sampling/carried": 1}
 
     flight.begin_step()
     requests = flight.fill(run.stream.draw, run.score)
     assert indices(requests.prompts) == [0, 5, 6, 7, 8] and requests.begun == {0: None, 1: [0, 1, 2, 3]}
     # of the last a completion did not even begin
     sampled = [completion(1, 2, version=1, first=4), *(completion(i, 5, version=1) for i in range(10, 17))]
-    flight.add(sampled, requests, Work())
+    flight.add(sampled, requests)
     assert flight.fill(run.stream.draw, run.score) is None
     completions = [r.completion for r in flight.rollouts()]
     assert [c.index for c in completions] == [0, 1, *range(10, 16)]
@@ -201,7 +201,7 @@ def test_rounds_of_dynamic_sampling_by_hand():
     for expected, informative in (([0, 1, 2, 3], 2), ([4, 5, 6, 7], 5)):
         requests = flight.fill(run.stream.draw, run.score)
         assert indices(requests.prompts) == expected and requests.num_left == 0
-        flight.add([completion(i * 2 + k, 3) for i in expected for k in (0, 1)], requests, Work())
+        flight.add([completion(i * 2 + k, 3) for i in expected for k in (0, 1)], requests)
         flight.fill(run.stream.draw, run.score) if informative == 5 else flight.score(run.score(*flight.take(4)))
         assert flight.num_informative == informative
     assert [r.prompt.index for r in flight.rollouts()[::2]] == [1, 2, 4, 5] and not flight.groups
@@ -212,13 +212,13 @@ def test_rounds_of_dynamic_sampling_by_hand():
 def test_a_step_without_enough_groups_goes_on_after_the_last_round():
     flight, run = flight_of(dynamic=True, max_rounds=1)
     requests = flight.fill(run.stream.draw, lambda *_: [])
-    flight.add([completion(i, 3) for i in range(8)], requests, Work())
+    flight.add([completion(i, 3) for i in range(8)], requests)
     assert flight.fill(run.stream.draw, run.score) is None
     assert [r.prompt.index for r in flight.rollouts()[::2]] == [1, 2] and flight.metrics()["sampling/full_frac"] == 0.5
     flight.begin_step()
     run.score = lambda prompts, completions: [Rollout(Prompt(0, []), c, "", reward=1.0) for c in completions]
     requests = flight.fill(run.stream.draw, run.score)
-    flight.add([completion(i, 3) for i in range(8, 16)], requests, Work())
+    flight.add([completion(i, 3) for i in range(8, 16)], requests)
     assert flight.fill(run.stream.draw, run.score) is None
     assert [r.completion.index for r in flight.rollouts()] == list(range(8, 16))  # all rewards are equal
 
@@ -226,7 +226,7 @@ def test_a_step_without_enough_groups_goes_on_after_the_last_round():
 def test_a_checkpoint_whose_parts_do_not_fit_is_refused():
     flight, run = flight_of(carry_over=1)
     requests = flight.fill(run.stream.draw, run.score)
-    flight.add([completion(i, 2) for i in range(8)], requests, Work())
+    flight.add([completion(i, 2) for i in range(8)], requests)
     flight.fill(run.stream.draw, run.score)
     with pytest.raises(ValueError, match="has 0 completions in flight and its driver.json says 2; remove"):
         run.new_flight().load(flight.state(), {})

@@ -1,20 +1,14 @@
-"""What each replica samples and in which order, by numbers worked out by hand; seeds; the room that a tail leaves."""
+"""What each replica samples and in which order, by numbers worked out by hand; seeds."""
 
-import pytest
-
-from grpo.report.rollout_metrics import Work, sampling_work
 from grpo.roles.requests import (
     Request,
     continuation_seed,
-    decoding_steps,
     enough_groups,
     one_by_one,
     request_seed,
     share_out,
-    slot_steps,
 )
-from grpo.types import Completion, Prompt, Requests
-from tests.unit.completions import completion
+from grpo.types import Prompt, Requests
 
 
 def prompts_of(number: int) -> list[Prompt]:
@@ -86,30 +80,3 @@ def test_seeds_of_completions_and_of_what_goes_on():
     further = [continuation_seed(seed, n) for seed in seeds for n in (1, 500)]
     assert len({*seeds, *further}) == 3 * len(seeds) and max(further) < 2**63
     assert further[:2] == [continuation_seed(3 * 2**40, 1), continuation_seed(3 * 2**40, 500)]  # by these alone
-
-
-@pytest.mark.parametrize(
-    ("lengths", "slots", "expected"),
-    [([5, 3, 9], 8, 9), ([5, 3, 9], 1, 17), ([2, 9, 3, 4], 2, 9), ([2, 3, 4, 9], 2, 12), ([], 4, 0), ([0, 7], 1, 7)],
-)
-def test_decoding_steps(lengths, slots, expected):
-    """[2, 3, 4, 9] in two slots: 2 then 4, 3 then 9."""
-    assert decoding_steps(lengths, slots) == expected
-
-
-def test_the_room_is_that_of_the_slowest_replica():
-    """Two replicas of 3 and 2 sequences: 5 slots, 10 steps of the second one."""
-    assert slot_steps([[4, 5, 6], [1, 10]], 8) == 50
-    assert slot_steps([[4, 5, 6], [1, 10]], 2) == 4 * 10  # the first: 4 then 6 beside 5
-    assert slot_steps([[], [3]], 8) == 3
-
-
-def test_tail_frac_by_hand():
-    """Groups of 2: 2 + 4 and 6 + 8 tokens. In 4 slots 20 of 4 x 8; in 2 slots 2 then 6, 4 then 8: 20 of 2 x 12."""
-    completions: list[Completion] = [completion(index, length) for index, length in enumerate((2, 4, 6, 8))]
-    for slots, expected in ((4, 1 - 20 / 32), (2, 1 - 20 / 24)):
-        work = sampling_work(Requests(prompts_of(2)), completions, 2, 1, slots)
-        assert work.idle_frac == pytest.approx(expected)
-    # one group each: 2 x (2 slots), 8 steps
-    assert sampling_work(Requests(prompts_of(2)), completions, 2, 2, 512) == Work(20, 4 * 8)
-    assert Work(20, 24) + Work(4, 8) == Work(24, 32) and Work().idle_frac == 0

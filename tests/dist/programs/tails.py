@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
-from grpo.report.rollout_metrics import Work
 from grpo.roles.comm import broadcast, gather_completions
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import close_roles, setup_roles
@@ -58,7 +57,7 @@ def main(folder: str, tensor_parallel: int) -> None:
         generator.version = version
         sampled = sample(requests)
         if roles.is_driver:
-            flight.add(sampled, requests, Work())
+            flight.add(sampled, requests)
             trained += flight.take(TRAINED)[1]
     if roles.is_driver:
         check(folder, whole, reordered, trained)
