@@ -230,7 +230,7 @@ class Player:
     def _cut(self, answer: str, counts: Counter) -> str:
         """An answer of at most `max_answer_tokens` tokens: what is cut out of its middle is said."""
         most = self.config.max_answer_tokens
-        ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(answer, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if len(ids) <= most:
             return answer
         counts["cut_answers"] += 1

@@ -1,5 +1,6 @@
 """Episodes on an engine that is made up: ids only grow, limits end them, and counts hide how fast a tool was."""
 
+import dataclasses
 import functools
 import random
 import time
@@ -149,10 +150,33 @@ def test_nothing_is_longer_than_its_limit(max_tokens):
         assert episode.reward is not None
 
 
+def test_each_limit_ends_or_cuts_what_it_is_about():
+    def limited(**limit):
+        return run(dataclasses.replace(CONFIG, **limit))[0]
+
+    free = limited()
+    for short, whole in zip(limited(max_turn_tokens=6), free, strict=True):
+        tokens = [turn["tokens"] for turn in short.turns]
+        assert all(number <= 6 for number in tokens) and short.ids[: len(whole.ids)] == whole.ids[: len(short.ids)]
+        assert short.ended_by == ("tokens" if whole.turns[len(tokens) - 1]["tokens"] > 6 else whole.ended_by)
+    for two, whole in zip(limited(max_turns=2), free, strict=True):
+        assert len(two.turns) == min(2, len(whole.turns))
+        assert two.ended_by == ("turns" if len(whole.turns) > 2 else whole.ended_by)
+    for late, whole in zip(limited(rollout_seconds=1e-9), free, strict=True):
+        assert len(late.turns) == 1 and late.ended_by == ("done" if len(whole.turns) == 1 else "seconds")
+        assert late.reward is not None and completion_of(late, 1.0, 0).truncated == (late.ended_by == "seconds")
+    for cut in limited(max_answer_tokens=4):
+        answers = [answer for turn in cut.turns for answer in turn["answers"]]
+        assert cut.counts["cut_answers"] == sum("tokens left out ..]" in answer for answer in answers) == len(answers)
+    assert not any(episode.counts["cut_answers"] for episode in free)
+
+
 def test_a_lost_episode_has_no_reward_and_a_hung_one_has_its_own():
     episodes, _ = run(CONFIG, fails={2: "lost", 5: "hung"})
     assert episodes[2].reward is None and "it died" in episodes[2].failure and "row" in episodes[2].failure
     assert episodes[5].reward == 0.0 and not episodes[5].failure and episodes[5].ended_by == "hung"
+    excluded, _ = run(dataclasses.replace(CONFIG, hung_reward=None), fails={5: "hung"})
+    assert excluded[5].reward is None and "it died" in excluded[5].failure
     others, _ = run(CONFIG)
     for number in {*range(NUM)} - {2, 5}:
         assert torch.equal(torch.tensor(episodes[number].ids), torch.tensor(others[number].ids))
