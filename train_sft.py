@@ -3,12 +3,11 @@
     torchrun --nproc_per_node=8 train_sft.py [RECIPE.py] [--field value ...]
 
 Every rank is a trainer; rank 0, the driver, draws the examples and logs. The loss is the mean negative log-prob of the
-labels over the whole step; labels are the tokens that `train_on` names, by default what the assistant says. `--show 3`
-prints examples with their labels in colour and stops. With `--evaluation.interval` every rank is a generator too, which
-completes held-out prompts between steps, as in GRPO.
+labels over the whole step; labels are the tokens that `train_on` names, by default what the assistant says. `--dry-run
+--show 3` prints examples with their labels in colour and stops. With `--evaluation.interval` every rank is a generator
+too, which completes held-out prompts between steps, as in GRPO.
 """
 
-import os
 from functools import partial
 
 from grpo.config import SFTConfig
@@ -24,16 +23,13 @@ from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
 from grpo.run.inputs import read_sft
 from grpo.run.session import Session, run
-from grpo.run.sft_driver import SFTDriver, show_examples
+from grpo.run.sft_driver import SFTDriver
 from grpo.types import MicroBatch, TrainBatch
 from grpo.watch.failures import run_script
 
 
 def main(config: SFTConfig) -> None:
-    if not config.show:
-        run(config, "train_sft.py", read_sft, train)
-    elif os.environ.get("RANK", "0") == "0":
-        show_examples(config)
+    run(config, "train_sft.py", read_sft, train)
 
 
 def train(config: SFTConfig, session: Session) -> None:

@@ -27,6 +27,7 @@ HEEDED_WITH = {
     "trainer.lora_targets": "trainer.lora_rank",
     "trainer.min_lr_ratio": "trainer.schedule",
     "gpu_gib": "gpus",
+    "show": "dry_run",
     "sampling.max_rounds": "sampling.dynamic",
     "algorithm.kl_estimator": "algorithm.kl_coef",
 }

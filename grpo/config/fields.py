@@ -620,7 +620,7 @@ class SFTConfig(RunConfig):
     too_long: Literal["leave_out", "truncate"] = "leave_out"
     """Examples of more than `max_sequence_tokens`. leave_out: they are not drawn; truncate: their first tokens are."""
     show: Annotated[int, AtLeast(0), Harmless] = 0
-    """Print so many examples with their labels in colour, and stop before a model is loaded."""
+    """With `dry_run`: print so many of the first examples, labels in colour."""
     stop_at_loss: Annotated[float, AtLeast(0), Harmless] = 0.0
     """End early, with export, once the mean loss of the last 10 steps is below this; 0 runs all steps."""
     sequences_per_step: Annotated[int, AtLeast(1)] = 128

@@ -32,6 +32,7 @@ from grpo.folder.resume import resumed_stream
 from grpo.models import hf_folder
 from grpo.models.families import head_dim_of
 from grpo.models.hf_folder import ChatForm
+from grpo.report.examples import show_examples
 from grpo.report.rollout_metrics import evaluation_metrics_of_sets
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS
@@ -85,6 +86,8 @@ def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Encoded]]]:
     session.form = learned_form(config, session.tokenizer)
     rows = usable_chats(sources, config, session.tokenizer)
     stream = resumed_stream(lambda: ChatStream(rows, config), session.saved_state, config.allow_changes)
+    if config.show:
+        show_examples(ChatStream(rows, config).draw(config.show), session.tokenizer)
     validation = load_validation(config, session.tokenizer) if validates else {}
     if evaluates:
         read_evaluation(session, session.form.end_token_ids)

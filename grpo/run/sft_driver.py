@@ -1,32 +1,21 @@
 """What rank 0 alone does in the steps of SFT: draw examples, decide, log. Every rank holds one, as in driver.py."""
 
 import collections
-import itertools
-import tempfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.text import Text
 
-from grpo.config import SFTConfig
 from grpo.data.batches import make_batch
 from grpo.data.encode import Encoded
-from grpo.data.prepare import load_chat_sources, texts_of, usable_chats
-from grpo.data.streams import ChatStream
 from grpo.folder.checkpoint import saves
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
 from grpo.run.inputs import read_sft
-from grpo.run.session import Session, Start, open_model_folder
-from grpo.text import printable
+from grpo.run.session import Session, Start
 from grpo.types import Sample, TrainBatch
 from grpo.watch.failures import refuse_bad_input
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
 
@@ -124,31 +113,3 @@ class SFTDriver:
 def batch_of(examples: list[Encoded]) -> TrainBatch:
     """Examples laid end to end."""
     return make_batch([Sample(torch.tensor(e.ids), torch.tensor(e.mask), truncated=e.truncated) for e in examples])
-
-
-def show_examples(config: SFTConfig) -> None:
-    """Print the first `config.show` examples that a run would draw, labels in colour; no run folder is touched."""
-    with refuse_bad_input(), tempfile.TemporaryDirectory() as toy_dir:
-        sources = load_chat_sources(config)
-        _, tokenizer = open_model_folder(config, config.trainer.tensor_parallel, texts_of(sources), toy_dir)
-        examples = ChatStream(usable_chats(sources, config, tokenizer), config).draw(config.show)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    for number, example in enumerate(examples, start=1):
-        console.rule(f"example {number}: {len(example.ids)} tokens, {sum(example.mask)} of them labels", align="left")
-        console.print(show_chat(example, tokenizer))
-
-
-def show_chat(example: Encoded, tokenizer: "PreTrainedTokenizerBase") -> Text:
-    """Text of an example for rich's console, labels in bold green; a line break that is a label shows as ↵ too.
-
-    Special tokens are shown; what would act on a terminal is escaped.
-    """
-    shown, start, before = Text(), 0, ""
-    for is_label, run in itertools.groupby(example.mask):
-        start += len(list(run))
-        # From the beginning each time: some tokenizers drop a blank at the beginning of what they decode.
-        decoded = tokenizer.decode(example.ids[:start], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        piece = printable(decoded[len(before) :])
-        shown.append(piece.replace("\n", "↵\n") if is_label else piece, "bold green" if is_label else "dim")
-        before = decoded
-    return shown

@@ -175,7 +175,10 @@ def test_the_window_of_a_run_that_stops_by_its_loss_continues(
 
 
 def test_show_prints_examples_and_stops(arguments: list[str], tmp_path: pathlib.Path, capsys):
-    train_sft.main(load(SFTConfig, "", [*arguments, "--show", "2", "--run-dir", str(tmp_path / "run")]))
+    with pytest.raises(SystemExit, match="0"):
+        train_sft.main(
+            load(SFTConfig, "", [*arguments, "--dry-run", "--show", "2", "--run-dir", str(tmp_path / "run")])
+        )
     output = capsys.readouterr().out
     assert "example 1: " in output and "example 2: " in output and "example 3" not in output
     assert "example 2: 8 tokens, 7 of them labels" in output and "832+533<eos>" in output
