@@ -102,7 +102,10 @@ def curves(records: list[dict[str, Any]]) -> dict[str, Curve]:
     # of several held-out sets (`eval/SET/accuracy`) the first
     accuracy = next((n for n in names if n.startswith("eval/") and n.endswith("accuracy")), "eval/accuracy")
     held_out_set = "".join(f" of {part}" for part in accuracy.split("/")[1:-1])
-    labels = {accuracy: f"accuracy on held-out prompts{held_out_set} (greedy)"}
+    if any(record.get(accuracy) for record in records):
+        labels = {accuracy: f"accuracy on held-out prompts{held_out_set} (greedy)"}
+    else:  # a graded reward, of which none reached `reward.pass_value`
+        labels = {f"{accuracy.removesuffix('accuracy')}reward_mean": f"mean reward on held-out prompts{held_out_set}"}
     if "reward/mean" in names:
         labels["reward/mean"] = "mean reward of the sampled completions"
     else:

@@ -285,6 +285,8 @@ class RewardConfig:
     """Run code_reward also where its programs could open the files of this machine, as the kernel has no Landlock."""
     answer_format: Literal["answer_tag", "boxed", "hashes"] = "answer_tag"
     """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####."""
+    pass_value: Annotated[float, Harmless] = 1.0
+    """What the first function, or the environment, must give a completion for it to pass (accuracy, pass@k)."""
     environment: Annotated[tuple[str, ...], Harmless] = ()
     """Environment variables that your own functions get on top of what Python needs, such as a judge's key."""
 

@@ -1,11 +1,13 @@
 """Numbers of a step and of an evaluation: rewards, lengths, held-out accuracy, pass@k, what sampling and updates did.
 
-A completion passed if the first reward function gave it at least 1. Sampling is measured by counts, never by clocks.
+A completion passed if the first reward function gave it at least `reward.pass_value`. Sampling is measured by counts,
+never by clocks.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -97,10 +99,10 @@ def function_names(functions: list[str]) -> dict[str, str]:
     return {function: name if taken.count(name) == 1 else function for function, name in short.items()}
 
 
-def passed(rollout: Rollout, function: str) -> bool | None:
-    """Whether reward function `function` gave at least 1; None if it gave no value."""
+def passed(rollout: Rollout, function: str, pass_value: float = 1.0) -> bool:
+    """Whether reward function `function` gave at least so much."""
     value = rollout.rewards.get(function)
-    return None if value is None else value >= 1
+    return value is not None and value >= pass_value
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -113,7 +115,12 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def evaluation_metrics(
-    greedy: list[Rollout], samples: list[Rollout], num_samples: int, function: str, answer_format: str | None = None
+    greedy: list[Rollout],
+    samples: list[Rollout],
+    num_samples: int,
+    function: str,
+    answer_format: str | None = None,
+    pass_value: float = 1.0,
 ) -> dict[str, float]:
     """Accuracy, reward, lengths (in tokens) of the greedy completions and, if there are samples, pass@k and theirs.
 
@@ -122,7 +129,7 @@ def evaluation_metrics(
     `num_samples` and that itself, is the mean of the prompts' estimates. Means of rewards are over the completions that
     have one, NaN if none has; `eval/none_count` counts the greedy ones that have none.
     """
-    accuracy = _mean(passed(r, function) is True for r in greedy)
+    accuracy = _mean(passed(r, function, pass_value) for r in greedy)
     metrics = {
         "eval/accuracy": accuracy,
         "eval/accuracy_stderr": math.sqrt(accuracy * (1 - accuracy) / len(greedy)),
@@ -136,7 +143,7 @@ def evaluation_metrics(
     if not samples:
         return metrics
     num_passed = [
-        sum(passed(r, function) is True for r in samples[first : first + num_samples])
+        sum(passed(r, function, pass_value) for r in samples[first : first + num_samples])
         for first in range(0, len(samples), num_samples)
     ]
     for k in sorted({*(2**i for i in range(num_samples.bit_length())), num_samples}):
@@ -148,12 +155,15 @@ def evaluation_metrics(
 
 
 def evaluation_metrics_of_sets(
-    greedy: list[Rollout], samples: list[Rollout], num_samples: int, function: str, answer_format: str | None = None
+    greedy: list[Rollout], samples: list[Rollout], num_samples: int, *settings: Any
 ) -> dict[str, float]:
-    """`evaluation_metrics` of each held-out set, `eval/SET/accuracy` and so on; of a single one as they are."""
+    """`evaluation_metrics` of each held-out set, `eval/SET/accuracy` and so on; of a single one as they are.
+
+    settings: the further arguments of `evaluation_metrics`.
+    """
     greedy_of, samples_of = by_source(greedy), by_source(samples)
     metrics = {
-        name: evaluation_metrics(of_set, samples_of.get(name, []), num_samples, function, answer_format)
+        name: evaluation_metrics(of_set, samples_of.get(name, []), num_samples, *settings)
         for name, of_set in greedy_of.items()
     }
     if len(metrics) == 1:

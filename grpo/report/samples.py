@@ -5,6 +5,7 @@ import json
 import math
 from typing import Any
 
+from grpo.rewards.answers import extract_answer
 from grpo.text import number_or_none, one_line, printable, shorten, without_surrogates
 from grpo.types import Rollout
 
@@ -12,6 +13,8 @@ from grpo.types import Rollout
 SAMPLE_CHARACTERS = 600
 # What is told about a failed reward function is one line, so it quotes less.
 QUOTED_CHARACTERS = 200
+QUOTED_END = 40  # of a completion without an answer
+ANSWER_FORMS = {"answer_tag": "<answer>..</answer>", "boxed": "\\boxed{}", "hashes": "a line behind ####"}
 
 
 def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict[str, Any]]:
@@ -81,6 +84,23 @@ def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -
     else:
         lines.append(f"completion: {record['completion']}")
     return printable("\n".join(lines))
+
+
+def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
+    """Say that not one completion has an answer where rewards look for it, how three end, and what they have instead.
+
+    Empty if one has.
+    """
+    texts = [rollout.answer for rollout in rollouts]
+    found = {form: sum(extract_answer(text, form) is not None for text in texts) for form in ANSWER_FORMS}
+    if found.pop(answer_format) or not texts:
+        return ""
+    ends = ", ".join(repr(one_line(text)[-QUOTED_END:]) for text in texts[:: -(-len(texts) // 3)])
+    line = f"none of {len(texts)} completions has an answer in {ANSWER_FORMS[answer_format]}; they end like {ends}"
+    for form, count in found.items():
+        line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})" if count else ""
+    cut = sum(rollout.completion.truncated for rollout in rollouts)
+    return line + (f"; {cut} run out of tokens" if cut else "")
 
 
 def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:

@@ -19,6 +19,11 @@ EQUAL_REWARD_STEPS = 3
 MIN_ENTROPY = 0.01  # nats
 MAX_TRUNCATED = 0.3
 ACCURACY_DROP = 0.03
+REWARD_DROP = 0.5  # of the rewards' standard deviation among completions: far more than two steps differ by chance
+MOVE_STEPS = 20
+LEAST_MOVE = 1e-6  # nats of KL to where the policy began; or what the learning rates add up to
+FLAT_STEPS = 50
+LEAST_RISE_ERRORS = 2.0  # standard errors by which a reward that rises is above its first window
 LEAST_ERRORS = 2.5  # standard errors by which an accuracy must be below the best of several
 
 
@@ -34,10 +39,58 @@ def equal_rewards(history: History) -> str:
     )
 
 
+def not_moved(history: History) -> str:
+    """The policy is where it began: AdamW moves a weight by about the learning rate in a step, and there is no KL."""
+    num_steps, rates = len(history["reward/mean"]), history["learning_rate"]
+    far = max(map(abs, history["kl"][-WINDOW:]), default=math.inf)  # without a reference it is not known
+    if min(num_steps, len(rates)) < MOVE_STEPS or min(total := sum(rates), far) >= LEAST_MOVE:
+        return ""
+    return (
+        f"after {num_steps} steps the policy is where it began: the learning rates add up to {total:.2g}"
+        + (f", kl is {far:.2g}" if math.isfinite(far) else "")
+        + "; raise trainer.learning_rate"
+    )
+
+
+def collapse(history: History) -> str:
+    """The reward is far below what it was, whatever else has changed with it."""
+    rewards, now, spread = (
+        history["reward/mean"],
+        _recent(history["reward/mean"]),
+        max(history["reward/std"], default=0),
+    )
+    if now is None or not spread:
+        return ""
+    windows = (statistics.fmean(rewards[start : start + WINDOW]) for start in range(0, len(rewards) - WINDOW, WINDOW))
+    best = max(rewards[0], *windows, now)  # large steps may spoil the policy within the first window
+    if best - now <= REWARD_DROP * spread:
+        return ""
+    return (
+        f"the reward fell from {compact_number(best)} to {compact_number(now)}: the updates are too large; lower "
+        "trainer.learning_rate, and go on from a checkpoint of before"
+    )
+
+
+def no_rise(history: History) -> str:
+    """Rewards differ within groups, and what is learned from that does not show."""
+    rewards = history["reward/mean"]
+    if len(rewards) < FLAT_STEPS or not_moved(history) or equal_rewards(history) or collapse(history):
+        return ""
+    first, last = rewards[:WINDOW], rewards[-WINDOW:]
+    error = math.hypot(statistics.stdev(first), statistics.stdev(last)) / math.sqrt(WINDOW)
+    if (rise := statistics.fmean(last) - statistics.fmean(first)) > LEAST_RISE_ERRORS * error:
+        return ""
+    return (
+        f"in {len(rewards)} steps the reward has risen by {compact_number(rise)} ± {compact_number(error)}, which may "
+        "be chance: trainer.learning_rate is too small, or the reward says little about a completion; compare the best "
+        "and the worst ones (python -m grpo.look RUN_DIR --worst)"
+    )
+
+
 def no_entropy(history: History) -> str:
     """The policy samples the same again and again. In a supervised run this is no fault."""
     entropy = _recent(history["entropy"])
-    if not history["reward/mean"] or entropy is None or entropy >= MIN_ENTROPY:
+    if not history["reward/mean"] or entropy is None or entropy >= MIN_ENTROPY or collapse(history):
         return ""
     return (
         f"the policy's entropy is {compact_number(entropy)} nats: it hardly explores any more; raise "
@@ -46,9 +99,9 @@ def no_entropy(history: History) -> str:
 
 
 def truncation(history: History) -> str:
-    """Many completions are cut off, and what is cut off earns nothing."""
+    """Many completions are cut off, and what is cut off earns nothing. A policy that fell apart has no end either."""
     share = _recent(history["completion/truncated_frac"])
-    if share is None or share <= MAX_TRUNCATED:
+    if share is None or share <= MAX_TRUNCATED or collapse(history):
         return ""
     return (
         f"{share:.0%} of the completions run out of tokens: raise generator.max_completion_tokens, or teach the policy "
@@ -56,7 +109,7 @@ def truncation(history: History) -> str:
     )
 
 
-RULES: tuple[Callable[[History], str], ...] = (equal_rewards, no_entropy, truncation)
+RULES: tuple[Callable[[History], str], ...] = (equal_rewards, not_moved, collapse, no_rise, no_entropy, truncation)
 
 
 class Evaluation(NamedTuple):

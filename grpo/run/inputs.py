@@ -161,7 +161,7 @@ def check_generation(session: Session) -> None:
         scorer, num_samples = session.scorer, config.evaluation.num_samples
         empty = Completion.of(torch.zeros(1).long(), torch.zeros(1), truncated=False)
         made_up = [Rollout(prompt, empty, "") for prompt in session.eval_prompts]
-        settings = num_samples, scorer.pass_function, scorer.answer_format
+        settings = num_samples, scorer.pass_function, scorer.answer_format, config.reward.pass_value
         metrics = evaluation_metrics_of_sets(made_up, made_up * num_samples, *settings)
         names = [name.removeprefix("eval/") for name in metrics]
         if best not in names:

@@ -8,9 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config.fields import RunConfig
 from grpo.data.chat import detokenize
 from grpo.models import hf_folder
-from grpo.report.samples import failure_lines
+from grpo.report.samples import failure_lines, no_answer_line
 from grpo.rewards.loading import answer_format_of
 from grpo.rewards.pool import RewardError, RewardPool
+from grpo.text import printable
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers.programs import check_programs
 
@@ -56,10 +57,10 @@ class Scorer:
         ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
         ends += [f"the text {text!r}" for text in generator.stop]
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
-        # Whose value of at least 1 means that a completion passed: the environment, the first function; else none
+        # Whose value of `reward.pass_value` says that a completion passed: the environment, the first function; or none
         self.pass_function = self.environment.reward_name or next(iter(reward.functions), "")
         self.pool = RewardPool(reward, generator.max_completion_tokens)
-        self.answer_format = answer_format_of(self.pool.functions)
+        self.answer_format, self.has_looked = answer_format_of(self.pool.functions), False
 
     def submit(self, prompts: list[Prompt], completions: list[Completion], step: int) -> list[Rollout]:
         """Join prompts and their completions, group after group, decode, begin to score; returns at once.
@@ -79,6 +80,9 @@ class Scorer:
         check_lost(rollouts)
         for line in failure_lines(rollouts):
             print(f"warning: {where}{line}", flush=True)
+        if self.answer_format and not self.has_looked and (line := no_answer_line(rollouts, self.answer_format)):
+            print(printable(f"warning: {where}{line}"), flush=True)
+        self.has_looked = True  # the first completions tell
         return rollouts
 
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:

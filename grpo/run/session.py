@@ -246,7 +246,8 @@ class Session:
                 texts = self.scorer.prompt_texts(scored[kind])
                 self.run_log.evaluation_completions(step, kind, scored[kind], texts)
         scorer, num_samples = self.scorer, self.config.evaluation.num_samples
-        metrics = evaluation_metrics_of_sets(*scored.values(), num_samples, scorer.pass_function, scorer.answer_format)
+        settings = num_samples, scorer.pass_function, scorer.answer_format, self.config.reward.pass_value
+        metrics = evaluation_metrics_of_sets(*scored.values(), *settings)
         self.run_log.log_held_out(step, metrics)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -61,11 +61,13 @@ def test_pass_at_k_is_the_product_form_and_does_not_overflow():
 # ---- pass rates
 
 
-def test_passed_is_at_least_1_or_unknown():
-    values = {1.0: True, 1.5: True, 0.99: False, 0.0: False, None: None}
+def test_passed_is_at_least_the_pass_value():
+    values = {1.0: True, 1.5: True, 0.99: False, 0.0: False, None: False}
     assert {value: passed(make_rollout(value), "f") for value in values} == values
     assert passed(make_rollout(0.0), "other") is True
-    assert passed(make_rollout(0.0), "absent") is None
+    assert passed(make_rollout(0.0), "absent") is False
+    graded = [make_rollout(0.5), make_rollout(0.4)]
+    assert evaluation_metrics(graded, [], 0, "f", None, 0.5)["eval/accuracy"] == 0.5
 
 
 # ---- metrics

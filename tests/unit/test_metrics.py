@@ -16,7 +16,7 @@ from grpo.look import terminal_curves
 from grpo.report import log as run_log
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
-from grpo.report.samples import failure_lines
+from grpo.report.samples import failure_lines, no_answer_line
 from grpo.rewards.builtin import math_reward
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
@@ -159,6 +159,18 @@ def test_failed_reward_functions_are_told_with_counts_reasons_and_a_harmless_com
     assert first.isprintable() and r"\x1b[2J" in first
     assert "mine.py:f failed for 5 of 8" in second and "ValueError: 4 (2)" in second and "other reasons (1)" in second
     assert failure_lines(rollouts[:1]) == []
+
+
+def test_completions_without_an_answer_in_the_format_are_told_with_the_format_they_have():
+    tagged = [make_rollout(0.0, text=f"<think>1</think><answer>{number}</answer>") for number in range(6)]
+    line = no_answer_line([*tagged, make_rollout(0.0, text="so \x1b[2J")], "boxed")
+    assert line.startswith(
+        "none of 7 completions has an answer in \\boxed{}; they end like '<think>1</think><answer>0</"
+    )
+    assert (
+        line.endswith("; 6 have one in <answer>..</answer> (--reward.answer-format answer_tag)") and line.isprintable()
+    )
+    assert no_answer_line([*tagged, make_rollout(0.0, text="")], "answer_tag") == ""
 
 
 # --- files

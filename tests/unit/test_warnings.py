@@ -26,6 +26,26 @@ STREAMS = {
         {"completion/truncated_frac": [math.nan, None, math.inf, *[0.4] * 10]},
         {13: "40% of the completions"},
     ),
+    "no step": (  # 20 x 4e-8 is less than 1e-6, 25 x 4e-8 is not
+        {"reward/mean": [0.5, 0.7] * 13, "learning_rate": [4e-8] * 26},
+        {20: "after 20 steps the policy is where it began: the learning rates add up to 8e-07; raise"},
+    ),
+    "no KL": (
+        {"reward/mean": [0.5, 0.7] * 12, "learning_rate": [1e-3] * 24, "kl": [1e-7] * 22 + [1e-4] * 2},
+        {20: "after 20 steps the policy is where it began: the learning rates add up to 0.02, kl is 1e-07"},
+    ),
+    "a few steps": ({"reward/mean": [0.5, 0.7] * 15, "learning_rate": [1e-6] * 30, "kl": [1e-5] * 30}, {}),
+    "no rise": ({"reward/mean": [0.5, 0.6] * 26}, {50: "in 50 steps the reward has risen by 0 ± 0.0236, which may be"}),
+    "a rise": ({"reward/mean": [0.5, 0.6] * 20 + [0.6, 0.7] * 6}, {}),  # 0.1, more than 2 x 0.0236
+    "a collapse is no short limit": (  # means of ten: 0.09 at step 10; 0.4 - 0.09 is more than half of 0.5
+        {
+            "reward/mean": [0.4, 0.3, 0.2] + [0.0] * 9,
+            "reward/std": [0.5] * 12,
+            "completion/truncated_frac": [0.0, 0.5] + [1.0] * 10,
+            "entropy": [0.0] * 12,
+        },
+        {10: "the reward fell from 0.4 to 0.09: the updates are too large"},
+    ),
     "too early to tell": ({"completion/truncated_frac": [0.9] * 9}, {}),
 }
 
