@@ -199,6 +199,28 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, secon
         )
 
 
+def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tuple[str, list[str]]:
+    """(the <think> with which prompts end, empty without one; what a prompt is other than the config lets one expect).
+
+    Completions of such a prompt begin inside their thoughts.
+    """
+    text, notes = render(tokenizer, data, prompt_messages(data, "?"), opening=True)[0], []
+    opened = found[0] if (found := re.search(r"<think>\s*\Z", text)) else ""
+    if not data.is_text_template and " ".join(data.system_prompt.split()) not in " ".join(text.split()):
+        notes.append(
+            f"warning: {template_name(tokenizer, data)} drops data.system_prompt, so the model is not told what it "
+            "says; write it into the prompts, give a template that has it (data.prompt_template), or set it to ''"
+        )
+    if opened:
+        notes.append("prompts open <think>; reward functions get it in front of each completion")
+    if data.chat_template_kwargs.get("enable_thinking") is False and text.rstrip().endswith("</think>"):
+        notes.append(
+            "thinking is off: with enable_thinking False in data.chat_template_kwargs, prompts end with empty thoughts "
+            "(--data.chat-template-kwargs with nothing behind it turns it on)"
+        )
+    return opened, notes
+
+
 def _render_within(
     seconds: float, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, messages: list[Message]
 ) -> str:

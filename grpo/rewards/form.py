@@ -37,8 +37,7 @@ def format_reward(completions: list[str], **columns: list) -> list[float | None]
     """1.0 if the completion is <think>..</think><answer>..</answer> and nothing else but blanks around, else 0.0.
 
     Each tag occurs once, written exactly so: `<THINK>`, `< think >` and `<think now="yes">` count as tags too, but
-    malformed. Both have content (see `has_content`). A chat template that opens <think> in the prompt makes 1.0
-    impossible.
+    malformed. Both have content (see `has_content`). A <think> that the prompt opens counts (`look_at_prompt`).
     """
     rewards = []
     for text in completions:
@@ -52,8 +51,7 @@ def thinking_reward(completions: list[str], **columns: list) -> list[float | Non
     """1.0 for exactly one <think>..</think> block with content, before the answer; 0.5 for a broken one; 0.0 for none.
 
     Broken: a tag is missing, repeated or malformed (see `format_reward`), the block has no content (see `has_content`),
-    or an answer comes before the block or only inside it. Where a chat template opens <think> in the prompt, 0.5 is the
-    most that can be had; turn that off with data.chat_template_kwargs, or drop this reward.
+    or an answer comes before the block or only inside it. A <think> that the prompt opens counts (`look_at_prompt`).
     """
     rewards = []
     for text in completions:

@@ -40,12 +40,15 @@ class RewardPool:
     Start it on the main thread: the processes end with the thread that started them. What a function prints is lost.
     """
 
-    def __init__(self, config: RewardConfig, max_completion_tokens: int) -> None:
+    def __init__(self, config: RewardConfig, max_completion_tokens: int, opening: str = "") -> None:
         """Start the processes; returns when every one has loaded the functions.
+
+        opening: what a prompt has of each completion, which the functions then get in front of it: an opened <think>.
 
         Raises ValueError if one cannot be loaded, here or there, and if a variable of `config.environment` is not set.
         """
         self.config, self.functions = config, load_functions(config, None, max_completion_tokens)
+        self.opening = opening
         self._submitted: tuple[list[Rollout], list[Call]] | None = None  # from `submit` to `collect`
         self.supervisor, self._socket = processes.start_parent("grpo.rewards.supervisor", config.environment)
         self._reader = self._socket.makefile("rb")
@@ -81,7 +84,7 @@ class RewardPool:
                     columns["completion_ids"] = [r.completion.ids_T.tolist() for r in together]
                 if together[0].completion.episode is not None:
                     columns |= episode_columns(together)
-                arguments = _as_json([[r.answer for r in together], columns])
+                arguments = _as_json([[self.opening + r.answer for r in together], columns])
                 num_limits = 1 if what == "step" else size
                 calls += [Call(name, start, size, arguments, num_limits) for name in names]
         if calls:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.fields import RunConfig
-from grpo.data.chat import detokenize
+from grpo.data.chat import detokenize, look_at_prompt
 from grpo.models import hf_folder
 from grpo.report.samples import failure_lines, no_answer_line
 from grpo.rewards.loading import answer_format_of
@@ -59,7 +59,10 @@ class Scorer:
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)
         # Whose value of `reward.pass_value` says that a completion passed: the environment, the first function; or none
         self.pass_function = self.environment.reward_name or next(iter(reward.functions), "")
-        self.pool = RewardPool(reward, generator.max_completion_tokens)
+        opening, notes = look_at_prompt(tokenizer, config.data)
+        for note in notes:
+            print(printable(note), flush=True)
+        self.pool = RewardPool(reward, generator.max_completion_tokens, opening)
         self.answer_format, self.has_looked = answer_format_of(self.pool.functions), False
 
     def submit(self, prompts: list[Prompt], completions: list[Completion], step: int) -> list[Rollout]:

@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.config import DataConfig
 from grpo.data import chat, toy
-from grpo.data.chat import check_template, detokenize
+from grpo.data.chat import check_template, detokenize, look_at_prompt
 from grpo.data.encode import Encoded, Fate, prompt_encoder
 from grpo.data.turns import longest_token
+from tests.unit.chat_templates import MISTRAL, QWEN3, THINKER
 
 PLAIN = "{{ messages[0]['content'] }}"
 CONFIG = DataConfig(system_prompt="")
@@ -123,3 +124,22 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
     with pytest.raises(ValueError, match="bring tokenizer.json"):
         chat.load_tokenizer(str(tmp_path / "model"))
     assert not (tmp_path / "ran").exists()
+
+
+# template, fields of the data, (the thought that the prompt opens, what is said)
+PROMPTS = [
+    (QWEN3, {}, "", ""),
+    (THINKER, {}, "<think>\n", "prompts open <think>; reward functions get it"),
+    (QWEN3, {"chat_template_kwargs": {"enable_thinking": False}}, "", "thinking is off: with enable_thinking False"),
+    (MISTRAL, {}, "", "warning: the chat template of  drops data.system_prompt"),
+    (MISTRAL, {"system_prompt": ""}, "", ""),
+    (QWEN3, {"system_prompt": "Be brief.\n\n  Think. "}, "", ""),
+    (QWEN3, {"prompt_template": "{question} <think>"}, "<think>", "prompts open <think>"),
+]
+
+
+@pytest.mark.parametrize(("template", "fields", "opened", "said"), PROMPTS)
+def test_what_prompts_have_or_lack_is_said(template: str, fields: dict, opened: str, said: str):
+    found, notes = look_at_prompt(tokenizer_with(template), DataConfig(**fields))
+    assert found == opened and len(notes) == bool(said)
+    assert all(note.startswith(said) for note in notes)

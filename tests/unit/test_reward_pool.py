@@ -255,6 +255,14 @@ def open_pool(tmp_path: pathlib.Path):
         wait_until(lambda started=started: not any(map(alive, started)), f"{started} to be gone")
 
 
+def test_a_thought_that_the_prompt_opens_counts(open_pool):
+    pool = open_pool({"thinking_reward": 1.0, "format_reward": 1.0})
+    rollouts = [rollout("3 + 4 is 7</think><answer>7</answer>")]
+    assert [r.reward for r in score(pool, rollouts, 1)] == [0.5]
+    pool.opening = "<think>\n"
+    assert [r.reward for r in score(pool, rollouts, 1)] == [2.0]
+
+
 def score(pool: RewardPool, rollouts: list[Rollout], group_size: int) -> list[Rollout]:
     pool.submit(rollouts, group_size, step=7)
     return pool.collect()
