@@ -24,7 +24,7 @@ _BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _JOINED = re.compile(r"[\s,;$.*]*+(?:and|/)?[\s,;$.*]*+|[^.!?\n]*\bor\b[^.!?\n]*", re.IGNORECASE)
 
 # So many characters are looked at on each side of a box, and behind an answer for what takes it back.
-_BESIDE_CHARACTERS, _BEHIND_CHARACTERS = 50, 400
+_BESIDE_CHARACTERS, _BEHIND_CHARACTERS = 120, 400
 _UNSEEN = re.compile(
     r"\\(?:left|right|displaystyle|q?quad|begin ?\{[a-z]+\*?\})(?![a-zA-Z])|(?<!\\)(?:\\[()\[\],;: ]|\$)"
     r"|(?<!~)~(?!~)|[*&#`]"
@@ -138,10 +138,7 @@ def _boxes(text: str) -> list[Span]:
 
 
 def _last(text: str, found: list[Span]) -> str:
-    """The last of several answers; "" if the one before is another and only joined to it, or if it is taken back.
-
-    It is taken back in the rest of its sentence or in the next, in words of _TAKEN_BACK.
-    """
+    """The last of several answers; "" if it is one of a choice, or taken back in its sentence or the next."""
     if len(found) > 1:
         (_, end, before), (start, _, last) = found[-2:]
         if before.strip() not in ("", last.strip()) and _JOINED.fullmatch(text, end, start):
@@ -155,7 +152,7 @@ def _with_neighbours(text: str, boxes: list[Span]) -> str:
     """The content of the last box with the sign and the unit beside it; "" if anything else beside it may change it."""
     start, end, content = boxes[-1]
     floor = max(start - _BESIDE_CHARACTERS, boxes[-2][1] if len(boxes) > 1 else 0)
-    before = _BEFORE.search(_beside(text[floor:start]))
+    before = _BEFORE.search(_beside(text[floor:start])[-24:])  # the last word, or its end
     behind = _BEHIND.match(_beside(text[end : end + _BESIDE_CHARACTERS]))
     if not before or not behind:
         return ""

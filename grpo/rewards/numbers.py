@@ -160,6 +160,7 @@ def _decimal(digits: str) -> Fraction | None:
     return Fraction(mantissa) * Fraction(10) ** exponent if abs(exponent) <= LARGEST_EXPONENT else None
 
 
+@functools.lru_cache(maxsize=4096)
 def _unit_name(text: str) -> str:
     """One name for all spellings of a unit; what is not in UNITS stays as it is, except for its plural."""
     if degrees := _TEMPERATURE.fullmatch(text):
