@@ -1,22 +1,26 @@
 """Train once more on the batches that a run recorded (`--record`): the same losses, or those of another algorithm.
 
     torchrun --nproc_per_node=2 -m grpo.replay RUN [--field value ...]
+    python -m grpo.replay RUN --methods grpo dapo my_loss.py:mine [--field value ...]
 
-The config is RUN/config.py with the flags, and all ranks are trainers; nothing is sampled, scored or evaluated. On as
-many trainer ranks the recorded run's losses come out again to the last digit. Results go to `--run-dir`, by default
-RUN-replay. Left out: rollouts as text, which the recorded run's folder has.
+With --methods, one process trains several side by side (compare.py), and results go to RUN-compare. The config is
+RUN/config.py with the flags, and all ranks are trainers; nothing is sampled, scored or evaluated. On as many trainer
+ranks the recorded run's losses come out again to the last digit. Results go to `--run-dir`, by default RUN-replay. Left
+out: rollouts as text, which the recorded run's folder has.
 """
 
+import argparse
 import os
 from functools import partial
 
 from grpo.algorithm.trial import try_algorithm
+from grpo.compare import compare, configs_of
 from grpo.config import GRPOConfig, RolesConfig, change
 from grpo.config.checks import validate
-from grpo.config.recipes import load
+from grpo.config.recipes import load, load_recipe
 from grpo.data.recorded import batch_path, check_recorded, read_step
 from grpo.folder.checkpoint import saves
-from grpo.models.hf_folder import read_hf_config, resolve_folder
+from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.metrics import StepMetrics
 from grpo.run.command_line import subject_of
@@ -30,16 +34,28 @@ def main() -> None:
     recorded, flags = subject_of(__doc__)
     end_with_launcher()
     num_trainers = int(os.environ.get("WORLD_SIZE", "1"))
-    with refuse_bad_input():
-        config = load_config(recorded, flags, num_trainers)
     layout = RolesConfig(num_trainers=num_trainers, num_references=0, num_generators=0)
-    run(config, "grpo.replay", partial(read, recorded), partial(replay, recorded), layout)
+    train = partial(replay, recorded)
+    with refuse_bad_input():
+        parser = argparse.ArgumentParser("python -m grpo.replay RUN", add_help=False, allow_abbrev=False)
+        parser.add_argument("--methods", nargs="+", metavar="LOSS")
+        methods, flags = parser.parse_known_args(flags)
+        config = load_config(recorded, flags, num_trainers, "compare" if methods.methods else "replay")
+        if losses := methods.methods:
+            if num_trainers > 1:
+                raise ValueError(f"--methods takes one process, torchrun started {num_trainers}; start it by python")
+            configs = configs_of(losses, config, load_recipe(f"{recorded}/config.py", GRPOConfig))
+            config, train = next(iter(configs.values())), partial(compare, recorded, configs, partial(start, recorded))
+    run(config, "grpo.replay", partial(read, recorded), train, layout)
 
 
-def load_config(recorded: str, flags: list[str], num_trainers: int) -> GRPOConfig:
-    """The recorded run's config with the flags, on so many trainers. Raises ValueError if that cannot work."""
+def load_config(recorded: str, flags: list[str], num_trainers: int, kind: str = "replay") -> GRPOConfig:
+    """The recorded run's config with the flags, on so many trainers. Raises ValueError if that cannot work.
+
+    kind: how the folder is called in which the results go, behind the recorded run's name.
+    """
     if not any(flag.partition("=")[0] in ("--run-dir", "--run_dir") for flag in flags):
-        flags = ["--run-dir", f"{recorded.rstrip('/')}-replay", *flags]
+        flags = ["--run-dir", f"{recorded.rstrip('/')}-{kind}", *flags]
     config = load(GRPOConfig, f"{recorded}/config.py", [f"{recorded}/config.py", *flags])
     changes = {"roles.num_trainers": num_trainers, "checkpoint.keep_best": ""}
     if config.model.path.startswith("toy:"):  # its tokenizer may come from data that is not read now
@@ -72,18 +88,13 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
     """Take the recorded run's steps. Every rank calls it, and reads the batches for itself."""
     timer, kl_coef = session.timer, config.algorithm.kl_coef
     trainer, _, _ = session.start_up(partial(start, recorded, session))
-    vocab_size = read_hf_config(resolve_folder(config.model.path)).vocab_size
+    vocab_size = read_hf_config(trainer.model.folder).vocab_size
     for step in session.steps():
         state = {"step": step, "data": {}}
         if session.ask_driver(session.is_stopped, step):
             session.save(step, trainer, state)
             break
-        found = read_step(recorded, step + 1)
-        if (largest := int(found.batch.ids_N.max())) >= vocab_size:
-            raise ValueError(
-                f"{batch_path(recorded, step + 1)} has token {largest}, and the model has {vocab_size} tokens; use a "
-                "model with the tokenizer of the recorded run"
-            )
+        found = read_step(recorded, step + 1, vocab_size)
         metrics = StepMetrics(found.batch.num_sequences)
         with timer.phase("train"):
             batch = add_advantages(config, found.batch, found.rewards_S, found.has_reward_S, kl_coef, metrics)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from grpo.config.bounds import Harmless, check_fields
 from grpo.config.checks import cautions, check_effects, validate
-from grpo.config.fields import Config, GRPOConfig, Json, SFTConfig
+from grpo.config.fields import OWN_LOSS_DEFAULTS, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, run_file
 
 # They were meant for one start, and would continue, delete or slow down the run that a saved config describes
@@ -189,12 +189,14 @@ def differences(config: Config, recipe: Config) -> list[str]:
 
 
 def derived(config: Config) -> list[str]:
-    """Say what follows from the loss in fields that are None: `advantages='group_std', ... follow from ...`."""
+    """Say what follows from the loss in fields that are None, and what is set to another value than would follow."""
     if isinstance(config, SFTConfig):
         return []
-    resolved = config.algorithm.resolved
+    resolved, paper = config.algorithm.resolved, AlgorithmConfig(loss=config.algorithm.loss).resolved
     values = [f"{name}={getattr(resolved, name)!r}" for name, value in vars(config.algorithm).items() if value is None]
-    return [f"from algorithm.loss={resolved.loss} follow {', '.join(values)}"] if values else []
+    told = [f"from algorithm.loss={resolved.loss} follow {', '.join(values)}"] if values else []
+    own = [f"{n}={getattr(resolved, n)!r}" for n in OWN_LOSS_DEFAULTS if getattr(resolved, n) != getattr(paper, n)]
+    return told + ([f"set to another value than follows: {', '.join(own)}"] if own else [])
 
 
 def as_recipe(config: GRPOConfig | SFTConfig) -> str:

@@ -63,8 +63,11 @@ def save_step(run_dir: str, step: int, recorded: RecordedStep) -> None:
     )
 
 
-def read_step(run_dir: str, step: int) -> RecordedStep:
-    """The step's batch. Raises ValueError with the path if the file is not one that `save_step` wrote."""
+def read_step(run_dir: str, step: int, vocab_size: int | None = None) -> RecordedStep:
+    """The step's batch. Raises ValueError with the path if the file is not one that `save_step` wrote.
+
+    vocab_size: tokens that the model has, if the step must not have others.
+    """
     path = batch_path(run_dir, step)
     try:
         with safe_open(path, "pt") as file:
@@ -76,9 +79,15 @@ def read_step(run_dir: str, step: int) -> RecordedStep:
             raise ValueError(f"of {sizes['S']} sequences and {sizes['N']} tokens it has {wrong}")
         rewards = [tensors.pop(name) for name in REWARDS]
         metrics, group_size = json.loads(facts["metrics"]), int(facts["group_size"])
-        return RecordedStep(TrainBatch(**tensors), *rewards, group_size, metrics)
+        found = RecordedStep(TrainBatch(**tensors), *rewards, group_size, metrics)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no recorded batch ({type(error).__name__}: {error}); record it again") from error
+    if vocab_size and (largest := int(found.batch.ids_N.max())) >= vocab_size:
+        raise ValueError(
+            f"{path} has token {largest}, and the model has {vocab_size} tokens; use a model with the tokenizer of the "
+            "recorded run"
+        )
+    return found
 
 
 def check_recorded(

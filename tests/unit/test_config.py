@@ -430,6 +430,13 @@ def test_the_config_of_a_run_takes_another_loss_as_its_recipe_does(recipe, tmp_p
     assert saved == fresh and saved.algorithm.resolved == fresh.algorithm.resolved
 
 
+def test_what_follows_from_the_loss_is_printed_and_so_is_what_does_not(capsys):
+    load(GRPOConfig, DEFAULT, ["--algorithm.loss", "dapo", "--algorithm.clip-high", "0.5"])
+    told = capsys.readouterr().out
+    assert "from algorithm.loss=dapo follow advantages='group_std', aggregation='token_mean', clip_low=0.2," in told
+    assert "set to another value than follows: clip_high=0.5\n" in told
+
+
 @pytest.mark.parametrize("loss", PAPER_DEFAULTS)
 def test_a_loss_brings_its_papers_defaults(loss):
     """Switched on the command line, also over a recipe; what the user gives stays."""

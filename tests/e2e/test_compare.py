@@ -1,0 +1,115 @@
+"""Every method on one recording, in one command: the weights differ where the formulas do, and only there."""
+
+import itertools
+import pathlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo.config import PAPER_DEFAULTS, change
+from grpo.config.recipes import as_recipe
+from grpo.data.batches import make_batch
+from grpo.data.recorded import RecordedStep, save_step
+from grpo.types import Sample
+from tests.e2e.runs import TINY, read_metrics
+from tests.torchrun import finish, run_python, start_python
+
+GENTLE = "configs/examples/my_loss.py:gentle"
+METHODS = (*PAPER_DEFAULTS, GENTLE)
+NUM_STEPS, GROUP_SIZE = 3, 4
+# At ratio 1 the surrogates are the plain policy gradient: what is left is how advantages and averages are taken.
+SAME_AT_RATIO_1 = {"grpo": 1, "gspo": 1, "sapo": 1, "dapo": 2, "dual_clip": 2, "cispo": 2, "dr_grpo": 3, "reinforce": 4}
+
+
+@pytest.fixture(scope="module")
+def recording(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Folder of a run of DAPO with an upper clip of its own, as a run with `record` leaves it; nobody sampled it."""
+    run_dir, draw = tmp_path_factory.mktemp("recorded") / "run", torch.Generator().manual_seed(0)
+    algorithm = {"algorithm.loss": "dapo", "algorithm.clip_high": 0.5, "algorithm.kl_coef": 0.0}
+    config = change(TINY, {"model.path": str(model), "num_steps": NUM_STEPS, "roles.num_references": 0, **algorithm})
+    run_dir.mkdir()
+    (run_dir / "config.py").write_text(as_recipe(config))
+    for step in range(1, NUM_STEPS + 1):
+        samples = []
+        for length in torch.randint(2, 13, (8,), generator=draw).tolist():
+            ids_T = torch.randint(5, 20, (4 + length,), generator=draw)
+            samples.append(
+                Sample(ids_T, torch.arange(len(ids_T)) >= 4, torch.full((len(ids_T),), -3.0), prompt_tokens=4)
+            )
+        rewards_S = torch.rand(8, generator=draw)
+        recorded = RecordedStep(make_batch(samples), rewards_S, rewards_S >= 0, GROUP_SIZE, {})
+        save_step(str(run_dir), step, recorded)
+    return run_dir
+
+
+def weights_of(run_dir: pathlib.Path) -> dict[str, torch.Tensor]:
+    """All weights of each method, in a row."""
+    files = {
+        name.rpartition(":")[2]: load_file(run_dir / name.rpartition(":")[2] / "model" / "model.safetensors")
+        for name in METHODS
+    }
+    return {name: torch.cat([tensors[key].flatten() for key in sorted(tensors)]) for name, tensors in files.items()}
+
+
+def test_with_one_update_methods_differ_by_advantages_and_averages_alone(recording, tmp_path):
+    flags = ("--run-dir", tmp_path / "one", "--methods", *METHODS, "--trainer.learning-rate", 1e-3)
+    output = run_python("-m", "grpo.replay", recording, *flags, deadline=240)
+    assert "no clip acts" in output
+    assert "clip_high=0.28" not in output  # the recorded run's own 0.5 stays with its loss
+    assert (
+        "method dr_grpo\n  from algorithm.loss=dr_grpo follow advantages='group_mean', aggregation='fixed_horizon'"
+        in output
+    )
+    assert "aggregation='token_mean', clip_low=1.0, clip_high=4.0" in output  # cispo's
+    weights = weights_of(tmp_path / "one")
+    for one, other in itertools.combinations(SAME_AT_RATIO_1, 2):
+        difference = (weights[one] - weights[other]).abs().mean()
+        if SAME_AT_RATIO_1[one] == SAME_AT_RATIO_1[other]:
+            assert difference < 1e-6, (one, other)
+        else:
+            assert difference > 1e-5, (one, other)
+    first = read_metrics(tmp_path / "one")[0]
+    cosines = {name: first[f"{name}/cosine"] for name in SAME_AT_RATIO_1}
+    assert [name for name, value in cosines.items() if value > 1 - 1e-6] == ["grpo", "gspo", "sapo"]
+    assert all(first[f"{name}/clipped"] == 0 for name in ("grpo", "dapo", "gspo"))
+    assert (tmp_path / "one" / "comparison.svg").read_text().count("<polyline") == 6 * len(METHODS)
+
+
+def test_with_several_updates_each_method_is_another(recording, tmp_path):
+    flags = ("--algorithm.num-mini-batches", 2, "--algorithm.num-epochs", 2, "--trainer.learning-rate", 1e-2)
+    output = run_python(
+        "-m", "grpo.replay", recording, "--methods", *METHODS, *flags, "--run-dir", tmp_path / "four", deadline=240
+    )
+    assert "no clip acts" not in output
+    weights = weights_of(tmp_path / "four")
+    for one, other in itertools.combinations(weights, 2):
+        assert (weights[one] - weights[other]).abs().mean() > 1e-5, (one, other)
+    last = read_metrics(tmp_path / "four")[-1]
+    assert last["grpo/clipped"] > 0 and last["gspo/clipped"] > 0 and last["grpo/cosine"] == pytest.approx(1)
+
+
+def test_a_method_goes_the_way_of_a_replay_with_its_loss(recording, tmp_path):
+    run_python(
+        "-m", "grpo.replay", recording, "--methods", "grpo", "gspo", "--run-dir", tmp_path / "both", deadline=240
+    )
+    flags = ("--algorithm.loss", "gspo", "--algorithm.clip-high", 4e-4)
+    run_python("-m", "grpo.replay", recording, *flags, "--run-dir", tmp_path / "alone", deadline=240)
+    of_both, alone = read_metrics(tmp_path / "both"), read_metrics(tmp_path / "alone")
+    assert [m["gspo/grad_norm"] for m in of_both] == [m["grad_norm"] for m in alone]
+    models = tmp_path / "both" / "gspo" / "model", tmp_path / "alone" / "model"
+    assert len({(model / "model.safetensors").read_bytes() for model in models}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods"], "expected at least one argument"),
+        (["--methods", "grpo", "grpo"], "two methods are called grpo"),
+        (["--methods", "gpro"], "'gpro' is unknown"),
+        (["--methods", "grpo", "--resume"], "leave out --resume"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(recording, words, message):
+    result = finish(start_python("-m", "grpo.replay", str(recording), *words), 120)
+    assert result.returncode in (1, 2) and message in result.stdout and "Traceback" not in result.stdout
