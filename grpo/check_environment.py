@@ -111,7 +111,7 @@ def _field_of(subject: str) -> list[str]:
 
 
 def _examples(config: GRPOConfig, toolboxes: Mapping[str, Toolbox]) -> dict[str, list[Example]]:
-    """The first rows of each environment. Raises ValueError for one without a row, and for rows of none."""
+    """The first rows of each environment. Raises ValueError for a row whose column names none."""
     found, read = {name: [] for name in toolboxes}, row_reader(config.data)
     for example in map(read, itertools.islice(load_rows(config.data.all_sources[0]), LOOKED_AT)):
         if example and len(of := found[environment_of(example.columns, config.data, found)]) < NUM_EPISODES:

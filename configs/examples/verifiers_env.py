@@ -14,7 +14,7 @@ import importlib
 
 @functools.cache
 def loaded(module: str, arguments: tuple):
-    """Once in each process."""
+    """The environment, loaded once in each process."""
     return importlib.import_module(module).load_environment(**dict(arguments))
 
 
