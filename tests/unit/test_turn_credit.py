@@ -10,6 +10,7 @@ import torch
 
 from grpo.config import AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig
 from grpo.data.batches import build_micro_batch, make_batch, sample_of
+from grpo.data.recorded import RecordedStep, check_recorded, read_step, save_step
 from grpo.report.rollout_metrics import alone_frac
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.roles.metrics import StepMetrics
@@ -204,3 +205,20 @@ def test_the_loss_with_lost_rollouts_is_that_of_a_batch_without_them(kind, loss)
         found.append((value.item(), sorted(gradients)))
     assert found[1][0] == pytest.approx(found[0][0], abs=1e-6) and abs(found[0][0]) > 1e-3
     assert found[1][1] == pytest.approx(found[0][1], abs=1e-7)
+
+
+def test_a_recorded_step_has_the_same_advantages_and_one_without_turns_is_refused(tmp_path):
+    draw = random.Random(3)
+    config, batch = batch_of(4, [played(draw) for _ in range(16)], "return_to_go")
+    rewards_S = torch.tensor([draw.gauss(0, 1) for _ in range(16)])
+    rewards = rewards_S, rewards_S > -1
+    save_step(str(tmp_path), 1, RecordedStep(batch, *rewards, 4, {}))
+    found = read_step(str(tmp_path), 1)
+    again = (found.batch, found.rewards_S, found.has_reward_S)
+    one, other = (add_advantages(config, *step, 0.0, StepMetrics(16)) for step in ((batch, *rewards), again))
+    assert torch.equal(one.advantages_N, other.advantages_N) and one.advantages_N.any()
+    check_recorded(str(tmp_path), [1], 4, needs_turns=True)
+    bare = dataclasses.replace(batch, turn_N=None, earned_N=None)
+    save_step(str(tmp_path), 1, RecordedStep(bare, *rewards, 4, {}))
+    with pytest.raises(ValueError, match="does not say what turns earned"):
+        check_recorded(str(tmp_path), [1], 4, needs_turns=True)
