@@ -8,6 +8,8 @@ It needs `pip install gymnasium`. Its test has a class of the same interface; it
 
 import re
 
+import gymnasium
+
 # How gymnasium colours the place where the player is.
 COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")
 
@@ -23,8 +25,6 @@ class TextGame:
     ):
         """game: its name in gymnasium. actions: words for the numbers 0, 1, .. that the game takes; None if it takes
         text. arguments: more of gymnasium.make. render_mode: None if observations are text."""
-        import gymnasium
-
         self._game = gymnasium.make(game, render_mode=render_mode, **(arguments or {}))
         self._actions, self._task = actions, task
 

@@ -11,13 +11,13 @@ it was tried with the client and the server of openenv-core 0.3.0.
 
 import json
 
+from openenv.core import GenericEnvClient
+
 
 class Remote:
     def __init__(self, url: str, action: str = "message", observation: str = "", task: str = ""):
         """action: the field of the server's action that the model writes. observation: the field that it reads; empty
         for all of them, as JSON."""
-        from openenv.core import GenericEnvClient
-
         self._client = GenericEnvClient(base_url=url).sync()
         self._action, self._observation, self._task = action, observation, task
 

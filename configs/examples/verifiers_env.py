@@ -11,6 +11,8 @@ Its test has a class of the same interface; it was tried with verifiers 0.1.14.
 import functools
 import importlib
 
+from verifiers import ClientConfig
+
 
 @functools.cache
 def loaded(module: str, arguments: tuple):
@@ -23,8 +25,6 @@ class Verifiers:
         self._env = loaded(module, tuple((arguments or {}).items()))
 
     async def reset(self, seed: int, **row) -> str:
-        from verifiers import ClientConfig
-
         rows = self._env.get_dataset()
         # a client is made, and never asked: the engine of the run is
         self._state = await self._env.init_state(dict(rows[seed % len(rows)]), ClientConfig(), "")

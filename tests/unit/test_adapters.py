@@ -1,6 +1,7 @@
 """The example environments that carry other libraries' ones, each with a small package of that library's interface."""
 
 import pathlib
+import sys
 import textwrap
 
 import pytest
@@ -121,7 +122,9 @@ def plays(tmp_path, monkeypatch):
         finally:
             host.close()
 
-    return play
+    yield play
+    for name in ("gymnasium", "openenv", "openenv.core", "verifiers"):
+        sys.modules.pop(name, None)
 
 
 def test_a_game_of_gymnasium(plays):
