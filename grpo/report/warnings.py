@@ -81,9 +81,9 @@ def no_rise(history: History) -> str:
     if (rise := statistics.fmean(last) - statistics.fmean(first)) > LEAST_RISE_ERRORS * error:
         return ""
     return (
-        f"in {len(rewards)} steps the reward has risen by {compact_number(rise)} ± {compact_number(error)}, which may "
-        "be chance: trainer.learning_rate is too small, or the reward says little about a completion; compare the best "
-        "and the worst ones (python -m grpo.look RUN_DIR --worst)"
+        f"in {len(rewards)} steps the reward has not risen by more than chance ({compact_number(rise)} ± "
+        f"{compact_number(error)}): it says little about a completion, or trainer.learning_rate is too small; compare "
+        "the best completions and the worst (python -m grpo.look RUN_DIR --worst)"
     )
 
 

@@ -18,6 +18,7 @@ is `control`.
 
 import collections
 import datetime
+import gc
 import os
 import time
 import uuid
@@ -240,6 +241,7 @@ def close_roles(roles: Roles, close_engine: Callable[[], None] | None = None) ->
         _open_engines.append(close_engine)
         if len(roles.replicas[roles.replica]) > 1:
             close_engine()
+        gc.unfreeze()  # vLLM froze its objects, which at the end of a notebook would be reported as leaked
     if dist.is_initialized():  # an engine takes the default group with it
         dist.destroy_process_group()
 

@@ -315,7 +315,7 @@ def test_wrong_number_of_processes():
 
 
 def test_unknown_field():
-    """tyro's own message, once."""
+    """Once, and not by each rank."""
     output = failing_run(TINY, "--algorithm.beta", 0.1, nproc=2, within=60)
     assert output.count("--algorithm.beta") == 1, output
     assert "Traceback" not in output

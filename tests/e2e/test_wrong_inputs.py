@@ -55,7 +55,7 @@ def row(row): return {"prompt": row["problem"]}
     )
     + "\n",
     "file": "",
-    "old/run.json": '{"script": "train_grpo.py"}',
+    "old/run.json": '{"script": "train_grpo.py", "config": {}}',
     "old/metrics.jsonl": "{}\n",
 }
 FILES["chats.jsonl"] *= 50

@@ -35,7 +35,10 @@ STREAMS = {
         {20: "after 20 steps the policy is where it began: the learning rates add up to 0.02, kl is 1e-07"},
     ),
     "a few steps": ({"reward/mean": [0.5, 0.7] * 15, "learning_rate": [1e-6] * 30, "kl": [1e-5] * 30}, {}),
-    "no rise": ({"reward/mean": [0.5, 0.6] * 26}, {50: "in 50 steps the reward has risen by 0 ± 0.0236, which may be"}),
+    "no rise": (
+        {"reward/mean": [0.5, 0.6] * 26},
+        {50: "in 50 steps the reward has not risen by more than chance (0 ± 0.0236): it"},
+    ),
     "a rise": ({"reward/mean": [0.5, 0.6] * 20 + [0.6, 0.7] * 6}, {}),  # 0.1, more than 2 x 0.0236
     "a collapse is no short limit": (  # means of ten: 0.09 at step 10; 0.4 - 0.09 is more than half of 0.5
         {
