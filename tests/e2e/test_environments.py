@@ -5,9 +5,10 @@ import pathlib
 
 import pytest
 
+from grpo.data.recorded import read_step
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.e2e.test_layouts import COLOCATED, split
-from tests.torchrun import run_torchrun
+from tests.torchrun import run_torchrun, torchrun
 
 FILE = pathlib.Path(__file__).parent / "tiny_environments.py"
 DIGITS = ("--environment.name", f"{FILE}:Digits", "--generator.max-completion-tokens", 48)
@@ -55,6 +56,30 @@ def test_rows_choose_among_classes(model, tmp_path):
         is_echo = record["columns"]["kind"] == "echo"
         assert (record["rewards"]["environment"] == -1.0) == is_echo
         assert not is_echo or len(record["episode"]["turns"]) == 1
+
+
+def test_credit_for_turns_is_recorded_and_replayed(model, tmp_path):
+    """On two engines, a step behind; the replay has one rank and no environment."""
+    live, again = tmp_path / "live", tmp_path / "again"
+    flags = (*ROOM, *split(1, 0, 2), "--overlap-steps", 1, "--algorithm.kl-coef", 0, "--algorithm.advantages")
+    run(model, live, 3, *flags, "return_to_go", "--record")
+    for step in (1, 2):
+        batch = read_step(str(live), step).batch
+        assert batch.turn_N.max() >= 2 and (batch.turn_N > 0).equal(batch.loss_mask_N)
+        assert 0 < batch.earned_N.max() <= 1 and not batch.earned_N[batch.turn_N < 2].any()
+    turns = [turn for record in read_completions(live) for turn in record["episode"]["turns"]]
+    assert {"earned" in turn for turn in turns} == {True, False}  # a last turn needs none
+    torchrun("grpo.replay", live, "--run-dir", again, nproc=1, deadline=180)
+    steps = [[without_clocks(m) for m in read_metrics(folder) if "loss" in m] for folder in (live, again)]
+    assert steps[0] == steps[1] and len({record["loss"] for record in steps[0]}) == 2
+    assert steps[0][0]["environment/alone_frac"] < 1
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (live, again)]
+    assert weights[0] == weights[1]
+    # what turns earned is not known of a run that did not ask
+    run(model, tmp_path / "other", 3, *flags, "rloo", "--record", "--num-steps", 1)
+    words = "grpo.replay", tmp_path / "other", "--algorithm.advantages", "return_to_go"
+    result = run_torchrun(*words, nproc=1, deadline=180)
+    assert result.returncode and "does not say what turns earned" in result.stdout
 
 
 def test_answers_by_counts_repeat_a_run(model, tmp_path):
