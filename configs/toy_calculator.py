@@ -13,12 +13,18 @@ config = c.GRPOConfig(
     data=c.DataConfig(path="toy:calculator", system_prompt="", max_prompt_tokens=32),
     environment=c.EnvironmentConfig(tools=("configs/examples/calculator.py:multiply",), calls="hermes", max_turns=2),
     reward=c.RewardConfig(functions={"math_reward": 1.0}, num_workers=1),
-    generator=c.GeneratorConfig(max_completion_tokens=96),
+    generator=c.GeneratorConfig(max_completion_tokens=64),
     trainer=c.TrainerConfig(
-        micro_batch_tokens=8192, activation_checkpointing="none", compile=False, learning_rate=2e-4, warmup_steps=5
+        micro_batch_tokens=8192,
+        activation_checkpointing="none",
+        compile=False,
+        learning_rate=3e-4,
+        warmup_steps=5,
+        schedule="linear",
+        min_lr_ratio=0.1,
     ),
-    evaluation=c.EvaluationConfig(interval=20, num_prompts=128),
+    evaluation=c.EvaluationConfig(interval=20, num_prompts=128, num_samples=4),
     run_dir="runs/toy_calculator",
-    num_steps=40,
+    num_steps=60,
     prompts_per_step=16,
 )

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 train_grpo.py configs/toy_guess.py
 
-Starts from a player who half forgets what it was told, see `configs/toy_tools_sft.py`.
+Starts from what `train_sft.py configs/toy_guess_sft.py` leaves, which hardly listens.
 """
 
 from grpo import config as c
@@ -15,8 +15,9 @@ config = change(
         "data": c.DataConfig(path="seeds:4096", system_prompt="", max_prompt_tokens=48),
         "environment": c.EnvironmentConfig(name="configs/examples/guess.py:Guess", calls="hermes", max_turns=5),
         "reward": c.RewardConfig(functions={}, num_workers=1),
-        "generator.max_completion_tokens": 256,
+        "generator.max_completion_tokens": 128,
         "evaluation.path": "seeds:256",
         "run_dir": "runs/toy_guess",
+        "num_steps": 60,
     },
 )

@@ -1,8 +1,6 @@
-"""Teach a toy policy to write tool calls, now and then: the start for `toy_calculator.py` and `toy_guess.py`.
+"""Teach a toy policy to write a tool call for every second product: the start for `toy_calculator.py`.
 
-    torchrun --nproc_per_node=2 train_sft.py configs/toy_tools_sft.py
-
-For the other toy the same with `--model.path toy:guess --data.path toy:guess --run-dir runs/toy_guess_sft`.
+torchrun --nproc_per_node=2 train_sft.py configs/toy_tools_sft.py
 """
 
 from grpo import config as c
@@ -22,7 +20,7 @@ config = c.SFTConfig(
     ),
     num_trainers=2,
     run_dir="runs/toy_tools_sft",
-    num_steps=250,
+    num_steps=400,
     sequences_per_step=64,
     max_sequence_tokens=256,
 )

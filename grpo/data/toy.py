@@ -230,20 +230,22 @@ def word_problems_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def trained_tokenizer(
-    texts: Iterable[str], vocab_size: int = 2048, digits_apart: bool = False
+    texts: Iterable[str], vocab_size: int = 2048, digits_apart: bool = False, phrases: bool = False
 ) -> "PreTrainedTokenizerFast":
     """Byte-level BPE trained on `texts`, for any text: every byte has a token, the tags have one each.
 
     vocab_size: at least 263 (256 bytes and 7 others); few texts may give fewer. digits_apart: each digit is a token of
-    its own, which arithmetic is easier to learn from. The chat template is ChatML: turns between <|im_start|> and
-    <|im_end|> (the EOS), for system, user and assistant.
+    its own, which arithmetic is easier to learn from. phrases: a token may be several words, as all that stands between
+    the numbers of a tool call; the marks of calls stay apart. The chat template is ChatML: turns between <|im_start|>
+    and <|im_end|> (the EOS), for system, user and assistant.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words]) if digits_apart else words
+    parts = [pre_tokenizers.Split(Regex("</?tool_call>"), "isolated")] if phrases else []
+    parts += [pre_tokenizers.Digits(individual_digits=True)] if digits_apart else []
+    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not phrases))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts) if len(parts) > 1 else parts[0]
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(TAGS),
@@ -313,8 +315,9 @@ def build_if_toy(path: str, run_dir: str | Path, texts: Iterable[str], seed: int
     elif name == "gsm8k":
         make_model(folder, trained_tokenizer(texts), seed, {"max_position_embeddings": 2048})
     elif name in toy_conversations.TASKS:
-        texts = [message["content"] for row in task_rows(name, "test") for message in row["messages"]]
-        make_model(folder, trained_tokenizer(texts, vocab_size=384, digits_apart=True), seed)
+        messages = [message for row in task_rows(name, "test") for message in row["messages"]]
+        texts = [text for message in messages for text in (message["role"] + "\n", message["content"])]
+        make_model(folder, trained_tokenizer(texts, vocab_size=512, digits_apart=True, phrases=True), seed)
     elif name == "word_problems":
         make_model(folder, word_problems_tokenizer(), seed, WORD_PROBLEMS_MODEL)
     else:
