@@ -55,6 +55,10 @@ def test_batch_std_by_hand():
     assert advantages([0.0, 2.0, 4.0, 8.0], 2, "batch_std") == pytest.approx(expected, abs=1e-7)
 
 
+def test_batch_std_of_a_step_with_two_rewards():
+    assert advantages([0.0, 1.0], 2, "batch_std") == pytest.approx([-0.5 / 0.70721, 0.5 / 0.70721], abs=1e-5)
+
+
 def test_rloo_by_hand():
     # the means of the others: 3, 2, 1
     assert advantages([0.0, 2.0, 4.0], 3, "rloo") == [-3.0, 0.0, 3.0]
@@ -133,6 +137,7 @@ def test_equal_rewards():
     rewards_S = torch.tensor([1.0, 1.0, 0.0, 1.0, NONE, 2.0, 0.5, 0.5, NONE, NONE])
     assert same(rewards_S, 2).tolist() == [True, False, True, True, True]
     assert same(torch.tensor([0.5, NONE, 0.5, 0.5, NONE, 0.25]), 3).tolist() == [True, False]
+    assert same(torch.tensor([-0.5, NONE, -0.5]), 3).tolist() == [True]  # the missing one is no 0
 
 
 @pytest.mark.parametrize("kind", COMPARING)
@@ -140,6 +145,26 @@ def test_equal_rewards_are_where_no_advantage_differs_from_zero(kind):
     rewards_S = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, NONE, NONE, 2.0, NONE, NONE, NONE, NONE, 1.0, 1.0, 1.0 + 1e-6])
     advantages_PG = compare(rewards_S, 3, kind).reshape(-1, 3)
     assert same(rewards_S, 3).tolist() == [not any(a) for a in advantages_PG.nan_to_num(0.0).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("body", "refused"),
+    [
+        ("rewards_PG - 0.25", ""),
+        ("rewards_PG / has_PG", ""),  # not a number where there is no reward: nobody looks there
+        ("rewards_PG / rewards_PG", "finite"),  # 0 / 0 of one of three
+        ("rewards_PG[:, :1]", "of shape"),
+        ("None", "NoneType"),
+    ],
+)
+def test_advantages_of_ones_own(body, refused, tmp_path):
+    (tmp_path / "mine.py").write_text(f"def f(rewards_PG, has_PG):\n    return {body}\n")
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            advantages([1.0, 0.0, 0.5, NONE], 2, f"{tmp_path}/mine.py:f")
+    else:
+        found = advantages([1.0, 0.0, 0.5, NONE], 2, f"{tmp_path}/mine.py:f")
+        assert found[:3] == ([0.75, -0.25, 0.25] if "-" in body else [1.0, 0.0, 0.5])
 
 
 def test_bad_input_is_refused():

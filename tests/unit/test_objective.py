@@ -160,6 +160,15 @@ def test_the_kl_may_be_taken_from_the_reward():
     assert metrics == {"reward/kl_penalty": pytest.approx(log2 / 3)}  # the mean over those that have a reward
 
 
+def test_a_kl_taken_from_the_reward_is_bounded():
+    """A token that the reference gives no chance costs 20 nats, with k1 times 0.5 of the coefficient."""
+    ref_N = make_batch(samples(4)).generator_logprobs_N.clone()
+    ref_N[1] -= 1000
+    batch = dataclasses.replace(make_batch(samples(4)), ref_logprobs_N=ref_N)
+    algorithm = AlgorithmConfig(advantages="none", kl_in="reward", kl_coef=0.5, kl_estimator="k1")
+    assert advantages(algorithm, batch)[0].advantages_N.view(4, 3)[:, 0].tolist() == [1 - 0.5 * 20, 0, 3, 0]
+
+
 def test_a_reference_that_is_not_finite_reaches_the_trainer_which_skips_the_update():
     """It excludes nothing and moves no reward; else the step would go on without those sequences, in silence."""
     batch = make_batch(samples(4))
