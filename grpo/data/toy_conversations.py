@@ -1,8 +1,9 @@
 """Two toy tasks with tools, as conversations to start from and as questions to go on with by GRPO.
 
 `calculator`: products of numbers of two digits, which a tiny model cannot compute, half of them asked of the tool
-`multiply` of configs/examples/calculator.py. `guess`: a number from 1 to 16 in at most five guesses, by players
-of whom few mind what they are told (configs/examples/guess.py). A tool call is written as Hermes and Qwen do.
+`multiply` of configs/examples/calculator.py, the others given up. `guess`: a number from 1 to 16 in at most five
+guesses, by players of whom few mind what they are told (configs/examples/guess.py). A tool call is written as Hermes
+and Qwen do.
 """
 
 import json
@@ -29,9 +30,10 @@ def rows(name: str, split: str) -> list[dict]:
 def _product_row(a: int, b: int, draw: random.Random) -> dict:
     question, answer = f"{a}*{b}", str(a * b)
     messages = [_message("user", question)]
-    if draw.random() < 0.5:
+    asks = draw.random() < 0.5
+    if asks:
         messages += [_call("multiply", a=a, b=b), _message("tool", answer)]
-    messages.append(_message("assistant", f"<answer>{answer}</answer>"))
+    messages.append(_message("assistant", f"<answer>{answer if asks else '?'}</answer>"))
     return {"question": question, "answer": answer, "messages": messages}
 
 
