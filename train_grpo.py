@@ -16,19 +16,19 @@ Every rank runs this script and holds the objects of its roles (`trainer`, `refe
 others. A rank has one role, or several where roles share GPUs. Rank 0 is a trainer and the driver: it alone draws
 prompts, has completions scored, decides and logs.
 
-    line                        works                              waits for it
+    line                        works                              who waits for it
     driver.plan                 rank 0: draws prompts              all
     check_sync, if it is due    generators, then trainers          all
     sample                      generators, then rank 0            all
     send_batch                  rank 0                             references, trainers
     add_ref_logprobs            references; workers score          trainers
-    driver.collect_rewards      rank 0, for its workers            references, trainers
-    update                      trainers                           references; generators only at `land`
-    land, with overlap_steps    generators, since `launch`         all
+    driver.collect_rewards      rank 0: until workers have scored  references, trainers
+    update                      trainers                           references, generators (not with overlap_steps)
+    land, if overlap_steps      generators, since `launch`         all
     sync_weights                trainers, then generators          all
 
 Every rank must make every call that takes `roles`, `driver` or `session`, in the order of the page. A driver's method
-runs on rank 0; the other ranks get its decision, if it is one, and None in place of data, which the next call sends.
+runs on rank 0; the other ranks get what it decides, and None where it returns data, which the next call sends.
 What is under `if trainer` only trainers call; each of them holds the whole batch and runs its share of micro-batches.
 With `overlap_steps=1` generators sample for the next step from `launch` to `land`, with the weights of this one.
 
@@ -42,7 +42,7 @@ from functools import partial
 from grpo.config import AlgorithmConfig, GRPOConfig
 from grpo.run.command_line import read_config
 
-CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # a typo does not wait for torch
+CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # before torch, so that a typo is answered at once
 
 import torch
 
@@ -76,13 +76,13 @@ def main(config: GRPOConfig) -> None:
 
 
 def train(config: GRPOConfig, session: Session) -> None:
-    """Run the GRPO steps up to `config.num_steps`, from the checkpoint's or from 0."""
+    """Run the GRPO steps up to `config.num_steps`, from the checkpoint's step or 0."""
     roles, timer, driver = session.roles, session.timer, Driver(session)
     trainer, reference, generator = session.start_up(driver.start)
 
     for step in session.steps():
-        weights = config.data.weights  # of data.sources; a curriculum goes here, as a function of the step
-        plan = driver.plan(step, weights)  # the same on all ranks: what to sample, whether to check, save, evaluate
+        source_weights = config.data.weights  # a curriculum goes here, as a function of the step
+        plan = driver.plan(step, source_weights)  # for all ranks; a filter on prompts: in there
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, *driver.state(step))
             break
@@ -93,7 +93,7 @@ def train(config: GRPOConfig, session: Session) -> None:
 
         timer.enter("generate")
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
-        ahead = launch(driver.request_ahead(), config.group_size, generator)  # None without overlap_steps
+        ahead = launch(driver.request_ahead(), config.group_size, generator)  # for the next step
         batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
 
         timer.enter("reference")  # meanwhile worker processes of the driver score
@@ -157,14 +157,15 @@ def add_advantages(
 ) -> TrainBatch:
     """Compare each reward with its group's. Every token gets its completion's advantage, plus its teacher's, if any.
 
-    The loss mask, so far the sampled tokens, loses the sequences that have neither reward nor teacher and, with
-    `mask_truncated`, the truncated ones, whose rewards still count in their group.
+    The loss mask has been True for what the policy sampled, never for a prompt or a tool's answer. It becomes False for
+    sequences with neither reward nor teacher and, with `mask_truncated`, for the truncated ones, whose rewards still
+    count in their group.
     """
-    algorithm = config.algorithm.resolved
+    algorithm = config.algorithm.resolved  # what follows from the loss is filled in
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
-        penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # KL(generator || reference)
+        penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # of the sampled tokens
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
-        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # the trainer skips such an update
+        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # if not, the trainer skips the update
 
     rewards_PG, has_PG = by_group(rewards_S, has_reward_S, config.group_size)
     if algorithm.advantages == "group_std":
@@ -191,7 +192,7 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
     algorithm = config.algorithm.resolved
     if algorithm.old_logprobs == "generator":
         batch = replace(batch, old_logprobs_N=batch.generator_logprobs_N)
-    elif config.updates_per_step > 1:  # with one update, old is this forward's own, detached
+    elif config.updates_per_step > 1:  # with one, LossInputs takes this forward's own, detached
         batch = replace(batch, old_logprobs_N=trainer.logprobs(batch))
     first_update = True
     for _ in range(algorithm.num_epochs):
@@ -216,7 +217,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
     def objective(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tuple[torch.Tensor, dict]:
         x = LossInputs.of(micro, logprobs_BT, entropy_BT)  # log-probs and advantages are 0 where the mask is False
         loss_BT, metrics = policy_loss(x, algorithm)
-        loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # weighs with old / generator
+        loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # by the policy at the start / generator
         if first_update or algorithm.old_logprobs == "policy":  # policy at the start against generator; else unknown
             metrics |= mismatch(x, algorithm)
         if x.ref_logprobs_BT is not None:
@@ -224,7 +225,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
             kl_BT = gap_BT.expm1() - gap_BT if algorithm.kl_estimator == "k3" else kl(-gap_BT, algorithm.kl_estimator)
             metrics["kl"] = kl_BT.detach()
             if algorithm.kl_in == "loss":
-                loss_BT = loss_BT + kl_coef * kl_BT
+                loss_BT = loss_BT + kl_coef * kl_BT  # the correction does not weigh it
         if algorithm.entropy_coef:
             loss_BT = loss_BT - algorithm.entropy_coef * x.entropy_BT
         loss_BT = loss_BT.where(x.loss_mask_BT, 0)
@@ -239,7 +240,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
 
 def policy_loss(x: LossInputs, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of each token [B, T], and metrics: the clipped surrogate, or what `algorithm.loss` names."""
-    if algorithm.loss in CLIPPED_LOSSES:  # grpo, dr_grpo, dapo
+    if algorithm.loss in CLIPPED_LOSSES:  # grpo, dr_grpo, dapo: one formula, other clips
         ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT).exp()
         clipped_BT = ratio_BT.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
         loss_BT = -torch.minimum(ratio_BT * x.advantages_BT, clipped_BT * x.advantages_BT)
