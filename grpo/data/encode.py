@@ -168,10 +168,10 @@ class Encoder:
         encoded.num_tokens = len(ids)
         if self.truncates:
             ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
-        if self.train_on and not any(mask):
-            encoded.fate = Fate.UNLABELLED
-        elif len(ids) > self.max_tokens:
+        if len(ids) > self.max_tokens:  # before labels are looked for: of a huge text they may be cut off
             encoded.fate = Fate.TOO_LONG
+        elif self.train_on and not any(mask):
+            encoded.fate = Fate.UNLABELLED
         else:
             encoded.ids, encoded.mask = ids, mask if self.train_on else []
 

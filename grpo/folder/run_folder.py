@@ -80,9 +80,12 @@ def check_run_folder(
         # a start that was refused may have left a toy model
         if others := [name for name in there if name not in (LOCK, "initial_model")]:
             shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+            lacks = (
+                f"a {MARKER} that this version did not write" if MARKER in there else f"files ({shown}) but no {MARKER}"
+            )
             raise ValueError(
-                f"{run_dir} has files ({shown}) but no {MARKER}, with which a run marks its folder; nothing is written "
-                "there: choose another --run-dir, or empty the folder yourself"
+                f"{run_dir} has {lacks}, with which a run marks its folder; nothing is written there: choose another "
+                "--run-dir, or empty the folder yourself"
             )
         return
     own = {folder.resolve() / name for name in RUN_FILES}

@@ -2,6 +2,12 @@
 
 from tests.tiny_models import make_tiny
 from tests.torchrun import torchrun
+from tests.unit.test_turns_suffix import CARRIED
+
+
+def test_what_is_trained_on_is_what_was_sampled_whatever_the_template(tmp_path):
+    output = torchrun("tests.dist.programs.turns", tmp_path, nproc=1, deadline=240)
+    assert output.count("turns, log-probs within") == len(CARRIED)
 
 
 def test_what_an_environment_wrote_has_no_gradient(tmp_path):

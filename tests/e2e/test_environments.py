@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from transformers import AutoTokenizer
 
 from grpo.data.recorded import read_step
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
@@ -80,6 +81,28 @@ def test_credit_for_turns_is_recorded_and_replayed(model, tmp_path):
     words = "grpo.replay", tmp_path / "other", "--algorithm.advantages", "return_to_go"
     result = run_torchrun(*words, nproc=1, deadline=180)
     assert result.returncode and "does not say what turns earned" in result.stdout
+
+
+def test_the_exported_template_writes_what_was_trained(model, tmp_path):
+    """The template drops what stands before a 5 in an earlier turn, as others drop thoughts."""
+    (tmp_path / "drops.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content.split('5')[-1] | trim }}{{ eos_token }}"
+        "{% else %}{{ m.content }}={% endif %}{% endfor %}"
+    )
+    flags = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--data.prompt-template", tmp_path / "drops.jinja")
+    assert "exported model keeps them too" in run(model, tmp_path / "run", 1, *flags)
+    tokenizer, dropped = AutoTokenizer.from_pretrained(tmp_path / "run" / "model"), 0
+    for record in read_completions(tmp_path / "run"):
+        messages = [{"role": "user", "content": record["prompt"].removesuffix("=")}]
+        for turn in record["episode"]["turns"]:
+            messages.append({"role": "assistant", "content": turn["text"]})
+            messages += [{"role": "user", "content": answer} for answer in turn["answers"]]
+        while messages[-1]["role"] == "user":  # an answer that nobody read
+            messages.pop()
+        written = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert written.removesuffix(tokenizer.eos_token) == record["prompt"] + record["completion"]
+        dropped += any("5" in turn["text"] for turn in record["episode"]["turns"])
+    assert dropped
 
 
 def test_answers_by_counts_repeat_a_run(model, tmp_path):

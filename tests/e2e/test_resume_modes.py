@@ -26,6 +26,7 @@ UPDATES = ("--algorithm.num-mini-batches", 2, "--algorithm.num-epochs", 2)
 SCHEDULE = ("--trainer.schedule", "cosine", "--trainer.warmup-steps", 3)
 EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)
 LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
+TEACHER = ("--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5)
 NO_KL = ("--algorithm.kl-coef", 0)
 OVERLAP = ("--overlap-steps", 1)
 CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
@@ -85,11 +86,12 @@ MODES = {
         + TURNS,
         rank=1,
     ),
+    "turns, a teacher, LoRA, dynamic sampling, several updates": Mode(
+        3, (*split(1, 1, 1), *TURNS, *TEACHER, *LORA, *DYNAMIC, *UPDATES), rank=1
+    ),
     "LoRA, FSDP 2": Mode(3, (*split(2, 0, 1), *LORA, *UPDATES), rank=1),
     "LoRA, colocated": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *LORA, *DYNAMIC)),
-    "a teacher beside rewards": Mode(
-        3, (*split(1, 1, 1), "--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5), rank=1
-    ),
+    "a teacher beside rewards": Mode(3, (*split(1, 1, 1), *TEACHER), rank=1),
     "SFT, mixed, packed, validation": Mode(2, (*MIXED, *PACKED, *VALIDATION, *SCHEDULE), rank=1, recipe=SFT),
     "SFT, streamed, mixed, packed, further checkpoints": Mode(
         2, (*MIXED, *STREAMED, *PACKED, *SAVED, *VALIDATION), recipe=SFT

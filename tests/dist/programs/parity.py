@@ -128,7 +128,8 @@ def random_batch(vocab_size: int) -> tuple[TrainBatch, torch.Tensor]:
     samples = []
     for index, completion, temperature in zip(PROMPTS, ids[len(PROMPTS) :], TEMPERATURES, strict=True):
         whole, prompt_tokens = torch.cat([ids[index], completion]), len(ids[index])
-        samples.append(Sample(whole, torch.arange(len(whole)) >= prompt_tokens, None, prompt_tokens, temperature))
+        facts = {"prompt_tokens": prompt_tokens, "temperature": temperature}
+        samples.append(Sample(whole, torch.arange(len(whole)) >= prompt_tokens, **facts))
     batch = make_batch(samples)
     return batch, torch.randn(2, batch.num_tokens, generator=generator) * batch.loss_mask_N
 
