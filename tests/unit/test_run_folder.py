@@ -107,7 +107,9 @@ def test_a_folder_that_may_not_be_written(tmp_path):
 )
 def test_another_run_json_is_no_marker(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(ValueError, match="run.json(, | that this version did not write, )with which a run marks its folder"):
+    with pytest.raises(
+        ValueError, match="run.json(, | that this version did not write, )with which a run marks its folder"
+    ):
         check(tmp_path, overwrite=True)
 
 
