@@ -183,7 +183,8 @@ def test_a_run_on_two_nodes_that_is_signalled_goes_on(slurm, model, tmp_path):
 def test_a_preempted_run_goes_on(slurm, model, tmp_path):
     job = grpo(slurm, tmp_path / "a", model, 40, "--partition=low")
     job.wait_for(lambda: len(job.steps()) >= 3)
-    other = slurm("sbatch", "--parsable", "--partition=high", "--nodes=2", "--gpus-per-node=2", "--wrap=true").strip()
+    words = ("--partition=high", "--nodes=2", "--gpus-per-node=2", "--output=/dev/null", "--wrap=true")
+    other = slurm("sbatch", "--parsable", *words).strip()
     job.wait_for(lambda: job.field("Restarts") == "1")
     log = job.ends_after(40, restarts=1)
     assert log.count("starting at step ") == 2 and "starting at step 0\n" in log
