@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a model that GRPO made better, in minutes, on four CPU cores or on GPUs, without a download of weights
+# From nothing to a model that GRPO made better, in minutes, on two CPU cores or on GPUs, without a download of weights
 # or data: a tiny model learns to add numbers from examples (SFT), then from rewards alone (GRPO).
 #
 #   bash launch/quickstart.sh

@@ -66,7 +66,8 @@ def check_run_folder(
 
     script: what starts the run, such as train_grpo.py; inputs: paths (or hub names) that the run reads from.
     Raises ValueError if it cannot be a folder, is in use by another run, has other files than a run's, holds an earlier
-    run and neither `resume` nor `overwrite` was asked for, or if the run would replace or delete one of its inputs.
+    run and neither `resume` nor `overwrite` was asked for, or one that `resume` cannot continue, or if the run would
+    replace or delete one of its inputs.
     """
     folder = pathlib.Path(run_dir)
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
@@ -101,6 +102,11 @@ def check_run_folder(
         raise ValueError(
             f"{run_dir} holds an earlier run ({', '.join(written)}); continue it with --resume, delete it with "
             "--overwrite, or choose another --run-dir"
+        )
+    if resume and not overwrite and "model" in there and not step_folders(folder):
+        raise ValueError(
+            f"{run_dir} holds a finished run without checkpoints, and --resume would begin it again and replace it; go "
+            f"on from --model.path {run_dir}/model in another --run-dir, or delete it with --overwrite"
         )
     if written and resume and marker["script"] != script:
         raise ValueError(f"{run_dir} holds a run of {marker['script']}, which {script} cannot resume")

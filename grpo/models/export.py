@@ -30,7 +30,9 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, t
         else:  # cast before it is gathered, which halves the traffic of bfloat16
             alone = isinstance(weight, DTensor) and weight.device_mesh.size() == 1
             weight = (weight.to_local() if alone else weight).detach().to(dtype, copy=True)
-        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        # gathered rows that do not divide by the ranks are a view of padded memory, which cannot be saved
+        yield name, whole if whole.nbytes == whole.untyped_storage().nbytes() else whole.clone()
 
 
 def hf_shapes(model: ShardedModel) -> dict[str, torch.Size]:

@@ -104,3 +104,22 @@ def test_every_family_is_exported_reloaded_and_served(kind: str, tmp_path: pathl
     unchanged = [name for name, tensor in policy.state_dict().items() if torch.equal(tensor, before[name])]
     assert unchanged == []
     assert one_step(tmp_path / "first" / "model", tmp_path / "second")["mismatch/max"] < 10 * TOLERANCE
+
+
+def test_rows_that_do_not_divide_by_the_ranks_are_exported(model, tmp_path):
+    """32 embeddings over 3 trainers: the same weights as on one."""
+    found = []
+    for ranks in (1, 3):
+        data = ["--data.path", "toy:addition", "--data.system-prompt", "", "--sequences-per-step", 6]
+        words = ["--model.path", model, "--model.dtype", "float32", "--trainer.no-compile", *data, "--num-steps", 1]
+        words += ["--trainer.activation-checkpointing", "none", "--max-sequence-tokens", 32]
+        run_dir = tmp_path / str(ranks)
+        recipe = "configs/toy_sft.py"
+        torchrun(
+            "train_sft.py", recipe, *words, "--num-trainers", ranks, "--run-dir", run_dir, nproc=ranks, deadline=120
+        )
+        found.append(load_file(run_dir / "model" / "model.safetensors"))
+    one, three = found
+    assert one.keys() == three.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(three[name], weight, rtol=0, atol=TOLERANCE)

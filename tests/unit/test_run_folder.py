@@ -302,3 +302,14 @@ def test_run_files_are_listed_in_the_pages():
     page = (ROOT / "configs/RUNNING.md").read_text()
     for name in RUN_FILES:
         assert f"| `{name}` |" in page or f"| `{name}/` |" in page, name
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_again(tmp_path):
+    begin(tmp_path)
+    check(tmp_path, resume=True)  # not finished: a restart
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match="finished run without checkpoints"):
+        check(tmp_path, resume=True)
+    check(tmp_path, overwrite=True)
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    check(tmp_path, resume=True)
