@@ -54,11 +54,8 @@ def not_moved(history: History) -> str:
 
 def collapse(history: History) -> str:
     """The reward is far below what it was, whatever else has changed with it."""
-    rewards, now, spread = (
-        history["reward/mean"],
-        _recent(history["reward/mean"]),
-        max(history["reward/std"], default=0),
-    )
+    rewards, spread = history["reward/mean"], max(history["reward/std"], default=0)
+    now = _recent(rewards)
     if now is None or not spread:
         return ""
     windows = (statistics.fmean(rewards[start : start + WINDOW]) for start in range(0, len(rewards) - WINDOW, WINDOW))

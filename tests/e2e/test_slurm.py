@@ -89,7 +89,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
 
     try:
         for command in commands:
-            with open(folder / f"{command[0]}-{command[-1]}.log".replace("/", "-"), "w") as log:
+            with open(folder / f"{len(processes)}-{command[0]}.log", "w") as log:
                 processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             time.sleep(1)
         wait_for(
