@@ -503,7 +503,7 @@ class RunConfig:
     dry_run: Annotated[bool, Harmless] = False
     """Check data, model, rewards, memory and disk as a start does, say what fits, and stop: nothing is written."""
     gpus: Annotated[int, AtLeast(0), Harmless] = 0
-    """With `dry_run`: GPUs of the machine to judge for; 0 looks at this one."""
+    """With `dry_run`: judge for so many GPUs, over all nodes; 0 looks at this machine."""
     gpu_gib: Annotated[float, Above(0), Harmless] = 80.0
     """With `gpus`: GiB of each."""
     profile: Annotated[Interval, Harmless] = 0

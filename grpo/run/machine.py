@@ -12,21 +12,22 @@ import shutil
 from dataclasses import dataclass
 
 import torch
-import transformers
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
-from grpo.config.roles import suggest_roles
+from grpo.config.fields import Config
+from grpo.config.roles import describe_roles, suggest_roles
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.memory import (
     DTYPE_BYTES,
-    choices_told,
-    engine_gib,
+    Sizes,
     fit_trainer,
-    memory_of_roles,
+    generator_gib,
     num_adapter_parameters,
-    num_parameters,
-    peak_gib,
+    reference_gib,
+    sizes_of,
+    trainer_gib,
+    trainer_peak,
 )
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -36,7 +37,8 @@ PINNED = re.compile(r"^(torch|torchtitan|vllm|transformers)(?:-cpu)?==([^+\s]+)"
 CHECKPOINT_BYTES = 12
 # What to do about a role that needs more memory than there is
 TO_DO = {
-    "trainer": "lower --trainer.micro-batch-tokens, take --trainer.activation-checkpointing full or more trainers",
+    "trainer": "lower --trainer.micro-batch-tokens, take --trainer.activation-checkpointing full or more trainers; "
+    "beside an engine, set --generator.sleep or lower --generator.gpu-memory-utilization",
     "generator": "raise --generator.tensor-parallel or --generator.gpu-memory-utilization",
     "reference": "raise --roles.num-references, or lower --trainer.micro-batch-tokens",
 }
@@ -44,7 +46,7 @@ TO_DO = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """One thing that a run needs, whether this machine has it, what was found and what to do if it does not."""
+    """One thing that a run needs, whether the machine has it, what was found and what to do if it does not."""
 
     check: str
     fits: bool
@@ -57,17 +59,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on."""
+    """What the ranks compute on."""
 
     num_gpus: int
-    """GPUs that this host shows its processes; 0 computes on the CPU."""
+    """0 computes on the CPU."""
     name: str
     gib: float
-    """Memory of the rank's GPU, else what is free on the host."""
+    """Memory of a GPU, else what is free on the host."""
 
 
 def look_at_device() -> Device:
-    """The first GPU, or the host where torch sees no GPU."""
+    """Return this host's GPUs, or the host itself where torch sees none."""
     if num_gpus := torch.cuda.device_count():
         gpu = torch.cuda.get_device_properties(0)
         return Device(num_gpus, gpu.name, gpu.total_memory / 2**30)
@@ -81,41 +83,39 @@ def fit_to_machine(config: GRPOConfig | SFTConfig, folder: str) -> TrainerConfig
     Versions, memory and disk are looked at; what can be tried is not refused. `folder` is the model's, with its
     config.json. Returns config.trainer with nothing "auto" any more.
     """
-    hf, device = read_hf_config(folder), look_at_device()
-    for verdict in (check_versions(), *check_memory(config, hf, device), check_disk(config, hf)):
+    config, verdicts = _judge(config, folder, look_at_device())
+    for verdict in verdicts:
         if not verdict.fits:
             print(f"warning: {verdict}", flush=True)
-    return _tell_choices(config, hf, device).trainer
+    return config.trainer
 
 
 def tell_what_fits(config: GRPOConfig | SFTConfig, folder: str) -> bool:
-    """Print a verdict on each thing that the run needs of this machine, or of one with `config.gpus`.
+    """Print a verdict on each thing that the run needs of this machine, or of `config.gpus` GPUs.
 
     folder: the model's, of which config.json is read. Returns whether there is no problem.
     """
-    hf, gpus = read_hf_config(folder), config.gpus
-    device = Device(gpus, "GPU", config.gpu_gib) if gpus else look_at_device()
-    verdicts = [check_versions(), check_gpus(config, device), *check_memory(config, hf, device), check_disk(config, hf)]
+    device = Device(config.gpus, "GPU", config.gpu_gib) if config.gpus else look_at_device()
+    verdicts = [check_gpus(config, device), *_judge(config, folder, device)[1]]
     for verdict in verdicts:
         print(f"{'fits' if verdict.fits else 'PROBLEM'}  {verdict}")
-    _tell_choices(config, hf, device)
     num_problems = sum(not verdict.fits for verdict in verdicts)
     print(f"dry run: nothing was written; {num_problems or 'no'} problem{'' if num_problems == 1 else 's'}", flush=True)
     return not num_problems
 
 
-def _tell_choices(
-    config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig, device: Device
-) -> GRPOConfig | SFTConfig:
-    """The config with nothing "auto" any more; what was chosen for GPUs is printed."""
-    decided = fit_trainer(hf, config, device.gib if device.num_gpus else None)
-    for choice in choices_told(config, decided) if device.num_gpus else ():
-        print(f"{choice}, by arithmetic", flush=True)
-    return decided
+def _judge(config: Config, folder: str, device: Device) -> tuple[Config, list[Verdict]]:
+    """Return the config with nothing "auto" any more, and what was found; a choice for GPUs is printed."""
+    sizes = sizes_of(read_hf_config(folder))
+    decided = fit_trainer(sizes, config, device.gib if device.num_gpus else None)
+    if device.num_gpus and decided != config:
+        kind = decided.trainer.activation_checkpointing
+        print(f"trainer.activation_checkpointing: {kind}, by arithmetic", flush=True)
+    return decided, [check_versions(), *check_memory(decided, sizes, device), check_disk(decided, sizes)]
 
 
 def check_versions() -> Verdict:
-    """The packages that move only together, against what requirements*.txt pin."""
+    """Hold the packages that move only together against what requirements*.txt pin."""
     pins = dict(PINNED.findall("".join(path.read_text() for path in sorted(ROOT.glob("requirements*.txt")))))
     found = {name: installed_version(name) or "missing" for name in pins}
     wrong = [name for name, version in pins.items() if found[name].partition("+")[0] != version]
@@ -124,54 +124,53 @@ def check_versions() -> Verdict:
 
 
 def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
-    """The GPUs of one host against the layout, whose ranks may fill several such hosts."""
+    """Hold the layout against all GPUs there are: one for each rank."""
     count, needed = device.num_gpus, config.num_ranks
     if not count:
         built_for_gpus = torch.version.cuda is not None
         found = "torch is built for CUDA and sees no GPU" if built_for_gpus else f"none: {device.name}"
         to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
         return Verdict("GPUs", not built_for_gpus, found, to_do)
-    found = f"{count} x {device.name} of {device.gib:.1f} GiB, {needed} needed"
-    if needed > count and needed % count == 0:
-        found += f", so {needed // count} such nodes"
+    found = f"{count} x {device.name} of {device.gib:.1f} GiB, {needed} needed ({describe_roles(config)})"
     other = f"--num-trainers {count}" if isinstance(config, SFTConfig) else suggest_roles(config, count)
-    return Verdict("GPUs", needed <= count or needed % count == 0, found, f"for {count}: {other}")
+    return Verdict("GPUs", needed <= count, found, f"for {count}: {other}; --gpus counts those of all nodes")
 
 
-def check_memory(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig, device: Device) -> list[Verdict]:
-    """The arithmetic of each role against a GPU; on a CPU, of all ranks against the host's free memory."""
-    config = fit_trainer(hf, config, device.gib if device.num_gpus else None)
-    parts = memory_of_roles(hf, config)
+def check_memory(config: GRPOConfig | SFTConfig, sizes: Sizes, device: Device) -> list[Verdict]:
+    """Hold the arithmetic of each role against a GPU; on a CPU, that of all ranks against the host's free memory."""
+    roles, generator = config.roles, config.generator
+    needs = [("trainer", roles.num_trainers, trainer_gib(sizes, config))]
+    if isinstance(config, GRPOConfig):
+        num_generators = roles.num_trainers if roles.colocated else roles.num_generators
+        needs.append(("generator", num_generators, generator_gib(sizes, config)))
+    if config.needs_reference and roles.num_references and not roles.colocated:
+        needs.append(("reference", roles.num_references, reference_gib(sizes, config)))
     if not device.num_gpus:
-        roles = config.roles
-        num_ranks = {"trainer": roles.num_trainers, "reference": roles.num_references}
-        num_ranks["generator"] = roles.num_trainers if roles.colocated else roles.num_generators
-        total = sum(num_ranks[role] * sum(values.values()) for role, values in parts.items())
+        total = sum(num_ranks * sum(parts.values()) for _, num_ranks, parts in needs)
         found = f"all ranks {total:.1f} GiB, free on this host {device.gib:.1f}"
         return [Verdict("memory", total <= device.gib, found, "a smaller model or --trainer.micro-batch-tokens")]
     verdicts = []
-    for role, values in parts.items():
-        peak, room, to_do = sum(values.values()), device.gib, TO_DO[role]
+    for role, _, parts in needs:
+        peak, room = sum(parts.values()), device.gib
+        if role == "trainer":
+            peak, parts = trainer_peak(sizes, config, device.gib)
         if role == "generator":  # of its share, what the weights leave is KV cache
-            peak, room = values["weights"], config.generator.gpu_memory_utilization * device.gib
-        if role == "trainer" and (engine := engine_gib(hf, config, device.gib)):
-            values = values | {"an engine" + " that sleeps meanwhile" * config.generator.sleep: engine}
-            peak = peak_gib(hf, config, device.gib)
-            to_do = f"lower --generator.gpu-memory-utilization or set --generator.sleep, {to_do}"
-        listed = ", ".join(f"{gib:.1f} {part}" for part, gib in values.items())
-        verdicts.append(Verdict(f"memory of a {role}", peak < room, f"{peak:.1f} of {room:.1f} GiB ({listed})", to_do))
+            peak, room = parts["weights"], generator.gpu_memory_utilization * device.gib
+        listed = ", ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
+        found = f"{peak:.1f} of {room:.1f} GiB ({listed})"
+        verdicts.append(Verdict(f"memory of a {role}", peak < room, found, TO_DO[role]))
     return verdicts
 
 
-def check_disk(config: GRPOConfig | SFTConfig, hf: transformers.PretrainedConfig) -> Verdict:
-    """Room in the run folder's file system for the checkpoints that are kept, one being written, and the export."""
-    saved, parameters = config.checkpoint, num_parameters(hf)
+def check_disk(config: GRPOConfig | SFTConfig, sizes: Sizes) -> Verdict:
+    """Ask for room in the run folder's file system: the checkpoints that are kept, one being written, the export."""
+    saved, trainer = config.checkpoint, config.trainer
     # with LoRA, a checkpoint holds the adapters alone
-    one = num_adapter_parameters(hf, config.trainer) if config.trainer.lora_rank else parameters
+    one = num_adapter_parameters(sizes, trainer) if trainer.lora_rank else sizes.parameters
     one *= CHECKPOINT_BYTES / 2**30
     steps_saved = math.ceil(config.num_steps / saved.interval) if saved.interval else 0
     count = min(saved.keep + 1 + bool(saved.keep_best), steps_saved)
-    export = DTYPE_BYTES[config.model.dtype] * parameters / 2**30 if saved.export else 0.0
+    export = DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30 if saved.export else 0.0
     run_dir = pathlib.Path(config.run_dir).absolute()
     place = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     there = [path for name in (CHECKPOINTS, "model") for path in (run_dir / name).rglob("*") if path.is_file()]

@@ -36,11 +36,12 @@ def dry_run(tmp_path, monkeypatch, capsys):
 def test_a_grpo_recipe_of_four_ranks_for_this_machine_and_for_another_one(dry_run):
     toy = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", "toy:addition")
     code, said = dry_run(*toy, "--gpus", 4, "--gpu-gib", 80)
-    assert code == 0 and "fits  GPUs: 4 x GPU of 80.0 GiB, 4 needed" in said
+    assert code == 0 and "fits  GPUs: 4 x GPU of 80.0 GiB, 4 needed (2 trainer + 1 reference + 1 generator)" in said
     assert all(f"fits  memory of a {role}: " in said for role in ("trainer", "reference", "generator"))
     assert "fits  disk: " in said and "completions end at" in said  # the scorer was started
     code, said = dry_run(*toy, "--gpus", 3, "--gpu-gib", 0.1)
-    assert code == 1 and "PROBLEM  GPUs: 3 x GPU of 0.1 GiB, 4 needed; for 3: --roles." in said
+    assert code == 1 and "PROBLEM  GPUs: 3 x GPU of 0.1 GiB, 4 needed (" in said
+    assert "; for 3: --roles.no-colocated --roles.num-trainers 1" in said
     assert "PROBLEM  memory of a trainer: " in said and "; lower --trainer.micro-batch-tokens" in said
 
 

@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 import torch
+import transformers
 
 from grpo import config as c
-from grpo.models import memory
 from grpo.run import machine
 from grpo.run.machine import Device, check_disk, check_gpus, check_memory, check_versions, fit_to_machine
-from tests.unit.test_memory import QWEN3_1_7B, QWEN3_8B, hf
+from tests.unit.test_memory import QWEN3_1_7B, QWEN3_8B, sizes
 
 H100 = Device(8, "H100", 79.2)
 ROLES = c.RolesConfig(num_trainers=4, num_references=0, num_generators=4)
@@ -35,8 +35,9 @@ def test_the_versions_of_this_environment_fit_and_another_one_is_named(monkeypat
 
 
 GPUS = {
+    9: (True, "9 x H100 of 79.2 GiB, 8 needed (4 trainer + 4 generator)"),
     8: (True, "8 needed"),
-    4: (True, "so 2 such nodes"),
+    4: (False, "for 4: --roles.no-colocated --roles.num-trainers 2 --roles.num-references 0 --roles.num-generators 2"),
     3: (False, "for 3: --roles.no-colocated --roles.num-trainers 1"),
 }
 
@@ -58,7 +59,7 @@ def test_gpus_that_torch_does_not_see(monkeypatch):
 
 
 def statuses(config: c.GRPOConfig | c.SFTConfig, raw: dict = QWEN3_8B, device: Device = H100) -> dict[str, bool]:
-    return {row.check.removeprefix("memory of a "): row.fits for row in check_memory(config, hf(raw), device)}
+    return {row.check.removeprefix("memory of a "): row.fits for row in check_memory(config, sizes(raw), device)}
 
 
 def test_memory_of_each_role_against_a_gpu():
@@ -112,33 +113,34 @@ def test_disk_for_checkpoints_and_export(fields, tmp_path, monkeypatch):
     needed = checkpoints * 1_720_574_976 * 12 + exports * 1_720_574_976 * 2
     for free, fits in ((needed + 2**20, True), (needed - 2**20, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(2**50, 0, free))
-        row = check_disk(config, hf(QWEN3_1_7B))
+        row = check_disk(config, sizes(QWEN3_1_7B))
         assert row.fits == fits and f"{checkpoints} checkpoints of 19.23 GiB" in row.found
     assert "--checkpoint.keep" in row.to_do
 
 
 def test_what_a_resumed_run_replaces_counts_as_room(tmp_path, monkeypatch):
     config = grpo(checkpoint=c.CheckpointConfig(interval=100, export=False), run_dir=str(tmp_path), num_steps=200)
-    tiny = hf(QWEN3_1_7B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512})
+    tiny = sizes(QWEN3_1_7B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 0))
     assert not check_disk(config, tiny).fits
     there = tmp_path / "checkpoints" / "step-00000100" / "shard"
     there.parent.mkdir(parents=True)
-    there.write_bytes(b"0" * (2 * 12 * memory.num_parameters(tiny)))
+    there.write_bytes(b"0" * (2 * 12 * tiny.parameters))
     assert check_disk(config, tiny).fits
 
 
 def test_a_start_warns_of_each_problem_in_one_line(tmp_path, monkeypatch, capsys):
-    hf(QWEN3_8B).save_pretrained(tmp_path)
+    transformers.AutoConfig.for_model(**QWEN3_8B).save_pretrained(tmp_path)
     config = grpo(run_dir=str(tmp_path / "run"), checkpoint=c.CheckpointConfig(interval=10))
     monkeypatch.setattr(machine, "look_at_device", lambda: H100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**50))
     assert fit_to_machine(config, str(tmp_path)).activation_checkpointing == "selective"
-    assert capsys.readouterr().out == "trainer.activation_checkpointing: selective, by arithmetic\n"
+    choice = "trainer.activation_checkpointing: {}, by arithmetic"
+    assert capsys.readouterr().out == f"{choice.format('selective')}\n"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**30))
     monkeypatch.setattr(machine, "look_at_device", lambda: Device(8, "L4", 22.0))
     fit_to_machine(config, str(tmp_path))
-    told = capsys.readouterr().out.splitlines()
-    assert told.pop() == "trainer.activation_checkpointing: full, by arithmetic"
+    first, *told = capsys.readouterr().out.splitlines()
+    assert first == choice.format("full")
     assert [line.partition(": ")[2].partition(":")[0] for line in told] == ["memory of a trainer", "disk"]
     assert all(line.startswith("warning: ") for line in told) and "free in" in told[1]
