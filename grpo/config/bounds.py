@@ -5,7 +5,7 @@ The bounds are our own four and not those of annotated_types, because they carry
 
 import dataclasses
 import operator
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -47,6 +47,14 @@ def check_fields(config: Any, path: str = "") -> None:
             raise ValueError(f"{path}{name}={value!r} must be {_describe(kind)}")
         if dataclasses.is_dataclass(value):
             check_fields(value, f"{path}{name}.")
+
+
+def field_paths(config: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all fields (`algorithm.kl_coef`), sections after their fields."""
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            yield from field_paths(value, f"{prefix}{field.name}.")
+        yield f"{prefix}{field.name}"
 
 
 def fits(value: Any, kind: Any) -> bool:

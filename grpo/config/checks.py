@@ -1,35 +1,60 @@
 """What fields of a config ask of each other. What a single field takes is written at the field."""
 
-import dataclasses
 import math
-import re
-from collections.abc import Iterable
 from operator import attrgetter
 
-from grpo.config.bounds import check_fields
+from grpo.config.bounds import check_fields, field_paths
 from grpo.config.engine_options import check_engine_options, needing_texts, reshaping
-from grpo.config.fields import (
-    PAPER_DEFAULTS,
-    AlgorithmConfig,
-    DataConfig,
-    EnvironmentConfig,
-    GRPOConfig,
-    HeldOutConfig,
-    SFTConfig,
-)
+from grpo.config.fields import PAPER_DEFAULTS, AlgorithmConfig, DataConfig, EnvironmentConfig, GRPOConfig, SFTConfig
 from grpo.config.user_files import near_miss
 
-# Fields of `environment` that functions alone, which have no state, do not need.
-OF_A_CLASS = ("options", "reset_seconds", "hung_reward", "weight")
-# Fields -> the field without which nothing reads them.
+# Sampling options that read more of a completion than its next token
+READING = "generator.stop, or generator.sampling other than top_p, top_k and min_p,"
+# Two features of which one takes away what the other needs: why, and what to do. A feature is a field, a field with one
+# of its values, or one that `_is_on` knows.
+CLASHES = {
+    ("overlap_steps", "roles.colocated"): "every rank samples and trains in turns; set --overlap-steps 0, or split the "
+    "roles: --roles.no-colocated with --roles.num-trainers and --roles.num-generators",
+    ("sampling.carry_over", "an environment"): "it does not outlive its step; set --sampling.carry-over 0",
+    (READING, "sampling.carry_over"): "it would see the end of a completion alone; use generator.stop_token_ids",
+    (READING, "an environment"): "it would see each turn alone; use generator.stop_token_ids",
+    ("a text as data.prompt_template", "an environment"): "it has no turns; give a .jinja file",
+    ("environment.rounds", "environment.answer_steps"): "both say when an answer joins; drop one",
+    ("algorithm.loss=gspo", "algorithm.advantages=return_to_go"): "one ratio for a sequence would mix its turns; use "
+    "another loss, or rloo",
+}
+# Features that need another one: why, or what to do
+NEEDS = {
+    ("sampling.dynamic", "a group_size of at least 2"): "it drops groups of equal rewards",
+    ("generator.sleep", "roles.colocated"): "it leaves the memory to a trainer on the same GPU",
+    ("roles.num_references", "algorithm.kl_coef or distill_coef"): "else they idle; set --roles.num-references 0",
+    ("algorithm.distill_coef", "model.reference_path"): "name the teacher",
+    ("algorithm.advantages=return_to_go", "an environment"): "it compares turns; without them use rloo",
+    ("environment.classes", "data.environment_column"): "it says which class a row gets",
+    ("data.environment_column", "environment.classes"): "its values are their names",
+}
+A_CLASS = "environment.name environment.classes"
+# Fields -> those of which one must be set, or nothing reads them
 HEEDED_WITH = {
+    **{f"environment.{field}": f"{A_CLASS} environment.tools" for field in vars(EnvironmentConfig())},
+    **dict.fromkeys(("environment.options", "environment.reset_seconds"), A_CLASS),  # tools alone have no state
+    **dict.fromkeys(("environment.hung_reward", "environment.weight"), A_CLASS),
     "trainer.lora_alpha": "trainer.lora_rank",
     "trainer.lora_targets": "trainer.lora_rank",
     "trainer.min_lr_ratio": "trainer.schedule",
+    "gpus": "dry_run",
     "gpu_gib": "gpus",
     "show": "dry_run",
     "sampling.max_rounds": "sampling.dynamic",
     "algorithm.kl_estimator": "algorithm.kl_coef",
+    "algorithm.kl_in": "algorithm.kl_coef",
+}
+# Fields -> those that are read in their place
+REPLACED_BY = {
+    "data.path": "data.sources",
+    "evaluation.path": "evaluation.sets",
+    "validation.path": "validation.sets",
+    "environment.name": "environment.classes",
 }
 
 
@@ -38,32 +63,28 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
     check_fields(config)
     _check_data(config.data)
     _check_trainers(config)
-    if isinstance(config, SFTConfig):
-        _check_held_out(config.validation, config.data)
-    else:
-        _check_roles(config)
-        _check_algorithm(config.algorithm.resolved, config)
-        _check_lag(config.algorithm.resolved, config)
-        _check_sampling(config)
-        _check_environment(config)
-    _check_held_out(config.evaluation, config.data)
+    if isinstance(config, GRPOConfig):
+        algorithm = config.algorithm.resolved
+        _check_features(config)
+        _check_groups(algorithm, config)
+        _check_corrections(algorithm, config)
+    elif config.validation.interval:
+        config.validation.held_out(config.data)  # raises ValueError if none is named
+    if config.evaluation.interval:
+        config.evaluation.held_out(config.data)
     if isinstance(config, GRPOConfig) or config.evaluation.interval:
-        _check_engines(config)
+        roles, generator = config.roles, config.generator
+        check_replicas(roles.num_trainers if roles.colocated else roles.num_generators, generator.tensor_parallel)
+        check_engine_options(generator)
     _check_rewards(config)
-    _check_intervals(config)
+    _check_steps(config)
 
 
 def _check_data(data: DataConfig) -> None:
     _ = data.all_sources  # raises ValueError for one that is not written as it should be
-    _check_sets("data.path", "" if data.path == DataConfig.path else data.path, "data.sources", data.sources)
     for label in data.weights.keys() - data.sources.keys():
         there = ", ".join(data.sources) or "empty"
         raise ValueError(f"data.weights has {label!r}, not in data.sources ({there}){near_miss(label, data.sources)}")
-    if data.columns.get("answer", data.answer_column) != data.answer_column != DataConfig.answer_column:
-        raise ValueError(
-            f"data.answer_column={data.answer_column!r} and data.columns answer={data.columns['answer']!r} name the "
-            "same argument of the reward functions; drop one"
-        )
     if data.is_text_template and "{question}" not in data.prompt_template:
         raise ValueError(
             f"data.prompt_template={data.prompt_template!r} has no {{question}} for the text of column "
@@ -71,37 +92,19 @@ def _check_data(data: DataConfig) -> None:
         )
 
 
-def _check_held_out(config: HeldOutConfig, data: DataConfig) -> None:
-    if config.interval:
-        config.held_out(data)
-        _check_sets(f"{config.section}.path", config.path, f"{config.section}.sets", config.sets)
-
-
-def _check_sets(path_field: str, path: str, sets_field: str, sets: Iterable[str]) -> None:
-    """Refuse one path beside several by names, and names that cannot become a part of metrics' names."""
-    if sets and path:
-        raise ValueError(
-            f"{path_field}={path!r} and {sets_field} ({', '.join(sets)}) both say the same; drop one "
-            f'(--{path_field} "", or --{sets_field} with nothing behind it)'
-        )
-    for name in sets:
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"{sets_field} has the name {name!r}; use letters, digits, '_', '-' and '.', as in gsm8k")
-
-
 def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
-    trainer, num_trainers = config.trainer, config.roles.num_trainers
+    trainer, num_trainers, longest = config.trainer, config.roles.num_trainers, config.max_sequence_tokens
     shards = trainer.tensor_parallel * trainer.data_replicas
     if num_trainers % shards:
         raise ValueError(
             f"{num_trainers} trainer ranks do not split into trainer.tensor_parallel={trainer.tensor_parallel} x "
-            f"trainer.data_replicas={trainer.data_replicas}; use a multiple of {shards} trainer ranks, "
-            f"for example {max(shards, num_trainers - num_trainers % shards)}"
+            f"trainer.data_replicas={trainer.data_replicas}; use {max(shards, num_trainers - num_trainers % shards)}, "
+            "for example"
         )
-    if config.max_sequence_tokens > trainer.micro_batch_tokens:
+    if longest > trainer.micro_batch_tokens:
         raise ValueError(
-            f"a sequence of up to {config.max_sequence_tokens} tokens does not fit into trainer.micro_batch_tokens="
-            f"{trainer.micro_batch_tokens}; raise it to at least {config.max_sequence_tokens} or shorten the lengths"
+            f"a sequence of up to {longest} tokens does not fit into trainer.micro_batch_tokens="
+            f"{trainer.micro_batch_tokens}; raise it to at least {longest} or shorten the lengths"
         )
     num_data_ranks = num_trainers // trainer.tensor_parallel
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
@@ -114,12 +117,6 @@ def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
         )
 
 
-def _check_engines(config: GRPOConfig | SFTConfig) -> None:
-    roles, generator = config.roles, config.generator
-    check_replicas(roles.num_trainers if roles.colocated else roles.num_generators, generator.tensor_parallel)
-    check_engine_options(generator)
-
-
 def check_replicas(num_generators: int, tensor_parallel: int) -> None:
     """Refuse generator ranks that do not make whole engines, or none. Raises ValueError with a number that does."""
     if not num_generators or num_generators % tensor_parallel:
@@ -130,194 +127,119 @@ def check_replicas(num_generators: int, tensor_parallel: int) -> None:
         )
 
 
-def _check_roles(config: GRPOConfig) -> None:
-    roles, generator = config.roles, config.generator
-    if roles.num_references and not config.needs_reference:
-        raise ValueError(
-            f"roles.num_references={roles.num_references} ranks would idle, because algorithm.kl_coef=0 and "
-            "distill_coef=0 need no reference; set --roles.num-references 0 or one of the two above 0"
-        )
-    if generator.sleep and not roles.colocated:
-        raise ValueError(
-            "generator.sleep drops the engine's weights until the next sync, in favour of a trainer on the same GPU: "
-            "it needs --roles.colocated"
-        )
-    if not 1 <= len(generator.temperature) <= config.group_size:
-        raise ValueError(
-            f"{len(generator.temperature)} temperatures for group_size={config.group_size} completions; give at least "
-            "one, and no more than there are completions"
-        )
+def _check_features(config: GRPOConfig) -> None:
+    """Refuse features that exclude each other, one without another that it needs, and an environment of no class."""
+    for (one, other), why in CLASHES.items():
+        if _is_on(one, config) and _is_on(other, config):
+            raise ValueError(f"{one} does not go with {other}: {why}")
+    for (one, other), why in NEEDS.items():
+        if _is_on(one, config) and not _is_on(other, config):
+            raise ValueError(f"{one} needs {other}: {why}")
+    for spec in config.environment.all_classes.values():
+        if ":" not in spec:
+            raise ValueError(
+                f"environment.name or classes has {spec!r}, which names no class in a file; write path/file.py:Class "
+                "(functions, calculator and python belong in environment.tools)"
+            )
 
 
-def _check_algorithm(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
+def _is_on(feature: str, config: GRPOConfig) -> bool:
+    """Tell whether a feature of CLASHES or NEEDS is used."""
+    path, has_value, value = feature.partition("=")
+    if has_value:
+        return attrgetter(path)(config) == value
+    others = {
+        "an environment": config.environment.enabled,
+        READING: config.generator.stop or needing_texts(config.generator.sampling),
+        "a text as data.prompt_template": config.data.is_text_template,
+        "algorithm.kl_coef or distill_coef": config.needs_reference,
+        "a group_size of at least 2": config.group_size > 1,
+    }
+    return bool(others[feature] if feature in others else attrgetter(feature)(config))
+
+
+def _check_groups(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
+    group_size, temperatures = config.group_size, config.generator.temperature
     if config.prompts_per_step < algorithm.num_mini_batches:
         raise ValueError(
             f"algorithm.num_mini_batches={algorithm.num_mini_batches} mini-batches of whole groups need as many "
             f"prompts; raise prompts_per_step={config.prompts_per_step}"
         )
-    has_ratio = algorithm.loss != "reinforce" or algorithm.loss_options.get("max_importance_weight")
-    weighs = algorithm.importance_correction in ("truncate", "mask_tokens")
-    if weighs and algorithm.old_logprobs == "generator" and has_ratio and algorithm.loss in PAPER_DEFAULTS:
+    if config.sampling.carry_over >= config.prompts_per_step:
         raise ValueError(
-            "algorithm.old_logprobs=generator has the generator in the ratio already; "
-            f"algorithm.importance_correction={algorithm.importance_correction} would count it twice; use none or "
-            "mask_sequences"
+            f"sampling.carry_over={config.sampling.carry_over} must be below prompts_per_step="
+            f"{config.prompts_per_step}, so that a step samples at all; a quarter of it is a good deal"
         )
-    masks = algorithm.importance_correction in ("mask_tokens", "mask_sequences")
-    if masks and not algorithm.importance_correction_low <= 1 <= algorithm.importance_correction_high:
-        raise ValueError(
-            f"algorithm.importance_correction_low={algorithm.importance_correction_low} and importance_correction_high="
-            f"{algorithm.importance_correction_high} must have 1 between them, where generator and policy agree"
-        )
-    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
-        raise ValueError("algorithm.kl_in=reward does nothing with algorithm.kl_coef=0; set it above 0")
-    if algorithm.distill_coef and not config.model.reference_path:
-        raise ValueError(
-            f"algorithm.distill_coef={algorithm.distill_coef} has no teacher; name a --model.reference-path"
-        )
+    if not 1 <= len(temperatures) <= group_size:
+        raise ValueError(f"{len(temperatures)} values in generator.temperature; give 1 to group_size={group_size}")
     rewards = any(config.reward.functions.values()) or (config.environment.all_classes and config.environment.weight)
     only_teacher = algorithm.distill_coef > 0 and not rewards
-    if config.group_size == 1 and algorithm.advantages != "none" and not only_teacher:
+    if group_size == 1 and algorithm.advantages != "none" and not only_teacher:
         raise ValueError(
             f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0; use a group_size "
             "of at least 2, advantages none, or rewards of weight 0 and a teacher"
         )
 
 
-def _check_lag(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
-    """Refuse completions of older weights where a step cannot have them, or nothing makes up for them."""
-    overlap, carried, generator = config.overlap_steps, config.sampling.carry_over, config.generator
-    if overlap and config.roles.colocated:
+def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
+    """Refuse completions of older weights that nothing makes up for, and a correction that counts twice."""
+    kind, from_generator = algorithm.importance_correction, algorithm.old_logprobs == "generator"
+    overlap, carried = config.overlap_steps, config.sampling.carry_over
+    low, high = algorithm.importance_correction_low, algorithm.importance_correction_high
+    weighs = kind in ("truncate", "mask_tokens")
+    has_ratio = algorithm.loss != "reinforce" or algorithm.loss_options.get("max_importance_weight")
+    if weighs and from_generator and has_ratio and algorithm.loss in PAPER_DEFAULTS:
         raise ValueError(
-            f"overlap_steps={overlap} lets generators sample while other ranks train, and with roles.colocated every "
-            "rank does both in turns; set --overlap-steps 0, or split the roles: --roles.no-colocated with "
-            "--roles.num-trainers and --roles.num-generators"
+            f"algorithm.importance_correction={kind} would count the generator twice, which is in the ratio already "
+            "with old_logprobs=generator; use none or mask_sequences"
         )
-    if carried >= config.prompts_per_step:
+    if kind in ("mask_tokens", "mask_sequences") and not low <= 1 <= high:
         raise ValueError(
-            f"sampling.carry_over={carried} must be below prompts_per_step={config.prompts_per_step}, so that a step "
-            "samples at all; a quarter of it is a good deal"
+            f"algorithm.importance_correction_low={low} and importance_correction_high={high} must have 1 between "
+            "them, where generator and policy agree"
         )
-    for name, values in (("stop", generator.stop), ("sampling", needing_texts(generator.sampling))):
-        if carried and values:
-            raise ValueError(
-                f"sampling.carry_over={carried} goes on with a completion as with a longer prompt, of which generator."
-                f"{name} {', '.join(map(repr, values))} would see the end alone; drop one (generator.stop_token_ids "
-                "may stay)"
-            )
     # a mask of whole sequences weighs nothing, so the ratio must
-    in_the_ratio = algorithm.old_logprobs == "generator" and algorithm.importance_correction == "mask_sequences"
-    corrected = algorithm.importance_correction in ("truncate", "mask_tokens") or in_the_ratio
-    if (overlap or carried) and not corrected:
+    if (overlap or carried) and not weighs and not (from_generator and kind == "mask_sequences"):
         raise ValueError(
             f"overlap_steps={overlap} and sampling.carry_over={carried} train on completions of older weights, which "
-            f"algorithm.importance_correction={algorithm.importance_correction} with old_logprobs="
-            f"{algorithm.old_logprobs} does not make up for; use --algorithm.old-logprobs policy with "
-            "--algorithm.importance-correction truncate (or mask_tokens), or old_logprobs generator with mask_sequences"
+            f"algorithm.importance_correction={kind} with old_logprobs={algorithm.old_logprobs} does not make up for; "
+            "use truncate or mask_tokens with old_logprobs policy, or mask_sequences with generator"
         )
-
-
-def _check_sampling(config: GRPOConfig) -> None:
-    if config.sampling.dynamic and config.group_size == 1:
-        raise ValueError("sampling.dynamic drops groups of equal rewards, which every group of group_size=1 is")
-
-
-def _check_environment(config: GRPOConfig) -> None:
-    environment, generator = config.environment, config.generator
-    if config.turns_earn and not environment.enabled:
-        raise ValueError(
-            "algorithm.advantages=return_to_go compares turns, and no environment plays; name one (--environment.name "
-            "or --environment.tools), or use rloo, which it is for a single turn"
-        )
-    if config.turns_earn and config.algorithm.loss == "gspo":
-        raise ValueError(
-            "algorithm.loss=gspo has one ratio for a whole sequence, whose gradient would mix the turns that "
-            "algorithm.advantages=return_to_go tells apart; use another loss, or rloo"
-        )
-    default, no_class = EnvironmentConfig(), not environment.all_classes
-    for one in dataclasses.fields(environment):
-        value = getattr(environment, one.name)
-        if value != getattr(default, one.name) and (not environment.enabled or (no_class and one.name in OF_A_CLASS)):
-            or_tools = "" if environment.enabled else ", --environment.tools path/file.py:function"
-            raise ValueError(
-                f"environment.{one.name}={value!r} does nothing without an environment; set --environment.name "
-                f"path/file.py:Class{or_tools}, or drop it"
-            )
-    if bool(environment.classes) != bool(config.data.environment_column):
-        raise ValueError(
-            f"environment.classes ({', '.join(environment.classes) or 'none'}) and data.environment_column="
-            f"{config.data.environment_column!r} need each other: the column says which class a row gets"
-        )
-    if environment.classes and environment.options:
-        raise ValueError(
-            "environment.options are for the class of environment.name; with environment.classes, write them as "
-            "defaults of its __init__"
-        )
-    if not environment.enabled:
-        return
-    _check_sets("environment.name", environment.name, "environment.classes", environment.classes)
-    for spec in environment.all_classes.values():
-        if ":" not in spec:
-            raise ValueError(
-                f"environment.{'classes' if environment.classes else 'name'} has {spec!r}, which names no class in a "
-                "file; write path/file.py:Class (functions and the built-in calculator and python belong in "
-                "environment.tools)"
-            )
-    if environment.rounds and environment.answer_steps:
-        raise ValueError(
-            f"environment.rounds and answer_steps={environment.answer_steps} both say when an answer joins; drop one"
-        )
-    if environment.max_turn_tokens >= generator.max_completion_tokens:
-        raise ValueError(
-            f"environment.max_turn_tokens={environment.max_turn_tokens} must be below generator.max_completion_tokens="
-            f"{generator.max_completion_tokens}, which all turns and answers share; lower it, or set 0 for what is left"
-        )
-    refused = {
-        "sampling.carry_over": config.sampling.carry_over and "an environment does not outlive its step; set it to 0",
-        "generator.stop": generator.stop and "a turn ends with the template's own token; use generator.stop_token_ids",
-        "generator.sampling": needing_texts(generator.sampling) and "it would see each turn alone; drop it",
-        "data.prompt_template": config.data.is_text_template
-        and "text with placeholders has no turns; give a .jinja file, or a model with a chat template",
-    }
-    for name, why in refused.items():
-        if why:
-            raise ValueError(f"{name} does not go with environment.name and environment.tools: {why}")
 
 
 def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
-    asks = {"evaluation.interval": config.evaluation.interval}
+    needs = config.evaluation.interval > 0
     if isinstance(config, GRPOConfig):
-        asks |= {"sampling.dynamic": config.sampling.dynamic}
-        asks |= {"training without a teacher (algorithm.distill_coef=0)": not config.algorithm.distill_coef}
-    for name, asked in asks.items():
-        if asked and not config.reward.functions and not config.environment.all_classes:
-            raise ValueError(
-                f"{name} needs a reward function, and reward.functions is empty; name one, such as --reward.functions "
-                "math_reward 1 (weight 0 measures without teaching), or an environment"
-            )
+        needs |= config.sampling.dynamic or not config.algorithm.distill_coef
+    if needs and not config.reward.functions and not config.environment.all_classes:
+        raise ValueError(
+            "evaluation, sampling.dynamic and training without algorithm.distill_coef need a reward, and "
+            "reward.functions is empty; name one, such as --reward.functions math_reward 1 (weight 0 measures without "
+            "teaching), or an environment"
+        )
 
 
-def _check_intervals(config: GRPOConfig | SFTConfig) -> None:
-    """Refuse a step that comes too late, and steps at which something that is needed does not happen."""
-    checkpoint, evaluation = config.checkpoint, config.evaluation
+def _check_steps(config: GRPOConfig | SFTConfig) -> None:
+    saved, evaluated = config.checkpoint.interval, config.evaluation.interval
     if config.profile > config.num_steps:
         raise ValueError(f"profile={config.profile} is no step of a run of num_steps={config.num_steps}; lower it")
-    if checkpoint.keep_best and (not evaluation.interval or checkpoint.interval % evaluation.interval):
+    if config.checkpoint.keep_best and (not evaluated or saved % evaluated):
         raise ValueError(
-            f"checkpoint.keep_best={checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
-            f"checkpoint.interval={checkpoint.interval} must be a multiple of "
-            f"evaluation.interval={evaluation.interval}, and that not 0"
+            f"checkpoint.keep_best={config.checkpoint.keep_best} needs an evaluation wherever a checkpoint is saved: "
+            f"checkpoint.interval={saved} must be a multiple of evaluation.interval={evaluated}, and that not 0"
         )
 
 
 def check_effects(config: GRPOConfig | SFTConfig, recipe: GRPOConfig | SFTConfig) -> None:
-    """Raise ValueError for a field of HEEDED_WITH that differs from the recipe's, while nothing reads it."""
-    for path, switch in HEEDED_WITH.items():
-        if not hasattr(config, path.partition(".")[0]):
-            continue
-        value, off = attrgetter(path)(config), attrgetter(switch)(config)
-        if off in (0, "constant") and value != attrgetter(path)(recipe):
-            raise ValueError(f"{path}={value!r} does nothing with {switch}={off!r}; set that too, or drop it")
+    """Raise ValueError for a field that differs from the recipe's, while nothing reads it."""
+    now, before = ({path: attrgetter(path)(one) for path in field_paths(one)} for one in (config, recipe))
+    for path in (path for path in now if now[path] != before[path]):
+        switches = {switch: now[switch] for switch in HEEDED_WITH.get(path, "").split()}
+        if switches and path not in switches and not any(on for on in switches.values() if on != "constant"):
+            off = ", ".join(f"{switch}={value!r}" for switch, value in switches.items())
+            raise ValueError(f"{path}={now[path]!r} does nothing with {off}; set that too, or drop it")
+        if now[path] and (other := REPLACED_BY.get(path)) and now[other]:
+            raise ValueError(f"{path}={now[path]!r} does nothing with {other}={now[other]!r}; drop one")
 
 
 def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
@@ -325,9 +247,7 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     data, found = config.data, []
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
         found.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
-    if not isinstance(config, GRPOConfig):
-        return found
-    if names := reshaping(config.generator.sampling):
+    if isinstance(config, GRPOConfig) and (names := reshaping(config.generator.sampling)):
         found.append(
             f"generator.sampling {', '.join(names)}: tokens are drawn from another distribution than the one that is "
             "trained; mismatch/mean says by how much, and the sync check may stop the run (--sync-check-interval 0 "

@@ -10,11 +10,11 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from grpo.config.bounds import Harmless, check_fields
+from grpo.config.bounds import Harmless, check_fields, field_paths
 from grpo.config.checks import cautions, check_effects, validate
 from grpo.config.fields import OWN_LOSS_DEFAULTS, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, run_file
@@ -168,14 +168,6 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
             value = dataclasses.replace(getattr(base, section), **{name: value})
         base = dataclasses.replace(base, **{section or name: value})
     return base
-
-
-def field_paths(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all fields (`algorithm.kl_coef`), sections after their fields."""
-    for field in dataclasses.fields(config):
-        if dataclasses.is_dataclass(value := getattr(config, field.name)):
-            yield from field_paths(value, f"{prefix}{field.name}.")
-        yield f"{prefix}{field.name}"
 
 
 def differences(config: Config, recipe: Config) -> list[str]:

@@ -21,7 +21,7 @@ from grpo.config import (
     change,
     fields,
 )
-from grpo.config.checks import cautions, validate
+from grpo.config.checks import cautions, check_effects, validate
 from grpo.config.recipes import as_recipe, load, load_recipe
 from grpo.config.roles import check_world_size, suggest_roles
 
@@ -38,7 +38,7 @@ def read(path: pathlib.Path) -> GRPOConfig | SFTConfig:
 
 TEACHER = {"model.reference_path": "teacher"}
 ONLY_TEACHER = TEACHER | {"reward.functions": {}, "algorithm.distill_coef": 1.0}
-OWN_SETS = {"data.path": "", "data.sources": {"a": "a.jsonl"}}
+OWN_SETS = {"data.sources": {"a": "a.jsonl"}}
 OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 # What is changed in the defaults (4 trainers, 4 generators, 32 prompts of 8 completions), and what the message has
 CLASSES = {"a": "x.py:A", "b": "x.py:B"}
@@ -49,21 +49,20 @@ REFUSED_IN_GRPO = [
     ({"roles.num_generators": 7, "generator.tensor_parallel": 2}, "7 generator ranks .* use 6"),
     ({"roles.num_generators": 1, "generator.tensor_parallel": 4}, "1 generator ranks .* use 4"),
     ({"roles.colocated": True, "roles.num_trainers": 2, "generator.tensor_parallel": 4}, "2 generator ranks .* use 4"),
-    ({"roles.num_references": 2}, "num_references=2 ranks would idle, because algorithm.kl_coef=0"),
-    ({"generator.sleep": True}, "generator.sleep .* needs --roles.colocated"),
-    ({"generator.temperature": (0.5, 1.0, 1.5), "group_size": 2}, "3 temperatures for group_size=2"),
-    ({"generator.temperature": ()}, "0 temperatures for group_size=8"),
+    ({"roles.num_references": 2}, "roles.num_references needs algorithm.kl_coef or distill_coef"),
+    ({"generator.sleep": True}, "generator.sleep needs roles.colocated"),
+    ({"generator.temperature": (0.5, 1.0, 1.5), "group_size": 2}, "3 values .* group_size=2"),
+    ({"generator.temperature": ()}, "0 values .* group_size=8"),
     (
         {"prompts_per_step": 3, "group_size": 2},
         "3 x group_size=2 = 6 completions .* over 4 .* use --prompts-per-step 4 or 2",
     ),
-    ({"trainer.tensor_parallel": 3}, "4 trainer ranks .*tensor_parallel=3 x trainer.data_replicas=1; .* example 3"),
-    ({"trainer.tensor_parallel": 4, "trainer.data_replicas": 2}, "4 trainer ranks do not split .* example 8"),
+    ({"trainer.tensor_parallel": 3}, "4 trainer ranks .*tensor_parallel=3 x trainer.data_replicas=1; use 3"),
+    ({"trainer.tensor_parallel": 4, "trainer.data_replicas": 2}, "4 trainer ranks do not split .* use 8"),
     ({"trainer.micro_batch_tokens": 1535}, "1536 tokens .*micro_batch_tokens=1535; raise it to at least 1536"),
     ({"algorithm.loss": "ppo"}, "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo"),
     ({"algorithm.advantages": "gruop_std"}, "algorithm.advantages='gruop_std' is unknown; use group_std, group_mean"),
     ({"algorithm.num_mini_batches": 33}, "num_mini_batches=33 .* raise prompts_per_step=32"),
-    ({"algorithm.kl_in": "reward"}, "kl_in=reward does nothing with algorithm.kl_coef=0"),
     *[
         (OLD_GENERATOR | {"algorithm.importance_correction": kind} | more, f"importance_correction={kind} .* twice")
         for kind in ("truncate", "mask_tokens")
@@ -73,14 +72,14 @@ REFUSED_IN_GRPO = [
         {"algorithm.importance_correction": "mask_tokens", "algorithm.importance_correction_low": 1.5},
         "low=1.5 and importance_correction_high=2.0 must have 1 between them",
     ),
-    ({"algorithm.distill_coef": 1.0}, "distill_coef=1.0 has no teacher; name a --model.reference-path"),
+    ({"algorithm.distill_coef": 1.0}, "distill_coef needs model.reference_path"),
     *[({"group_size": 1, "algorithm.advantages": kind}, f"advantages={kind} makes") for kind in ("rloo", "batch_std")],
     (TEACHER | {"algorithm.distill_coef": 1.0, "group_size": 1}, "advantages=group_std makes every advantage 0"),
     (
         {"sampling.dynamic": True, "group_size": 1, "algorithm.advantages": "none"},
-        "sampling.dynamic drops groups of equal rewards",
+        "sampling.dynamic needs a group_size of at least 2",
     ),
-    ({"overlap_steps": 1, "roles.colocated": True}, "overlap_steps=1 .* roles.colocated .* set --overlap-steps 0"),
+    ({"overlap_steps": 1, "roles.colocated": True}, "overlap_steps .* with roles.colocated: .* set --overlap-steps 0"),
     *[
         ({lag: 1, "algorithm.importance_correction": kind}, f"importance_correction={kind} with old_logprobs=policy")
         for lag in ("overlap_steps", "sampling.carry_over")
@@ -88,54 +87,31 @@ REFUSED_IN_GRPO = [
     ],
     (OLD_GENERATOR | {"overlap_steps": 1}, "importance_correction=none with old_logprobs=generator"),
     ({"sampling.carry_over": 32}, "carry_over=32 must be below prompts_per_step=32"),
-    ({"sampling.carry_over": 8, "generator.stop": ("END",)}, "generator.stop 'END' would see the end alone"),
-    ({"sampling.carry_over": 8, "generator.sampling": {"min_tokens": 8}}, "sampling 'min_tokens' would see the end"),
+    ({"sampling.carry_over": 8, "generator.stop": ("END",)}, "generator.stop, .* does not go with sampling.carry_over"),
+    ({"sampling.carry_over": 8, "generator.sampling": {"min_tokens": 8}}, "generator.sampling .* with sampling.carry_"),
     ({"reward.functions": {}}, "reward.functions is empty; name one"),
     *[
-        (ONLY_TEACHER | asks, "needs a reward function, and reward.functions is empty")
+        (ONLY_TEACHER | asks, "need a reward, and reward.functions is empty")
         for asks in ({"evaluation.interval": 1}, {"sampling.dynamic": True})
-    ],
-    *[
-        ({f"environment.{name}": value}, f"environment.{name}={value!r} does nothing without .* --environment.tools")
-        for name, value in {"max_turns": 2, "calls": "tag", "rounds": True, "hung_reward": None}.items()
-    ],
-    *[
-        (TOOLS | {f"environment.{name}": value}, f"environment.{name}={value!r} does nothing .* --environment.name")
-        for name, value in {"options": {"a": 1}, "reset_seconds": 3, "weight": 0}.items()
     ],
     (
         {"environment.name": "calculator"},
-        "environment.name has 'calculator', which names no class .* belong in environment.tools",
+        "environment.name .* 'calculator', which names no class .* environment.tools",
     ),
-    ({"environment.classes": CLASSES}, r"environment.classes .a, b. and data.environment_column='' need each other"),
-    ({"data.environment_column": "kind"}, r"classes .none. and data.environment_column='kind' need each other"),
-    (
-        {"environment.classes": CLASSES, "environment.name": "x.py:A", "data.environment_column": "kind"},
-        "environment.name='x.py:A' and environment.classes .a, b. both say the same; drop one",
-    ),
-    (
-        {"environment.classes": CLASSES, "environment.options": {"a": 1}, "data.environment_column": "kind"},
-        "environment.options are for the class of environment.name; .* defaults of its __init__",
-    ),
-    (
-        {"environment.classes": {"a": "A"}, "data.environment_column": "kind"},
-        "environment.classes has 'A', which names",
-    ),
-    (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds and answer_steps=4 both say"),
-    (
-        TOOLS | {"environment.max_turn_tokens": 1024},
-        "max_turn_tokens=1024 must be below generator.max_completion_tokens=1024, .* lower it",
-    ),
+    ({"environment.classes": CLASSES}, "environment.classes needs data.environment_column"),
+    ({"data.environment_column": "kind"}, "data.environment_column needs environment.classes"),
+    ({"environment.classes": {"a": "A"}, "data.environment_column": "kind"}, "'A', which names no class"),
+    (TOOLS | {"environment.rounds": True, "environment.answer_steps": 4}, "rounds does not go with .*answer_steps"),
     (
         TOOLS | {"sampling.carry_over": 1, "algorithm.importance_correction": "truncate"},
-        "sampling.carry_over does not go with environment.name",
+        "sampling.carry_over does not go with an environment",
     ),
-    (TOOLS | {"generator.stop": ("END",)}, "generator.stop does not go with .* use generator.stop_token_ids"),
-    (TOOLS | {"generator.sampling": {"min_tokens": 8}}, "generator.sampling does not go with .* each turn alone"),
-    (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template does not go with .* has no turns"),
+    (TOOLS | {"generator.stop": ("END",)}, "generator.stop, .* with an environment: .* use generator.stop_token_ids"),
+    (TOOLS | {"generator.sampling": {"min_tokens": 8}}, "generator.sampling .* with an environment: .* each turn"),
+    (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template .* with an environment: it has no turns"),
     (TOOLS | {"reward.functions": {}}, "reward.functions is empty; name one, .* or an environment"),
-    (EACH_TURN, "return_to_go compares turns, and no environment plays; name one .* or use rloo"),
-    (TOOLS | EACH_TURN | {"algorithm.loss": "gspo"}, "gspo has one ratio for a whole sequence, .* or rloo"),
+    (EACH_TURN, "return_to_go needs an environment: .* use rloo"),
+    (TOOLS | EACH_TURN | {"algorithm.loss": "gspo"}, "gspo does not go with .*return_to_go: .* or rloo"),
     ({"profile": 201}, "profile=201 is no step of a run of num_steps=200"),
 ]
 REFUSED_IN_SFT = [
@@ -152,14 +128,7 @@ REFUSED_IN_SFT = [
     ({"reward.functions": {}, "evaluation.interval": 2}, "reward.functions is empty; name one"),
     (OWN_SETS | {"evaluation.interval": 2}, "held out: set evaluation.path or evaluation.sets"),
     (OWN_SETS | {"validation.interval": 1}, "held out: set validation.path or validation.sets"),
-    (
-        {"validation.interval": 1, "validation.path": "b.jsonl", "validation.sets": {"a": "a.jsonl"}},
-        "validation.path='b.jsonl' and validation.sets .a. both say the same",
-    ),
-    ({"validation.interval": 1, "validation.sets": {"a b": "a.jsonl"}}, "validation.sets has the name 'a b'"),
-    ({"data.sources": {"a": "a.jsonl"}, "data.path": "b.jsonl"}, "data.path='b.jsonl' and data.sources .a. both say"),
     ({"data.weights": {"gsm": 1}, **OWN_SETS}, "data.weights has 'gsm', not in data.sources .a."),
-    ({"data.columns": {"answer": "b"}, "data.answer_column": "a"}, "data.answer_column='a' .* drop one"),
     ({"data.prompt_template": "no place"}, "data.prompt_template='no place' has no {question} .* .jinja"),
 ]
 
@@ -168,6 +137,37 @@ REFUSED_IN_SFT = [
 def test_what_cannot_work_is_refused_with_the_numbers(changes, message):
     with pytest.raises(ValueError, match=message):
         validate(change(GRPOConfig(), changes))
+
+
+# What a recipe may hold, because other flags may need it, and a command line may not: nothing would read it
+WITHOUT_EFFECT = [
+    ({}, {"algorithm.kl_in": "reward"}, "kl_in='reward' does nothing with algorithm.kl_coef=0.0; set that too"),
+    ({}, {"gpus": 4}, "gpus=4 does nothing with dry_run=False"),
+    (
+        {},
+        {"environment.max_turns": 2},
+        "environment.max_turns=2 does nothing with environment.name=''.*environment.tools",
+    ),
+    (TOOLS, {"environment.options": {"a": 1}}, "environment.options={'a': 1} does nothing with environment.name=''"),
+    (
+        OWN_SETS,
+        {"data.path": "b.jsonl"},
+        "data.path='b.jsonl' does nothing with data.sources={'a': 'a.jsonl'}; drop one",
+    ),
+]
+
+
+@pytest.mark.parametrize("recipe, changes, message", WITHOUT_EFFECT)
+def test_a_change_that_nothing_reads_is_refused(recipe, changes, message):
+    recipe = change(GRPOConfig(), recipe)
+    check_effects(changed := change(recipe, changes), changed)
+    with pytest.raises(ValueError, match=message):
+        check_effects(changed, recipe)
+
+
+def test_a_recipes_environment_can_be_left_out():
+    recipe = change(GRPOConfig(), {"environment.name": "x.py:A", "environment.max_turns": 2})
+    check_effects(change(recipe, {"environment.name": ""}), recipe)
 
 
 @pytest.mark.parametrize("changes, message", REFUSED_IN_SFT)
