@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import json
 import math
 import os
@@ -37,20 +38,20 @@ def load(
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else default_recipe
     default = load_recipe(recipe, *(config_type if isinstance(config_type, tuple) else (config_type,)))
     check_flags(arguments, default)
-    with contextlib.ExitStack() as silence:
-        if os.environ.get("RANK", "0") != "0":  # help is wanted once, not once per rank
-            silence.enter_context(contextlib.redirect_stdout(silence.enter_context(open(os.devnull, "w"))))
-        try:
-            with contextlib.redirect_stderr(io.StringIO()) as refused:
-                config = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
-        except SystemExit as stop:
-            if not stop.code:
-                raise
-            text = re.sub("[\u2500-\u257f]+|-{3,}", " ", refused.getvalue())  # without frame and rulers
-            _title, *lines = filter(None, map(str.strip, text.splitlines()))
-            raise ValueError(" ".join(lines).partition(" For full helptext")[0]) from None
-        validate(config)
-        check_effects(config, default)
+    is_first = os.environ.get("RANK", "0") == "0"  # help is wanted once, not once per rank
+    refused, shown = io.StringIO(), sys.stdout if is_first else io.StringIO()
+    try:
+        with contextlib.redirect_stderr(refused), contextlib.redirect_stdout(shown):
+            config = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        text = re.sub("[\u2500-\u257f]+|-{3,}", " ", refused.getvalue())  # without frame and rulers
+        _title, *lines = filter(None, map(str.strip, text.splitlines()))
+        raise ValueError(" ".join(lines).partition(" For full helptext")[0]) from None
+    validate(config)
+    check_effects(config, default)
+    if is_first:
         print("\n  ".join([f"recipe {recipe}", *differences(config, default), *derived(config)]), flush=True)
         for warning in cautions(config):
             print(f"warning: {warning}", flush=True)
@@ -62,25 +63,29 @@ def check_flags(words: list[str], config: Config) -> None:
 
     Raises ValueError that says which flag was meant. What stands behind a flag is left to tyro.
     """
-    values = {path: attrgetter(path)(config) for path in field_paths(config)}
-    fields = {path: value for path, value in values.items() if not dataclasses.is_dataclass(value)}
-    switches = {}
+    fields, switches = settings(config), {}
     for path in (path for path, value in fields.items() if isinstance(value, bool)):
         section, dot, name = path.rpartition(".")
         pair = _flag(path), _flag(f"{section}{dot}no_{name}")
         switches |= dict.fromkeys(pair, " or ".join(pair))
     known, before = {"--help", *map(_flag, fields), *switches}, ""
-    for word in words:
-        name, has_value, value = word.partition("=")
-        flag = name.replace("_", "-") if re.fullmatch(r"--[A-Za-z][\w.-]*", name) else ""
+    for word in itertools.chain.from_iterable(w.split("=", 1) if w.startswith("--") else [w] for w in words):
+        flag = word.replace("_", "-") if re.fullmatch(r"--[A-Za-z][\w.-]*", word) else ""
+        path, equals, value = word.partition("=")
         if flag and flag not in known:
-            near = " or ".join(map(_flag, _near_fields(name.removeprefix("--").replace("-", "_"), fields)))
-            raise ValueError(f"there is no flag {name}; " + (f"did you mean {near}?" if near else "--help lists all"))
-        if has_value and name in fields:
-            raise ValueError(f"{word!r} is no flag; write {_flag(name)} {value}")
-        if switch := switches.get(flag if has_value else before * (not word.startswith("-"))):
-            raise ValueError(f"{flag or before} takes no value; write {switch}")
+            near = " or ".join(map(_flag, _near_fields(word.removeprefix("--").replace("-", "_"), fields)))
+            raise ValueError(f"there is no flag {word}; " + (f"did you mean {near}?" if near else "--help lists all"))
+        if equals and path in fields:
+            raise ValueError(f"{word!r} is no flag; write {_flag(path)} {value}")
+        if before in switches and not word.startswith("-"):
+            raise ValueError(f"{before} takes no value; write {switches[before]}")
         before = flag
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """Return the value of each field that is no section, by its dotted path (`algorithm.kl_coef`)."""
+    values = {path: attrgetter(path)(config) for path in field_paths(config)}
+    return {path: value for path, value in values.items() if not dataclasses.is_dataclass(value)}
 
 
 def _flag(path: str) -> str:
@@ -95,30 +100,27 @@ def _near_fields(path: str, fields: Iterable[str]) -> list[str]:
     return same or [field for field, name in names.items() if name in close]
 
 
+def as_json(word: str) -> Json:
+    """`{"tokens": 256}` -> a dict, `false` and `False` -> False, `3` -> 3; what is no JSON stays text."""
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(word, word))
+    except ValueError:
+        return word
+
+
 def _value_parsers():
     """Tell tyro how to read a value that may be any JSON."""
     import tyro
 
-    def parse(words: list[str]) -> Json:
-        """`{"tokens": 256}` -> a dict, `false` and `False` -> False, `3` -> 3; what is no JSON stays text."""
-        with contextlib.suppress(ValueError):
-            return json.loads({"True": "true", "False": "false", "None": "null"}.get(words[0], words[0]))
-        return words[0]
-
     registry = tyro.constructors.ConstructorRegistry()
-
-    @registry.primitive_rule
-    def rule(info):
-        if info.type != Json:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="JSON",
-            instance_from_str=parse,
-            is_instance=lambda value: isinstance(value, Json),
-            str_from_instance=lambda value: [json.dumps(value)],
-        )
-
+    spec = tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda words: as_json(words[0]),
+        is_instance=lambda value: isinstance(value, Json),
+        str_from_instance=lambda value: [json.dumps(value)],
+    )
+    registry.primitive_rule(lambda info: spec if info.type == Json else None)
     return registry
 
 
@@ -172,12 +174,8 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
 
 def differences(config: Config, recipe: Config) -> list[str]:
     """`num_steps = 2, not 170` for each field that has another value than in the recipe."""
-    pairs = ((path, attrgetter(path)(config), attrgetter(path)(recipe)) for path in field_paths(config))
-    return [
-        f"{path} = {value!r}, not {before!r}"
-        for path, value, before in pairs
-        if value != before and not dataclasses.is_dataclass(value)
-    ]
+    before = settings(recipe)
+    return [f"{p} = {value!r}, not {before[p]!r}" for p, value in settings(config).items() if value != before[p]]
 
 
 def derived(config: Config) -> list[str]:
@@ -212,9 +210,7 @@ def as_recipe(config: GRPOConfig | SFTConfig) -> str:
 
 def written_fields(config: GRPOConfig | SFTConfig) -> dict[str, str]:
     """Return each field by its dotted path, as Python writes its value; those for one start as in `as_recipe`."""
-    config = dataclasses.replace(config, **FOR_ONE_START)
-    values = {path: attrgetter(path)(config) for path in field_paths(config)}
-    return {path: repr(value) for path, value in values.items() if not dataclasses.is_dataclass(value)}
+    return {path: repr(value) for path, value in settings(dataclasses.replace(config, **FOR_ONE_START)).items()}
 
 
 class Change(NamedTuple):
