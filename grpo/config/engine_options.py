@@ -13,42 +13,36 @@ from grpo.config.bounds import fits
 from grpo.config.fields import GeneratorConfig, Table
 from grpo.config.user_files import near_miss
 
+FILES = "an engine reads the folder of model.path as the trainer does"
 REPLICA = "a replica is generator.tensor_parallel neighbouring ranks of torchrun"
-FOLDER = "an engine loads the folder of model.path"
-STOPS = "a completion ends at the stop tokens of model.path, besides generator.stop and generator.stop_token_ids"
-LOGPROB = "the generator takes the log-prob of the sampled token and no other"
-IDS = "the generator takes token ids, which the driver decodes"
-SEED = "every request has a seed of its own; use the field seed"
+TOKENS = "the generator takes token ids up to a stop token, each with its log-prob, and nothing else"
 
-# EngineArgs that the project sets itself, and what decides instead.
+# EngineArgs that the project sets itself, and what decides instead
 ENGINE_SET_HERE = {
-    **dict.fromkeys(("model", "model_weights", "hf_config_path", "tokenizer"), FOLDER),
-    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), FOLDER),
-    **dict.fromkeys(("config_format", "load_format"), "trainer and engine read the same files, Hugging Face's"),
+    **dict.fromkeys(("model", "model_weights", "hf_config_path", "tokenizer", "skip_tokenizer_init"), FILES),
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision", "config_format", "load_format"), FILES),
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"), REPLICA),
     **dict.fromkeys(("distributed_executor_backend", "nnodes", "node_rank", "device_ids"), REPLICA),
     **dict.fromkeys(("master_addr", "master_port"), REPLICA),
     **dict.fromkeys(("generation_config", "override_generation_config"), "the section generator alone sets sampling"),
-    "skip_tokenizer_init": "an engine has a tokenizer if generator.stop or generator.sampling needs one",
     "dtype": "use model.dtype",
-    "seed": SEED,
+    "seed": "use seed",
     "max_model_len": "it is data.max_prompt_tokens + generator.max_completion_tokens",
     "gpu_memory_utilization": "use generator.gpu_memory_utilization",
     "enable_sleep_mode": "use generator.sleep",
     "tensor_parallel_size": "use generator.tensor_parallel",
     "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled from (processed_logprobs)",
 }
-# The same of SamplingParams.
+# SamplingParams that the project sets itself
 SAMPLING_SET_HERE = {
     "n": "use group_size",
-    "seed": SEED,
+    "seed": "every request has its own; use seed",
     "max_tokens": "use generator.max_completion_tokens",
     **{name: f"use generator.{name}" for name in ("temperature", "stop", "stop_token_ids")},
-    "ignore_eos": STOPS,
-    **dict.fromkeys(("logprobs", "flat_logprobs", "logprob_token_ids"), LOGPROB),
-    **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), LOGPROB),
-    **dict.fromkeys(("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"), IDS),
-    **dict.fromkeys(("include_stop_str_in_output", "output_text_buffer_length", "stream_interval", "skip_clone"), IDS),
+    **dict.fromkeys(("ignore_eos", "logprobs", "flat_logprobs", "logprob_token_ids", "prompt_logprobs"), TOKENS),
+    **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start", "detokenize", "skip_special_tokens"), TOKENS),
+    **dict.fromkeys(("spaces_between_special_tokens", "output_kind", "include_stop_str_in_output"), TOKENS),
+    **dict.fromkeys(("output_text_buffer_length", "stream_interval", "skip_clone"), TOKENS),
 }
 # SamplingParams that choose among the tokens of one distribution, whatever came before
 TRUNCATING = ("top_p", "top_k", "min_p")
@@ -90,11 +84,6 @@ def check_engine_options(generator: GeneratorConfig) -> None:
 def needing_texts(sampling: Table) -> list[str]:
     """Return the names in `generator.sampling` for which vLLM may need a tokenizer, or all of a completion."""
     return [name for name in sampling if name not in TRUNCATING]
-
-
-def reshaping(sampling: Table) -> list[str]:
-    """Return the names in `generator.sampling` that change the distribution tokens are drawn from."""
-    return [name for name in sampling if name in RESHAPING]
 
 
 @functools.cache

@@ -21,26 +21,20 @@ def load_function(spec: str, what: str) -> Callable:
     file raises when it runs, with the line and the cause.
     """
     file, _, name = spec.rpartition(":")
+    path = os.path.abspath(file)
     if not file.endswith(".py") or not name:
         raise ValueError(f"{what} {spec!r} names no function in a file; write path/file.py:function")
     if not pathlib.Path(file).is_file():
-        raise ValueError(
-            f"{what} file {os.path.abspath(file)} does not exist; give a path that holds from the folder the run "
-            "starts in"
-        )
+        raise ValueError(f"{what} file {path} does not exist; give a path from the folder the run starts in")
     try:
         module = sys.modules.get(_module_name(file)) or run_file(file)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
-        raise ValueError(f"{what} file {os.path.abspath(file)}{cause_and_line(error, file)}") from error
+        raise ValueError(f"{what} file {path}{cause_and_line(error, file)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-        there = ", ".join(key for key, value in own.items() if inspect.isfunction(value)) or "none"
-        classes = [key for key, v in own.items() if inspect.isclass(v) and v.__module__ == module.__name__]
-        raise ValueError(
-            f"{what} file {file} has no function {name!r}; functions there: {there}"
-            + (f"; classes: {', '.join(classes)}" if classes else "")
-        )
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        there = ", ".join(key for key in own if not key.startswith("_")) or "none"
+        raise ValueError(f"{what} file {file} has no function {name!r}; functions there: {there}")
     return function
 
 

@@ -23,7 +23,7 @@ DEFAULT = str(pathlib.Path(__file__).parents[2] / "configs" / "qwen3_1_7b_gsm8k.
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 # (table, its entries): what the message has behind the table and the name
 REFUSED = [
-    ("engine", {"model": "a"}, "is set by the project: an engine loads the folder of model.path"),
+    ("engine", {"model": "a"}, "is set by the project: an engine reads the folder of model.path"),
     ("engine", {"tensor_parallel_size": 2}, "is set by the project: use generator.tensor_parallel"),
     ("engine", {"enable_sleep_mode": True}, "is set by the project: use generator.sleep"),
     ("engine", {"logprobs_mode": "raw_logprobs"}, "is set by the project: the trainer needs"),
@@ -35,8 +35,8 @@ REFUSED = [
     ("sampling", {"n": 2}, "is set by the project: use group_size"),
     ("sampling", {"temperature": 0.7}, "is set by the project: use generator.temperature"),
     ("sampling", {"max_tokens": 7}, "is set by the project: use generator.max_completion_tokens"),
-    ("sampling", {"logprobs": 5}, "is set by the project: the generator takes the log-prob of"),
-    ("sampling", {"ignore_eos": True}, "is set by the project: a completion ends at the stop tokens"),
+    ("sampling", {"logprobs": 5}, "is set by the project: the generator takes token ids"),
+    ("sampling", {"ignore_eos": True}, "is set by the project: the generator takes token ids up to a stop token"),
     ("sampling", {"mintokens": 3}, ": vLLM's SamplingParams has no argument of that name (did you mean"),
     ("sampling", {"_eos_token_id": 3}, ": vLLM's SamplingParams has no argument of that name"),
 ]

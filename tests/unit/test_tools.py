@@ -88,7 +88,7 @@ def test_a_class_as_others_write_them(tmp_path):
 @pytest.mark.parametrize(
     "code, fields, words",
     [
-        (ENVIRONMENT, {"name": "{here}:Min"}, "mine.py has no function 'Min'; functions there: none; classes: Mine"),
+        (ENVIRONMENT, {"name": "{here}:Min"}, "mine.py has no function 'Min'; functions there: Mine"),
         (LOOK, {"tools": ("{here}:lok",)}, "environment.tools file .*mine.py has no function 'lok'; .* look"),
         (LOOK, {"tools": ("calculater",)}, r"has no 'calculater' \(did you mean calculator\?\); built-in tools are"),
         (LOOK, {"tools": ("nowhere.py:f",)}, "environment.tools file .*nowhere.py does not exist"),
