@@ -13,12 +13,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """One bound of a number, as in `Annotated[int, AtLeast(1)]`; `why` is for the message. NaN is in no bound."""
+    """One bound of a number, as in `Annotated[int, AtLeast(1)]`. NaN is in no bound."""
 
     words: str
     holds: Callable[[float, float], bool]
     limit: float
-    why: str = ""
 
 
 AtLeast = partial(Bound, "at least", operator.ge)
@@ -85,9 +84,8 @@ def _describe(kind: Any) -> str:
     """`a whole number, at least 1`."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        bounds = " and ".join(f"{b.words} {b.limit:g}" for b in _bounds(parts))
-        reasons = "".join(f"; {b.why}" for b in _bounds(parts) if b.why)
-        return ", ".join(filter(None, (_describe(parts[0]), bounds))) + reasons
+        bounds = " and ".join(f"{bound.words} {bound.limit:g}" for bound in _bounds(parts))
+        return ", ".join(filter(None, (_describe(parts[0]), bounds)))
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin in (Union, UnionType):

@@ -14,19 +14,17 @@ from grpo.config.bounds import Above, AtLeast, AtMost, Below, Harmless
 from grpo.config.sources import Source, parse_source
 
 Value = TypeVar("Value")
-# A dict from names. Not written dict, of which tyro makes one flag per name of the recipe's, so that a command line
-# could not give other names; this way it is `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's.
+# A dict from names. Of `dict` tyro would make one flag per name of the recipe's; of this it makes
+# `--field NAME VALUE NAME VALUE ...`, which replaces the recipe's.
 Table = MutableMapping[str, Value]
 # What a table may hold whose values a library or a function reads: what JSON can say; a word that is no JSON is text.
 Json = bool | int | float | str | list | dict | None
 # Every so many steps, never at 0.
-Interval = Annotated[int, AtLeast(0, "0 turns it off")]
-Temperature = Annotated[float, Above(0, "greedy samples cannot be compared"), Below(math.inf)]
+Interval = Annotated[int, AtLeast(0)]
+Temperature = Annotated[float, Above(0), Below(math.inf)]
 
-# Of a GPU's memory, for an engine that shares it with a trainer
-SHARED_GPU = 0.35
-# Sequences that an engine decodes at once, unless `generator.engine` says another number
-MAX_NUM_SEQS = 256
+SHARED_GPU = 0.35  # of its memory, for an engine beside a trainer
+MAX_NUM_SEQS = 256  # that an engine decodes at once, unless `generator.engine` says another number
 # Those of every family; the LM head and the embeddings get no adapter.
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -198,13 +196,12 @@ class DataConfig:
         """Name that the reward functions get -> column; the prompt's keeps its name. Unknown, so empty, with `row`."""
         if self.row:
             return {}
-        has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
-        prompt = {self.prompt_column: self.prompt_column} if has_name else {}
         if self.path.startswith("seeds:"):
             return {"seed": "seed"} | self.columns
-        answer = {"answer": self.answer_column} if self.answer_column else {}
-        environment = {self.environment_column: self.environment_column} if self.environment_column else {}
-        return prompt | answer | environment | self.columns
+        has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
+        prompt = self.prompt_column if has_name else ""
+        pairs = (prompt, prompt), ("answer", self.answer_column), (self.environment_column, self.environment_column)
+        return {name: column for name, column in pairs if column} | self.columns
 
     @property
     def is_text_template(self) -> bool:
@@ -300,10 +297,9 @@ class EnvironmentConfig:
     tools: tuple[str, ...] = ()
     """Functions that the model may call: your own `path/file.py:function`, or the built-in calculator and python."""
     classes: Table[str] = field(default_factory=dict)
-    """Several classes in place of `name`, as names of your own and path/file.py:Class each: a row gets the one that its
-    `data.environment_column` names."""
+    """Several classes in place of `name`, by names of your own, which `data.environment_column` gives each row."""
     options: Table[Json] = field(default_factory=dict)
-    """Keyword arguments of the class: `--environment.options high 100`."""
+    """Keyword arguments of the class, or of each: `--environment.options high 100`."""
     max_turns: Annotated[int, AtLeast(1)] = 8
     """Most turns of the model; calls in the last one are carried out and not answered."""
     max_turn_tokens: Annotated[int, AtLeast(0)] = 0

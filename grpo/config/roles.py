@@ -7,21 +7,18 @@ from grpo.config.fields import SHARED_GPU, Config, GRPOConfig, SFTConfig
 
 def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
     """Compare torchrun's number of processes with the config's. Raises ValueError that names both and a way out."""
-    if world_size == config.num_ranks:
-        return
-    is_sft = isinstance(config, SFTConfig)
-    flags = f"--num-trainers {world_size}" if is_sft else suggest_roles(config, world_size)
-    raise ValueError(
-        f"the layout ({describe_roles(config)}) needs {config.num_ranks} processes, but torchrun started "
-        f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: {flags}"
-    )
+    if world_size != config.num_ranks:
+        raise ValueError(
+            f"the layout ({describe_roles(config)}) needs {config.num_ranks} processes, but torchrun started "
+            f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
+            f"{suggest_roles(config, world_size)}"
+        )
 
 
 def for_one_process(config: Config) -> Config:
     """Return the config with all roles on one rank, which is what a script is without torchrun.
 
-    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest. A config that needs one
-    rank is returned as it is.
+    The engine then takes a smaller part of a GPU, because a trainer has the rest. A config of one rank stays as it is.
     """
     if config.num_ranks == 1:
         return config
@@ -45,8 +42,10 @@ def describe_roles(config: GRPOConfig | SFTConfig) -> str:
     return " + ".join(f"{count} {name}" for count, name in parts if count)
 
 
-def suggest_roles(config: GRPOConfig, world_size: int) -> str:
+def suggest_roles(config: GRPOConfig | SFTConfig, world_size: int) -> str:
     """Return command-line flags of roles that `world_size` ranks can have with this config's parallel degrees."""
+    if isinstance(config, SFTConfig):
+        return f"--num-trainers {world_size}"
     shards = config.trainer.tensor_parallel * config.trainer.data_replicas
     for references in dict.fromkeys([config.roles.num_references, 0]):
         for generators in range(config.generator.tensor_parallel, world_size, config.generator.tensor_parallel):

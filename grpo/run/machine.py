@@ -132,8 +132,8 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
         to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
         return Verdict("GPUs", not built_for_gpus, found, to_do)
     found = f"{count} x {device.name} of {device.gib:.1f} GiB, {needed} needed ({describe_roles(config)})"
-    other = f"--num-trainers {count}" if isinstance(config, SFTConfig) else suggest_roles(config, count)
-    return Verdict("GPUs", needed <= count, found, f"for {count}: {other}; --gpus counts those of all nodes")
+    to_do = f"for {count}: {suggest_roles(config, count)}; --gpus counts those of all nodes"
+    return Verdict("GPUs", needed <= count, found, to_do)
 
 
 def check_memory(config: GRPOConfig | SFTConfig, sizes: Sizes, device: Device) -> list[Verdict]:
