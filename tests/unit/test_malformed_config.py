@@ -40,6 +40,10 @@ RECIPES = {
     "no UTF-8": (b"config = '\xff\xfe'", "utf-8"),
     "nothing": (b"", "must bind `config`"),
     "a class": (b"from grpo.config import GRPOConfig as config", "must bind `config` to a GRPOConfig, it binds type"),
+    "a recipe of SFT": (
+        b"from grpo import config as c\nconfig = c.SFTConfig()",
+        "it binds SFTConfig, which is for train_sft",
+    ),
     "a dict": (b"config = {'num_steps': 3}", "it binds dict"),
     "JSON": (b'{"num_steps": 3, "x": null}', "line 1: NameError"),
     "YAML": (b"num_steps: 3\nmodel:\n  path: x\n", "line 2: SyntaxError"),
@@ -71,7 +75,7 @@ FUNCTIONS = RECIPES | {
 NO_FILES = ("", ":", "f", "file.py", "file.py:", ":f", "file.txt:f", "no.py:f", "/:f")
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("nothing", "a class", "a dict")])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "bind" not in FUNCTIONS[name][1]])
 def test_a_file_without_the_function(name: str, tmp_path: pathlib.Path):
     content, said = FUNCTIONS[name]
     path = tmp_path / "mine.py"
