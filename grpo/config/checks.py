@@ -73,9 +73,8 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
     if config.evaluation.interval:
         config.evaluation.held_out(config.data)
     if isinstance(config, GRPOConfig) or config.evaluation.interval:
-        roles, generator = config.roles, config.generator
-        check_replicas(roles.num_trainers if roles.colocated else roles.num_generators, generator.tensor_parallel)
-        check_engine_options(generator)
+        check_replicas(config.roles.num_engine_ranks, config.generator.tensor_parallel)
+        check_engine_options(config.generator)
     _check_rewards(config)
     _check_steps(config)
 
@@ -83,12 +82,10 @@ def validate(config: GRPOConfig | SFTConfig) -> None:
 def _check_data(data: DataConfig) -> None:
     _ = data.all_sources  # raises ValueError for one that is not written as it should be
     for label in data.weights.keys() - data.sources.keys():
-        there = ", ".join(data.sources) or "empty"
-        raise ValueError(f"data.weights has {label!r}, not in data.sources ({there}){near_miss(label, data.sources)}")
+        raise ValueError(f"data.weights has {label!r}, not in data.sources{near_miss(label, data.sources)}")
     if data.is_text_template and "{question}" not in data.prompt_template:
         raise ValueError(
-            f"data.prompt_template={data.prompt_template!r} has no {{question}} for the text of column "
-            f"{data.prompt_column!r}; add it, or give the path of a .jinja file"
+            f"data.prompt_template={data.prompt_template!r} has no {{question}}; add it, or give a .jinja file"
         )
 
 
@@ -98,8 +95,7 @@ def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
     if num_trainers % shards:
         raise ValueError(
             f"{num_trainers} trainer ranks do not split into trainer.tensor_parallel={trainer.tensor_parallel} x "
-            f"trainer.data_replicas={trainer.data_replicas}; use {max(shards, num_trainers - num_trainers % shards)}, "
-            "for example"
+            f"trainer.data_replicas={trainer.data_replicas}; use {max(shards, num_trainers - num_trainers % shards)}"
         )
     if longest > trainer.micro_batch_tokens:
         raise ValueError(
@@ -160,24 +156,19 @@ def _is_on(feature: str, config: GRPOConfig) -> bool:
 
 def _check_groups(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
     group_size, temperatures = config.group_size, config.generator.temperature
+    prompts = f"prompts_per_step={config.prompts_per_step}"
     if config.prompts_per_step < algorithm.num_mini_batches:
-        raise ValueError(
-            f"algorithm.num_mini_batches={algorithm.num_mini_batches} mini-batches of whole groups need as many "
-            f"prompts; raise prompts_per_step={config.prompts_per_step}"
-        )
+        raise ValueError(f"num_mini_batches={algorithm.num_mini_batches} need as many prompts; raise {prompts}")
     if config.sampling.carry_over >= config.prompts_per_step:
-        raise ValueError(
-            f"sampling.carry_over={config.sampling.carry_over} must be below prompts_per_step="
-            f"{config.prompts_per_step}, so that a step samples at all; a quarter of it is a good deal"
-        )
+        raise ValueError(f"carry_over={config.sampling.carry_over} must be below {prompts}; a quarter of it is a lot")
     if not 1 <= len(temperatures) <= group_size:
         raise ValueError(f"{len(temperatures)} values in generator.temperature; give 1 to group_size={group_size}")
     rewards = any(config.reward.functions.values()) or (config.environment.all_classes and config.environment.weight)
     only_teacher = algorithm.distill_coef > 0 and not rewards
     if group_size == 1 and algorithm.advantages != "none" and not only_teacher:
         raise ValueError(
-            f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0; use a group_size "
-            "of at least 2, advantages none, or rewards of weight 0 and a teacher"
+            f"group_size=1 with algorithm.advantages={algorithm.advantages} makes every advantage 0; use 2 or more, "
+            "advantages none, or rewards of weight 0 and a teacher"
         )
 
 
@@ -194,16 +185,13 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
             "with old_logprobs=generator; use none or mask_sequences"
         )
     if kind in ("mask_tokens", "mask_sequences") and not low <= 1 <= high:
-        raise ValueError(
-            f"algorithm.importance_correction_low={low} and importance_correction_high={high} must have 1 between "
-            "them, where generator and policy agree"
-        )
+        raise ValueError(f"1 must lie between importance_correction_low={low} and importance_correction_high={high}")
     # a mask of whole sequences weighs nothing, so the ratio must
     if (overlap or carried) and not weighs and not (from_generator and kind == "mask_sequences"):
         raise ValueError(
             f"overlap_steps={overlap} and sampling.carry_over={carried} train on completions of older weights, which "
             f"algorithm.importance_correction={kind} with old_logprobs={algorithm.old_logprobs} does not make up for; "
-            "use truncate or mask_tokens with old_logprobs policy, or mask_sequences with generator"
+            "use truncate or mask_tokens with policy, or mask_sequences with generator"
         )
 
 
@@ -213,9 +201,8 @@ def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
         needs |= config.sampling.dynamic or not config.algorithm.distill_coef
     if needs and not config.reward.functions and not config.environment.all_classes:
         raise ValueError(
-            "evaluation, sampling.dynamic and training without algorithm.distill_coef need a reward, and "
-            "reward.functions is empty; name one, such as --reward.functions math_reward 1 (weight 0 measures without "
-            "teaching), or an environment"
+            "reward.functions is empty; name one, such as --reward.functions math_reward 1, or an environment (training "
+            "with a teacher can do without, evaluation and sampling.dynamic cannot)"
         )
 
 

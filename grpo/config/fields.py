@@ -57,6 +57,16 @@ class RolesConfig:
     colocated: bool = False
     """Every rank has every role, so one GPU is enough; `num_references` and `num_generators` are ignored."""
 
+    @property
+    def num_engine_ranks(self) -> int:
+        """Ranks that hold an engine, or a part of one."""
+        return self.num_trainers if self.colocated else self.num_generators
+
+    @property
+    def num_reference_ranks(self) -> int:
+        """Ranks that hold only the reference."""
+        return 0 if self.colocated else self.num_references
+
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
@@ -487,6 +497,8 @@ class RunConfig:
     evaluation: Annotated[EvaluationConfig, Harmless] = field(default_factory=EvaluationConfig)
     checkpoint: Annotated[CheckpointConfig, Harmless] = field(default_factory=CheckpointConfig)
     metrics: Annotated[MetricsConfig, Harmless] = field(default_factory=MetricsConfig)
+    seed: int = 0
+    """The order of the data, the sampling and a toy model's first weights follow from it."""
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
     allow_changes: bool = False
@@ -509,7 +521,7 @@ class RunConfig:
     def num_ranks(self) -> int:
         """Processes torchrun must start."""
         roles = self.roles
-        return roles.num_trainers + (0 if roles.colocated else roles.num_references + roles.num_generators)
+        return roles.num_trainers + roles.num_reference_ranks + (0 if roles.colocated else roles.num_generators)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,8 +540,6 @@ class GRPOConfig(RunConfig):
     """Prompts drawn for each step."""
     group_size: Annotated[int, AtLeast(1)] = 8
     """Completions per prompt."""
-    seed: int = 0
-    """The order of the data and the sampling follow from it."""
     overlap_steps: Annotated[int, AtLeast(0), AtMost(1)] = 0
     """At 1 generators sample the next step while the others train on this one, with weights one step older; at 0 they
     take turns. Split roles only; needs `algorithm.importance_correction`."""
@@ -571,14 +581,12 @@ class GRPOConfig(RunConfig):
     @property
     def reference_tensor_parallel(self) -> int:
         """Ranks that share each layer of the reference: as many as the trainer's, as far as its ranks allow."""
-        num_references = 0 if self.roles.colocated else self.roles.num_references
-        return math.gcd(num_references or self.roles.num_trainers, self.trainer.tensor_parallel)
+        return math.gcd(self.roles.num_reference_ranks or self.roles.num_trainers, self.trainer.tensor_parallel)
 
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference is the policy without its adapters, and no model of its own."""
-        on_trainers = self.roles.colocated or not self.roles.num_references
-        return self.trainer.lora_rank > 0 and on_trainers and not self.model.reference_path
+        return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not self.model.reference_path
 
     @property
     def largest_mismatch(self) -> float:
@@ -625,8 +633,6 @@ class SFTConfig(RunConfig):
     """Examples per step."""
     max_sequence_tokens: Annotated[int, AtLeast(1)] = 2048
     """Longest example in tokens."""
-    seed: int = 0
-    """The order of the data and, for a toy model, its first weights follow from it."""
 
     needs_reference = turns_earn = False  # without an annotation it is no field
     environment = EnvironmentConfig()

@@ -133,9 +133,7 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
         there = sorted(str(p) for p in pathlib.Path(path).parent.glob("*.py")) or ["none"]
         raise ValueError(f"recipe {path} does not exist; recipes in that folder: {', '.join(there)}")
     if not path.endswith(".py"):
-        raise ValueError(
-            f"{path} is no recipe, which is a Python file (.py) that binds `config`; see configs/README.md"
-        )
+        raise ValueError(f"{path} is no recipe, which is a Python file that binds `config`; see configs/README.md")
     try:
         config = getattr(run_file(path), "config", None)
         if isinstance(config, config_types):
@@ -190,10 +188,9 @@ def derived(config: Config) -> list[str]:
 
 
 def as_recipe(config: GRPOConfig | SFTConfig) -> str:
-    """Return the config as the text of a recipe file, so that a run can be repeated from its own folder.
+    """Return the config as the text of a recipe file, without what is FOR_ONE_START.
 
     What was left open (None) stays open, so that `runs/a/config.py --algorithm.loss dapo` is all of DAPO.
-    What is FOR_ONE_START is off in it.
     """
 
     def lines(value: Any, indent: str) -> str:

@@ -103,8 +103,7 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
         **_of_a_forward(sizes, config, roles.num_trainers, trainer.tensor_parallel, trains=True),
         "activations": activations,
     }
-    on_trainers = roles.colocated or not roles.num_references
-    if config.needs_reference and on_trainers and not config.reference_is_base:
+    if config.needs_reference and not roles.num_reference_ranks and not config.reference_is_base:
         parts["reference"] = dtype_bytes * sizes.parameters / roles.num_trainers
     return _gib(parts)
 
@@ -122,9 +121,8 @@ def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
 
     With less cache than that, vLLM runs fewer sequences at once.
     """
-    roles, generator = config.roles, config.generator
-    num_generators = roles.num_trainers if roles.colocated else roles.num_generators
-    num_engines = max(1, num_generators // generator.tensor_parallel)
+    generator = config.generator
+    num_engines = max(1, config.roles.num_engine_ranks // generator.tensor_parallel)
     num_sequences = min(generator.max_num_seqs, math.ceil(config.completions_per_step / num_engines))
     values_of_a_token = sum(block[name].out_features for block in sizes.linears for name in ("k_proj", "v_proj"))
     cache = DTYPE_BYTES[config.model.dtype] * values_of_a_token * num_sequences * config.max_sequence_tokens

@@ -1,10 +1,9 @@
 """A script's command line as a checked config, and the process made ready, before anything slow is imported.
 
-Only the standard library and tyro are needed for it. What compilers keep (torch.compile, Triton, vLLM and
-FlashAttention 4) goes into one folder, with which the next run starts: `~/.cache/grpo`, or what GRPO_CACHE_DIR names.
-Ranks, runs and nodes share it: entries are found by a hash of what was compiled, for which GPU, and appear whole. Those
-of vLLM and of FlashAttention are not found by the GPU, so both have folders in it: one for each index of a GPU, and one
-for each kind too (engine.py, attention.py). All of it can be deleted at any time.
+Only the standard library and tyro are needed for it. What compilers keep goes into one folder, with which the next run
+starts: `~/.cache/grpo`, or what GRPO_CACHE_DIR names. Ranks, runs and nodes share it: entries are found by a hash of
+what was compiled, for which GPU, and appear whole. Those of vLLM and FlashAttention 4 are not found by the GPU, so both
+have folders of their own in it for each (engine.py, attention.py). All of it can be deleted at any time.
 """
 
 import importlib.util
@@ -28,7 +27,6 @@ DEFAULT_RECIPES = {
     GRPOConfig: str(RECIPES / "qwen3_1_7b_gsm8k.py"),
     SFTConfig: str(RECIPES / "sft_llama3_1_8b.py"),
 }
-# The user's choice of the folder for compiled code
 CACHE_VARIABLE = "GRPO_CACHE_DIR"
 # Variables of the libraries, and each one's part of that folder
 CACHES = {
@@ -49,8 +47,8 @@ KNOWN_NOISE = {
 def read_config(config_type: type[Config]) -> Config:
     """Read `[RECIPE.py] [--field value ...]`, checked also against the number of processes that torchrun started.
 
-    Without torchrun the layout becomes that of one process, except in a dry run, which looks at the one configured.
-    Ends the process with one message if that cannot work.
+    Without torchrun the layout becomes that of one process, except in a dry run. Ends the process with one message if
+    that cannot work.
     """
     quiet_libraries()
     end_with_launcher()
@@ -99,7 +97,7 @@ def keep_caches() -> None:
 
 
 def quiet_libraries() -> None:
-    """Call it before torch and transformers are imported, which read these variables; those already set stay."""
+    """Set what torch and transformers read while they are imported, so call it before; variables that are set stay."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NUMA binding
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # one bar for each local file

