@@ -201,8 +201,8 @@ def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
         needs |= config.sampling.dynamic or not config.algorithm.distill_coef
     if needs and not config.reward.functions and not config.environment.all_classes:
         raise ValueError(
-            "reward.functions is empty; name one, such as --reward.functions math_reward 1, or an environment (training "
-            "with a teacher can do without, evaluation and sampling.dynamic cannot)"
+            "reward.functions is empty; name one, such as --reward.functions math_reward 1, or an environment; only "
+            "training with a teacher, without evaluation and sampling.dynamic, needs none"
         )
 
 
