@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from grpo.config.fields import SHARED_GPU, Config, GRPOConfig, SFTConfig
+from grpo.config.fields import SHARED_GPU, Config, GRPOConfig, RolesConfig, SFTConfig
 
 
 def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
@@ -12,7 +12,7 @@ def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
     is_sft = isinstance(config, SFTConfig)
     flags = f"--num-trainers {world_size}" if is_sft else suggest_roles(config, world_size)
     raise ValueError(
-        f"the layout ({describe_roles(config)}) needs {config.num_ranks} processes, but torchrun started "
+        f"the layout ({describe_roles(config.roles)}) needs {config.num_ranks} processes, but torchrun started "
         f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: {flags}"
     )
 
@@ -36,9 +36,8 @@ def for_one_process(config: Config) -> Config:
     )
 
 
-def describe_roles(config: GRPOConfig | SFTConfig) -> str:
+def describe_roles(roles: RolesConfig) -> str:
     """Name the ranks of each role in one phrase, such as `2 trainer + 1 reference + 1 generator`."""
-    roles = config.roles
     if roles.colocated:
         return f"{roles.num_trainers} colocated"
     parts = [(roles.num_trainers, "trainer"), (roles.num_references, "reference"), (roles.num_generators, "generator")]

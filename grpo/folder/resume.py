@@ -20,23 +20,15 @@ def open_run_folder(
 ) -> tuple[pathlib.Path | None, dict[str, Any]]:
     """The newest checkpoint and the driver's state in it, if the run is to be resumed and has one. Changes nothing.
 
-    inputs: paths and hub names that the run reads. Raises ValueError if the folder is not for this run (see
-    `check_run_folder`), if that checkpoint cannot be used, or if the run would go on as another one.
+    inputs: paths and hub names that the run reads. Groups in flight are not for another config, so that they are left
+    out. Raises ValueError if the folder is not for this run (see `check_run_folder`), if that checkpoint cannot be
+    used, or if the run would go on as another one.
     """
     check_run_folder(config.run_dir, script, inputs, resume=config.resume, overwrite=config.overwrite)
     checkpoint, state = newest_checkpoint(config.run_dir) if config.resume else (None, {})
-    if checkpoint is not None and not is_same_run(config):
-        state = without_groups(state)
+    if checkpoint is not None and not is_same_run(config) and (flight := state.pop("flight", {})):
+        print(f"{len(flight['counts'])} groups in flight are left out: they are of the old config", flush=True)
     return checkpoint, state
-
-
-def without_groups(state: dict[str, Any]) -> dict[str, Any]:
-    """A driver's state with no groups in flight: they are not for another config. Prints how many they were."""
-    flight = state.get("flight", {})
-    if groups := flight.get("groups"):
-        print(f"{len(groups)} groups in flight are left out: they are of the old config", flush=True)
-        state = state | {"flight": flight | {"groups": []}}
-    return state
 
 
 def is_same_run(config: GRPOConfig | SFTConfig) -> bool:

@@ -7,13 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import RunConfig
 from grpo.config.user_files import near_miss
-from grpo.data.encode import Encoded
 from grpo.data.prepare import (
     load_chat_sources,
     load_eval_prompts,
@@ -33,21 +30,21 @@ from grpo.models import hf_folder
 from grpo.models.families import head_dim_of
 from grpo.models.hf_folder import ChatForm
 from grpo.report.examples import show_examples
-from grpo.report.rollout_metrics import evaluation_metrics_of_sets
+from grpo.report.rollout_metrics import evaluation_names
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS
 from grpo.roles.engine import check_engine
 from grpo.roles.episodes import call_style, turns_of
 from grpo.run.scorer import Scorer
 from grpo.run.session import Session
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def read_grpo(session: Session) -> PromptStream:
-    """Open the session, the data, the reference and the rewards of a GRPO run; returns what it draws from."""
+def read_grpo(session: Session) -> None:
+    """Open the session of a GRPO run, the prompts that it draws, the reference and the rewards."""
     config: GRPOConfig = session.config
     data, evaluates = config.data, config.evaluation.interval > 0
     check_functions(config)
@@ -61,20 +58,16 @@ def read_grpo(session: Session) -> PromptStream:
     if config.needs_reference:
         session.reference_folder = _check_reference(session)
     rows = usable_prompts(sources, config, session.tokenizer, tools_of(config))
-    stream = resumed_stream(lambda: PromptStream(rows, config), session.saved_state, config.allow_changes)
+    session.stream = resumed_stream(lambda: PromptStream(rows, config), session.saved_state, config.allow_changes)
     if evaluates:
         session.eval_prompts = held_out_prompts(session)
     session.scorer = Scorer(config, session.model_folder, session.tokenizer)
     check_generation(session)
     session.form = learned_form(config, session.tokenizer)
-    return stream
 
 
-def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Encoded]]]:
-    """Open the session, the data and, if the run generates between steps, the rewards of supervised fine-tuning.
-
-    Returns what it draws from, and the examples of each held-out set by name, one empty name if there is only one.
-    """
+def read_sft(session: Session) -> None:
+    """Open the session of a supervised run, the examples that it draws, and what it validates and evaluates on."""
     config: SFTConfig = session.config
     validates, evaluates = config.validation.interval > 0, config.evaluation.interval > 0
     if evaluates:
@@ -85,13 +78,12 @@ def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Encoded]]]:
     session.open([source.path for source in read], config.trainer.tensor_parallel, texts_of(sources))
     session.form = learned_form(config, session.tokenizer)
     rows = usable_chats(sources, config, session.tokenizer)
-    stream = resumed_stream(lambda: ChatStream(rows, config), session.saved_state, config.allow_changes)
+    session.stream = resumed_stream(lambda: ChatStream(rows, config), session.saved_state, config.allow_changes)
     if config.show:
         show_examples(ChatStream(rows, config).draw(config.show), session.tokenizer)
-    validation = load_validation(config, session.tokenizer) if validates else {}
+    session.validation = load_validation(config, session.tokenizer) if validates else {}
     if evaluates:
         read_evaluation(session, session.form.end_token_ids)
-    return stream, validation
 
 
 def _check_reference(session: Session) -> str:
@@ -158,12 +150,8 @@ def check_generation(session: Session) -> None:
     check_engine(config.generator, head_dim_of(hf_folder.read_hf_config(session.model_folder)))
     check_environment(session)
     if best := config.checkpoint.keep_best.removeprefix("eval/"):
-        scorer, num_samples = session.scorer, config.evaluation.num_samples
-        empty = Completion.of(torch.zeros(1).long(), torch.zeros(1), truncated=False)
-        made_up = [Rollout(prompt, empty, "") for prompt in session.eval_prompts]
-        settings = num_samples, scorer.pass_function, scorer.answer_format, config.reward.pass_value
-        metrics = evaluation_metrics_of_sets(made_up, made_up * num_samples, *settings)
-        names = [name.removeprefix("eval/") for name in metrics]
+        sets = list(dict.fromkeys(prompt.source for prompt in session.eval_prompts))
+        names = evaluation_names(sets, config.evaluation.num_samples, bool(session.scorer.answer_format))
         if best not in names:
             raise ValueError(
                 f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, names)}: "

@@ -9,10 +9,12 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
+from grpo.config.roles import describe_roles
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
 from grpo.folder import checkpoint
@@ -66,7 +68,7 @@ class Start:
 def run(
     config: Config,
     script: str,
-    read: Callable[["Session"], Any],
+    read: Callable[["Session"], None],
     train: Callable[[Config, "Session"], None],
     layout: RolesConfig | None = None,
 ) -> None:
@@ -77,8 +79,8 @@ def run(
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
             with refuse_bad_input(), tempfile.TemporaryDirectory() as toy_dir:
-                session = Session(config, script, None, toy_dir)
-                read(session)
+                session = Session(config, script, read, toy_dir=toy_dir)
+                session.read()
                 fits = tell_what_fits(config, session.model_folder)
             if session.scorer:
                 session.scorer.pool.close()
@@ -88,18 +90,30 @@ def run(
     roles = setup_roles(layout or config.roles, config.needs_reference and not layout, engine_ranks, minutes)
     set_place(role=roles.name)
     with watched(roles, config.deadline_minutes):
-        train(config, Session(config, script, roles))
+        train(config, Session(config, script, read, layout, roles))
 
 
 class Session:
     """One run, from its first check to its last line."""
 
-    def __init__(self, config: GRPOConfig | SFTConfig, script: str, roles: Roles | None, toy_dir: str = "") -> None:
-        """script: its name in run.json. toy_dir: of a dry run, without roles, the one place where it may write."""
+    def __init__(
+        self,
+        config: GRPOConfig | SFTConfig,
+        script: str,
+        read: Callable[["Session"], None],
+        layout: RolesConfig | None = None,
+        roles: Roles | None = None,
+        toy_dir: str = "",
+    ) -> None:
+        """See `run`. toy_dir: of a dry run, without roles, the one place where it may write."""
         self.config, self.script, self.roles, self.toy_dir = config, script, roles, toy_dir
+        self.read, self.layout = partial(read, self), layout or config.roles
         self.timer = StepTimer(roles is not None and roles.is_driver)
-        # on rank 0, what the script's checks find; the prompts later on all ranks
+        # on rank 0, what `read` finds; the prompts later on all ranks
+        self.saved_state: dict[str, Any] = {}  # the driver's, in the checkpoint to continue from
         self.scorer: Scorer | None = None
+        self.stream: Any = None  # which training draws from
+        self.validation: dict[str, Any] = {}
         self.eval_prompts: list[Prompt] = []
         self.reference_folder = ""
         self.form = ChatForm()  # of the exported folder
@@ -115,35 +129,27 @@ class Session:
         """
         config = self.config
         self.checkpoint, self.saved_state = open_run_folder(config, self.script, (config.model.path, *inputs))
+        self.first_step = self.saved_state.get("step", 0)
         self.model_folder, self.tokenizer = open_model_folder(config, tensor_parallel, texts, self.toy_dir)
 
-    @property
-    def num_done(self) -> int:
-        """Steps finished in the checkpoint to continue from."""
-        return self.saved_state.get("step", 0)
-
-    def start(self, ranks: str) -> Start:
-        """Begin a training run, fit its config to the machine, and print on which `ranks` and where it starts."""
-        begun = self.begin(self.config.num_steps)
-        trainer = fit_to_machine(self.config, self.model_folder)
-        print(f"{ranks}; {self.config.run_dir}, starting at step {begun.step}", flush=True)
-        return replace(begun, trainer=trainer)
-
-    def begin(self, num_steps: int) -> Start:
-        """Begin to write, now that nothing is refused any more: only here may an earlier run be deleted."""
-        config, step = self.config, self.num_done
-        with refuse_bad_input():  # another run may have begun there meanwhile
-            self.lock = begin_run(config, self.script, step)
-        checkpoint.remove_unfinished(config.run_dir)
-        forget_old_stop(config.run_dir)
-        self.last_line = f"done; everything is in {config.run_dir}"
-        told = replace(config, algorithm=config.algorithm.resolved) if isinstance(config, GRPOConfig) else config
-        with refuse_bad_input():  # Weights & Biases may not let it in
-            self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(told))
+    def start(self) -> Start:
+        """Refuse bad input, then begin to write: only here may an earlier run be deleted."""
+        config, trains = self.config, self.layout.num_trainers > 0
+        with refuse_bad_input():
+            self.read()
+            step = self.first_step
+            self.lock = begin_run(config, self.script, step)  # another run may have begun there meanwhile
+            forget_old_stop(config.run_dir)
+            told = replace(config, algorithm=config.algorithm.resolved) if isinstance(config, GRPOConfig) else config
+            num_steps = config.num_steps if trains else 0
+            self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(told))  # W&B may refuse
         self.num_skipped = 0  # in a row
+        self.last_line = f"done; everything is in {config.run_dir}"
+        trainer = fit_to_machine(config, self.model_folder) if trains else config.trainer
+        print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {step}", flush=True)
         return Start(
             step=step,
-            trainer=config.trainer,
+            trainer=trainer,
             model_folder=self.model_folder,
             checkpoint=self.checkpoint,
             stop_token_ids=self.scorer.stop_token_ids if self.scorer else [],
@@ -153,11 +159,10 @@ class Session:
 
     # ---- before the first step, on every rank -----------------------------------------------------------------------
 
-    def start_up(self, start: Callable[[], Start]) -> tuple[Trainer | None, Reference | None, Generator | None]:
+    def start_up(self) -> tuple[Trainer | None, Reference | None, Generator | None]:
         """Check everything on rank 0, then load the models of this rank's roles and the checkpoint.
 
-        start: the script's checks, for rank 0. Held-out prompts are completed before the first step. Collective over
-        `roles.control`.
+        Held-out prompts are completed before the first step. Collective over `roles.control`.
         """
         config, roles, timer = self.config, self.roles, self.timer
         trainer = reference = generator = None
@@ -166,21 +171,14 @@ class Session:
                 import_vllm(roles)
         rewards = ", starting the reward processes" if roles.replicas else ""
         with timer.startup(f"checking data, tokenizer and model{rewards}"):
-            begun = self.ask_driver(start)
+            begun = self.ask_driver(self.start)
             folder = fetch_folder(begun.model_folder, roles.control)
             reference_folder = fetch_folder(begun.reference_folder, roles.control) if begun.reference_folder else ""
         self.first_step = self.saved_step = begun.step
         self.eval_prompts = begun.eval_prompts
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             with timer.startup("starting vLLM"):
-                stops = begun.stop_token_ids
-                episodes = None
-                if config.environment.enabled:
-                    variables, most = config.reward.environment, config.generator.max_num_seqs
-                    where = folder, stops, most, variables, roles, config.turns_earn
-                    episodes = Episodes(config.environment, config.data, *where)
-                engine = config.generator, config.model, config.data, config.seed
-                generator = Generator(*engine, folder, stops, roles, episodes)
+                generator = self._start_engine(folder, begun.stop_token_ids)
         with timer.startup("loading the models"):
             if roles.trains:
                 trainer = Trainer(config.model, begun.trainer, folder, config.num_steps, roles, config.seed)
@@ -201,6 +199,15 @@ class Session:
                 self.evaluate(generator, 0)
         return trainer, reference, generator
 
+    def _start_engine(self, folder: str, stop_token_ids: list[int]) -> Generator:
+        config, roles, episodes = self.config, self.roles, None
+        if config.environment.enabled:
+            variables, most = config.reward.environment, config.generator.max_num_seqs
+            where = folder, stop_token_ids, most, variables, roles, config.turns_earn
+            episodes = Episodes(config.environment, config.data, *where)
+        engine = config.generator, config.model, config.data, config.seed
+        return Generator(*engine, folder, stop_token_ids, roles, episodes)
+
     @from_driver
     def ask_driver(self, decide: Callable[..., Result], *arguments: Any) -> Result:
         """What `decide(*arguments)` says on rank 0, for every rank. Collective over `roles.control`."""
@@ -219,35 +226,35 @@ class Session:
             self.last_line = obey_stop(reason, step, self.config.run_dir)
         return bool(reason)
 
-    def save(self, step: int, trainer: Trainer | None, *state: Any) -> None:
-        """Save what `step` steps made, unless that was done; `state`: the driver's on rank 0, see `save_checkpoint`.
+    def save(self, step: int, trainer: Trainer | None, driver_state: Callable[[], dict[str, Any]] = dict) -> None:
+        """Save what `step` steps made, unless that was done; `driver_state`: what else to hold, called on rank 0.
 
         Every rank calls it, last in a step: dying before it is complete repeats the step, its log line too.
         """
         if trainer and step > self.saved_step:
             with self.timer.phase("save"):
-                checkpoint.save_checkpoint(self.config.run_dir, self.config.checkpoint, step, trainer, *state)
+                state = {"step": step, **driver_state()} if self.roles.is_driver else None
+                checkpoint.save_checkpoint(self.config.run_dir, self.config.checkpoint, step, trainer, state)
         self.saved_step = step
 
     def evaluate(self, generator: Generator | None, step: int) -> None:
         """Complete the held-out prompts, score and log; training does not notice. Collective over `roles.control`."""
-        greedy, samples = generator.evaluate(self.eval_prompts, self.config.evaluation) if generator else (None, None)
-        self._log_evaluation(gather_completions(greedy, self.roles), gather_completions(samples, self.roles), step)
+        local = generator.evaluate(self.eval_prompts, self.config.evaluation) if generator else (None, None)
+        self._log_evaluation([gather_completions(part, self.roles) for part in local], step)
 
     @on_driver
-    def _log_evaluation(self, greedy: list[Completion], samples: list[Completion], step: int) -> None:
-        """Write metrics and completions of the weights after `step` steps."""
-        scored = {"greedy": [], "sample": []}
-        for kind, completions in (("greedy", greedy), ("sample", samples)):
-            if completions:  # perhaps no samples were asked for
-                check_version(completions, step)
-                self.scorer.submit(self.eval_prompts, completions, step)
-                scored[kind] = self.scorer.collect("evaluation: ")
-                texts = self.scorer.prompt_texts(scored[kind])
-                self.run_log.evaluation_completions(step, kind, scored[kind], texts)
-        scorer, num_samples = self.scorer, self.config.evaluation.num_samples
-        settings = num_samples, scorer.pass_function, scorer.answer_format, self.config.reward.pass_value
-        metrics = evaluation_metrics_of_sets(*scored.values(), *settings)
+    def _log_evaluation(self, completions: list[list[Completion]], step: int) -> None:
+        """Write metrics and completions, greedy and sampled, of the weights after `step` steps."""
+        scorer, scored = self.scorer, []
+        for kind, of_kind in zip(("greedy", "sample"), completions, strict=True):
+            scored.append([])
+            if of_kind:  # perhaps no samples were asked for
+                check_version(of_kind, step)
+                scorer.submit(self.eval_prompts, of_kind, step)
+                scored[-1] = scorer.collect("evaluation: ")
+                self.run_log.evaluation_completions(step, kind, scored[-1], scorer.prompt_texts(scored[-1]))
+        settings = self.config.evaluation.num_samples, scorer.pass_function, scorer.answer_format
+        metrics = evaluation_metrics_of_sets(*scored, *settings, self.config.reward.pass_value)
         self.run_log.log_held_out(step, metrics)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
