@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import shutil
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,23 +21,60 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from grpo.config import CheckpointConfig
-from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, step_folders, step_of
+from grpo.config import CheckpointConfig, GRPOConfig, SFTConfig
+from grpo.config.recipes import changes_since
+from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, check_run_folder, read_marker, step_folders, step_of
 from grpo.folder.safe_reader import MALFORMED, METADATA_FILE, SafePlanner, SafeReader, content_of
 from grpo.watch.failures import BadInput
 
 DRIVER_FILE = "driver.pt"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which checkpoints there are
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- How a run begins in its folder
+
+
+def open_run_folder(
+    config: GRPOConfig | SFTConfig, script: str, inputs: Iterable[str]
+) -> tuple[pathlib.Path | None, dict[str, Any]]:
+    """The newest checkpoint and the driver's state in it, if the run is to be resumed and has one. Changes nothing.
+
+    inputs: paths and hub names that the run reads. Groups in flight are not for another config, so that they are left
+    out. Raises ValueError if the folder is not for this run (see `check_run_folder`), if that checkpoint cannot be
+    used, or if the run would go on as another one.
+    """
+    check_run_folder(config.run_dir, script, inputs, resume=config.resume, overwrite=config.overwrite)
+    checkpoint, state = newest_checkpoint(config.run_dir) if config.resume else (None, {})
+    if checkpoint is not None and not is_same_run(config) and (flight := state.pop("flight", {})):
+        print(f"{len(flight['counts'])} groups in flight are left out: they are of the old config", flush=True)
+    return checkpoint, state
+
+
+def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
+    """Whether the run goes on as it began; prints each field that differs from the config of the run that is resumed.
+
+    That is what `run.json` says, which is data; its config.py is not run. Raises ValueError, unless `allow_changes` is
+    set, if the result depends on one of them.
+    """
+    changes = changes_since(read_marker(config.run_dir)["config"], config)
+    told = {f"{change.path}: {change.old} -> {change.new}": change.breaks_exactness for change in changes}
+    refused = [text for text, breaks_exactness in told.items() if breaks_exactness]
+    if refused and not config.allow_changes:
+        raise ValueError(
+            f"{config.run_dir} would not go on as the run that it is: {'; '.join(refused)}. Resume with the old "
+            "values, take --allow-changes if the change is meant, or start a new run in another --run-dir"
+        )
+    if told:
+        print("\n  ".join(["resumed with another config than before", *told]), flush=True)
+    return not refused
+
+
+# ---- Which checkpoints there are
 
 
 def newest_checkpoint(run_dir: str) -> tuple[pathlib.Path | None, dict[str, Any]]:
     """The newest checkpoint and the driver's state in it; None and an empty state if the run has none.
 
-    Raises ValueError, with what is wrong and the way to the one before, if its files are not whole.
+    Raises ValueError, with the way to the one before, if its files are not whole.
     """
     folders = step_folders(run_dir)
     if not folders:
@@ -51,10 +89,7 @@ def newest_checkpoint(run_dir: str) -> tuple[pathlib.Path | None, dict[str, Any]
 
 
 def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """The driver's state in a checkpoint whose files are all there and long enough.
-
-    Reads nothing of the model. Raises ValueError that says which file is missing, cut short or of another step.
-    """
+    """The driver's state in a checkpoint. Raises ValueError that names the file if one is missing or cut short."""
     state, ends = _read_driver_state(checkpoint), {}
     for place in SafeReader(checkpoint).read_metadata().storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -78,9 +113,7 @@ def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | 
     return max(reversed(evaluated), key=evaluated.get, default=None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Saving
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Saving
 
 
 def is_due(interval: int, step: int, is_last: bool) -> bool:
@@ -153,9 +186,7 @@ def _random_state() -> dict[str, torch.Tensor]:
     return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loading
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Loading
 
 
 def load_checkpoint(checkpoint: pathlib.Path, trained: Stateful) -> None:

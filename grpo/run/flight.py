@@ -1,16 +1,16 @@
 """Groups in flight, on the driver: drawn, being sampled, complete, until a step takes them to train on.
 
-A group is a prompt with its completions; the oldest come first. A step takes the oldest complete groups until it is
-full, and what it lacks is sampled before. Three rules of the config are rules of this one buffer, and combine:
+A group is a prompt with its completions. A step takes the oldest complete groups until it is full, and what it lacks is
+sampled before. Three rules of the config are rules of this one buffer, and combine:
 
-- `sampling.dynamic` says what is full: as many groups as `prompts_per_step` whose rewards are not all equal (DAPO,
+- `sampling.dynamic` says what is full: `prompts_per_step` groups whose rewards are not all equal (DAPO,
   arXiv:2503.14476, section 3.2), where a step else takes that many of any.
 - `sampling.carry_over` says what may be left: so many more groups are in flight, and those that are not complete when
   enough are keep their tokens, with log-probs and versions, and go on in the next step.
 - `overlap_steps` says when sampling begins: for the next step, while this one trains.
 
-Each group is trained on once, with all of its tokens, except for those that dynamic sampling drops: of equal rewards,
-and without `carry_over` those for which the step has no room. A checkpoint has the whole buffer.
+Each group is trained on once, with all of its tokens, except those that dynamic sampling drops: of equal rewards, and
+without `carry_over` those for which the step has no room. A checkpoint has the whole buffer.
 """
 
 import itertools
@@ -63,7 +63,7 @@ class Flight:
                 return requests
             self.take(num_groups, score)
         if self.sampling.carry_over:  # groups that the step has no room for are for the next, which scores them again
-            informative = [group for group, is_one in zip(self.taken, self._is_informative, strict=True) if is_one]
+            informative = list(itertools.compress(self.taken, self._is_informative))
             self.groups = informative[self.prompts_per_step :] + self.groups
         self.num_carried = len(self.groups)
         return None
@@ -104,10 +104,7 @@ class Flight:
 
     @property
     def num_wanted(self) -> int:
-        """Groups that the step takes in its next round; 0 if it is full, or has had `sampling.max_rounds`.
-
-        With dynamic sampling as many as it is expected to need, and no more than a step has.
-        """
+        """Groups that the step takes in its next round: as many as it is expected to need, 0 after the last one."""
         num_lacking = self.prompts_per_step - self.num_informative
         if num_lacking <= 0 or self.num_rounds >= self.sampling.max_rounds:
             return 0
@@ -122,14 +119,13 @@ class Flight:
         self.num_rounds += 1
         rollouts = score([group.prompt for group in taken], completions_of(taken))
         self.everything += rollouts
-        same = [False] * len(taken)
         if self.sampling.dynamic:
             same = equal_rewards(*by_group(*reward_tensors(rollouts), self.group_size)).tolist()
-        self._is_informative += [not one for one in same]
+        self._is_informative += [not one for one in same] if self.sampling.dynamic else [True] * len(taken)
 
     def rollouts(self) -> list[Rollout]:
         """What the step trains on, group after group: informative groups; without any, some of the others."""
-        numbers = [number for number, is_one in enumerate(self._is_informative) if is_one] or range(len(self.taken))
+        numbers = list(itertools.compress(range(len(self.taken)), self._is_informative)) or range(len(self.taken))
         size = self.group_size
         groups = [self.everything[n * size : (n + 1) * size] for n in numbers[: self.prompts_per_step]]
         return [rollout for group in groups for rollout in group]

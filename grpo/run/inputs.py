@@ -4,8 +4,9 @@ Every function raises ValueError or FileNotFoundError with the reason and the wa
 """
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
@@ -25,7 +26,6 @@ from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import end_of_turn
 from grpo.environments.serving import serving_template
 from grpo.environments.tools import load_toolboxes
-from grpo.folder.resume import resumed_stream
 from grpo.models import hf_folder
 from grpo.models.families import head_dim_of
 from grpo.models.hf_folder import ChatForm
@@ -41,6 +41,8 @@ from grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Stream = TypeVar("Stream")
 
 
 def read_grpo(session: Session) -> None:
@@ -58,7 +60,7 @@ def read_grpo(session: Session) -> None:
     if config.needs_reference:
         session.reference_folder = _check_reference(session)
     rows = usable_prompts(sources, config, session.tokenizer, tools_of(config))
-    session.stream = resumed_stream(lambda: PromptStream(rows, config), session.saved_state, config.allow_changes)
+    session.stream = resumed_stream(partial(PromptStream, rows, config), session.saved_state, config.allow_changes)
     if evaluates:
         session.eval_prompts = held_out_prompts(session)
     session.scorer = Scorer(config, session.model_folder, session.tokenizer)
@@ -78,12 +80,29 @@ def read_sft(session: Session) -> None:
     session.open([source.path for source in read], config.trainer.tensor_parallel, texts_of(sources))
     session.form = learned_form(config, session.tokenizer)
     rows = usable_chats(sources, config, session.tokenizer)
-    session.stream = resumed_stream(lambda: ChatStream(rows, config), session.saved_state, config.allow_changes)
+    session.stream = resumed_stream(partial(ChatStream, rows, config), session.saved_state, config.allow_changes)
     if config.show:
         show_examples(ChatStream(rows, config).draw(config.show), session.tokenizer)
     session.validation = load_validation(config, session.tokenizer) if validates else {}
     if evaluates:
         read_evaluation(session, session.form.end_token_ids)
+
+
+def resumed_stream(make: Callable[[], Stream], state: dict[str, Any], allow_changes: bool) -> Stream:
+    """A stream of data at the place that a checkpoint's `state` has; a new one without any.
+
+    With `allow_changes`, a place in other data is none, and theirs begin at their beginning. Raises ValueError else.
+    """
+    stream = make()
+    try:
+        if state:
+            stream.load_state_dict(state["data"])
+    except ValueError as error:
+        if not allow_changes:
+            raise
+        print(f"the data begin anew: {str(error).partition(';')[0]}", flush=True)
+        stream = make()  # some of its sources may have their place already
+    return stream
 
 
 def _check_reference(session: Session) -> str:

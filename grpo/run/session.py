@@ -18,7 +18,6 @@ from grpo.config.roles import describe_roles
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
 from grpo.folder import checkpoint
-from grpo.folder.resume import open_run_folder
 from grpo.folder.run_folder import begin_run
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
@@ -48,21 +47,17 @@ MOST_SKIPPED = 3  # steps in a row without an update, which end the run
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Start:
-    """What every rank must know before the first step."""
+    """What every rank must know before the first step. What is not needed is empty."""
 
     step: int
-    trainer: TrainerConfig
-    """The config's, fitted to the machine."""
+    trainer: TrainerConfig  # the config's, fitted to the machine
     model_folder: str
+    reference_folder: str
     checkpoint: pathlib.Path | None
     stop_token_ids: list[int]
-    """Empty without generators."""
     eval_prompts: list[Prompt]
-    """Empty without evaluations."""
-    reference_folder: str
-    """Empty if no rank holds a reference."""
 
 
 def run(
@@ -123,12 +118,11 @@ class Session:
     def open(self, inputs: Iterable[str], tensor_parallel: int, texts: Iterable[str] = ()) -> None:
         """Check the run folder, find the checkpoint to continue from, open the model's folder and tokenizer.
 
-        inputs: paths and hub names that the run reads besides its model. tensor_parallel: what the model's heads and
-        vocabulary must divide by. texts: the data's, which a toy model's tokenizer may need. Raises ValueError if one
-        of them cannot be used; see `open_run_folder` and `open_model_folder`.
+        inputs: paths and hub names that the run reads besides its model. See `open_run_folder` and `open_model_folder`
+        for the rest and for what raises ValueError.
         """
-        config = self.config
-        self.checkpoint, self.saved_state = open_run_folder(config, self.script, (config.model.path, *inputs))
+        config, read = self.config, (self.config.model.path, *inputs)
+        self.checkpoint, self.saved_state = checkpoint.open_run_folder(config, self.script, read)
         self.first_step = self.saved_state.get("step", 0)
         self.model_folder, self.tokenizer = open_model_folder(config, tensor_parallel, texts, self.toy_dir)
 
@@ -147,15 +141,9 @@ class Session:
         self.last_line = f"done; everything is in {config.run_dir}"
         trainer = fit_to_machine(config, self.model_folder) if trains else config.trainer
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {step}", flush=True)
-        return Start(
-            step=step,
-            trainer=trainer,
-            model_folder=self.model_folder,
-            checkpoint=self.checkpoint,
-            stop_token_ids=self.scorer.stop_token_ids if self.scorer else [],
-            eval_prompts=self.eval_prompts,
-            reference_folder=self.reference_folder,
-        )
+        folders = self.model_folder, self.reference_folder
+        stops = self.scorer.stop_token_ids if self.scorer else []
+        return Start(step, trainer, *folders, self.checkpoint, stops, self.eval_prompts)
 
     # ---- before the first step, on every rank -----------------------------------------------------------------------
 
@@ -270,9 +258,8 @@ class Session:
         told = f"step {step} skipped {metrics['skipped_frac']:.0%} of its update, because not finite: {causes}"
         if self.num_skipped == MOST_SKIPPED:
             raise BadInput(
-                f"{told}; so did the {MOST_SKIPPED - 1} before it, and the weights are those before them. Lower "
-                "trainer.learning_rate or look at the metrics of the steps before, then continue with --resume, and "
-                "with --record if you want the batches"
+                f"{told}; so did the {MOST_SKIPPED - 1} before it. The weights are those before them: lower "
+                "trainer.learning_rate, or look at earlier metrics, and continue with --resume (--record keeps batches)"
             )
         print(f"warning: {told}", flush=True)
 
@@ -304,9 +291,8 @@ def open_model_folder(
     """The folder (or hub name) of `model.path`, and its tokenizer, whose template was tried.
 
     tensor_parallel: what its heads and vocabulary must divide by. A toy model is built in `toy_dir`, by default the run
-    folder; its tokenizer may need `texts`, those of the data.
-    Raises ValueError if there is no such folder, its model is not supported, its positions are fewer than
-    `config.max_sequence_tokens`, or its tokenizer or template cannot be used.
+    folder; its tokenizer may need `texts`, those of the data. Raises ValueError if the folder, its model, its number of
+    positions, its tokenizer or template cannot be used.
     """
     folder = toy.build_if_toy(config.model.path, toy_dir or config.run_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
