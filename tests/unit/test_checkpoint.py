@@ -96,7 +96,7 @@ def test_everything_comes_back(tmp_path):
 
 
 def test_the_newest_are_kept_and_strangers_too(tmp_path):
-    strangers = ["step-00000001.bak", "step-99999999x", "step-abcdefgh"]
+    strangers = ["step-00000001.bak", "step-99999999x", "step-abcdefgh", "step-٠٠٠٠٠٠٠١", "step-1", "step-"]
     for name in strangers:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "driver.pt").write_bytes(b"")
@@ -128,9 +128,7 @@ def test_the_best_checkpoint_is_kept(tmp_path):
 # ---- Damage
 
 
-def shard(folder: pathlib.Path) -> pathlib.Path:
-    (path,) = folder.glob("*.distcp")
-    return path
+SHARD = "__0_0.distcp"
 
 
 def rewrite(name: str, content: bytes):
@@ -142,14 +140,6 @@ def saved_bytes(value: object) -> bytes:
     return file.getvalue()
 
 
-def pipe(name: str):
-    def replace(folder: pathlib.Path) -> None:
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-
-    return replace
-
-
 def elsewhere(folder: pathlib.Path) -> None:
     """Metadata that name a file outside of the folder."""
     metadata = SafeReader(folder).read_metadata()
@@ -158,25 +148,29 @@ def elsewhere(folder: pathlib.Path) -> None:
     rewrite(".metadata", pickle.dumps(metadata))(folder)
 
 
-# name: (how to damage a checkpoint, the file that the message names)
-DAMAGE = {
-    "shard missing": (lambda f: shard(f).unlink(), ".distcp"),
-    "shard cut": (lambda f: os.truncate(shard(f), shard(f).stat().st_size - 1), ".distcp"),
-    "shard empty": (lambda f: os.truncate(shard(f), 0), ".distcp"),
-    "metadata missing": (lambda f: (f / ".metadata").unlink(), ".metadata"),
-    "metadata cut": (lambda f: os.truncate(f / ".metadata", 100), ".metadata"),
-    "metadata empty": (lambda f: os.truncate(f / ".metadata", 0), ".metadata"),
-    "metadata a pipe": (pipe(".metadata"), ".metadata"),
-    "metadata of nothing": (rewrite(".metadata", pickle.dumps({})), ".metadata"),
-    "metadata that lead elsewhere": (elsewhere, "x.distcp"),
-    "driver.pt missing": (lambda f: (f / "driver.pt").unlink(), "driver.pt"),
-    "driver.pt a pipe": (pipe("driver.pt"), "driver.pt"),
-    "driver.pt cut": (lambda f: os.truncate(f / "driver.pt", (f / "driver.pt").stat().st_size - 1), "driver.pt"),
+def replace_by_pipe(path: pathlib.Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+SPOILED = {
+    "missing": pathlib.Path.unlink,
+    "empty": lambda path: os.truncate(path, 0),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "a pipe": replace_by_pipe,
 }
 BAD_STATES = ({"step": 7}, {"step": "4"}, {}, [4], torch.zeros(2))
-DAMAGE |= {f"driver.pt {state!r}"[:24]: (rewrite("driver.pt", saved_bytes(state)), "driver.pt") for state in BAD_STATES}
-BAD_BYTES = (b"", b"\0\0", b"{}", b"PK", pickle.dumps({"step": 4}), b"(" * 10**5)
-DAMAGE |= {f"driver.pt {text[:9]!r}": (rewrite("driver.pt", text), "driver.pt") for text in BAD_BYTES}
+BAD_BYTES = (b"\0\0", b"{}", b"PK", pickle.dumps({"step": 4}), b"(" * 10**5, *map(saved_bytes, BAD_STATES))
+# name: (how to damage a checkpoint, the file that the message names)
+DAMAGE = {
+    f"{file} {how}": (lambda folder, file=file, spoil=spoil: spoil(folder / file), file)
+    for file in (SHARD, ".metadata", "driver.pt")
+    for how, spoil in SPOILED.items()
+}
+DAMAGE |= {f"driver.pt of bytes {n}": (rewrite("driver.pt", text), "driver.pt") for n, text in enumerate(BAD_BYTES)}
+DAMAGE["metadata of nothing"] = (rewrite(".metadata", pickle.dumps({})), ".metadata")
+DAMAGE["metadata that lead elsewhere"] = (elsewhere, "x.distcp")
 
 
 @pytest.fixture
@@ -199,10 +193,6 @@ def test_a_damaged_checkpoint_is_refused_with_the_way_to_the_one_before(name, ru
         assert file in message and message.endswith(f"; remove {folder} to {then}") and "\n" not in message
         shutil.rmtree(folder)
     assert checkpoint.newest_checkpoint(str(run_dir)) == (None, {})
-
-
-def test_a_run_without_checkpoints_begins(tmp_path):
-    assert checkpoint.newest_checkpoint(str(tmp_path)) == (None, {})
 
 
 def test_a_kill_while_the_old_one_is_deleted_leaves_no_half_checkpoint(run_dir, monkeypatch):
@@ -336,8 +326,8 @@ def test_a_shard_that_runs_code_is_refused(wanted, declared, run_dir, tmp_path):
     if declared == "as a value":
         metadata.state_dict_metadata[wanted] = type(metadata.state_dict_metadata["schedule.last_epoch"])()
         index = type(index)(wanted)
-    metadata.storage_data[index] = type(place)(place.relative_path, shard(folder).stat().st_size, len(evil))
-    shard(folder).write_bytes(shard(folder).read_bytes() + evil)
+    metadata.storage_data[index] = type(place)(place.relative_path, (folder / SHARD).stat().st_size, len(evil))
+    (folder / SHARD).write_bytes((folder / SHARD).read_bytes() + evil)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(BadInput, match="cannot be loaded: UnpicklingError"):
         checkpoint.load_checkpoint(folder, Trained(2))
