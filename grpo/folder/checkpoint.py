@@ -136,14 +136,12 @@ def save_checkpoint(
 
     def complete() -> None:
         """Make a checkpoint of what all ranks have written, and delete those that are not kept."""
-        with open(partial / DRIVER_FILE, "wb") as file:
-            torch.save(driver_state, content := io.BytesIO())
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(partial)
+        torch.save(driver_state, content := io.BytesIO())
+        (partial / DRIVER_FILE).write_bytes(content.getbuffer())
+        _bring_to_disk(partial / DRIVER_FILE)
+        _bring_to_disk(partial)
         partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
-        _sync_folder(target.parent)
+        _bring_to_disk(target.parent)
         best = best_checkpoint(run_dir, config.keep_best) if config.keep_best else None
         for old in step_folders(run_dir)[: -config.keep]:
             if old != best:
@@ -164,9 +162,9 @@ def save_checkpoint(
         ) from cause
 
 
-def _sync_folder(folder: pathlib.Path) -> None:
-    """Bring the names in a folder to disk, where a renamed file may otherwise be missing after a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _bring_to_disk(path: pathlib.Path) -> None:
+    """Wait until a file's content, or the names in a folder, would survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

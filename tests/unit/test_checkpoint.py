@@ -250,7 +250,7 @@ def test_no_room_ends_the_run_with_the_numbers_and_leaves_the_older_ones(room, r
 
     with pytest.raises(BadInput) as stopped, contextlib.ExitStack() as limits:
         if room == "driver.pt":
-            monkeypatch.setattr(checkpoint, "_sync_folder", full)
+            monkeypatch.setattr(checkpoint, "_bring_to_disk", full)
         else:
             limits.enter_context(largest_file(room))
         checkpoint.save_checkpoint(str(run_dir), CheckpointConfig(), 6, Trained(6), {"step": 6, "data": {}})
