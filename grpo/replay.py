@@ -19,12 +19,11 @@ from grpo.config import GRPOConfig, RolesConfig, change
 from grpo.config.checks import validate
 from grpo.config.recipes import load, load_recipe
 from grpo.data.recorded import batch_path, check_recorded, read_step
-from grpo.folder.checkpoint import is_due
 from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.metrics import StepMetrics
 from grpo.run.command_line import subject_of
-from grpo.run.session import Session, run
+from grpo.run.session import Session, is_due, run
 from grpo.watch.failures import refuse_bad_input, run_script
 from grpo.watch.stopping import end_with_launcher
 from train_grpo import add_advantages, update

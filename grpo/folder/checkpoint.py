@@ -116,11 +116,6 @@ def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | 
 # ---- Saving
 
 
-def is_due(interval: int, step: int, is_last: bool) -> bool:
-    """Whether what happens every `interval` steps, and at the end, follows the `step`-th step; 0 is never."""
-    return interval > 0 and (is_last or step % interval == 0)
-
-
 def save_checkpoint(
     run_dir: str, config: CheckpointConfig, step: int, trained: Stateful, driver_state: dict[str, Any] | None
 ) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.folder.checkpoint import is_due
 from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
@@ -29,7 +28,7 @@ from grpo.roles.metrics import StepMetrics
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.flight import Flight
 from grpo.run.scorer import check_version
-from grpo.run.session import Session
+from grpo.run.session import Session, is_due
 from grpo.types import Completion, Prompt, Requests, Rollout, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
@@ -83,7 +82,7 @@ class Driver:
 
         In the last step too: it is in its checkpoint, should the run be made longer.
         """
-        return self.flight.ask(self.config.prompts_per_step, self._draw) if self.config.overlap_steps else None
+        return self.flight.ask(self.config.prompts_per_step, self.session.draw) if self.config.overlap_steps else None
 
     @on_driver
     def land_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:
@@ -98,7 +97,7 @@ class Driver:
     def _fill(self) -> Requests | None:
         """What must be sampled before the step is full; None if it is."""
         flight, num_groups = self.flight, self.config.prompts_per_step
-        requests = flight.fill(self._draw, self._score)
+        requests = flight.fill(self.session.draw, self._score)
         if requests is None and flight.num_informative < num_groups:
             print(
                 f"dynamic sampling: {flight.num_informative} of {num_groups} groups have different rewards after "
@@ -107,10 +106,6 @@ class Driver:
                 flush=True,
             )
         return requests
-
-    def _draw(self, num_prompts: int) -> list[Prompt]:
-        with refuse_bad_input():  # rows that are streamed are checked as they come
-            return self.stream.draw(num_prompts)
 
     def _score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
         """Begin to score. Only dynamic sampling waits for it, because it trains on groups whose rewards differ."""

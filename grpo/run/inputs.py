@@ -58,7 +58,11 @@ def read_grpo(session: Session) -> None:
     inputs = (config.model.reference_path, *(source.path for source in read))
     session.open(inputs, math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel), texts_of(sources))
     if config.needs_reference:
-        session.reference_folder = _check_reference(session)
+        session.reference_folder = config.model.reference_path or session.model_folder
+        if config.model.reference_path:
+            reference = hf_folder.resolve_folder(config.model.reference_path)
+            hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
+            hf_folder.check_reference(reference, session.model_folder, session.tokenizer)
     rows = usable_prompts(sources, config, session.tokenizer, tools_of(config))
     session.stream = resumed_stream(partial(PromptStream, rows, config), session.saved_state, config.allow_changes)
     if evaluates:
@@ -103,17 +107,6 @@ def resumed_stream(make: Callable[[], Stream], state: dict[str, Any], allow_chan
         print(f"the data begin anew: {str(error).partition(';')[0]}", flush=True)
         stream = make()  # some of its sources may have their place already
     return stream
-
-
-def _check_reference(session: Session) -> str:
-    """The reference's folder, which is the policy's unless another one is named."""
-    config, path = session.config, session.config.model.reference_path
-    if not path:
-        return session.model_folder
-    reference = hf_folder.resolve_folder(path)
-    hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
-    hf_folder.check_reference(reference, session.model_folder, session.tokenizer)
-    return path
 
 
 def read_evaluation(session: Session, end_token_ids: Sequence[int] = ()) -> None:

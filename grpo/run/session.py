@@ -208,6 +208,11 @@ class Session:
         steps = range(self.first_step, self.config.num_steps)
         yield from profile_step(steps, self.config.profile, self.config.run_dir, self.roles)
 
+    def draw(self, count: int) -> list[Any]:
+        """The next rows of the training data, which are checked as they come where they are streamed. On rank 0."""
+        with refuse_bad_input():
+            return self.stream.draw(count)
+
     def is_stopped(self, step: int) -> bool:
         """Whether the run was asked to end after `step` steps, by a signal or a file. On rank 0 alone."""
         if reason := stop_reason(self.config.run_dir):
@@ -283,6 +288,11 @@ class Session:
         os.close(self.lock)
         print(self.last_line, flush=True)
         repeat_behind_launcher(self.last_line)
+
+
+def is_due(interval: int, step: int, is_last: bool) -> bool:
+    """Whether what happens every `interval` steps, and at the end, follows the `step`-th step; 0 is never."""
+    return interval > 0 and (is_last or step % interval == 0)
 
 
 def open_model_folder(

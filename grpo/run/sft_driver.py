@@ -8,13 +8,11 @@ import torch
 
 from grpo.data.batches import make_batch
 from grpo.data.encode import Encoded
-from grpo.folder.checkpoint import is_due
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
-from grpo.run.session import Session
+from grpo.run.session import Session, is_due
 from grpo.types import Sample, TrainBatch
-from grpo.watch.failures import refuse_bad_input
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
 
@@ -58,8 +56,7 @@ class SFTDriver:
     @on_driver
     def next_batch(self) -> TrainBatch:
         """The step's examples laid end to end; their labels count in the loss."""
-        with refuse_bad_input():  # rows that are streamed are checked as they come
-            return batch_of(self.stream.draw(self.config.sequences_per_step))
+        return batch_of(self.session.draw(self.config.sequences_per_step))
 
     @from_driver
     def due(self, step: int, measured: StepMetrics) -> Due:
