@@ -206,7 +206,9 @@ class Session:
     def steps(self) -> Iterator[int]:
         """The steps to do, each the number of those done before; the one that `profile` names leaves a trace."""
         steps = range(self.first_step, self.config.num_steps)
-        yield from profile_step(steps, self.config.profile, self.config.run_dir, self.roles)
+        for step in profile_step(steps, self.config.profile, self.config.run_dir, self.roles):
+            yield step
+            self.timer.enter("other")  # on ranks that do not log, too
 
     def draw(self, count: int) -> list[Any]:
         """The next rows of the training data, which are checked as they come where they are streamed. On rank 0."""
