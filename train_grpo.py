@@ -77,14 +77,15 @@ def main(config: GRPOConfig) -> None:
 
 def train(config: GRPOConfig, session: Session) -> None:
     """Run the GRPO steps up to `config.num_steps`, from the checkpoint's step or 0."""
-    roles, timer, driver = session.roles, session.timer, Driver(session)
-    trainer, reference, generator = session.start_up(driver.start)
+    roles, timer = session.roles, session.timer
+    trainer, reference, generator = session.start_up()
+    driver = Driver(session)
 
     for step in session.steps():
         source_weights = config.data.weights  # a curriculum goes here, as a function of the step
         plan = driver.plan(step, source_weights)  # for all ranks; a filter on prompts: in there
         if plan.stop:  # by a signal, or the file `stop` in the run folder
-            session.save(step, trainer, *driver.state(step))
+            session.save(step, trainer, driver.state)
             break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
         timer.enter("sync")
@@ -122,7 +123,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             session.evaluate(generator, step + 1)
         driver.log(step + 1, rollouts, batch, metrics)  # a metric or a log of yours: in there, on rank 0
         if plan.save:
-            session.save(step + 1, trainer, *driver.state(step + 1))
+            session.save(step + 1, trainer, driver.state)
     else:  # not stopped
         session.export(trainer)
     session.end(generator)

@@ -34,8 +34,9 @@ def main(config: SFTConfig) -> None:
 
 def train(config: SFTConfig, session: Session) -> None:
     """Run the supervised steps up to `config.num_steps`, from the checkpoint's or from 0. Every rank calls it."""
-    roles, timer, driver = session.roles, session.timer, SFTDriver(session)
-    trainer, _, generator = session.start_up(driver.start)
+    roles, timer = session.roles, session.timer
+    trainer, _, generator = session.start_up()
+    driver = SFTDriver(session)
     held_out = {name: send_batch(driver.held_out_batch(name), roles) for name in driver.validation_sets}
     if held_out and session.first_step == 0:
         with timer.startup("validating before the first step"):
@@ -67,10 +68,10 @@ def train(config: SFTConfig, session: Session) -> None:
                 generator.sleep()
         driver.log(step + 1, batch, metrics)
         if due.save:
-            session.save(step + 1, trainer, driver.state(step + 1))
+            session.save(step + 1, trainer, driver.state)
 
     if ending == "stopped":
-        session.save(step, trainer, driver.state(step))
+        session.save(step, trainer, driver.state)
     else:
         session.export(trainer)
     session.end(generator)

@@ -17,8 +17,6 @@ once. Left out: held-out accuracy, which takes an engine (`python -m grpo.evalua
 
 import math
 import pathlib
-from collections.abc import Callable
-from functools import partial
 from xml.sax.saxutils import escape
 
 import torch
@@ -36,7 +34,7 @@ from grpo.models.export import export_hf
 from grpo.models.hf_folder import read_hf_config
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import Trainer
-from grpo.run.session import Session, Start
+from grpo.run.session import Session
 from grpo.text import compact_number
 from grpo.types import TrainBatch
 from grpo.watch.stopping import stop_reason
@@ -75,18 +73,12 @@ def configs_of(losses: list[str], config: GRPOConfig, recorded: GRPOConfig) -> d
     return configs
 
 
-def compare(
-    recorded: str,
-    configs: dict[str, GRPOConfig],
-    start: Callable[[Session], Start],
-    config: GRPOConfig,
-    session: Session,
-) -> None:
+def compare(recorded: str, configs: dict[str, GRPOConfig], config: GRPOConfig, session: Session) -> None:
     """Train all methods on each recorded step, tell after each step and at the end. In a run of one process.
 
-    configs: of each method; `config`, the run's, is the first one's. start: the checks before a model is loaded.
+    configs: of each method; `config`, the run's, is the first one's.
     """
-    first, _, _ = session.start_up(partial(start, session))
+    first, _, _ = session.start_up()
     like_first = config.model, first.config, first.model.folder, config.num_steps, first.roles, config.seed
     trainers = {name: first if c is config else Trainer(*like_first) for name, c in configs.items()}
     vocab_size, rows = read_hf_config(first.model.folder).vocab_size, []

@@ -14,7 +14,6 @@ each time.
 import itertools
 import os
 import pathlib
-from functools import partial
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
 from grpo.config.checks import check_replicas
@@ -22,7 +21,7 @@ from grpo.config.fields import Config
 from grpo.config.recipes import load
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.run.inputs import check_functions, read_evaluation
-from grpo.run.session import Session, Start, run
+from grpo.run.session import Session, run
 from grpo.watch.failures import refuse_bad_input, run_script
 
 RUNS = pathlib.Path("runs/evaluate")
@@ -64,20 +63,10 @@ def read(session: Session) -> None:
     read_evaluation(session)
 
 
-def start(session: Session) -> Start:
-    """Refuse bad input before the engines start, open the run folder. On rank 0."""
-    with refuse_bad_input():
-        read(session)
-    begun = session.begin(num_steps=0)
-    session.last_line = (
-        f"{len(begun.eval_prompts)} prompts; every completion is in {session.config.run_dir}/evaluation.jsonl"
-    )
-    return begun
-
-
 def evaluate(config: Config, session: Session) -> None:
     """Start the engines, complete the held-out prompts, score and log. Every rank calls it."""
-    _, _, generator = session.start_up(partial(start, session))  # evaluates once everything is there
+    _, _, generator = session.start_up()  # evaluates once everything is there
+    session.last_line = f"{len(session.eval_prompts)} prompts; every completion is in {config.run_dir}/evaluation.jsonl"
     session.end(generator)
 
 

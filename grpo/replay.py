@@ -19,12 +19,11 @@ from grpo.config import GRPOConfig, RolesConfig, change
 from grpo.config.checks import validate
 from grpo.config.recipes import load, load_recipe
 from grpo.data.recorded import batch_path, check_recorded, read_step
-from grpo.folder.checkpoint import saves
 from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.metrics import StepMetrics
 from grpo.run.command_line import subject_of
-from grpo.run.session import Session, Start, run
+from grpo.run.session import Session, is_due, run
 from grpo.watch.failures import refuse_bad_input, run_script
 from grpo.watch.stopping import end_with_launcher
 from train_grpo import add_advantages, update
@@ -45,7 +44,7 @@ def main() -> None:
             if num_trainers > 1:
                 raise ValueError(f"--methods takes one process, torchrun started {num_trainers}; start it by python")
             configs = configs_of(losses, config, load_recipe(f"{recorded}/config.py", GRPOConfig))
-            config, train = next(iter(configs.values())), partial(compare, recorded, configs, partial(start, recorded))
+            config, train = next(iter(configs.values())), partial(compare, recorded, configs)
     run(config, "grpo.replay", partial(read, recorded), train, layout)
 
 
@@ -72,27 +71,20 @@ def read(recorded: str, session: Session) -> None:
     session.open((str(batch_path(recorded, 1).parent),), config.trainer.tensor_parallel)
     coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
     needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
-    steps = range(session.num_done + 1, config.num_steps + 1)
+    steps = range(session.first_step + 1, config.num_steps + 1)
     check_recorded(recorded, steps, config.group_size, needs_reference, config.turns_earn)
-
-
-def start(recorded: str, session: Session) -> Start:
-    """Refuse bad input before the model is loaded, open the run folder. On rank 0."""
-    with refuse_bad_input():
-        read(recorded, session)
-    num_trainers = session.config.roles.num_trainers
-    return session.start(f"replay of {recorded} on {num_trainers} trainer ranks, which neither samples nor evaluates")
+    ranks = f"{session.layout.num_trainers} trainer ranks"
+    print(f"replay of {recorded} on {ranks}, which neither samples nor evaluates", flush=True)
 
 
 def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
     """Take the recorded run's steps. Every rank calls it, and reads the batches for itself."""
     timer, kl_coef = session.timer, config.algorithm.kl_coef
-    trainer, _, _ = session.start_up(partial(start, recorded, session))
+    trainer, _, _ = session.start_up()
     vocab_size = read_hf_config(trainer.model.folder).vocab_size
     for step in session.steps():
-        state = {"step": step, "data": {}}
         if session.ask_driver(session.is_stopped, step):
-            session.save(step, trainer, state)
+            session.save(step, trainer)
             break
         found = read_step(recorded, step + 1, vocab_size)
         metrics = StepMetrics(found.batch.num_sequences)
@@ -101,8 +93,8 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
             update(config, trainer, batch, kl_coef, metrics)
         measured = measured_metrics(metrics, timer.close_step(), batch.num_tokens)
         session.ask_driver(session.log, step + 1, found.metrics | measured)
-        if saves(config.checkpoint, step + 1, is_last=step + 1 == config.num_steps):
-            session.save(step + 1, trainer, state | {"step": step + 1})
+        if is_due(config.checkpoint.interval, step + 1, is_last=step + 1 == config.num_steps):
+            session.save(step + 1, trainer)
     else:  # not stopped
         session.export(trainer)
     session.end(None)

@@ -2,23 +2,25 @@
 
 from dataclasses import replace
 
-from grpo.config.fields import SHARED_GPU, Config, GRPOConfig, SFTConfig
+from grpo.config.fields import SHARED_GPU, Config, GRPOConfig, RolesConfig, SFTConfig
 
 
 def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
     """Compare torchrun's number of processes with the config's. Raises ValueError that names both and a way out."""
-    if world_size != config.num_ranks:
-        raise ValueError(
-            f"the layout ({describe_roles(config)}) needs {config.num_ranks} processes, but torchrun started "
-            f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
-            f"{suggest_roles(config, world_size)}"
-        )
+    if world_size == config.num_ranks:
+        return
+    raise ValueError(
+        f"the layout ({describe_roles(config.roles)}) needs {config.num_ranks} processes, but torchrun started "
+        f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
+        f"{suggest_roles(config, world_size)}"
+    )
 
 
 def for_one_process(config: Config) -> Config:
     """Return the config with all roles on one rank, which is what a script is without torchrun.
 
-    The engine then takes a smaller part of a GPU, because a trainer has the rest. A config of one rank stays as it is.
+    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest. A config that needs one
+    rank is returned as it is.
     """
     if config.num_ranks == 1:
         return config
@@ -33,9 +35,8 @@ def for_one_process(config: Config) -> Config:
     )
 
 
-def describe_roles(config: GRPOConfig | SFTConfig) -> str:
+def describe_roles(roles: RolesConfig) -> str:
     """Name the ranks of each role in one phrase, such as `2 trainer + 1 reference + 1 generator`."""
-    roles = config.roles
     if roles.colocated:
         return f"{roles.num_trainers} colocated"
     parts = [(roles.num_trainers, "trainer"), (roles.num_references, "reference"), (roles.num_generators, "generator")]

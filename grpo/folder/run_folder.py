@@ -8,6 +8,7 @@ One run per folder: the driver's process holds `run.lock` by the kernel's lock (
 however it ended. NFS and most cluster file systems hold it between nodes too.
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -19,7 +20,7 @@ import shutil
 import socket
 import stat
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,24 +32,8 @@ LOCK = "run.lock"
 CONFIG = "config.py"
 CHECKPOINTS = "checkpoints"
 # What a run writes into its folder, and all that `overwrite` deletes
-RUN_FILES = (
-    CONFIG,
-    "metrics.jsonl",
-    "completions.jsonl",
-    "evaluation.jsonl",
-    "samples.txt",
-    "look.html",
-    "profile",
-    "tensorboard",
-    "wandb",
-    "batches",
-    CHECKPOINTS,
-    "model",
-    "model-adapter",
-    "initial_model",
-    LOCK,
-    MARKER,
-)
+RUN_FILES = (CONFIG, "metrics.jsonl", "completions.jsonl", "evaluation.jsonl", "samples.txt", "look.html", "profile")
+RUN_FILES += ("tensorboard", "wandb", "batches", CHECKPOINTS, "model", "model-adapter", "initial_model", LOCK, MARKER)
 # of which these are there already when a start fails while models load; the corrected run may begin
 WRITTEN_BEFORE_RUN = (CONFIG, "tensorboard", "wandb", "initial_model", LOCK, MARKER)
 PARTIAL = ".partial"  # what the name of a checkpoint ends in that is being written or deleted
@@ -77,19 +62,14 @@ def check_run_folder(
         os.close(_take_lock(folder))
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     marker = read_marker(folder)
-    if marker is None:
-        # a start that was refused may have left a toy model
-        if others := [name for name in there if name not in (LOCK, "initial_model")]:
-            shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-            lacks = (
-                f"a {MARKER} that this version did not write" if MARKER in there else f"files ({shown}) but no {MARKER}"
-            )
-            raise ValueError(
-                f"{run_dir} has {lacks}, with which a run marks its folder; nothing is written there: choose another "
-                "--run-dir, or empty the folder yourself"
-            )
-        return
-    own = {folder.resolve() / name for name in RUN_FILES}
+    # a start that was refused may have left a toy model
+    if marker is None and (others := [name for name in there if name not in (LOCK, "initial_model")]):
+        shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+        raise ValueError(
+            f"{run_dir} has files ({shown}) but no {MARKER} of a run, which marks its folder; nothing is written "
+            "there: choose another --run-dir, or empty the folder yourself"
+        )
+    own = {folder.resolve() / name for name in RUN_FILES} if marker else set()
     for path in filter(None, inputs):
         resolved = pathlib.Path(path).resolve()
         if resolved.exists() and own & {resolved, *resolved.parents}:
@@ -103,19 +83,20 @@ def check_run_folder(
             f"{run_dir} holds an earlier run ({', '.join(written)}); continue it with --resume, delete it with "
             "--overwrite, or choose another --run-dir"
         )
+    if written and resume and marker["script"] != script:
+        raise ValueError(f"{run_dir} holds a run of {marker['script']}, which {script} cannot resume")
     if resume and not overwrite and "model" in there and not step_folders(folder):
         raise ValueError(
             f"{run_dir} holds a finished run without checkpoints, and --resume would begin it again and replace it; go "
             f"on from --model.path {run_dir}/model in another --run-dir, or delete it with --overwrite"
         )
-    if written and resume and marker["script"] != script:
-        raise ValueError(f"{run_dir} holds a run of {marker['script']}, which {script} cannot resume")
 
 
 def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
-    """Take the folder, delete what an earlier run left, if asked to, and save the config and `run.json`; says versions.
+    """Take the folder, delete what must go, and save the config and `run.json`; prints the versions of packages.
 
-    The marker and the config of a run that is resumed change too: they say what last ran. The config that it had up to
+    What goes is what an earlier run left, if asked to, and in any case what one was writing when it was killed. The
+    marker and the config of a run that is resumed change too: they say what last ran. The config that it had up to
     `step`, from which it is resumed, stays as config-step-N.py if it was another one. Returns the lock, a descriptor:
     the folder is this process's until it ends or closes that. Raises ValueError if another run holds it.
     """
@@ -126,21 +107,18 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
     job = f", job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}{job}, since {now}\n".encode(), 0)
-    if config.overwrite and not config.resume:
-        for path in list(_files_of_runs(folder)):
-            if path.name not in ("initial_model", LOCK, MARKER):  # this run's own already
-                _delete(path)
-        checkpoints = folder / CHECKPOINTS
-        if checkpoints.is_dir() and not checkpoints.is_symlink() and not any(checkpoints.iterdir()):
-            checkpoints.rmdir()
+    deletes = config.overwrite and not config.resume
+    for path in _files_of_runs(folder):
+        if path.name.endswith(UNFINISHED) or (deletes and path.name not in ("initial_model", LOCK, MARKER)):
+            _delete(path)
     versions = {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES}
     marker = {"script": script, "created": now, "versions": versions, "commit": _commit()}
     marker["config"] = written_fields(config)
     _write(folder / MARKER, json.dumps(marker, indent=2) + "\n")
-    saved, kept = folder / CONFIG, folder / f"config-step-{step:08d}.py"
+    saved, earlier = folder / CONFIG, folder / f"config-step-{step:08d}.py"
     # one that is there already is that of the steps up to this one; what came after it led to no checkpoint
-    if config.resume and step and not kept.exists() and saved.is_file() and saved.read_text("utf-8") != recipe:
-        saved.rename(kept)
+    if config.resume and step and not earlier.exists() and saved.is_file() and saved.read_text("utf-8") != recipe:
+        saved.rename(earlier)
     _write(saved, recipe)
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
     print(f"{told}; commit {(marker['commit'] or 'unknown')[:10]}", flush=True)
@@ -156,9 +134,8 @@ def read_marker(run_dir: str | pathlib.Path) -> dict[str, Any] | None:
         marker = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return None
-    parts = {"script": str, "config": dict}
-    is_ours = isinstance(marker, dict) and all(isinstance(marker.get(name), kind) for name, kind in parts.items())
-    return marker if is_ours else None
+    kinds = [type(marker.get(name)) for name in ("script", "config")] if isinstance(marker, dict) else []
+    return marker if kinds == [str, dict] else None
 
 
 def step_folders(run_dir: str | pathlib.Path) -> list[pathlib.Path]:
@@ -197,15 +174,14 @@ def _take_lock(folder: pathlib.Path, flags: int = 0) -> int:
     return descriptor
 
 
-def _files_of_runs(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+def _files_of_runs(folder: pathlib.Path) -> list[pathlib.Path]:
     """All that a run may have written there; of checkpoints/ only the folders that it named."""
-    yield from (path for path in folder.glob("config-step-*.py") if OLD_CONFIG.fullmatch(path.name))
-    for name in RUN_FILES:
-        if name != CHECKPOINTS:
-            yield from (folder / f"{name}{ending}" for ending in ("", *UNFINISHED))
-    for path in (folder / CHECKPOINTS).glob("step-*"):
-        if STEP_FOLDER.fullmatch(path.name.removesuffix(PARTIAL)):
-            yield path
+    names = [f"{name}{ending}" for name in RUN_FILES if name != CHECKPOINTS for ending in ("", *UNFINISHED)]
+    configs = [path for path in folder.glob("config-step-*.py") if OLD_CONFIG.fullmatch(path.name)]
+    steps = (folder / CHECKPOINTS).glob("step-*")
+    return [*(folder / name for name in names), *configs] + [
+        path for path in steps if STEP_FOLDER.fullmatch(path.name.removesuffix(PARTIAL))
+    ]
 
 
 def _delete(path: pathlib.Path) -> None:
@@ -219,7 +195,6 @@ def _delete(path: pathlib.Path) -> None:
 def _write(path: pathlib.Path, text: str) -> None:
     """In one step: a crash leaves the old file or the new one."""
     partial = path.with_name(f"{path.name}.tmp")
-    partial.unlink(missing_ok=True)
     with open(partial, "x", encoding="utf-8") as file:  # not through a link that somebody put there meanwhile
         file.write(text)
     partial.replace(path)
@@ -228,10 +203,8 @@ def _write(path: pathlib.Path, text: str) -> None:
 def installed_version(package: str) -> str | None:
     """A package's version, or that of its build for CPUs; None if neither is installed."""
     for name in (package, f"{package}-cpu"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 

@@ -16,13 +16,16 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 METADATA_FILE = ".metadata"
-# What torch's description of a checkpoint is made of, besides dtypes: passive classes, mostly those of one module
+# What torch's description of a checkpoint is made of: passive classes, mostly those of one module, and dtypes
 _CLASSES = [value for value in vars(metadata).values() if getattr(value, "__module__", "") == metadata.__name__]
 _CLASSES += [pathlib.PosixPath, torch.Size, torch.serialization._get_layout, filesystem._StorageInfo]
-METADATA_CLASSES = {(value.__module__, value.__qualname__): value for value in _CLASSES}
+ALLOWED = {(value.__module__, value.__qualname__): value for value in _CLASSES}
+ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# Python before 3.11.4 writes the member of an enum as getattr(kind, name); this gives members, and no other attribute
+ALLOWED["builtins", "getattr"] = enum.EnumMeta.__getitem__
 # What unpickling raises for bytes that are no pickle
 MALFORMED = (pickle.UnpicklingError, EOFError, ImportError, AttributeError, LookupError, TypeError, ValueError)
-MALFORMED += (OverflowError, MemoryError)
+MALFORMED += (OverflowError, MemoryError, RecursionError)
 
 
 def content_of(path: pathlib.Path) -> bytes:
@@ -33,7 +36,7 @@ def content_of(path: pathlib.Path) -> bytes:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a checkpoint whose metadata may hold only what METADATA_CLASSES names."""
+    """Reads a checkpoint whose metadata may hold only what is ALLOWED."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """torch's description of the checkpoint. Raises ValueError if it cannot be read or would run code."""
@@ -51,20 +54,9 @@ class SafeReader(dcp.FileSystemReader):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if isinstance(dtype := getattr(torch, name, None), torch.dtype) and module == "torch":
-            return dtype
-        if (module, name) in METADATA_CLASSES:
-            return METADATA_CLASSES[module, name]
-        if (module, name) == ("builtins", "getattr"):  # how Python before 3.11.4 writes the member of an enum
-            return _member
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has; nothing of it was run")
-
-
-def _member(kind: Any, name: str) -> enum.Enum:
-    """The member of an enum, and nothing else that an attribute could be."""
-    if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
-        return kind[name]
-    raise pickle.UnpicklingError(f"it names an attribute {name}, which no checkpoint has; nothing of it was run")
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has; nothing of it was run")
+        return ALLOWED[module, name]
 
 
 class SafePlanner(dcp.DefaultLoadPlanner):

@@ -146,12 +146,26 @@ def evaluation_metrics(
         sum(passed(r, function, pass_value) for r in samples[first : first + num_samples])
         for first in range(0, len(samples), num_samples)
     ]
-    for k in sorted({*(2**i for i in range(num_samples.bit_length())), num_samples}):
+    for k in passes(num_samples):
         metrics[f"eval/pass_at_{k}"] = statistics.fmean(pass_at_k(num_samples, c, k) for c in num_passed)
     return metrics | {
         "eval/sample_reward_mean": _mean(r.reward for r in samples),
         "eval/sample_length_mean": _mean(r.completion.num_tokens for r in samples),
     }
+
+
+def passes(num_samples: int) -> list[int]:
+    """The K of `eval/pass_at_K`."""
+    return sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
+
+
+def evaluation_names(sets: Sequence[str], num_samples: int, has_answers: bool) -> list[str]:
+    """The metrics of `evaluation_metrics_of_sets` by name, without `eval/`; has_answers: there is an answer format."""
+    names = ["accuracy", "accuracy_stderr", "reward_mean", "completion_length_mean", "truncated_frac", "none_count"]
+    names += ["has_answer_frac"] * has_answers
+    if num_samples:
+        names += [*(f"pass_at_{k}" for k in passes(num_samples)), "sample_reward_mean", "sample_length_mean"]
+    return names if len(sets) == 1 else [f"{one}/{name}" for one in sets for name in names]
 
 
 def evaluation_metrics_of_sets(

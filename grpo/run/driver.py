@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from grpo.config.roles import describe_roles
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.folder.checkpoint import read_driver_tensors, saves
 from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
@@ -29,9 +27,8 @@ from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.flight import Flight
-from grpo.run.inputs import read_grpo
 from grpo.run.scorer import check_version
-from grpo.run.session import Session, Start
+from grpo.run.session import Session, is_due
 from grpo.types import Completion, Prompt, Requests, Rollout, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
 
@@ -40,19 +37,12 @@ class Driver:
     """Prompts, rewards, decisions and the log."""
 
     def __init__(self, session: Session):
+        """session: one that has started up; what it has read is on rank 0 alone."""
         self.session, self.config, self.roles, self.timer = session, session.config, session.roles, session.timer
-        self.times_ahead: dict[str, float] = {}
-
-    def start(self) -> Start:
-        """Refuse bad input before any model is loaded, open the run folder, start the reward processes. On rank 0."""
-        config, session = self.config, self.session
-        with refuse_bad_input():
-            self.stream = read_grpo(session)
-            self.scorer, state = session.scorer, session.saved_state
-            self.flight = Flight(config.sampling, config.prompts_per_step, config.group_size)
-            if "flight" in state:
-                self.flight.load(state["flight"], read_driver_tensors(session.checkpoint))
-        return session.start(f"{describe_roles(config)} ranks")
+        self.stream, self.scorer = session.stream, session.scorer
+        self.flight = Flight(self.config.sampling, self.config.prompts_per_step, self.config.group_size)
+        if "flight" in session.saved_state:
+            self.flight.load(session.saved_state["flight"])
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -62,11 +52,11 @@ class Driver:
 
         Prompts drawn from now on come from the sources of the data by `weights`, see Mixture.set_weights.
         """
-        config, last = self.config, step + 1 == self.config.num_steps
-        check_interval, eval_interval = config.sync_check_interval, config.evaluation.interval
+        config, check_interval = self.config, self.config.sync_check_interval
         if self.session.is_stopped(step):
             return StepPlan(step=step, requests=None, save=False, evaluate=False, stop=True)
         is_first = step <= self.session.first_step + 1  # before the first sync, and after it
+        is_last = step + 1 == config.num_steps
         self.step, self.times_ahead = step, {}
         self.stream.set_weights(weights)
         self.flight.begin_step()
@@ -75,8 +65,8 @@ class Driver:
         return StepPlan(
             step=step,
             requests=requests,
-            save=saves(config.checkpoint, step + 1, last),
-            evaluate=eval_interval > 0 and (last or (step + 1) % eval_interval == 0),
+            save=is_due(config.checkpoint.interval, step + 1, is_last),
+            evaluate=is_due(config.evaluation.interval, step + 1, is_last),
             probe=prompts[:PROBE_PROMPTS] if check_interval and (is_first or step % check_interval == 0) else [],
         )
 
@@ -92,10 +82,7 @@ class Driver:
 
         In the last step too: it is in its checkpoint, should the run be made longer.
         """
-        if not self.config.overlap_steps:
-            return None
-        self.requests = self.flight.ask(self.config.prompts_per_step, self._draw)
-        return self.requests
+        return self.flight.ask(self.config.prompts_per_step, self.session.draw) if self.config.overlap_steps else None
 
     @on_driver
     def land_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:
@@ -103,22 +90,22 @@ class Driver:
         self._add(completions)
         self.times_ahead = {"time/ahead": seconds, "time/overlap": overlap_seconds}
 
+    def _add(self, completions: list[Completion]) -> None:
+        check_version(completions, self.step)
+        self.flight.add(completions)
+
     def _fill(self) -> Requests | None:
         """What must be sampled before the step is full; None if it is."""
         flight, num_groups = self.flight, self.config.prompts_per_step
-        self.requests = flight.fill(self._draw, self._score)
-        if self.requests is None and flight.num_informative < num_groups:
+        requests = flight.fill(self.session.draw, self._score)
+        if requests is None and flight.num_informative < num_groups:
             print(
                 f"dynamic sampling: {flight.num_informative} of {num_groups} groups have different rewards after "
                 f"{flight.num_rounds} rounds with {len(flight.taken)} prompts; the step goes on with "
                 + ("these" if flight.num_informative else "groups of equal rewards"),
                 flush=True,
             )
-        return self.requests
-
-    def _draw(self, num_prompts: int) -> list[Prompt]:
-        with refuse_bad_input():  # rows that are streamed are checked as they come
-            return self.stream.draw(num_prompts)
+        return requests
 
     def _score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
         """Begin to score. Only dynamic sampling waits for it, because it trains on groups whose rewards differ."""
@@ -127,10 +114,6 @@ class Driver:
             with self.timer.phase("reward"):
                 rollouts = self.scorer.collect()
         return rollouts
-
-    def _add(self, completions: list[Completion]) -> None:
-        check_version(completions, self.step)
-        self.flight.add(completions, self.requests)
 
     def rollouts(self) -> list[Rollout] | None:
         """What the step trains on; None on other ranks. Not collective."""
@@ -165,33 +148,17 @@ class Driver:
         metrics = self._sampling_metrics(rollouts, batch)
         save_step(self.config.run_dir, self.step + 1, RecordedStep(batch, *rewards, self.config.group_size, metrics))
 
-    def state(self, step: int) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
-        """What a checkpoint after `step` steps must hold of the driver, plain values and tensors; None on other ranks.
-
-        Not collective.
-        """
-        if not self.roles.is_driver:
-            return None, None
-        state = {"step": step, "data": self.stream.state_dict(), "flight": self.flight.state()}
-        return state, self.flight.tensors()
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold of the driver. On rank 0."""
+        return {"data": self.stream.state_dict(), "flight": self.flight.state()}
 
     # ---- the log ------------------------------------------------------------------------------------------------
 
+    @on_driver
     def log(self, step: int, rollouts: list[Rollout], batch: TrainBatch, measured: StepMetrics) -> None:
         """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
-        times = self.timer.close_step() | self.times_ahead
-        self._log(step, rollouts, batch, measured, times)
-
-    @on_driver
-    def _log(
-        self,
-        step: int,
-        rollouts: list[Rollout],
-        batch: TrainBatch,
-        measured: StepMetrics,
-        times: dict[str, float],
-    ) -> None:
         num_tokens = sum(rollout.num_tokens for rollout in self.flight.everything)
+        times = self.timer.close_step() | self.times_ahead
         metrics = self._sampling_metrics(rollouts, batch) | measured_metrics(measured, times, num_tokens)
         interval = self.config.metrics.samples_interval
         if interval and (step - 1) % interval == 0:

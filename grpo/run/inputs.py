@@ -4,16 +4,14 @@ Every function raises ValueError or FileNotFoundError with the reason and the wa
 """
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.fields import RunConfig
 from grpo.config.user_files import near_miss
-from grpo.data.encode import Encoded
 from grpo.data.prepare import (
     load_chat_sources,
     load_eval_prompts,
@@ -28,26 +26,27 @@ from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import end_of_turn
 from grpo.environments.serving import serving_template
 from grpo.environments.tools import load_toolboxes
-from grpo.folder.resume import resumed_stream
 from grpo.models import hf_folder
 from grpo.models.families import head_dim_of
 from grpo.models.hf_folder import ChatForm
 from grpo.report.examples import show_examples
-from grpo.report.rollout_metrics import evaluation_metrics_of_sets
+from grpo.report.rollout_metrics import evaluation_names
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS
 from grpo.roles.engine import check_engine
 from grpo.roles.episodes import call_style, turns_of
 from grpo.run.scorer import Scorer
 from grpo.run.session import Session
-from grpo.types import Completion, Prompt, Rollout
+from grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Stream = TypeVar("Stream")
 
-def read_grpo(session: Session) -> PromptStream:
-    """Open the session, the data, the reference and the rewards of a GRPO run; returns what it draws from."""
+
+def read_grpo(session: Session) -> None:
+    """Open the session of a GRPO run, the prompts that it draws, the reference and the rewards."""
     config: GRPOConfig = session.config
     data, evaluates = config.data, config.evaluation.interval > 0
     check_functions(config)
@@ -59,22 +58,22 @@ def read_grpo(session: Session) -> PromptStream:
     inputs = (config.model.reference_path, *(source.path for source in read))
     session.open(inputs, math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel), texts_of(sources))
     if config.needs_reference:
-        session.reference_folder = _check_reference(session)
+        session.reference_folder = config.model.reference_path or session.model_folder
+        if config.model.reference_path:
+            reference = hf_folder.resolve_folder(config.model.reference_path)
+            hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
+            hf_folder.check_reference(reference, session.model_folder, session.tokenizer)
     rows = usable_prompts(sources, config, session.tokenizer, tools_of(config))
-    stream = resumed_stream(lambda: PromptStream(rows, config), session.saved_state, config.allow_changes)
+    session.stream = resumed_stream(partial(PromptStream, rows, config), session.saved_state, config.allow_changes)
     if evaluates:
         session.eval_prompts = held_out_prompts(session)
     session.scorer = Scorer(config, session.model_folder, session.tokenizer)
     check_generation(session)
     session.form = learned_form(config, session.tokenizer)
-    return stream
 
 
-def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Encoded]]]:
-    """Open the session, the data and, if the run generates between steps, the rewards of supervised fine-tuning.
-
-    Returns what it draws from, and the examples of each held-out set by name, one empty name if there is only one.
-    """
+def read_sft(session: Session) -> None:
+    """Open the session of a supervised run, the examples that it draws, and what it validates and evaluates on."""
     config: SFTConfig = session.config
     validates, evaluates = config.validation.interval > 0, config.evaluation.interval > 0
     if evaluates:
@@ -85,24 +84,29 @@ def read_sft(session: Session) -> tuple[ChatStream, dict[str, list[Encoded]]]:
     session.open([source.path for source in read], config.trainer.tensor_parallel, texts_of(sources))
     session.form = learned_form(config, session.tokenizer)
     rows = usable_chats(sources, config, session.tokenizer)
-    stream = resumed_stream(lambda: ChatStream(rows, config), session.saved_state, config.allow_changes)
+    session.stream = resumed_stream(partial(ChatStream, rows, config), session.saved_state, config.allow_changes)
     if config.show:
         show_examples(ChatStream(rows, config).draw(config.show), session.tokenizer)
-    validation = load_validation(config, session.tokenizer) if validates else {}
+    session.validation = load_validation(config, session.tokenizer) if validates else {}
     if evaluates:
         read_evaluation(session, session.form.end_token_ids)
-    return stream, validation
 
 
-def _check_reference(session: Session) -> str:
-    """The reference's folder, which is the policy's unless another one is named."""
-    config, path = session.config, session.config.model.reference_path
-    if not path:
-        return session.model_folder
-    reference = hf_folder.resolve_folder(path)
-    hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
-    hf_folder.check_reference(reference, session.model_folder, session.tokenizer)
-    return path
+def resumed_stream(make: Callable[[], Stream], state: dict[str, Any], allow_changes: bool) -> Stream:
+    """A stream of data at the place that a checkpoint's `state` has; a new one without any.
+
+    With `allow_changes`, a place in other data is none, and theirs begin at their beginning. Raises ValueError else.
+    """
+    stream = make()
+    try:
+        if state:
+            stream.load_state_dict(state["data"])
+    except ValueError as error:
+        if not allow_changes:
+            raise
+        print(f"the data begin anew: {str(error).partition(';')[0]}", flush=True)
+        stream = make()  # some of its sources may have their place already
+    return stream
 
 
 def read_evaluation(session: Session, end_token_ids: Sequence[int] = ()) -> None:
@@ -158,12 +162,8 @@ def check_generation(session: Session) -> None:
     check_engine(config.generator, head_dim_of(hf_folder.read_hf_config(session.model_folder)))
     check_environment(session)
     if best := config.checkpoint.keep_best.removeprefix("eval/"):
-        scorer, num_samples = session.scorer, config.evaluation.num_samples
-        empty = Completion.of(torch.zeros(1).long(), torch.zeros(1), truncated=False)
-        made_up = [Rollout(prompt, empty, "") for prompt in session.eval_prompts]
-        settings = num_samples, scorer.pass_function, scorer.answer_format, config.reward.pass_value
-        metrics = evaluation_metrics_of_sets(made_up, made_up * num_samples, *settings)
-        names = [name.removeprefix("eval/") for name in metrics]
+        sets = list(dict.fromkeys(prompt.source for prompt in session.eval_prompts))
+        names = evaluation_names(sets, config.evaluation.num_samples, bool(session.scorer.answer_format))
         if best not in names:
             raise ValueError(
                 f"checkpoint.keep_best={best} is not among the held-out metrics{near_miss(best, names)}: "

@@ -118,7 +118,7 @@ def check_gpus(config: GRPOConfig | SFTConfig, device: Device) -> Verdict:
         found = "torch is built for CUDA and sees no GPU" if built_for_gpus else f"none: {device.name}"
         to_do = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with requirements-cpu.txt"
         return Verdict("GPUs", not built_for_gpus, found, to_do)
-    found = f"{count} x {device.name} of {device.gib:.1f} GiB, {needed} needed ({describe_roles(config)})"
+    found = f"{count} x {device.name} of {device.gib:.1f} GiB, {needed} needed ({describe_roles(config.roles)})"
     to_do = f"for {count}: {suggest_roles(config, count)}; --gpus counts those of all nodes"
     return Verdict("GPUs", needed <= count, found, to_do)
 

@@ -43,17 +43,17 @@ class Scorer:
         tokenizer: PreTrainedTokenizerBase,
         end_token_ids: Sequence[int] = (),
     ):
-        """Start the reward processes; raises ValueError or RuntimeError if a reward function cannot be loaded.
+        """Start the reward processes; prints what ends a completion, and what programs run under, if any are run.
 
         end_token_ids: further tokens that end a completion, beside those of the model's `folder` and of the generator.
-        With code_reward or the tool python, prints what programs run under; raises ValueError if that is too little.
+        Raises ValueError or RuntimeError if a reward function cannot be loaded, or programs cannot be locked down.
         """
         reward, generator, self.environment = config.reward, config.generator, config.environment
         if "code_reward" in reward.functions or "python" in self.environment.tools:
             print(check_programs(reward.allow_without_landlock), flush=True)
         self.tokenizer = tokenizer
-        ends = (*generator.stop_token_ids, *end_token_ids)
-        self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, ends)
+        further = (*generator.stop_token_ids, *end_token_ids)
+        self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, further)
         ends = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in self.stop_token_ids]
         ends += [f"the text {text!r}" for text in generator.stop]
         print(f"completions end at {', '.join(ends)}, or after {generator.max_completion_tokens} tokens", flush=True)

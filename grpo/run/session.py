@@ -9,14 +9,15 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
+from grpo.config.roles import describe_roles
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
 from grpo.folder import checkpoint
-from grpo.folder.resume import open_run_folder
 from grpo.folder.run_folder import begin_run
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
@@ -46,27 +47,23 @@ MOST_SKIPPED = 3  # steps in a row without an update, which end the run
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Start:
-    """What every rank must know before the first step."""
+    """What every rank must know before the first step. What is not needed is empty."""
 
     step: int
-    trainer: TrainerConfig
-    """The config's, fitted to the machine."""
+    trainer: TrainerConfig  # the config's, fitted to the machine
     model_folder: str
+    reference_folder: str
     checkpoint: pathlib.Path | None
     stop_token_ids: list[int]
-    """Empty without generators."""
     eval_prompts: list[Prompt]
-    """Empty without evaluations."""
-    reference_folder: str
-    """Empty if no rank holds a reference."""
 
 
 def run(
     config: Config,
     script: str,
-    read: Callable[["Session"], Any],
+    read: Callable[["Session"], None],
     train: Callable[[Config, "Session"], None],
     layout: RolesConfig | None = None,
 ) -> None:
@@ -77,8 +74,8 @@ def run(
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
             with refuse_bad_input(), tempfile.TemporaryDirectory() as toy_dir:
-                session = Session(config, script, None, toy_dir)
-                read(session)
+                session = Session(config, script, read, toy_dir=toy_dir)
+                session.read()
                 fits = tell_what_fits(config, session.model_folder)
             if session.scorer:
                 session.scorer.pool.close()
@@ -88,18 +85,30 @@ def run(
     roles = setup_roles(layout or config.roles, config.needs_reference and not layout, engine_ranks, minutes)
     set_place(role=roles.name)
     with watched(roles, config.deadline_minutes):
-        train(config, Session(config, script, roles))
+        train(config, Session(config, script, read, layout, roles))
 
 
 class Session:
     """One run, from its first check to its last line."""
 
-    def __init__(self, config: GRPOConfig | SFTConfig, script: str, roles: Roles | None, toy_dir: str = "") -> None:
-        """script: its name in run.json. toy_dir: of a dry run, without roles, the one place where it may write."""
+    def __init__(
+        self,
+        config: GRPOConfig | SFTConfig,
+        script: str,
+        read: Callable[["Session"], None],
+        layout: RolesConfig | None = None,
+        roles: Roles | None = None,
+        toy_dir: str = "",
+    ) -> None:
+        """See `run`. toy_dir: of a dry run, without roles, the one place where it may write."""
         self.config, self.script, self.roles, self.toy_dir = config, script, roles, toy_dir
+        self.read, self.layout = partial(read, self), layout or config.roles
         self.timer = StepTimer(roles is not None and roles.is_driver)
-        # on rank 0, what the script's checks find; the prompts later on all ranks
+        # on rank 0, what `read` finds; the prompts later on all ranks
+        self.saved_state: dict[str, Any] = {}  # the driver's, in the checkpoint to continue from
         self.scorer: Scorer | None = None
+        self.stream: Any = None  # which training draws from
+        self.validation: dict[str, Any] = {}
         self.eval_prompts: list[Prompt] = []
         self.reference_folder = ""
         self.form = ChatForm()  # of the exported folder
@@ -109,55 +118,39 @@ class Session:
     def open(self, inputs: Iterable[str], tensor_parallel: int, texts: Iterable[str] = ()) -> None:
         """Check the run folder, find the checkpoint to continue from, open the model's folder and tokenizer.
 
-        inputs: paths and hub names that the run reads besides its model. tensor_parallel: what the model's heads and
-        vocabulary must divide by. texts: the data's, which a toy model's tokenizer may need. Raises ValueError if one
-        of them cannot be used; see `open_run_folder` and `open_model_folder`.
+        inputs: paths and hub names that the run reads besides its model. See `open_run_folder` and `open_model_folder`
+        for the rest and for what raises ValueError.
         """
-        config = self.config
-        self.checkpoint, self.saved_state = open_run_folder(config, self.script, (config.model.path, *inputs))
+        config, read = self.config, (self.config.model.path, *inputs)
+        self.checkpoint, self.saved_state = checkpoint.open_run_folder(config, self.script, read)
+        self.first_step = self.saved_state.get("step", 0)
         self.model_folder, self.tokenizer = open_model_folder(config, tensor_parallel, texts, self.toy_dir)
 
-    @property
-    def num_done(self) -> int:
-        """Steps finished in the checkpoint to continue from."""
-        return self.saved_state.get("step", 0)
-
-    def start(self, ranks: str) -> Start:
-        """Begin a training run, fit its config to the machine, and print on which `ranks` and where it starts."""
-        begun = self.begin(self.config.num_steps)
-        trainer = fit_to_machine(self.config, self.model_folder)
-        print(f"{ranks}; {self.config.run_dir}, starting at step {begun.step}", flush=True)
-        return replace(begun, trainer=trainer)
-
-    def begin(self, num_steps: int) -> Start:
-        """Begin to write, now that nothing is refused any more: only here may an earlier run be deleted."""
-        config, step = self.config, self.num_done
-        with refuse_bad_input():  # another run may have begun there meanwhile
-            self.lock = begin_run(config, self.script, step)
-        checkpoint.remove_unfinished(config.run_dir)
-        forget_old_stop(config.run_dir)
-        self.last_line = f"done; everything is in {config.run_dir}"
-        told = replace(config, algorithm=config.algorithm.resolved) if isinstance(config, GRPOConfig) else config
-        with refuse_bad_input():  # Weights & Biases may not let it in
-            self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(told))
+    def start(self) -> Start:
+        """Refuse bad input, then begin to write: only here may an earlier run be deleted."""
+        config, trains = self.config, self.layout.num_trainers > 0
+        with refuse_bad_input():
+            self.read()
+            step = self.first_step
+            self.lock = begin_run(config, self.script, step)  # another run may have begun there meanwhile
+            forget_old_stop(config.run_dir)
+            told = replace(config, algorithm=config.algorithm.resolved) if isinstance(config, GRPOConfig) else config
+            num_steps = config.num_steps if trains else 0
+            self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(told))  # W&B may refuse
         self.num_skipped = 0  # in a row
-        return Start(
-            step=step,
-            trainer=config.trainer,
-            model_folder=self.model_folder,
-            checkpoint=self.checkpoint,
-            stop_token_ids=self.scorer.stop_token_ids if self.scorer else [],
-            eval_prompts=self.eval_prompts,
-            reference_folder=self.reference_folder,
-        )
+        self.last_line = f"done; everything is in {config.run_dir}"
+        trainer = fit_to_machine(config, self.model_folder) if trains else config.trainer
+        print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {step}", flush=True)
+        folders = self.model_folder, self.reference_folder
+        stops = self.scorer.stop_token_ids if self.scorer else []
+        return Start(step, trainer, *folders, self.checkpoint, stops, self.eval_prompts)
 
     # ---- before the first step, on every rank -----------------------------------------------------------------------
 
-    def start_up(self, start: Callable[[], Start]) -> tuple[Trainer | None, Reference | None, Generator | None]:
+    def start_up(self) -> tuple[Trainer | None, Reference | None, Generator | None]:
         """Check everything on rank 0, then load the models of this rank's roles and the checkpoint.
 
-        start: the script's checks, for rank 0. Held-out prompts are completed before the first step. Collective over
-        `roles.control`.
+        Held-out prompts are completed before the first step. Collective over `roles.control`.
         """
         config, roles, timer = self.config, self.roles, self.timer
         trainer = reference = generator = None
@@ -166,21 +159,14 @@ class Session:
                 import_vllm(roles)
         rewards = ", starting the reward processes" if roles.replicas else ""
         with timer.startup(f"checking data, tokenizer and model{rewards}"):
-            begun = self.ask_driver(start)
+            begun = self.ask_driver(self.start)
             folder = fetch_folder(begun.model_folder, roles.control)
             reference_folder = fetch_folder(begun.reference_folder, roles.control) if begun.reference_folder else ""
         self.first_step = self.saved_step = begun.step
         self.eval_prompts = begun.eval_prompts
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             with timer.startup("starting vLLM"):
-                stops = begun.stop_token_ids
-                episodes = None
-                if config.environment.enabled:
-                    variables, most = config.reward.environment, config.generator.max_num_seqs
-                    where = folder, stops, most, variables, roles, config.turns_earn
-                    episodes = Episodes(config.environment, config.data, *where)
-                engine = config.generator, config.model, config.data, config.seed
-                generator = Generator(*engine, folder, stops, roles, episodes)
+                generator = self._start_engine(folder, begun.stop_token_ids)
         with timer.startup("loading the models"):
             if roles.trains:
                 trainer = Trainer(config.model, begun.trainer, folder, config.num_steps, roles, config.seed)
@@ -201,6 +187,15 @@ class Session:
                 self.evaluate(generator, 0)
         return trainer, reference, generator
 
+    def _start_engine(self, folder: str, stop_token_ids: list[int]) -> Generator:
+        config, roles, episodes = self.config, self.roles, None
+        if config.environment.enabled:
+            variables, most = config.reward.environment, config.generator.max_num_seqs
+            where = folder, stop_token_ids, most, variables, roles, config.turns_earn
+            episodes = Episodes(config.environment, config.data, *where)
+        engine = config.generator, config.model, config.data, config.seed
+        return Generator(*engine, folder, stop_token_ids, roles, episodes)
+
     @from_driver
     def ask_driver(self, decide: Callable[..., Result], *arguments: Any) -> Result:
         """What `decide(*arguments)` says on rank 0, for every rank. Collective over `roles.control`."""
@@ -211,7 +206,14 @@ class Session:
     def steps(self) -> Iterator[int]:
         """The steps to do, each the number of those done before; the one that `profile` names leaves a trace."""
         steps = range(self.first_step, self.config.num_steps)
-        yield from profile_step(steps, self.config.profile, self.config.run_dir, self.roles)
+        for step in profile_step(steps, self.config.profile, self.config.run_dir, self.roles):
+            yield step
+            self.timer.enter("other")  # on ranks that do not log, too
+
+    def draw(self, count: int) -> list[Any]:
+        """The next rows of the training data, which are checked as they come where they are streamed. On rank 0."""
+        with refuse_bad_input():
+            return self.stream.draw(count)
 
     def is_stopped(self, step: int) -> bool:
         """Whether the run was asked to end after `step` steps, by a signal or a file. On rank 0 alone."""
@@ -219,35 +221,35 @@ class Session:
             self.last_line = obey_stop(reason, step, self.config.run_dir)
         return bool(reason)
 
-    def save(self, step: int, trainer: Trainer | None, *state: Any) -> None:
-        """Save what `step` steps made, unless that was done; `state`: the driver's on rank 0, see `save_checkpoint`.
+    def save(self, step: int, trainer: Trainer | None, driver_state: Callable[[], dict[str, Any]] = dict) -> None:
+        """Save what `step` steps made, unless that was done; `driver_state`: what else to hold, called on rank 0.
 
         Every rank calls it, last in a step: dying before it is complete repeats the step, its log line too.
         """
         if trainer and step > self.saved_step:
             with self.timer.phase("save"):
-                checkpoint.save_checkpoint(self.config.run_dir, self.config.checkpoint, step, trainer, *state)
+                state = {"step": step, **driver_state()} if self.roles.is_driver else None
+                checkpoint.save_checkpoint(self.config.run_dir, self.config.checkpoint, step, trainer, state)
         self.saved_step = step
 
     def evaluate(self, generator: Generator | None, step: int) -> None:
         """Complete the held-out prompts, score and log; training does not notice. Collective over `roles.control`."""
-        greedy, samples = generator.evaluate(self.eval_prompts, self.config.evaluation) if generator else (None, None)
-        self._log_evaluation(gather_completions(greedy, self.roles), gather_completions(samples, self.roles), step)
+        local = generator.evaluate(self.eval_prompts, self.config.evaluation) if generator else (None, None)
+        self._log_evaluation([gather_completions(part, self.roles) for part in local], step)
 
     @on_driver
-    def _log_evaluation(self, greedy: list[Completion], samples: list[Completion], step: int) -> None:
-        """Write metrics and completions of the weights after `step` steps."""
-        scored = {"greedy": [], "sample": []}
-        for kind, completions in (("greedy", greedy), ("sample", samples)):
-            if completions:  # perhaps no samples were asked for
-                check_version(completions, step)
-                self.scorer.submit(self.eval_prompts, completions, step)
-                scored[kind] = self.scorer.collect("evaluation: ")
-                texts = self.scorer.prompt_texts(scored[kind])
-                self.run_log.evaluation_completions(step, kind, scored[kind], texts)
-        scorer, num_samples = self.scorer, self.config.evaluation.num_samples
-        settings = num_samples, scorer.pass_function, scorer.answer_format, self.config.reward.pass_value
-        metrics = evaluation_metrics_of_sets(*scored.values(), *settings)
+    def _log_evaluation(self, completions: list[list[Completion]], step: int) -> None:
+        """Write metrics and completions, greedy and sampled, of the weights after `step` steps."""
+        scorer, scored = self.scorer, []
+        for kind, of_kind in zip(("greedy", "sample"), completions, strict=True):
+            scored.append([])
+            if of_kind:  # perhaps no samples were asked for
+                check_version(of_kind, step)
+                scorer.submit(self.eval_prompts, of_kind, step)
+                scored[-1] = scorer.collect("evaluation: ")
+                self.run_log.evaluation_completions(step, kind, scored[-1], scorer.prompt_texts(scored[-1]))
+        settings = self.config.evaluation.num_samples, scorer.pass_function, scorer.answer_format
+        metrics = evaluation_metrics_of_sets(*scored, *settings, self.config.reward.pass_value)
         self.run_log.log_held_out(step, metrics)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -263,9 +265,8 @@ class Session:
         told = f"step {step} skipped {metrics['skipped_frac']:.0%} of its update, because not finite: {causes}"
         if self.num_skipped == MOST_SKIPPED:
             raise BadInput(
-                f"{told}; so did the {MOST_SKIPPED - 1} before it, and the weights are those before them. Lower "
-                "trainer.learning_rate or look at the metrics of the steps before, then continue with --resume, and "
-                "with --record if you want the batches"
+                f"{told}; so did the {MOST_SKIPPED - 1} before it. The weights are those before them: lower "
+                "trainer.learning_rate, or look at earlier metrics, and continue with --resume (--record keeps batches)"
             )
         print(f"warning: {told}", flush=True)
 
@@ -291,15 +292,19 @@ class Session:
         repeat_behind_launcher(self.last_line)
 
 
+def is_due(interval: int, step: int, is_last: bool) -> bool:
+    """Whether what happens every `interval` steps, and at the end, follows the `step`-th step; 0 is never."""
+    return interval > 0 and (is_last or step % interval == 0)
+
+
 def open_model_folder(
     config: GRPOConfig | SFTConfig, tensor_parallel: int, texts: Iterable[str] = (), toy_dir: str = ""
 ) -> tuple[str, "PreTrainedTokenizerBase"]:
     """The folder (or hub name) of `model.path`, and its tokenizer, whose template was tried.
 
     tensor_parallel: what its heads and vocabulary must divide by. A toy model is built in `toy_dir`, by default the run
-    folder; its tokenizer may need `texts`, those of the data.
-    Raises ValueError if there is no such folder, its model is not supported, its positions are fewer than
-    `config.max_sequence_tokens`, or its tokenizer or template cannot be used.
+    folder; its tokenizer may need `texts`, those of the data. Raises ValueError if the folder, its model, its number of
+    positions, its tokenizer or template cannot be used.
     """
     folder = toy.build_if_toy(config.model.path, toy_dir or config.run_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)

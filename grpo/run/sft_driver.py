@@ -8,14 +8,11 @@ import torch
 
 from grpo.data.batches import make_batch
 from grpo.data.encode import Encoded
-from grpo.folder.checkpoint import saves
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
 from grpo.roles.metrics import StepMetrics
-from grpo.run.inputs import read_sft
-from grpo.run.session import Session, Start
+from grpo.run.session import Session, is_due
 from grpo.types import Sample, TrainBatch
-from grpo.watch.failures import refuse_bad_input
 
 STOP_WINDOW = 10  # steps whose mean loss `stop_at_loss` looks at
 
@@ -33,15 +30,10 @@ class SFTDriver:
     """Examples, decisions and the log."""
 
     def __init__(self, session: Session):
+        """session: one that has started up; what it has read is on rank 0 alone."""
         self.session, self.config, self.roles, self.timer = session, session.config, session.roles, session.timer
-
-    def start(self) -> Start:
-        """Refuse bad input before the model is loaded, open the run folder. On rank 0."""
-        with refuse_bad_input():
-            self.stream, self.validation = read_sft(self.session)
-        recent_losses = self.session.saved_state.get("recent_losses", [])
-        self.recent_losses = collections.deque(recent_losses, maxlen=STOP_WINDOW)
-        return self.session.start(f"{self.config.num_trainers} trainer ranks")
+        self.stream, self.validation = session.stream, session.validation
+        self.recent_losses = collections.deque(session.saved_state.get("recent_losses", []), maxlen=STOP_WINDOW)
 
     @property
     def validation_sets(self) -> list[str]:
@@ -64,8 +56,7 @@ class SFTDriver:
     @on_driver
     def next_batch(self) -> TrainBatch:
         """The step's examples laid end to end; their labels count in the loss."""
-        with refuse_bad_input():  # rows that are streamed are checked as they come
-            return batch_of(self.stream.draw(self.config.sequences_per_step))
+        return batch_of(self.session.draw(self.config.sequences_per_step))
 
     @from_driver
     def due(self, step: int, measured: StepMetrics) -> Due:
@@ -73,14 +64,10 @@ class SFTDriver:
         config = self.config
         self.recent_losses.append(measured.means()["loss"])
         is_last = step == config.num_steps or self._is_learned()
-
-        def is_due(interval: int) -> bool:
-            return interval > 0 and (is_last or step % interval == 0)
-
         return Due(
-            validate=is_due(config.validation.interval),
-            evaluate=is_due(config.evaluation.interval),
-            save=saves(config.checkpoint, step, is_last),
+            validate=is_due(config.validation.interval, step, is_last),
+            evaluate=is_due(config.evaluation.interval, step, is_last),
+            save=is_due(config.checkpoint.interval, step, is_last),
         )
 
     def _is_learned(self) -> bool:
@@ -88,11 +75,9 @@ class SFTDriver:
         losses = self.recent_losses
         return len(losses) == STOP_WINDOW and sum(losses) / STOP_WINDOW < self.config.stop_at_loss
 
-    def state(self, step: int) -> dict[str, Any] | None:
-        """What a checkpoint after `step` steps must hold of the driver; None on other ranks. Not collective."""
-        if not self.roles.is_driver:
-            return None
-        return {"step": step, "data": self.stream.state_dict(), "recent_losses": list(self.recent_losses)}
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold of the driver. On rank 0."""
+        return {"data": self.stream.state_dict(), "recent_losses": list(self.recent_losses)}
 
     @on_driver
     def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:

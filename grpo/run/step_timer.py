@@ -38,38 +38,33 @@ def profile_step(steps: Iterable[int], chosen: int, run_dir: str, roles: Roles) 
 class StepTimer:
     """Seconds of each phase of one step. A phase inside another pauses it, so no second counts twice.
 
-    Phase `startup`, loading models, is not the step's.
+    Phase `startup`, loading models, is not the step's; `other` is what no phase has.
     """
 
     def __init__(self, is_driver: bool = False) -> None:
         """is_driver: `startup` prints what it does."""
-        self.is_driver = is_driver
+        self.is_driver, self.current = is_driver, "other"
         self.seconds: dict[str, float] = {}
-        self.open_phases: list[str] = []
-        self._entered = contextlib.ExitStack()  # the phase that `enter` began
         self.step_start = self.last_change = time.perf_counter()
+        self._range = contextlib.ExitStack()  # the phase's in a profiler's trace
 
     def enter(self, name: str) -> None:
-        """Begin phase `name`, which lasts until the next `enter` or `close_step`. What fails meanwhile failed in it."""
-        self._entered.close()
-        self._entered.enter_context(self.phase(name))
+        """Begin phase `name`, which lasts until the next one begins. What fails meanwhile failed in it."""
+        now = time.perf_counter()
+        self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self.last_change
+        self.current, self.last_change = name, now
+        set_place(phase=name)
+        self._range.close()
+        if name != "other":
+            self._range.enter_context(record_function(name))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the wall seconds of the `with` block to phase `name` (startup, generate, reference, train, ...)."""
-        if name in ("other", "step"):
-            raise ValueError(f"time/{name} is computed by close_step; give the phase another name")
-        self._book()
-        self.open_phases.append(name)
-        set_place(phase=name)
-        try:
-            with record_function(name):  # a range in a profiler's trace
-                yield
-        finally:
-            self._book()
-            self.open_phases.pop()
-        # not reached if the block raised: what failed, failed in this phase
-        set_place(phase=self.open_phases[-1] if self.open_phases else "other")
+        before = self.current
+        self.enter(name)
+        yield
+        self.enter(before)  # not if the block raised: what failed, failed in this phase
 
     @contextlib.contextmanager
     def startup(self, what: str) -> Iterator[None]:
@@ -85,21 +80,8 @@ class StepTimer:
 
         `time/step` is the sum of all others except `time/startup`. The next step starts here.
         """
-        self._entered.close()
-        if self.open_phases:
-            raise ValueError(f"the step closes inside phase {self.open_phases[-1]}; end the phase first")
-        self._book()
-        now = self.last_change
+        self.enter("other")
         times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-        times["time/other"] = now - self.step_start - sum(self.seconds.values())
-        times["time/step"] = now - self.step_start - times.get("time/startup", 0.0)
-        self.seconds, self.step_start = {}, now
+        times["time/step"] = self.last_change - self.step_start - times.get("time/startup", 0.0)
+        self.seconds, self.step_start = {}, self.last_change
         return times
-
-    def _book(self) -> None:
-        """Give the time since the last change to the phase that is open, if any."""
-        now = time.perf_counter()
-        if self.open_phases:
-            name = self.open_phases[-1]
-            self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last_change
-        self.last_change = now

@@ -54,18 +54,16 @@ def with_fault(rank: int, phase: str, step: int, kind: str, note: str) -> None:
     if os.environ.get("RANK") != str(rank):
         return
     begun = {"step": 0}
-    plan, timed, started = Driver.plan, StepTimer.phase, StepTimer.startup
+    plan, enter, started = Driver.plan, StepTimer.enter, StepTimer.startup
 
     def plan_that_counts(self: Driver, number: int, *rest: Any) -> StepPlan:
         begun["step"] = number + 1
         return plan(self, number, *rest)
 
-    @contextlib.contextmanager
-    def phase_with_fault(self: StepTimer, name: str) -> Iterator[None]:
-        with timed(self, name):
-            if (name, begun["step"]) == (phase, step):
-                strike(kind, note)
-            yield
+    def enter_with_fault(self: StepTimer, name: str) -> None:
+        enter(self, name)
+        if (name, begun["step"]) == (phase, step):
+            strike(kind, note)
 
     @contextlib.contextmanager
     def startup_with_fault(self: StepTimer, what: str) -> Iterator[None]:
@@ -74,7 +72,7 @@ def with_fault(rank: int, phase: str, step: int, kind: str, note: str) -> None:
                 strike(kind, note)
             yield
 
-    Driver.plan, StepTimer.phase, StepTimer.startup = plan_that_counts, phase_with_fault, startup_with_fault
+    Driver.plan, StepTimer.enter, StepTimer.startup = plan_that_counts, enter_with_fault, startup_with_fault
 
 
 if "FAULT" in os.environ:

@@ -8,7 +8,7 @@ terms: SIGTERM at a random moment, to torchrun or to a random rank, then the sam
 After each stop the newest checkpoint has all steps that metrics.jsonl had when the signal came; nothing else saves.
 kills: SIGKILL after a random step, to rank 0 and rank 1 in turns; torchrun starts all ranks again (--max_restarts).
 saves: SFT on two ranks, which saves after every step and keeps one checkpoint. SIGKILL within a save, before each thing
-that one of the ranks does to files, in an order by chance: shards, metadata, driver.json, every fsync, the rename, the
+that one of the ranks does to files, in an order by chance: shards, metadata, driver.pt, every fsync, the rename, the
 removal of the checkpoint before. Every second kill comes some milliseconds later, in the midst of writing. After each
 kill the newest checkpoint must be whole and at most one step older than the one that was being written, and the next
 start must leave nothing unfinished there.

@@ -168,8 +168,8 @@ class Steps:
         completions = self.generator.generate(requests, options.group_size)
         seconds = time.perf_counter() - began
         self.generator.forget_prefixes()
-        self.flight.add(completions, requests)
-        self.flight.take(options.prompts)
+        self.flight.add(completions)
+        self.flight.take(options.prompts, lambda *_: [])
         length_of = {completion.index: completion.num_tokens for completion in completions}
         lengths = [length_of.get(index, 0) for index, _ in asked_of(requests, options)]
         return seconds, sum(lengths), room_of(lengths, self.generator.config.max_num_seqs)

@@ -3,12 +3,10 @@
 STOP is JSON: recipe, script (grpo or sft), rank (of torchrun), phase and step (counted from 1).
 """
 
-import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load_recipe
@@ -23,19 +21,17 @@ config = load_recipe(stop["recipe"], {"grpo": GRPOConfig, "sft": SFTConfig}[stop
 
 def arm(phase: str, step: int) -> None:
     """Send this process SIGTERM in the middle of a phase that each step has once."""
-    timed, begun = StepTimer.phase, []
+    enter, begun = StepTimer.enter, []
 
-    @contextlib.contextmanager
-    def phase_with_signal(self: StepTimer, name: str) -> Iterator[None]:
-        with timed(self, name):
-            if name == phase:
-                begun.append(name)
-                if len(begun) == step:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    time.sleep(HEARD_SECONDS)
-            yield
+    def enter_with_signal(self: StepTimer, name: str) -> None:
+        enter(self, name)
+        if name == phase:
+            begun.append(name)
+            if len(begun) == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(HEARD_SECONDS)
 
-    StepTimer.phase = phase_with_signal
+    StepTimer.enter = enter_with_signal
 
 
 if os.environ["RANK"] == str(stop["rank"]):

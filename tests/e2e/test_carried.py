@@ -1,12 +1,12 @@
 """`sampling.carry_over`: groups that are not complete go on in the next step; nothing is lost, and resumed exactly."""
 
-import json
 import pathlib
 import shutil
 from collections import Counter
 
 import pytest
 
+from grpo.folder.checkpoint import check_checkpoint
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.torchrun import torchrun
 
@@ -31,8 +31,8 @@ def test_every_completion_is_trained_once_with_all_of_its_tokens(run: tuple[path
     completions = read_completions(run[0])
     times = Counter(line["row"] for line in completions)
     assert set(times.values()) == {4} and len(times) == 24 and len(completions) == 6 * 16
-    state = json.loads((run[0] / "checkpoints/step-00000006/driver.json").read_text())
-    assert len(state["flight"]["groups"]) == 2
+    state = check_checkpoint(run[0] / "checkpoints/step-00000006")
+    assert len(state["flight"]["prompts"]) == 2
     assert sum(source["num_drawn"] for source in state["data"]["sources"].values()) == 26
     went_on = [line for line in completions if "earlier" in line]
     assert len(went_on) > 5

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from grpo.folder.safe_reader import SafeReader
-from grpo.run.driver import Driver
+from grpo.run.inputs import read_grpo
 from grpo.run.session import Session
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
@@ -104,7 +104,7 @@ def test_resume_with_other_targets_is_refused(run, tmp_path):
     arguments = (*run[1], "--run-dir", tmp_path / "run", "--trainer.lora-targets", "q_proj", "--num-steps", 5)
     config = load(GRPOConfig, "", [str(argument) for argument in arguments])
     with pytest.raises(BadInput, match="would not go on as the run that it is: trainer.lora_targets: "):
-        Driver(Session(config, "train_grpo.py", None)).start()
+        Session(config, "train_grpo.py", read_grpo).start()
 
 
 @pytest.mark.slow  # the run above has the reference on its trainers too

@@ -1,11 +1,11 @@
 """`overlap_steps=1`: generators sample the next step while the others train; a step behind, resumed exactly."""
 
-import json
 import pathlib
 import shutil
 
 import pytest
 
+from grpo.folder.checkpoint import check_checkpoint
 from tests.e2e.conftest import BY_CHANCE
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.torchrun import run_python, torchrun
@@ -68,8 +68,7 @@ def test_6_steps_equal_3_a_crash_and_3(run: tuple[pathlib.Path, list[object]], t
     crashed = tmp_path / "run"
     shutil.copytree(run_dir, crashed)
     shutil.rmtree(crashed / "checkpoints/step-00000006")
-    state = json.loads((crashed / "checkpoints/step-00000003/driver.json").read_text())
-    assert [num_completions for *_, num_completions in state["flight"]["groups"]] == [4] * 4
+    assert check_checkpoint(crashed / "checkpoints/step-00000003")["flight"]["counts"] == [4] * 4
 
     output = torchrun("train_grpo.py", *arguments, "--run-dir", crashed, nproc=3, deadline=240)
 

@@ -13,8 +13,8 @@ import train_sft
 from grpo.config import SFTConfig
 from grpo.config.recipes import load
 from grpo.data import toy
+from grpo.run.inputs import read_sft
 from grpo.run.session import Session
-from grpo.run.sft_driver import SFTDriver
 from grpo.watch.failures import BadInput
 from tests.e2e.runs import read_metrics, without_clocks
 from tests.torchrun import run_python, torchrun
@@ -139,7 +139,7 @@ def test_resume_with_adapters_of_a_run_without_is_refused(finished: pathlib.Path
     flags = [*arguments, "--num-trainers", 1, "--run-dir", finished, "--resume", "--trainer.lora-rank", 2]
     config = load(SFTConfig, "", [str(flag) for flag in flags])
     with pytest.raises(BadInput, match="would not go on as the run that it is: trainer.lora_rank: 0 -> 2"):
-        SFTDriver(Session(config, "train_sft.py", None)).start()
+        Session(config, "train_sft.py", read_sft).start()
 
 
 def test_validation_is_the_mean_over_tokens_of_each_set(finished: pathlib.Path):

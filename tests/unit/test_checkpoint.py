@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import pathlib
@@ -13,10 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from grpo.config import CheckpointConfig
+from grpo.config import CheckpointConfig, GRPOConfig
 from grpo.export import find_checkpoint
 from grpo.folder import checkpoint
-from grpo.folder.run_folder import step_folders, step_of
+from grpo.folder.run_folder import begin_run, step_folders, step_of
 from grpo.folder.safe_reader import SafeReader
 from grpo.watch.failures import BadInput
 
@@ -44,15 +45,23 @@ class Trained:
                 getattr(self, name).load_state_dict(values)
 
 
-TENSORS = {"ids": torch.arange(50), "none": torch.empty(0, dtype=torch.int64), "logprobs": torch.rand(50)}
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
 
 
-def save(run_dir: pathlib.Path, step: int, tensors=TENSORS, **config) -> pathlib.Path:
+LOGPROBS = torch.rand(50)
+
+
+def save(run_dir: pathlib.Path, step: int, **config) -> pathlib.Path:
     """A checkpoint; returns its folder."""
-    state = {"step": step, "data": {"num_drawn": 8 * step}}
-    checkpoint.save_checkpoint(
-        str(run_dir), CheckpointConfig(**{"keep": 2} | config), step, Trained(step), state, tensors
-    )
+    state = {"step": step, "data": {"num_drawn": 8 * step}, "tensors": [LOGPROBS, torch.empty(0)]}
+    checkpoint.save_checkpoint(str(run_dir), CheckpointConfig(**{"keep": 2} | config), step, Trained(step), state)
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
@@ -81,17 +90,16 @@ def test_everything_comes_back(tmp_path):
     assert after["param_groups"] == before["param_groups"] and after["param_groups"][0]["lr"] == 1.5
     assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
     assert other.schedule.state_dict() == expected.schedule.state_dict()
-    tensors = checkpoint.read_driver_tensors(saved)
-    assert tensors.keys() == TENSORS.keys() and all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
-    assert checkpoint.newest_checkpoint(str(tmp_path)) == (saved, {"step": 3, "data": {"num_drawn": 24}})
-    assert checkpoint.read_driver_tensors(save(tmp_path, 4, tensors=None)) == {}
+    found, state = checkpoint.newest_checkpoint(str(tmp_path))
+    assert (found, state["step"], state["data"]) == (saved, 3, {"num_drawn": 24})
+    assert torch.equal(state["tensors"][0], LOGPROBS) and state["tensors"][1].shape == (0,)
 
 
 def test_the_newest_are_kept_and_strangers_too(tmp_path):
-    strangers = ["step-00000001.bak", "step-99999999x", "step-abcdefgh"]
+    strangers = ["step-00000001.bak", "step-99999999x", "step-abcdefgh", "step-٠٠٠٠٠٠٠١", "step-1", "step-"]
     for name in strangers:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "driver.json").write_text(json.dumps({"step": 99, "data": {}}))
+        (tmp_path / "checkpoints" / name / "driver.pt").write_bytes(b"")
     for step in (1, 2, 3):
         save(tmp_path, step, keep=2)
     assert newest(tmp_path) == 3
@@ -120,21 +128,16 @@ def test_the_best_checkpoint_is_kept(tmp_path):
 # ---- Damage
 
 
-def shard(folder: pathlib.Path) -> pathlib.Path:
-    (path,) = folder.glob("*.distcp")
-    return path
+SHARD = "__0_0.distcp"
 
 
-def rewrite(name: str, content: str | bytes):
-    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+def rewrite(name: str, content: bytes):
+    return lambda folder: (folder / name).write_bytes(content)
 
 
-def pipe(name: str):
-    def replace(folder: pathlib.Path) -> None:
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-
-    return replace
+def saved_bytes(value: object) -> bytes:
+    torch.save(value, file := io.BytesIO())
+    return file.getvalue()
 
 
 def elsewhere(folder: pathlib.Path) -> None:
@@ -145,24 +148,29 @@ def elsewhere(folder: pathlib.Path) -> None:
     rewrite(".metadata", pickle.dumps(metadata))(folder)
 
 
+def replace_by_pipe(path: pathlib.Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+SPOILED = {
+    "missing": pathlib.Path.unlink,
+    "empty": lambda path: os.truncate(path, 0),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "a pipe": replace_by_pipe,
+}
+BAD_STATES = ({"step": 7}, {"step": "4"}, {}, [4], torch.zeros(2))
+BAD_BYTES = (b"\0\0", b"{}", b"PK", pickle.dumps({"step": 4}), b"(" * 10**5, *map(saved_bytes, BAD_STATES))
 # name: (how to damage a checkpoint, the file that the message names)
 DAMAGE = {
-    "shard missing": (lambda f: shard(f).unlink(), ".distcp"),
-    "shard cut": (lambda f: os.truncate(shard(f), shard(f).stat().st_size - 1), ".distcp"),
-    "shard empty": (lambda f: os.truncate(shard(f), 0), ".distcp"),
-    "metadata missing": (lambda f: (f / ".metadata").unlink(), ".metadata"),
-    "metadata cut": (lambda f: os.truncate(f / ".metadata", 100), ".metadata"),
-    "metadata empty": (lambda f: os.truncate(f / ".metadata", 0), ".metadata"),
-    "metadata a pipe": (pipe(".metadata"), ".metadata"),
-    "metadata of nothing": (rewrite(".metadata", pickle.dumps({})), ".metadata"),
-    "metadata that lead elsewhere": (elsewhere, "x.distcp"),
-    "driver.json missing": (lambda f: (f / "driver.json").unlink(), "driver.json"),
-    "driver.json a pipe": (pipe("driver.json"), "driver.json"),
-    "driver.json cut": (lambda f: os.truncate(f / "driver.json", 20), "driver.json"),
-    "of another step": (rewrite("driver.json", '{"step": 7, "data": {}}'), "driver.json"),
+    f"{file} {how}": (lambda folder, file=file, spoil=spoil: spoil(folder / file), file)
+    for file in (SHARD, ".metadata", "driver.pt")
+    for how, spoil in SPOILED.items()
 }
-BAD_JSON = ("", "\0\0", "[1]", '{"step": 4}', '{"step": "4", "data": {}}', '{"step": true, "data": {}}', "[" * 10**5)
-DAMAGE |= {f"driver.json {text[:20]!r}": (rewrite("driver.json", text), "driver.json") for text in BAD_JSON}
+DAMAGE |= {f"driver.pt of bytes {n}": (rewrite("driver.pt", text), "driver.pt") for n, text in enumerate(BAD_BYTES)}
+DAMAGE["metadata of nothing"] = (rewrite(".metadata", pickle.dumps({})), ".metadata")
+DAMAGE["metadata that lead elsewhere"] = (elsewhere, "x.distcp")
 
 
 @pytest.fixture
@@ -178,7 +186,6 @@ def test_a_damaged_checkpoint_is_refused_with_the_way_to_the_one_before(name, ru
     damage, file = DAMAGE[name]
     for step, then in ((4, "continue after step 2"), (2, "start anew")):
         folder = run_dir / f"checkpoints/step-{step:08d}"
-        rewrite("driver.json", json.dumps({"step": step, "data": {}}))(folder)
         damage(folder)
         with pytest.raises(ValueError, match=f"^the checkpoint of step {step} cannot be used: ") as refused:
             checkpoint.newest_checkpoint(str(run_dir))
@@ -188,24 +195,13 @@ def test_a_damaged_checkpoint_is_refused_with_the_way_to_the_one_before(name, ru
     assert checkpoint.newest_checkpoint(str(run_dir)) == (None, {})
 
 
-@pytest.mark.parametrize("damage", [pipe("driver.safetensors"), lambda f: os.truncate(f / "driver.safetensors", 99)])
-def test_damaged_tensors_of_the_driver_are_refused(damage, run_dir):
-    damage(folder := run_dir / "checkpoints/step-00000004")
-    with pytest.raises(ValueError, match="driver.safetensors"):
-        checkpoint.read_driver_tensors(folder)
-
-
-def test_a_run_without_checkpoints_begins(tmp_path):
-    assert checkpoint.newest_checkpoint(str(tmp_path)) == (None, {})
-
-
 def test_a_kill_while_the_old_one_is_deleted_leaves_no_half_checkpoint(run_dir, monkeypatch):
     """What was being deleted, or written, has another name by then; the next start deletes it."""
     remove = shutil.rmtree
 
     def killed(path, *arguments, **options):
         if "step-00000002" in str(path):
-            (pathlib.Path(path) / "driver.json").unlink()
+            (pathlib.Path(path) / "driver.pt").unlink()
             raise KeyboardInterrupt
         remove(path, *arguments, **options)
 
@@ -218,7 +214,7 @@ def test_a_kill_while_the_old_one_is_deleted_leaves_no_half_checkpoint(run_dir, 
         (run_dir / "checkpoints" / name).mkdir()
     assert newest(run_dir) == 6
     assert names(run_dir) == sorted(["step-00000002.partial", "step-00000004", "step-00000006", *others])
-    checkpoint.remove_unfinished(str(run_dir))  # only what a run names so
+    os.close(begin_run(GRPOConfig(run_dir=str(run_dir)), "train_grpo.py"))  # deletes only what a run names so
     others.remove("step-00000007.partial")
     assert names(run_dir) == sorted(["step-00000004", "step-00000006", *others])
 
@@ -245,7 +241,7 @@ def largest_file(num_bytes: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("room", [0, 2000, 5000, "driver.json"])
+@pytest.mark.parametrize("room", [0, 2000, 5000, "driver.pt"])
 def test_no_room_ends_the_run_with_the_numbers_and_leaves_the_older_ones(room, run_dir, monkeypatch):
     """At once, in a shard's data, at its end, or for the last file."""
 
@@ -253,8 +249,8 @@ def test_no_room_ends_the_run_with_the_numbers_and_leaves_the_older_ones(room, r
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(BadInput) as stopped, contextlib.ExitStack() as limits:
-        if room == "driver.json":
-            monkeypatch.setattr(checkpoint, "_sync_folder", full)
+        if room == "driver.pt":
+            monkeypatch.setattr(checkpoint, "_bring_to_disk", full)
         else:
             limits.enter_context(largest_file(room))
         checkpoint.save_checkpoint(str(run_dir), CheckpointConfig(), 6, Trained(6), {"step": 6, "data": {}})
@@ -268,16 +264,6 @@ def test_no_room_ends_the_run_with_the_numbers_and_leaves_the_older_ones(room, r
 
 
 # ---- Nothing in a checkpoint is run
-
-
-class Evil:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: pathlib.Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
 
 
 def called(module: str, name: str):
@@ -319,6 +305,15 @@ def test_metadata_that_runs_code_is_refused(name, run_dir, tmp_path):
         assert (tmp_path / "ran").exists()
 
 
+def test_a_driver_state_that_runs_code_is_refused(run_dir, tmp_path):
+    rewrite("driver.pt", saved_bytes({"step": 4, "data": Evil(tmp_path / "ran")}))(
+        run_dir / "checkpoints/step-00000004"
+    )
+    with pytest.raises(ValueError, match="driver.pt cannot be read: UnpicklingError"):
+        checkpoint.newest_checkpoint(str(run_dir))
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("wanted", ["optimizer.param_groups.0.lr", "model.weight"])
 @pytest.mark.parametrize("declared", ["as it was", "as a value"])
 def test_a_shard_that_runs_code_is_refused(wanted, declared, run_dir, tmp_path):
@@ -327,13 +322,12 @@ def test_a_shard_that_runs_code_is_refused(wanted, declared, run_dir, tmp_path):
     metadata = SafeReader(folder).read_metadata()
     (index,) = [index for index in metadata.storage_data if index.fqn == wanted]
     place = metadata.storage_data.pop(index)
-    torch.save(Evil(tmp_path / "ran"), tmp_path / "evil")
-    evil = (tmp_path / "evil").read_bytes()
+    evil = saved_bytes(Evil(tmp_path / "ran"))
     if declared == "as a value":
         metadata.state_dict_metadata[wanted] = type(metadata.state_dict_metadata["schedule.last_epoch"])()
         index = type(index)(wanted)
-    metadata.storage_data[index] = type(place)(place.relative_path, shard(folder).stat().st_size, len(evil))
-    shard(folder).write_bytes(shard(folder).read_bytes() + evil)
+    metadata.storage_data[index] = type(place)(place.relative_path, (folder / SHARD).stat().st_size, len(evil))
+    (folder / SHARD).write_bytes((folder / SHARD).read_bytes() + evil)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(BadInput, match="cannot be loaded: UnpicklingError"):
         checkpoint.load_checkpoint(folder, Trained(2))

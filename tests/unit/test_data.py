@@ -14,7 +14,7 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.prepare import load_chat_sources, load_eval_prompts, load_sources, usable_chats, usable_prompts
 from grpo.data.streams import ChatStream, PromptStream
 from grpo.data.turns import tokenize, write_prompt
-from grpo.folder.resume import resumed_stream
+from grpo.run.inputs import resumed_stream
 
 # One token per word; the template writes "<role> content .." and, for the generation prompt, "<assistant>".
 WORDS = ["<unk>", "<eos>", "<system>", "<user>", "<assistant>", "<nothink>", "Be", "brief", "add", "yes"]

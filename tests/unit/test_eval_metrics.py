@@ -9,6 +9,7 @@ import torch
 from grpo.report.rollout_metrics import (
     evaluation_metrics,
     evaluation_metrics_of_sets,
+    evaluation_names,
     pass_at_k,
     passed,
     rollout_metrics,
@@ -129,7 +130,7 @@ def test_several_held_out_sets_have_names_a_single_one_has_not():
     metrics = evaluation_metrics_of_sets(greedy, samples, 2, "f")
     assert metrics["eval/math/accuracy"] == metrics["eval/math/pass_at_2"] == 0.5
     assert (metrics["eval/code/accuracy"], metrics["eval/code/pass_at_1"]) == (1.0, 0.0)
-    assert "eval/accuracy" not in metrics
+    assert list(metrics) == [f"eval/{name}" for name in evaluation_names(["math", "code"], 2, False)]
     assert evaluation_metrics_of_sets(greedy[:2], [], 0, "f") == evaluation_metrics(greedy[:2], [], 0, "f")
 
 
@@ -139,6 +140,7 @@ def test_a_wrong_format_does_not_look_like_a_bad_model():
     greedy = [of_source("", float(i == 0), text) for i, text in enumerate(texts)]
     metrics = evaluation_metrics(greedy, [], 0, "f", "answer_tag")
     assert (metrics["eval/accuracy"], metrics["eval/has_answer_frac"]) == (0.25, 0.75)
+    assert list(metrics) == [f"eval/{name}" for name in evaluation_names([""], 0, True)]
     assert evaluation_metrics(greedy, [], 0, "f", "boxed")["eval/has_answer_frac"] == 0.25
     assert "eval/has_answer_frac" not in evaluation_metrics(greedy, [], 0, "f")
     assert rollout_metrics(greedy, 2, "answer_tag")["completion/has_answer_frac"] == 0.75

@@ -15,7 +15,7 @@ import pytest
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load_recipe
 from grpo.folder import run_folder
-from grpo.folder.run_folder import RUN_FILES, begin_run, check_run_folder, read_marker, step_folders
+from grpo.folder.run_folder import RUN_FILES, begin_run, check_run_folder, read_marker
 
 ROOT = pathlib.Path(__file__).parents[2]
 GRPO, SFT = "train_grpo.py", "train_sft.py"
@@ -107,9 +107,7 @@ def test_a_folder_that_may_not_be_written(tmp_path):
 )
 def test_another_run_json_is_no_marker(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(
-        ValueError, match="run.json(, | that this version did not write, )with which a run marks its folder"
-    ):
+    with pytest.raises(ValueError, match="run.json.*choose another --run-dir"):
         check(tmp_path, overwrite=True)
 
 
@@ -208,18 +206,20 @@ def test_an_earlier_run_is_continued_or_deleted_only_when_asked_for(tmp_path):
         check(tmp_path, SFT, resume=True)
 
 
-@pytest.mark.parametrize("name", ["run.lock", "initial_model"])
-def test_a_start_that_was_refused_does_not_block_the_next(tmp_path, name):
+@pytest.mark.parametrize(
+    ("began", "name"),
+    [
+        (False, "run.lock"),
+        (False, "initial_model"),
+        (True, "initial_model"),
+        (True, "config.py"),
+        (True, "tensorboard"),
+    ],
+)
+def test_a_start_that_was_refused_or_lost_while_models_loaded_does_not_block_the_next(tmp_path, began, name):
+    if began:
+        begin(tmp_path, SFT)
     (tmp_path / name).touch()
-    check(tmp_path)
-    check(tmp_path, resume=True)
-
-
-@pytest.mark.parametrize("name", ["config.py", "tensorboard", "initial_model"])
-def test_a_start_that_was_lost_while_models_loaded_does_not_block_the_next(tmp_path, name):
-    begin(tmp_path, SFT)
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).mkdir()
     check(tmp_path)
     check(tmp_path, resume=True)
 
@@ -262,7 +262,8 @@ def test_a_folder_stays_a_runs_wherever_the_process_is_killed(tmp_path, monkeypa
 def test_resume_deletes_nothing_whatever_else_is_asked_for(tmp_path):
     before = tree(finished_run(tmp_path))
     begin(tmp_path, seed=2, resume=True, overwrite=True)
-    assert tree(tmp_path) == before
+    gone = before - tree(tmp_path)  # what a run was writing when it was killed
+    assert gone and all(".partial" in path or path.endswith(".tmp") for path in gone)
 
 
 def test_the_config_of_the_steps_so_far_is_kept(tmp_path):
@@ -286,16 +287,6 @@ def test_a_run_does_not_replace_what_it_reads(tmp_path):
     kept = ("toy:addition", "", "Qwen/Qwen3-1.7B", str(tmp_path / "run/rows.jsonl"), str(tmp_path / "run/model/absent"))
     check(tmp_path / "run", GRPO, kept, overwrite=True)
     check(tmp_path / "other", GRPO, (str(tmp_path / "run/model"),))
-
-
-def test_checkpoints_are_named_by_digits(tmp_path):
-    names = ["step-00000010", "step-00000002", "step-123456789", "step-abcdefgh", "step-00000004.bak", "step-٠٠٠٠٠٠٠١"]
-    for name in [*names, "step-00000011.partial", "step-1", "step-"]:
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    (tmp_path / "checkpoints/step-00000005").write_text("a file")
-    found = [path.name for path in step_folders(tmp_path)]
-    assert found == ["step-00000002", "step-00000010", "step-123456789"]
-    assert step_folders(tmp_path / "absent") == []
 
 
 def test_run_files_are_listed_in_the_pages():

@@ -8,7 +8,7 @@ import pytest
 
 from grpo.config import GRPOConfig, SFTConfig, change
 from grpo.config.recipes import changes_since, is_harmless, load_recipe, written_fields
-from grpo.folder.resume import is_same_run
+from grpo.folder.checkpoint import is_same_run
 from grpo.folder.run_folder import begin_run
 
 RECIPES = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))

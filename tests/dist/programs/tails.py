@@ -57,8 +57,8 @@ def main(folder: str, tensor_parallel: int) -> None:
         generator.version = version
         sampled = sample(requests)
         if roles.is_driver:
-            flight.add(sampled, requests)
-            trained += flight.take(TRAINED)[1]
+            flight.add(sampled)
+            flight.take(TRAINED, lambda _, completions: trained.extend(completions) or [])
     if roles.is_driver:
         check(folder, whole, reordered, trained)
     close_roles(roles, generator.close)
