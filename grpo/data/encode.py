@@ -5,7 +5,6 @@ rows. It is kept beside the source's own cache, by a fingerprint of all that it 
 finds it. Rows that a user's own function made are encoded anew at each start: nobody can see what it depends on.
 """
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -24,11 +23,11 @@ from grpo.data.columns import BadRow, Row, kinds_of
 from grpo.data.rows import Example, RowReader, chat_reader, environment_of, row_reader
 from grpo.data.sources import Rows
 from grpo.data.turns import Written, longest_token, tokenize, write_example, write_prompt
+from grpo.text import printable
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
     import datasets
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 # Rows that are rendered and then tokenized together.
@@ -119,15 +118,12 @@ class Encoder:
         """The field that holds `max_tokens`."""
         return "max_sequence_tokens" if self.train_on else "data.max_prompt_tokens"
 
-    def encode(self, rows: Sequence[Row], bounded: bool = True) -> list[Encoded]:
-        """What becomes of each row. Raises ValueError if the chat template does not end.
-
-        bounded: limit the memory of a template, and with it that of all threads of this process.
-        """
+    def encode(self, rows: Sequence[Row]) -> list[Encoded]:
+        """What becomes of each row. Raises ValueError if the chat template does not end."""
         found = [Encoded() for _ in rows]
         pairs = zip(found, rows, strict=True)
         read = [(encoded, example) for encoded, row in pairs if (example := self._read(row, encoded))]
-        with bounded_memory() if bounded else contextlib.nullcontext():
+        with bounded_memory():
             written = [(encoded, text) for encoded, example in read if (text := self._write(example, encoded))]
         tokens = tokenize(self.tokenizer, [text for _, text in written])
         for (encoded, _), (ids, mask) in zip(written, tokens, strict=True):
@@ -215,25 +211,26 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
     """
     import datasets
 
-    is_own, num_rows, fingerprint = bool(encoder.data.row), len(rows.table), _fingerprint(rows, encoder)
+    table, is_own, fingerprint = rows.table, bool(encoder.data.row), _fingerprint(rows, encoder)
     # of rows that lie in memory, such as a toy's, the library would keep nothing for the next start
     folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "encoded"
     folder.mkdir(parents=True, exist_ok=True)
-    num_processes = 1 if is_own else min(num_rows // ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    num_processes = 1 if is_own else min(len(table) // ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), MOST_PROCESSES)
     if num_processes > 1:
-        print(f"data: {num_rows:,} rows of {rows.where}, encoded by {num_processes} processes or before", flush=True)
+        told = f"{len(table):,} rows of {rows.source.text}, encoded by {num_processes} processes or before"
+        print(printable(f"data: {told}"), flush=True)
     datasets.disable_progress_bars()
     try:
-        return rows.table.map(
+        return table.map(
             functools.partial(_encode_batch, dataclasses.replace(rows, table=None), encoder),
             batched=True,
             batch_size=BATCH_ROWS,
             with_indices=True,
-            remove_columns=rows.table.column_names,
+            remove_columns=table.column_names,
             features=features(),
             num_proc=num_processes if num_processes > 1 else None,
             load_from_cache_file=not is_own,
-            cache_file_name=None if rows.table.cache_files else str(folder / f"{fingerprint}.arrow"),
+            cache_file_name=None if table.cache_files else str(folder / f"{fingerprint}.arrow"),
             new_fingerprint=fingerprint,
         )
     finally:  # the library leaves it off for code outside of Python, where tokenizers look
@@ -241,29 +238,19 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
         os.unsetenv(PARALLEL) if value is None else os.putenv(PARALLEL, value)
 
 
-def as_table(found: list[Encoded]) -> "datasets.Dataset":
-    """The same table of rows that are in memory."""
-    import datasets
-
-    return datasets.Dataset.from_dict(_columns(found), features())
-
-
 def _encode_batch(rows: Rows, encoder: Encoder, batch: dict[str, list], places: list[int]) -> dict[str, list]:
-    return _columns(encoder.encode(rows.rows_of(batch, places[0])))
-
-
-def _columns(found: list[Encoded]) -> dict[str, list]:
+    found = encoder.encode(rows.rows_of(batch, places[0]))
     return {name: [getattr(encoded, name) for encoded in found] for name in features()}
 
 
 def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     """A name for all that the encoded rows follow from."""
     tokenizer = encoder.tokenizer
-    unused = {"path": "", "sources": {}, "weights": {}, "streaming": False, "bad_rows": "refuse", "shuffle": True}
+    unused = {"path": "", "sources": {}, "weights": {}, "bad_rows": "refuse", "shuffle": True}
     data = dataclasses.replace(encoder.data, **unused)
     own_code = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
     text = [
-        *(rows.table._fingerprint, rows.where),
+        *(rows.table._fingerprint, rows.source.text),
         repr((data, encoder.max_tokens, encoder.train_on, encoder.truncates, encoder.columns, encoder.tools)),
         *(tokenizer.backend_tokenizer.to_str(), tokenizer.name_or_path, str(tokenizer.chat_template)),
         *(repr(tokenizer.special_tokens_map), repr(tokenizer.init_kwargs)),
@@ -284,11 +271,8 @@ class EncodedRows:
     source: Source
     table: "datasets.Dataset"
     """An Encoded for each row."""
-    encoder: Encoder
     usable: Sequence[int]
     """The rows that are drawn, in the order of the source."""
-    lengths: "np.ndarray"
-    """int64: tokens of the rows that would be drawn if there were no limit."""
     left_out: str
     """Why rows are left out, with how many."""
 

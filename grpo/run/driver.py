@@ -117,8 +117,7 @@ class Driver:
         return self.requests
 
     def _draw(self, num_prompts: int) -> list[Prompt]:
-        with refuse_bad_input():  # rows that are streamed are checked as they come
-            return self.stream.draw(num_prompts)
+        return self.stream.draw(num_prompts)
 
     def _score(self, prompts: list[Prompt], completions: list[Completion]) -> list[Rollout]:
         """Begin to score. Only dynamic sampling waits for it, because it trains on groups whose rewards differ."""
@@ -211,4 +210,4 @@ class Driver:
             metrics |= {"lag/mean": lag_S.mean().item(), "lag/max": lag_S.max().item()}
         if config.sampling.carry_over:
             metrics["lag/stale_frac"] = stale_frac(completions, self.step)
-        return metrics | self.flight.metrics() | self.stream.metrics()
+        return metrics | self.flight.metrics()

@@ -123,8 +123,10 @@ def test_each_epoch_is_a_new_permutation_from_the_seed(tokenizer, ten_rows):
         return [p.columns["answer"] for p in prompts_of(config_of(ten_rows), tokenizer, seed).draw(20)]
 
     state = random.getstate()
-    first = answers(seed=1)
+    first, by_hand = answers(seed=1), [str(i) for i in range(10)]
     assert random.getstate() == state
+    random.Random("1 0").shuffle(by_hand)  # seed and epoch
+    assert first[:10] == by_hand
     assert sorted(first[:10]) == sorted(first[10:]) == [str(i) for i in range(10)]
     assert first[:10] != first[10:]
     assert first == answers(seed=1)
