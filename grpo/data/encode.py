@@ -1,8 +1,8 @@
 """Rows -> token ids, once: each row is read, rendered and tokenized, and what became of it is kept in a table.
 
 The table is the library's (`datasets`): on disk, mapped into memory, made by several processes where there are many
-rows. It is kept beside the source's own cache, by a fingerprint of all that it follows from, so that the next start
-finds it. Rows that a user's own function made are encoded anew at each start: nobody can see what it depends on.
+rows, and kept by a fingerprint of all that it follows from, so that the next start finds it. Rows that a user's own
+function made are encoded anew at each start: nobody can see what it depends on.
 """
 
 import dataclasses
@@ -115,8 +115,8 @@ class Encoder:
 
     @property
     def limit(self) -> str:
-        """The field that holds `max_tokens`."""
-        return "max_sequence_tokens" if self.train_on else "data.max_prompt_tokens"
+        """The limit with its field, as messages name it."""
+        return f"{'max_sequence_tokens' if self.train_on else 'data.max_prompt_tokens'}={self.max_tokens}"
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded]:
         """What becomes of each row. Raises ValueError if the chat template does not end."""
@@ -127,7 +127,15 @@ class Encoder:
             written = [(encoded, text) for encoded, example in read if (text := self._write(example, encoded))]
         tokens = tokenize(self.tokenizer, [text for _, text in written])
         for (encoded, _), (ids, mask) in zip(written, tokens, strict=True):
-            self._fill_in(encoded, ids, mask)
+            encoded.num_tokens = len(ids)
+            if self.truncates:
+                ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
+            if len(ids) > self.max_tokens:  # before labels are looked for: of a huge text they may be cut off
+                encoded.fate = Fate.TOO_LONG
+            elif self.train_on and not any(mask):
+                encoded.fate = Fate.UNLABELLED
+            else:
+                encoded.ids, encoded.mask = ids, mask if self.train_on else []
         return found
 
     def _read(self, row: Row, encoded: Encoded) -> Example | None:
@@ -159,17 +167,6 @@ class Encoder:
             return None
         most_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
         return written._replace(text=written.text[: most_tokens * longest_token(self.tokenizer)])
-
-    def _fill_in(self, encoded: Encoded, ids: list[int], mask: list[bool]) -> None:
-        encoded.num_tokens = len(ids)
-        if self.truncates:
-            ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
-        if len(ids) > self.max_tokens:  # before labels are looked for: of a huge text they may be cut off
-            encoded.fate = Fate.TOO_LONG
-        elif self.train_on and not any(mask):
-            encoded.fate = Fate.UNLABELLED
-        else:
-            encoded.ids, encoded.mask = ids, mask if self.train_on else []
 
 
 def _as_json(values: list) -> str:

@@ -242,7 +242,7 @@ def _usable(
         "that cannot be used": counts[Fate.BAD],
         "that the chat template refuses": counts[Fate.REFUSED],
         "without a token to learn": counts[Fate.UNLABELLED],
-        f"longer than {encoder.limit}={encoder.max_tokens}": counts[Fate.TOO_LONG],
+        f"longer than {encoder.limit}": counts[Fate.TOO_LONG],
     }
     left_out = ", ".join(f"{count:,} {why}" for why, count in causes.items() if count)
     usable = np.flatnonzero(fates == Fate.USED).tolist()
@@ -263,7 +263,7 @@ def _usable(
         f"an epoch is {len(usable) / per_step:,.1f} steps" if per_step else "",
         sizes,
         f"left out: {left_out}" if left_out else "",
-        f"cut off: {num_cut:,} longer than {encoder.limit}={encoder.max_tokens}" if num_cut else "",
+        f"cut off: {num_cut:,} longer than {encoder.limit}" if num_cut else "",
     ]
     print(printable("; ".join(filter(None, parts))), flush=True)
     return EncodedRows(source, table, usable[:most], left_out)
