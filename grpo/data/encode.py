@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from grpo.config import DataConfig, RowFormat, SFTConfig, TrainOn
+from grpo.config import DataConfig, SFTConfig, TrainOn
 from grpo.config.sources import Source
 from grpo.data.chat import Refused, bounded_memory, deadline, template_name
 from grpo.data.columns import BadRow, Row, kinds_of
-from grpo.data.rows import Example, RowReader, chat_reader, environment_of, row_reader
+from grpo.data.rows import Example, RowReader, environment_of
 from grpo.data.sources import Rows
 from grpo.data.turns import Written, longest_token, tokenize, write_example, write_prompt
 from grpo.text import printable
@@ -102,14 +102,13 @@ class Encoder:
 
     tokenizer: "PreTrainedTokenizerBase"
     data: DataConfig
-    read: RowReader
     max_tokens: int
     train_on: TrainOn | None = None
     """What the labels are; None makes prompts."""
     truncates: bool = False
     """Longer rows are cut off, and not left out."""
     columns: tuple[str, ...] = ()
-    """What else of the config decides about tokens: what `read` looks for, where `data` does not say it."""
+    """What else of the config decides about tokens: what is looked for in a row, where `data` does not say it."""
     tools: Mapping[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Of each environment by its name, JSON schemas, for prompts whose rows bring none."""
 
@@ -118,11 +117,11 @@ class Encoder:
         """The limit with its field, as messages name it."""
         return f"{'max_sequence_tokens' if self.train_on else 'data.max_prompt_tokens'}={self.max_tokens}"
 
-    def encode(self, rows: Sequence[Row]) -> list[Encoded]:
-        """What becomes of each row. Raises ValueError if the chat template does not end."""
+    def encode(self, rows: Sequence[Row], read: RowReader) -> list[Encoded]:
+        """What becomes of each row that `read` takes. Raises ValueError if the chat template does not end."""
         found = [Encoded() for _ in rows]
         pairs = zip(found, rows, strict=True)
-        read = [(encoded, example) for encoded, row in pairs if (example := self._read(row, encoded))]
+        read = [(encoded, example) for encoded, row in pairs if (example := self._read(row, read, encoded))]
         with bounded_memory():
             written = [(encoded, text) for encoded, example in read if (text := self._write(example, encoded))]
         tokens = tokenize(self.tokenizer, [text for _, text in written])
@@ -138,10 +137,10 @@ class Encoder:
                 encoded.ids, encoded.mask = ids, mask if self.train_on else []
         return found
 
-    def _read(self, row: Row, encoded: Encoded) -> Example | None:
+    def _read(self, row: Row, read: RowReader, encoded: Encoded) -> Example | None:
         """What the row gives, if it can be used; what is kept of it besides its tokens goes into `encoded`."""
         try:
-            example = self.read(row)
+            example = read(row)
             if example is None:
                 encoded.fate = Fate.DROPPED
             elif self.train_on is None:
@@ -180,19 +179,18 @@ def prompt_encoder(
     tokenizer: "PreTrainedTokenizerBase", data: DataConfig, tools: Mapping[str, list[dict[str, Any]]] | None = None
 ) -> Encoder:
     """The encoder of GRPO's rows. tools: of each environment, by its name."""
-    return Encoder(tokenizer, data, row_reader(data), data.max_prompt_tokens, tools=tools or {})
+    return Encoder(tokenizer, data, data.max_prompt_tokens, tools=tools or {})
 
 
-def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, row_format: RowFormat) -> Encoder:
-    """The encoder of SFT's rows of this format."""
+def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig) -> Encoder:
+    """The encoder of SFT's rows."""
     return Encoder(
         tokenizer,
         config.data,
-        chat_reader(config, row_format),
         config.max_sequence_tokens,
         config.train_on,
         truncates=config.too_long == "truncate",
-        columns=(row_format, config.completion_column),
+        columns=(config.row_format, config.completion_column),
     )
 
 
@@ -236,7 +234,7 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
 
 
 def _encode_batch(rows: Rows, encoder: Encoder, batch: dict[str, list], places: list[int]) -> dict[str, list]:
-    found = encoder.encode(rows.rows_of(batch, places[0]))
+    found = encoder.encode(rows.rows_of(batch, places[0]), rows.read)
     return {name: [getattr(encoded, name) for encoded in found] for name in features()}
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, RowFormat, SFTConfig
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
 from grpo.config.sources import Source
-from grpo.data.columns import ABSENT, BadRow, value_at
+from grpo.data.columns import ABSENT, value_at
 from grpo.data.encode import Encoded, EncodedRows, Encoder, Fate, as_prompt, chat_encoder, encode_rows, prompt_encoder
-from grpo.data.rows import ChatColumns, Example, RowReader, chat_reader, detect_format, no_format, row_reader
+from grpo.data.rows import ChatColumns, chat_reader, detect_format, no_format, row_reader
 from grpo.data.sources import Rows, load_rows
 from grpo.text import printable
 from grpo.types import Prompt
@@ -35,52 +35,27 @@ LOUD_FRAC, LEAST_FRAC = 0.05, 0.01
 MOST_FRAC = 0.95
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceRows:
-    """The rows of a source, and how each is read."""
-
-    rows: Rows
-    read: RowReader
-    row_format: RowFormat = "auto"
-    """Of chats."""
-
-    @property
-    def source(self) -> Source:
-        """Where they come from."""
-        return self.rows.source
-
-    def examples(self) -> Iterator[Example]:
-        """What the rows give, as they come; those that cannot be used give nothing."""
-        for row in self.rows:
-            try:
-                example = self.read(row)
-            except BadRow:
-                continue
-            if example is not None:
-                yield example
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Load
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def load_sources(data: DataConfig) -> list[SourceRows]:
+def load_sources(data: DataConfig) -> list[Rows]:
     """The rows of all sources of `data`; raises what `load_rows` raises, and ValueError if no row has a column."""
     return [_prompt_rows(source, data) for source in data.all_sources]
 
 
-def load_chat_sources(config: SFTConfig) -> list[SourceRows]:
+def load_chat_sources(config: SFTConfig) -> list[Rows]:
     """The rows of all sources for SFT, see `load_sources`; raises ValueError also if they have columns of no format."""
     return [_chat_rows(source, config) for source in config.data.all_sources]
 
 
-def _prompt_rows(source: Source, data: DataConfig) -> SourceRows:
+def _prompt_rows(source: Source, data: DataConfig) -> Rows:
     rows = _narrowed(load_rows(source), data, [data.prompt_column, *data.reward_columns.values()])
-    return SourceRows(rows, row_reader(data))
+    return dataclasses.replace(rows, read=row_reader(data))
 
 
-def _chat_rows(source: Source, config: SFTConfig) -> SourceRows:
+def _chat_rows(source: Source, config: SFTConfig) -> Rows:
     """The format of the rows, unless it is given, is that of the first rows for all of a source."""
     rows, columns, row_format = load_rows(source), ChatColumns.of(config), config.row_format
     if not config.data.row:
@@ -91,7 +66,7 @@ def _chat_rows(source: Source, config: SFTConfig) -> SourceRows:
             needed = " and ".join(columns.of_format[row_format])
             print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
         rows = _narrowed(rows, config.data, columns.of_format[row_format], ["input", columns.tools])
-    return SourceRows(rows, chat_reader(config, row_format), row_format)
+    return dataclasses.replace(rows, read=chat_reader(config, row_format))
 
 
 def _narrowed(rows: Rows, data: DataConfig, paths: Sequence[str], optional: Sequence[str] = ()) -> Rows:
@@ -121,7 +96,7 @@ def _names(rows: Rows) -> list[str]:
     return list(there)
 
 
-def reward_columns(sources: list[SourceRows]) -> list[str] | None:
+def reward_columns(sources: list[Rows]) -> list[str] | None:
     """The columns that the rewards get, as the first row of each source has them; None if no row gives any.
 
     Raises ValueError if sources differ in them, which `data.row` may cause.
@@ -134,7 +109,7 @@ def reward_columns(sources: list[SourceRows]) -> list[str] | None:
     return next(iter(names.values()), None)
 
 
-def texts_of(sources: list[SourceRows]) -> Iterator[str]:
+def texts_of(sources: list[Rows]) -> Iterator[str]:
     """All texts of all rows that can be used, as they come."""
     return (text for rows in sources for example in rows.examples() for text in example.texts)
 
@@ -145,7 +120,7 @@ def texts_of(sources: list[SourceRows]) -> Iterator[str]:
 
 
 def usable_prompts(
-    sources: list[SourceRows],
+    sources: list[Rows],
     config: GRPOConfig,
     tokenizer: "PreTrainedTokenizerBase",
     tools: Mapping[str, list[dict[str, Any]]] | None = None,
@@ -155,16 +130,12 @@ def usable_prompts(
     tools: of each environment, JSON schemas, which the chat template shows to the model. Raises ValueError if rows
     cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
     """
-    encoder = prompt_encoder(tokenizer, config.data, tools)
-    return _training_rows([(rows, encoder) for rows in sources], config.prompts_per_step)
+    return _training_rows(sources, prompt_encoder(tokenizer, config.data, tools), config.prompts_per_step)
 
 
-def usable_chats(
-    sources: list[SourceRows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"
-) -> list[EncodedRows]:
+def usable_chats(sources: list[Rows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> list[EncodedRows]:
     """The sources as examples of SFT, see `usable_prompts`; left out are also those of which no token is a label."""
-    encoded = [(rows, chat_encoder(tokenizer, config, rows.row_format)) for rows in sources]
-    return _training_rows(encoded, config.sequences_per_step)
+    return _training_rows(sources, chat_encoder(tokenizer, config), config.sequences_per_step)
 
 
 def load_eval_prompts(
@@ -190,12 +161,10 @@ def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> 
 
     It prints how many there are, and raises what `usable_chats` raises.
     """
-    sets, validation = {}, config.validation
+    sets, validation, encoder = {}, config.validation, chat_encoder(tokenizer, config)
     for source in validation.held_out(config.data):
         _warn_of_training_data(source, config.data, validation.section)
-        loaded = _chat_rows(source, config)
-        encoder = chat_encoder(tokenizer, config, loaded.row_format)
-        rows = _usable(loaded, encoder, "held out", validation.num_examples)
+        rows = _usable(_chat_rows(source, config), encoder, "held out", validation.num_examples)
         sets[source.label] = [rows.get(row) for row in rows.usable]
     return sets
 
@@ -211,25 +180,23 @@ def _warn_of_training_data(source: Source, data: DataConfig, called: str) -> Non
             print(f"warning: {called} uses the training data {source.path}; set {called}.path", flush=True)
 
 
-def _training_rows(sources: list[tuple[SourceRows, Encoder]], per_step: int) -> list[EncodedRows]:
+def _training_rows(sources: list[Rows], encoder: Encoder, per_step: int) -> list[EncodedRows]:
     """Each source encoded. per_step: rows that a step draws from all of them."""
-    share = per_step / sum(rows.source.weight for rows, _ in sources)
-    found = [_usable(rows, encoder, "data", per_step=share * rows.source.weight) for rows, encoder in sources]
+    share = per_step / sum(rows.source.weight for rows in sources)
+    found = [_usable(rows, encoder, "data", per_step=share * rows.source.weight) for rows in sources]
     num_left = sum(len(rows.usable) for rows in found)
     if num_left < per_step:
         print(f"warning: a step of {per_step} rows takes each of {num_left} several times", flush=True)
     return found
 
 
-def _usable(
-    loaded: SourceRows, encoder: Encoder, what: str, most: int | None = None, per_step: float = 0.0
-) -> EncodedRows:
+def _usable(rows: Rows, encoder: Encoder, what: str, most: int | None = None, per_step: float = 0.0) -> EncodedRows:
     """A source encoded, with its first `most` usable rows; prints a line about it, which begins with `what`.
 
     per_step: rows of this source in a step, 0 for held-out rows. Raises ValueError if there are rows that cannot be
     used and `data.bad_rows` is refuse, or if too few are left.
     """
-    source, data, table = loaded.source, encoder.data, encode_rows(loaded.rows, encoder)
+    source, data, table = rows.source, encoder.data, encode_rows(rows, encoder)
     fates, reasons = table.data.column("fate").to_numpy().copy(), table.data.column("reason")
     bad = np.flatnonzero(np.isin(fates, (Fate.BAD, Fate.REFUSED))).tolist()
     odd = _odd_kinds(table)

@@ -5,7 +5,9 @@ that look like dates into dates, to stop at blank lines and at rows with differe
 accept or refuse a mixture of types by where in the file it is.
 """
 
+import contextlib
 import csv
+import itertools
 import json
 import pathlib
 from collections.abc import Iterable, Iterator
@@ -13,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo.config.sources import KINDS, Source
-from grpo.data.columns import Row
+from grpo.data.columns import BadRow, Row
+from grpo.data.rows import Example, RowReader
 from grpo.text import reason_of
 
 if TYPE_CHECKING:
@@ -39,6 +42,8 @@ class Rows:
     table: "datasets.Dataset"
     source: Source
     is_json: bool = False
+    read: RowReader | None = None
+    """What makes an example of a row; None until that is known."""
 
     def __iter__(self) -> Iterator[Row]:
         for start in range(0, len(self.table), READ_ROWS):
@@ -59,6 +64,13 @@ class Rows:
                 where = f"{self.source.text}, line {number}"
                 raise ValueError(f"{where}: {error}; write one JSON object per line") from error
         return rows
+
+    def examples(self) -> Iterator[Example]:
+        """What the rows give, as they come; those that cannot be used give nothing."""
+        for row in self:
+            with contextlib.suppress(BadRow):
+                if (example := self.read(row)) is not None:
+                    yield example
 
     def narrowed(self, paths: Iterable[str]) -> "Rows":
         """A table with only the columns that these paths lead into, since others may be large; JSON stays as it is."""
@@ -124,7 +136,7 @@ def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
         files = _files_of_folder(path.absolute())
     else:
         return "", {}
-    kinds = {_kind_of(path) for paths in files.values() for path in paths}
+    kinds = {_kind_of(path) for path in itertools.chain(*files.values())}
     if len(kinds) != 1:
         there = f"files of several kinds ({', '.join(sorted(kinds))})" if kinds else f"no {', '.join(KINDS)} file"
         raise ValueError(f"data folder {source.path} has {there}; give one with files of one kind, or a single file")
@@ -158,7 +170,7 @@ def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[
     """The rows of files of a kind that has no table and no lines."""
     import datasets
 
-    for path in (path for paths in files.values() for path in paths):
+    for path in itertools.chain(*files.values()):
         _check_text(path)
     rows = {split: [row for path in paths for row in READERS[kind](path)] for split, paths in files.items()}
     try:
@@ -254,7 +266,7 @@ def _load(source: Source, kind: str, files: dict[str, list[str]]) -> "datasets.D
         if any(said in str(cause) for said in NO_ROWS):
             raise _no_rows(source) from error
         if isinstance(cause, UnicodeDecodeError):
-            for path in (path for paths in files.values() for path in paths):
+            for path in itertools.chain(*files.values()):
                 _check_text(path)
         way_out = (
             "check the spelling; for a local file, give a path ending in .jsonl, .json, .csv or .parquet; without "

@@ -13,6 +13,7 @@ from grpo.config import DataConfig
 from grpo.data import chat, toy
 from grpo.data.chat import check_template, detokenize, look_at_prompt
 from grpo.data.encode import Encoded, Fate, prompt_encoder
+from grpo.data.rows import row_reader
 from grpo.data.turns import longest_token
 from tests.unit.chat_templates import MISTRAL, QWEN3, THINKER
 
@@ -58,7 +59,8 @@ def test_good_templates_pass(template):
 
 def encode_within(text: str, max_tokens: int, template: str = PLAIN) -> Encoded:
     data = DataConfig(system_prompt="", max_prompt_tokens=max_tokens)
-    (encoded,) = prompt_encoder(tokenizer_with(template), data).encode([{"question": text, "answer": "1"}])
+    encoder, row = prompt_encoder(tokenizer_with(template), data), {"question": text, "answer": "1"}
+    (encoded,) = encoder.encode([row], row_reader(data))
     return encoded
 
 
