@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
-from grpo.data.columns import Message, as_messages
+from grpo.data.columns import BadRow, Message, as_messages
 from grpo.text import reason_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SYSTEM_ROLES = ("system", "developer")
 
 
-class Refused(ValueError):
+class Refused(BadRow):
     """A row cannot be encoded, mostly because the chat template does not take its messages; the message says why."""
 
 
@@ -217,36 +217,32 @@ def _render_within(
     """What the template makes of a prompt; ends this process after so many seconds of the CPU's time."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds),) * 2)
-    with bounded_memory():
+    with template_bounds(template_name(tokenizer, data)):
         return render(tokenizer, data, messages, opening=True)[0]
 
 
 @contextlib.contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Let the block take TEMPLATE_BYTES more and no more, then MemoryError; for all threads of this process."""
-    before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + TEMPLATE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if before == resource.RLIM_INFINITY else min(before, limit), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+def template_bounds(what: str) -> Iterator[None]:
+    """Let the block take TEMPLATE_SECONDS, else ValueError, and TEMPLATE_BYTES more memory, else MemoryError.
 
-
-@contextlib.contextmanager
-def deadline(what: str) -> Iterator[None]:
-    """Raise ValueError in the block after TEMPLATE_SECONDS; call it in the main thread, which alone gets signals."""
+    Call it in the main thread, which alone gets signals; the memory is that of all threads.
+    """
 
     def expired(*_: Any) -> None:
         raise ValueError(
             f"{what} was not done after {TEMPLATE_SECONDS} s; look for endless loops, or use another model"
         )
 
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    limit = pages * resource.getpagesize() + TEMPLATE_BYTES
     handler = signal.signal(signal.SIGALRM, expired)
+    resource.setrlimit(resource.RLIMIT_AS, (limit if before == resource.RLIM_INFINITY else min(before, limit), hard))
     signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
         signal.signal(signal.SIGALRM, handler)

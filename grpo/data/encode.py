@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig, SFTConfig, TrainOn
 from grpo.config.sources import Source
-from grpo.data.chat import Refused, bounded_memory, deadline, template_name
+from grpo.data.chat import template_bounds, template_name
 from grpo.data.columns import BadRow, Row, kinds_of
 from grpo.data.rows import Example, RowReader, environment_of
 from grpo.data.sources import Rows
@@ -49,11 +49,9 @@ class Fate(enum.IntEnum):
     DROPPED = 1
     """`data.row` left it out, which was meant so."""
     BAD = 2
-    """It does not hold what it must."""
-    REFUSED = 3
-    """The chat template does not take it."""
-    TOO_LONG = 4
-    UNLABELLED = 5
+    """It does not hold what it must, or the chat template does not take it."""
+    TOO_LONG = 3
+    UNLABELLED = 4
     """No token of it is a label."""
 
 
@@ -63,7 +61,7 @@ class Encoded:
 
     fate: int = Fate.USED
     reason: str = ""
-    """Why it is BAD or REFUSED."""
+    """Why it is BAD."""
     num_tokens: int = 0
     """All tokens of the row, also of one that is too long or was cut off; perhaps a lower bound there."""
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -119,11 +117,15 @@ class Encoder:
 
     def encode(self, rows: Sequence[Row], read: RowReader) -> list[Encoded]:
         """What becomes of each row that `read` takes. Raises ValueError if the chat template does not end."""
-        found = [Encoded() for _ in rows]
-        pairs = zip(found, rows, strict=True)
-        read = [(encoded, example) for encoded, row in pairs if (example := self._read(row, read, encoded))]
-        with bounded_memory():
-            written = [(encoded, text) for encoded, example in read if (text := self._write(example, encoded))]
+        found, written = [Encoded() for _ in rows], []
+        for encoded, row in zip(found, rows, strict=True):
+            try:
+                if (example := read(row)) is None:
+                    encoded.fate = Fate.DROPPED
+                else:
+                    written.append((encoded, self._write(example, encoded)))
+            except BadRow as error:
+                encoded.fate, encoded.reason = Fate.BAD, str(error)
         tokens = tokenize(self.tokenizer, [text for _, text in written])
         for (encoded, _), (ids, mask) in zip(written, tokens, strict=True):
             encoded.num_tokens = len(ids)
@@ -137,33 +139,20 @@ class Encoder:
                 encoded.ids, encoded.mask = ids, mask if self.train_on else []
         return found
 
-    def _read(self, row: Row, read: RowReader, encoded: Encoded) -> Example | None:
-        """What the row gives, if it can be used; what is kept of it besides its tokens goes into `encoded`."""
-        try:
-            example = read(row)
-            if example is None:
-                encoded.fate = Fate.DROPPED
-            elif self.train_on is None:
-                encoded.values, encoded.kinds = _as_json([example.prompt, example.columns]), kinds_of(example.columns)
-                if self.tools:
-                    tools = self.tools[environment_of(example.columns, self.data, self.tools)]
-                    example = dataclasses.replace(example, tools=example.tools or tools or None)
-            return example
-        except BadRow as error:
-            encoded.fate, encoded.reason = Fate.BAD, str(error)
-            return None
+    def _write(self, example: Example, encoded: Encoded) -> Written:
+        """What is to be tokenized: of a very long text its beginning, which is more than is drawn or counted.
 
-    def _write(self, example: Example, encoded: Encoded) -> Written | None:
-        """What is to be tokenized: of a very long text its beginning, which is more than is drawn or counted."""
-        try:
-            with deadline(template_name(self.tokenizer, self.data)):
-                if self.train_on is None:
-                    written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools)
-                else:
-                    written = write_example(self.tokenizer, self.data, example, self.train_on)
-        except Refused as error:
-            encoded.fate, encoded.reason = Fate.REFUSED, str(error)
-            return None
+        What is kept of a prompt besides its tokens goes into `encoded`. Raises BadRow.
+        """
+        bounds = template_bounds(template_name(self.tokenizer, self.data))
+        if self.train_on:
+            with bounds:
+                written = write_example(self.tokenizer, self.data, example, self.train_on)
+        else:
+            encoded.values, encoded.kinds = _as_json([example.prompt, example.columns]), kinds_of(example.columns)
+            tools = self.tools[environment_of(example.columns, self.data, self.tools)] if self.tools else None
+            with bounds:
+                written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools or tools or None)
         most_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
         return written._replace(text=written.text[: most_tokens * longest_token(self.tokenizer)])
 

@@ -198,20 +198,19 @@ def _usable(rows: Rows, encoder: Encoder, what: str, most: int | None = None, pe
     """
     source, data, table = rows.source, encoder.data, encode_rows(rows, encoder)
     fates, reasons = table.data.column("fate").to_numpy().copy(), table.data.column("reason")
-    bad = np.flatnonzero(np.isin(fates, (Fate.BAD, Fate.REFUSED))).tolist()
+    bad = np.flatnonzero(fates == Fate.BAD).tolist()
     odd = _odd_kinds(table)
     fates[list(odd)] = Fate.BAD
     if bad or odd:
         _refuse_or_warn(odd | {row: reasons[row].as_py() for row in bad}, len(table), source, data)
     counts = Counter(fates.tolist())
     causes = {
-        f"left out by {data.row}": counts[Fate.DROPPED],
-        "that cannot be used": counts[Fate.BAD],
-        "that the chat template refuses": counts[Fate.REFUSED],
-        "without a token to learn": counts[Fate.UNLABELLED],
-        f"longer than {encoder.limit}": counts[Fate.TOO_LONG],
+        Fate.DROPPED: f"left out by {data.row}",
+        Fate.BAD: "that cannot be used",
+        Fate.UNLABELLED: "without a token to learn",
+        Fate.TOO_LONG: f"longer than {encoder.limit}",
     }
-    left_out = ", ".join(f"{count:,} {why}" for why, count in causes.items() if count)
+    left_out = ", ".join(f"{counts[fate]:,} {why}" for fate, why in causes.items() if counts[fate])
     usable = np.flatnonzero(fates == Fate.USED).tolist()
     lengths = table.data.column("num_tokens").to_numpy()[np.isin(fates, (Fate.USED, Fate.TOO_LONG))]
     sizes = ""

@@ -177,7 +177,7 @@ def test_show_prints_examples_and_stops(arguments: list[str], tmp_path: pathlib.
         )
     output = capsys.readouterr().out
     assert "example 1: " in output and "example 2: " in output and "example 3" not in output
-    assert "example 2: 8 tokens, 7 of them labels" in output and "832+533<eos>" in output
+    assert "example 2: 8 tokens, 7 of them labels" in output and "802+849<eos>" in output
     assert "loading the model" not in output
     assert not (tmp_path / "run").exists()
 

@@ -297,7 +297,7 @@ def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in
     assert prompts("skip") == [0, 2]
     assert examples("skip") == [f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)]
     out = capsys.readouterr().out
-    assert len(re.findall(f"warning: {told}", out)) == out.count("left out: 1 that the chat template refuses") == 2
+    assert len(re.findall(f"warning: {told}", out)) == out.count("left out: 1 that cannot be used") == 2
 
 
 @pytest.fixture
