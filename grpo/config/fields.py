@@ -590,7 +590,7 @@ class GRPOConfig(RunConfig):
 
 # Which tokens of an example are labels, see grpo/data/turns.py.
 TrainOn = Literal["all", "assistant", "last"]
-# What the columns of a row mean, see grpo/data/formats.py.
+# What the columns of a row mean, see grpo/data/rows.py.
 RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 
 

@@ -34,10 +34,6 @@ def test_rows_with_turns(row, messages):
     assert chat_of(row) == Example(chat=messages)
 
 
-def test_plain_text():
-    assert chat_of({"text": "Once upon a time"}) == Example(text="Once upon a time")
-
-
 def test_the_first_format_that_fits_is_taken_unless_one_is_named():
     row = {"text": "t", "instruction": "i", "output": "o", "question": "q", "answer": "a", "messages": [USER]}
     expected = {
