@@ -133,7 +133,13 @@ def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
             )
         files = {split: [str(path)]}
     elif source.kind == "folder" and not (path / "README.md").is_file():
-        files = _files_of_folder(path.absolute())
+        from datasets.data_files import DataFilesDict, get_data_patterns
+
+        # names say which split a file is of; all are train if none does
+        folder, files = str(path.absolute()), {}
+        with contextlib.suppress(FileNotFoundError):
+            found = DataFilesDict.from_patterns(get_data_patterns(folder), folder, allowed_extensions=list(KINDS))
+            files = {split: [str(file) for file in names] for split, names in found.items()}
     else:
         return "", {}
     kinds = {_kind_of(path) for path in itertools.chain(*files.values())}
@@ -141,18 +147,6 @@ def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
         there = f"files of several kinds ({', '.join(sorted(kinds))})" if kinds else f"no {', '.join(KINDS)} file"
         raise ValueError(f"data folder {source.path} has {there}; give one with files of one kind, or a single file")
     return kinds.pop(), files
-
-
-def _files_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
-    """The files of a folder, whose names say which split they are of (all train if none does)."""
-    from datasets.data_files import DataFilesDict, get_data_patterns
-
-    try:
-        patterns = get_data_patterns(str(folder))
-        found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=list(KINDS))
-    except FileNotFoundError:
-        return {}
-    return {split: [str(file) for file in names] for split, names in found.items()}
 
 
 def _kind_of(path: str) -> str:
