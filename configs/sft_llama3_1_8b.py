@@ -3,8 +3,7 @@
     torchrun --nproc_per_node=8 train_sft.py configs/sft_llama3_1_8b.py
 
 208,000 chats of several turns, of which every answer is learned; 1600 steps of 128 are almost one epoch. Chats of more
-than 4096 tokens are cut off there. All rows are tokenized once before the start, which takes minutes; with
---data.streaming, only the first 1000 are, and rank 0 reads the hub while it trains.
+than 4096 tokens are cut off there. All rows are tokenized once before the first start, which takes minutes.
 
 Memory per GPU (`--dry-run --gpus 8` with this recipe): float32 weights, gradients and Adam's two moments are 16 bytes
 per parameter, 8.0e9 x 16 / 8 ranks = 15 GiB; with the activations of 16384 tokens and the rest about 52 GiB.

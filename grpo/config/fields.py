@@ -185,11 +185,9 @@ class DataConfig:
     """Prompts longer than this many tokens are left out and counted at the start."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do about rows without a prompt or a value in a column that is used. refuse: an error before the start
-    that lists them (with `streaming`, at the first one that comes); skip: leave them out and say how many."""
+    that lists them; skip: leave them out and say how many."""
     shuffle: bool = True
     """Draw the prompts of each epoch in a new random order, which follows from `seed`; off takes the file's order."""
-    streaming: bool = False
-    """Read rows as they come and keep none, where data is larger than memory or disk; 10,000 at a time are shuffled."""
 
     @property
     def all_sources(self) -> list[Source]:
@@ -596,7 +594,7 @@ class GRPOConfig(RunConfig):
 
 # Which tokens of an example are labels, see grpo/data/turns.py.
 TrainOn = Literal["all", "assistant", "last"]
-# What the columns of a row mean, see grpo/data/formats.py.
+# What the columns of a row mean, see grpo/data/rows.py.
 RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 
 

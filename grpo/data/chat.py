@@ -1,9 +1,8 @@
 """A model's tokenizer and its chat template, or the user's prompt template: messages in, text out, within bounds.
 
 A chat template comes with the model's folder. transformers renders it in Jinja's sandbox, which reaches no file and no
-attribute of Python's; a loop has at most 100,000 rounds there, but loops may be nested, and texts and numbers grow
-without a bound. So it is tried before the run in a process of its own, on a text that it cannot know, and has a
-deadline for each row (encode.py).
+attribute of Python's, but loops may be nested, and texts and numbers grow without a bound. So it is tried before the
+run in a process of its own, on a text that it cannot know, and has a deadline for each row (encode.py).
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import re
 import resource
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
-from grpo.data.columns import Message, as_messages
+from grpo.data.columns import BadRow, Message, as_messages
 from grpo.text import reason_of
 
 if TYPE_CHECKING:
@@ -38,11 +36,13 @@ TEMPLATE_BYTES = 2**30
 # What a template may write around a short message: those of current models, with their advice on tools, stay below
 # 10,000.
 TEMPLATE_CHARACTERS = 1_000_000
+# What the operators of a template raise when a row is not what they expect.
+OF_OPERATORS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError)
 HAS_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SYSTEM_ROLES = ("system", "developer")
 
 
-class Refused(ValueError):
+class Refused(BadRow):
     """A row cannot be encoded, mostly because the chat template does not take its messages; the message says why."""
 
 
@@ -56,11 +56,14 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
 
     Raises ValueError if there is no template or no EOS token, or its files cannot be used.
     """
-    data = data or DataConfig()
-    tokenizer = open_tokenizer(folder)
-    if data.prompt_template and not data.is_text_template:
-        tokenizer.chat_template = _read_template(data.prompt_template)
-    if not tokenizer.chat_template and not data.prompt_template:
+    tokenizer, own = open_tokenizer(folder), data.prompt_template if data else ""
+    if own and not data.is_text_template:
+        try:
+            tokenizer.chat_template = pathlib.Path(own).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            where = pathlib.Path(own).absolute()
+            raise ValueError(f"data.prompt_template file {where} cannot be read as text in UTF-8 ({error})") from error
+    if not tokenizer.chat_template and not own:
         raise ValueError(
             f"the tokenizer of {folder} has no chat template; use an instruction-tuned model, or say what a prompt "
             "looks like, such as --data.prompt-template 'Question: {question} Answer:' (or a .jinja file)"
@@ -88,14 +91,6 @@ def open_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
             f"the tokenizer of {folder} cannot be read ({reason_of(error)}); bring tokenizer.json and "
             "tokenizer_config.json again"
         ) from error
-
-
-def _read_template(path: str) -> str:
-    try:
-        return pathlib.Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        where = pathlib.Path(path).absolute()
-        raise ValueError(f"data.prompt_template file {where} cannot be read as text in UTF-8 ({error})") from error
 
 
 def detokenize(tokenizer: "PreTrainedTokenizerBase", sequences: list[list[int]]) -> list[str]:
@@ -142,16 +137,12 @@ def render(
     arguments = tokenizer.special_tokens_map | ({"question": question} if data.prompt_template else {})
     arguments |= dict(data.chat_template_kwargs)
     template = tokenizer.get_chat_template(arguments.pop("chat_template", None), tools)
-    has_markers, name = HAS_MARKERS.search(template) is not None, template_name(tokenizer, data)
+    has_markers = HAS_MARKERS.search(template) is not None
     arguments |= {"add_generation_prompt": opening, "return_assistant_tokens_mask": has_markers}
     try:
         texts, spans = render_jinja_template([messages], tools, chat_template=template, **arguments)
-    # what the operators of a template raise when a row is not what they expect
-    except (
-        *(jinja2.TemplateError, TypeError, AttributeError, LookupError),
-        *(ArithmeticError, RecursionError, MemoryError),
-    ) as error:
-        raise Refused(f"{name} refuses it: {reason_of(error)}") from error
+    except (jinja2.TemplateError, *OF_OPERATORS) as error:
+        raise Refused(f"{template_name(tokenizer, data)} refuses it: {reason_of(error)}") from error
     return texts[0], spans[0] if has_markers else None
 
 
@@ -180,8 +171,7 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, secon
     """
     if data.is_text_template:  # nothing is run
         return
-    probe = f"What is {secrets.token_hex(4)}?"  # which no template can know
-    name = template_name(tokenizer, data)
+    probe, name = f"What is {secrets.token_hex(4)}?", template_name(tokenizer, data)  # no template can know it
     way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # which starts at once
@@ -227,39 +217,32 @@ def _render_within(
     """What the template makes of a prompt; ends this process after so many seconds of the CPU's time."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds),) * 2)
-    with bounded_memory():
+    with template_bounds(template_name(tokenizer, data)):
         return render(tokenizer, data, messages, opening=True)[0]
 
 
 @contextlib.contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Let the block take TEMPLATE_BYTES more and no more, then MemoryError; for all threads of this process."""
-    before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + TEMPLATE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if before == resource.RLIM_INFINITY else min(before, limit), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+def template_bounds(what: str) -> Iterator[None]:
+    """Let the block take TEMPLATE_SECONDS, else ValueError, and TEMPLATE_BYTES more memory, else MemoryError.
 
-
-@contextlib.contextmanager
-def deadline(what: str) -> Iterator[None]:
-    """Raise ValueError in the block after TEMPLATE_SECONDS; only in the main thread, which alone gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    Call it in the main thread, which alone gets signals; the memory is that of all threads.
+    """
 
     def expired(*_: Any) -> None:
         raise ValueError(
             f"{what} was not done after {TEMPLATE_SECONDS} s; look for endless loops, or use another model"
         )
 
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    limit = pages * resource.getpagesize() + TEMPLATE_BYTES
     handler = signal.signal(signal.SIGALRM, expired)
+    resource.setrlimit(resource.RLIMIT_AS, (limit if before == resource.RLIM_INFINITY else min(before, limit), hard))
     signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
         signal.signal(signal.SIGALRM, handler)

@@ -15,6 +15,8 @@ Message = dict[str, Any]
 _REQUIRED = object()
 # A default that no data has.
 ABSENT = object()
+# What a value must be, as messages name it.
+KINDS = {str: "text", list: "a list", dict: "a table"}
 
 
 class BadRow(ValueError):
@@ -46,54 +48,36 @@ def value_at(row: Any, path: str, default: Any = _REQUIRED) -> Any:
     return value
 
 
-def any_value(row: Any, path: str) -> Any:
-    """What is at `path`, whatever it is except nothing at all."""
-    value = value_at(row, path)
-    _check_there(value, path)
-    check_surrogates(value, path)
+def column_of(row: Row, path: str, *kinds: type) -> Any:
+    """What is at `path`, of one of these kinds: str is text, list is messages; none takes any value but no value."""
+    where = f"column {path!r}"
+    value = _of_kind(value_at(row, path), where, *(kinds or (object,)))
+    if kinds and not (value.strip() if isinstance(value, str) else value):
+        raise BadRow(f"{where} is empty")
+    if list in kinds and isinstance(value, list):
+        value = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, 1)]
+    _check_surrogates(value, where)
     return value
 
 
-def text_of(value: Any, path: str) -> str:
-    """The value of column `path`, which must be text with something in it."""
-    _check_there(value, path)
-    if not isinstance(value, str):
-        raise BadRow(f"column {path!r} holds {type(value).__name__}, not text")
-    if not value.strip():
-        raise BadRow(f"column {path!r} is empty")
-    check_surrogates(value, path)
-    return value
-
-
-def messages_of(value: Any, path: str) -> list[Message]:
-    """The value of column `path`, which must be a list of messages."""
-    _check_there(value, path)
-    if not isinstance(value, list):
-        raise BadRow(f"column {path!r} holds {type(value).__name__}, not a list of messages")
-    if not value:
-        raise BadRow(f"column {path!r} is empty")
-    messages = [_message(message, f"column {path!r}, message {number}") for number, message in enumerate(value, 1)]
-    check_surrogates(messages, path)
-    return messages
-
-
-def as_messages(prompt: str | list[Message]) -> list[Message]:
+def as_messages(prompt: str | list[Message], role: str = "user") -> list[Message]:
     """A prompt as messages; a text is the user's."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [{"role": role, "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def tools_of(value: Any, path: str) -> list[dict[str, Any]] | None:
-    """The value of column `path` as a list of JSON schemas, None where it is empty.
+def tools_of(row: Row, path: str) -> list[dict[str, Any]] | None:
+    """What is at `path` as a list of JSON schemas, None where nothing is.
 
     It may be JSON text, since tables cannot hold schemas of several shapes.
     """
+    value, where = value_at(row, path, None), f"column {path!r}"
     if isinstance(value, str) and value.strip():
-        value = _json(value, f"column {path!r} is text")
+        value = _json(value, where)
     if not value:
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadRow(f"column {path!r} holds no list of JSON schemas")
-    check_surrogates(value, path)
+    for number, tool in enumerate(_of_kind(value, where, list), 1):
+        _of_kind(tool, f"{where}, entry {number}", dict)
+    _check_surrogates(value, where)
     return without_none(value)
 
 
@@ -104,64 +88,58 @@ def without_none(value: Any) -> Any:
     return [without_none(entry) for entry in value] if isinstance(value, list) else value
 
 
-def check_surrogates(value: Any, path: str) -> None:
-    """No tokenizer, file or process takes a lone one, also not inside a list or table."""
-    waiting = [value]  # not recursive: JSON may be nested as deep as Python's stack
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str) and has_surrogates(value):
-            raise BadRow(f"column {path!r} has a lone surrogate (half of a character)")
-        if isinstance(value, dict):
-            waiting += [*value, *value.values()]
-        elif isinstance(value, list):
-            waiting += value
-
-
 def kinds_of(columns: dict[str, Any]) -> str:
     """The columns with the types of their values, such as `answer (str), level (number)`; whole or not is no type."""
     kinds = {name: "number" if type(value) in (int, float) else type(value).__name__ for name, value in columns.items()}
     return ", ".join(f"{name} ({kinds[name]})" for name in sorted(kinds)) or "none"
 
 
-def _check_there(value: Any, path: str) -> None:
+def _of_kind(value: Any, where: str, *kinds: type) -> Any:
     if value is None or (isinstance(value, float) and math.isnan(value)):  # tables write NaN for what is missing
-        raise BadRow(f"column {path!r} is missing")
+        raise BadRow(f"{where} is missing")
+    if not isinstance(value, kinds):
+        raise BadRow(f"{where} holds {type(value).__name__}, not {' or '.join(KINDS[kind] for kind in kinds)}")
+    return value
+
+
+def _check_surrogates(value: Any, where: str) -> None:
+    """No tokenizer, file or process takes a lone one, also not inside a list or table."""
+    waiting = [value]  # not recursive: JSON may be nested as deep as Python's stack
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str) and has_surrogates(value):
+            raise BadRow(f"{where} has a lone surrogate (half of a character)")
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
 
 
 def _message(message: Any, where: str) -> Message:
     """A message as chat templates take it: content is text, the arguments of tool calls are tables."""
-    if not isinstance(message, dict):
-        raise BadRow(f"{where} is {type(message).__name__}, not a table with role and content")
-    message = without_none(message)
-    if not isinstance(message.get("role"), str):
-        raise BadRow(f"{where} has no role")
-    calls = message.get("tool_calls")
+    message = without_none(_of_kind(message, where, dict))
+    _of_kind(message.get("role"), f"{where}, role", str)
+    calls = _of_kind(message.get("tool_calls") or [], f"{where}, tool_calls", list)
     content = message.get("content", "" if calls else None)
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         content = "".join(str(part["text"]) for part in content)
-    if not isinstance(content, str):
-        raise BadRow(f"{where} has no text as content")
-    message = message | {"content": content}
+    message = message | {"content": _of_kind(content, f"{where}, content", str)}
     if calls:
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise BadRow(f"{where}: tool_calls must be a list of tables")
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+        message["tool_calls"] = [_tool_call(call, f"{where}, tool call {n}") for n, call in enumerate(calls, 1)]
     return message
 
 
-def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """With arguments as a table: chat templates turn them into JSON, and JSON text would be quoted once more."""
-    function = call.get("function", call)
-    if not isinstance(function, dict):
-        raise BadRow(f"{where}: the function of a tool call is {type(function).__name__}, not a table")
+    call = _of_kind(call, where, dict)
+    function = _of_kind(call.get("function", call), f"{where}, function", dict)
     if isinstance(function.get("arguments"), str):
-        arguments = _json(function["arguments"], f"{where}: what a tool call has as arguments is text")
-        function = function | {"arguments": arguments}
+        function = function | {"arguments": _json(function["arguments"], f"{where}, arguments")}
     return call | {"function": function} if "function" in call else function
 
 
-def _json(text: str, what: str) -> Any:
+def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{what}, but not JSON ({error})") from error
+        raise BadRow(f"{where} holds text that is not JSON ({error})") from error

@@ -1,11 +1,10 @@
 """Rows -> token ids, once: each row is read, rendered and tokenized, and what became of it is kept in a table.
 
 The table is the library's (`datasets`): on disk, mapped into memory, made by several processes where there are many
-rows. It is kept beside the source's own cache, by a fingerprint of all that it follows from, so that the next start
-finds it. Rows that a user's own function made are encoded anew at each start: nobody can see what it depends on.
+rows, and kept by a fingerprint of all that it follows from, so that the next start finds it. Rows that a user's own
+function made are encoded anew at each start: nobody can see what it depends on.
 """
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -17,18 +16,18 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from grpo.config import DataConfig, RowFormat, SFTConfig, TrainOn
+from grpo.config import DataConfig, SFTConfig, TrainOn
 from grpo.config.sources import Source
-from grpo.data.chat import Refused, bounded_memory, deadline, template_name
+from grpo.data.chat import template_bounds, template_name
 from grpo.data.columns import BadRow, Row, kinds_of
-from grpo.data.rows import Example, RowReader, chat_reader, environment_of, row_reader
+from grpo.data.rows import Example, RowReader, environment_of
 from grpo.data.sources import Rows
 from grpo.data.turns import Written, longest_token, tokenize, write_example, write_prompt
+from grpo.text import printable
 from grpo.types import Prompt
 
 if TYPE_CHECKING:
     import datasets
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 # Rows that are rendered and then tokenized together.
@@ -50,11 +49,9 @@ class Fate(enum.IntEnum):
     DROPPED = 1
     """`data.row` left it out, which was meant so."""
     BAD = 2
-    """It does not hold what it must."""
-    REFUSED = 3
-    """The chat template does not take it."""
-    TOO_LONG = 4
-    UNLABELLED = 5
+    """It does not hold what it must, or the chat template does not take it."""
+    TOO_LONG = 3
+    UNLABELLED = 4
     """No token of it is a label."""
 
 
@@ -64,7 +61,7 @@ class Encoded:
 
     fate: int = Fate.USED
     reason: str = ""
-    """Why it is BAD or REFUSED."""
+    """Why it is BAD."""
     num_tokens: int = 0
     """All tokens of the row, also of one that is too long or was cut off; perhaps a lower bound there."""
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -103,77 +100,61 @@ class Encoder:
 
     tokenizer: "PreTrainedTokenizerBase"
     data: DataConfig
-    read: RowReader
     max_tokens: int
     train_on: TrainOn | None = None
     """What the labels are; None makes prompts."""
     truncates: bool = False
     """Longer rows are cut off, and not left out."""
     columns: tuple[str, ...] = ()
-    """What else of the config decides about tokens: what `read` looks for, where `data` does not say it."""
+    """What else of the config decides about tokens: what is looked for in a row, where `data` does not say it."""
     tools: Mapping[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Of each environment by its name, JSON schemas, for prompts whose rows bring none."""
 
     @property
     def limit(self) -> str:
-        """The field that holds `max_tokens`."""
-        return "max_sequence_tokens" if self.train_on else "data.max_prompt_tokens"
+        """The limit with its field, as messages name it."""
+        return f"{'max_sequence_tokens' if self.train_on else 'data.max_prompt_tokens'}={self.max_tokens}"
 
-    def encode(self, rows: Sequence[Row], bounded: bool = True) -> list[Encoded]:
-        """What becomes of each row. Raises ValueError if the chat template does not end.
-
-        bounded: limit the memory of a template, and with it that of all threads of this process.
-        """
-        found = [Encoded() for _ in rows]
-        pairs = zip(found, rows, strict=True)
-        read = [(encoded, example) for encoded, row in pairs if (example := self._read(row, encoded))]
-        with bounded_memory() if bounded else contextlib.nullcontext():
-            written = [(encoded, text) for encoded, example in read if (text := self._write(example, encoded))]
+    def encode(self, rows: Sequence[Row], read: RowReader) -> list[Encoded]:
+        """What becomes of each row that `read` takes. Raises ValueError if the chat template does not end."""
+        found, written = [Encoded() for _ in rows], []
+        for encoded, row in zip(found, rows, strict=True):
+            try:
+                if (example := read(row)) is None:
+                    encoded.fate = Fate.DROPPED
+                else:
+                    written.append((encoded, self._write(example, encoded)))
+            except BadRow as error:
+                encoded.fate, encoded.reason = Fate.BAD, str(error)
         tokens = tokenize(self.tokenizer, [text for _, text in written])
         for (encoded, _), (ids, mask) in zip(written, tokens, strict=True):
-            self._fill_in(encoded, ids, mask)
+            encoded.num_tokens = len(ids)
+            if self.truncates:
+                ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
+            if len(ids) > self.max_tokens:  # before labels are looked for: of a huge text they may be cut off
+                encoded.fate = Fate.TOO_LONG
+            elif self.train_on and not any(mask):
+                encoded.fate = Fate.UNLABELLED
+            else:
+                encoded.ids, encoded.mask = ids, mask if self.train_on else []
         return found
 
-    def _read(self, row: Row, encoded: Encoded) -> Example | None:
-        """What the row gives, if it can be used; what is kept of it besides its tokens goes into `encoded`."""
-        try:
-            example = self.read(row)
-            if example is None:
-                encoded.fate = Fate.DROPPED
-            elif self.train_on is None:
-                encoded.values, encoded.kinds = _as_json([example.prompt, example.columns]), kinds_of(example.columns)
-                if self.tools:
-                    tools = self.tools[environment_of(example.columns, self.data, self.tools)]
-                    example = dataclasses.replace(example, tools=example.tools or tools or None)
-            return example
-        except BadRow as error:
-            encoded.fate, encoded.reason = Fate.BAD, str(error)
-            return None
+    def _write(self, example: Example, encoded: Encoded) -> Written:
+        """What is to be tokenized: of a very long text its beginning, which is more than is drawn or counted.
 
-    def _write(self, example: Example, encoded: Encoded) -> Written | None:
-        """What is to be tokenized: of a very long text its beginning, which is more than is drawn or counted."""
-        try:
-            with deadline(template_name(self.tokenizer, self.data)):
-                if self.train_on is None:
-                    written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools)
-                else:
-                    written = write_example(self.tokenizer, self.data, example, self.train_on)
-        except Refused as error:
-            encoded.fate, encoded.reason = Fate.REFUSED, str(error)
-            return None
+        What is kept of a prompt besides its tokens goes into `encoded`. Raises BadRow.
+        """
+        bounds = template_bounds(template_name(self.tokenizer, self.data))
+        if self.train_on:
+            with bounds:
+                written = write_example(self.tokenizer, self.data, example, self.train_on)
+        else:
+            encoded.values, encoded.kinds = _as_json([example.prompt, example.columns]), kinds_of(example.columns)
+            tools = self.tools[environment_of(example.columns, self.data, self.tools)] if self.tools else None
+            with bounds:
+                written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools or tools or None)
         most_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
         return written._replace(text=written.text[: most_tokens * longest_token(self.tokenizer)])
-
-    def _fill_in(self, encoded: Encoded, ids: list[int], mask: list[bool]) -> None:
-        encoded.num_tokens = len(ids)
-        if self.truncates:
-            ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
-        if len(ids) > self.max_tokens:  # before labels are looked for: of a huge text they may be cut off
-            encoded.fate = Fate.TOO_LONG
-        elif self.train_on and not any(mask):
-            encoded.fate = Fate.UNLABELLED
-        else:
-            encoded.ids, encoded.mask = ids, mask if self.train_on else []
 
 
 def _as_json(values: list) -> str:
@@ -187,19 +168,18 @@ def prompt_encoder(
     tokenizer: "PreTrainedTokenizerBase", data: DataConfig, tools: Mapping[str, list[dict[str, Any]]] | None = None
 ) -> Encoder:
     """The encoder of GRPO's rows. tools: of each environment, by its name."""
-    return Encoder(tokenizer, data, row_reader(data), data.max_prompt_tokens, tools=tools or {})
+    return Encoder(tokenizer, data, data.max_prompt_tokens, tools=tools or {})
 
 
-def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, row_format: RowFormat) -> Encoder:
-    """The encoder of SFT's rows of this format."""
+def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig) -> Encoder:
+    """The encoder of SFT's rows."""
     return Encoder(
         tokenizer,
         config.data,
-        chat_reader(config, row_format),
         config.max_sequence_tokens,
         config.train_on,
         truncates=config.too_long == "truncate",
-        columns=(row_format, config.completion_column),
+        columns=(config.row_format, config.completion_column),
     )
 
 
@@ -215,25 +195,26 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
     """
     import datasets
 
-    is_own, num_rows, fingerprint = bool(encoder.data.row), len(rows.table), _fingerprint(rows, encoder)
+    table, is_own, fingerprint = rows.table, bool(encoder.data.row), _fingerprint(rows, encoder)
     # of rows that lie in memory, such as a toy's, the library would keep nothing for the next start
     folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "encoded"
     folder.mkdir(parents=True, exist_ok=True)
-    num_processes = 1 if is_own else min(num_rows // ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    num_processes = 1 if is_own else min(len(table) // ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), MOST_PROCESSES)
     if num_processes > 1:
-        print(f"data: {num_rows:,} rows of {rows.where}, encoded by {num_processes} processes or before", flush=True)
+        told = f"{len(table):,} rows of {rows.source.text}, encoded by {num_processes} processes or before"
+        print(printable(f"data: {told}"), flush=True)
     datasets.disable_progress_bars()
     try:
-        return rows.table.map(
+        return table.map(
             functools.partial(_encode_batch, dataclasses.replace(rows, table=None), encoder),
             batched=True,
             batch_size=BATCH_ROWS,
             with_indices=True,
-            remove_columns=rows.table.column_names,
+            remove_columns=table.column_names,
             features=features(),
             num_proc=num_processes if num_processes > 1 else None,
             load_from_cache_file=not is_own,
-            cache_file_name=None if rows.table.cache_files else str(folder / f"{fingerprint}.arrow"),
+            cache_file_name=None if table.cache_files else str(folder / f"{fingerprint}.arrow"),
             new_fingerprint=fingerprint,
         )
     finally:  # the library leaves it off for code outside of Python, where tokenizers look
@@ -241,29 +222,19 @@ def encode_rows(rows: Rows, encoder: Encoder) -> "datasets.Dataset":
         os.unsetenv(PARALLEL) if value is None else os.putenv(PARALLEL, value)
 
 
-def as_table(found: list[Encoded]) -> "datasets.Dataset":
-    """The same table of rows that are in memory."""
-    import datasets
-
-    return datasets.Dataset.from_dict(_columns(found), features())
-
-
 def _encode_batch(rows: Rows, encoder: Encoder, batch: dict[str, list], places: list[int]) -> dict[str, list]:
-    return _columns(encoder.encode(rows.rows_of(batch, places[0])))
-
-
-def _columns(found: list[Encoded]) -> dict[str, list]:
+    found = encoder.encode(rows.rows_of(batch, places[0]), rows.read)
     return {name: [getattr(encoded, name) for encoded in found] for name in features()}
 
 
 def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     """A name for all that the encoded rows follow from."""
     tokenizer = encoder.tokenizer
-    unused = {"path": "", "sources": {}, "weights": {}, "streaming": False, "bad_rows": "refuse", "shuffle": True}
+    unused = {"path": "", "sources": {}, "weights": {}, "bad_rows": "refuse", "shuffle": True}
     data = dataclasses.replace(encoder.data, **unused)
     own_code = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
     text = [
-        *(rows.table._fingerprint, rows.where),
+        *(rows.table._fingerprint, rows.source.text),
         repr((data, encoder.max_tokens, encoder.train_on, encoder.truncates, encoder.columns, encoder.tools)),
         *(tokenizer.backend_tokenizer.to_str(), tokenizer.name_or_path, str(tokenizer.chat_template)),
         *(repr(tokenizer.special_tokens_map), repr(tokenizer.init_kwargs)),
@@ -284,11 +255,8 @@ class EncodedRows:
     source: Source
     table: "datasets.Dataset"
     """An Encoded for each row."""
-    encoder: Encoder
     usable: Sequence[int]
     """The rows that are drawn, in the order of the source."""
-    lengths: "np.ndarray"
-    """int64: tokens of the rows that would be drawn if there were no limit."""
     left_out: str
     """Why rows are left out, with how many."""
 

@@ -12,23 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, RowFormat, SFTConfig
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
 from grpo.config.sources import Source
-from grpo.data.columns import ABSENT, BadRow, Row, value_at
-from grpo.data.encode import (
-    Encoded,
-    EncodedRows,
-    Encoder,
-    Fate,
-    as_prompt,
-    as_table,
-    chat_encoder,
-    encode_rows,
-    prompt_encoder,
-)
-from grpo.data.rows import ChatColumns, Example, RowReader, chat_reader, detect_format, no_format, row_reader
-from grpo.data.sources import Rows
-from grpo.data.streaming import read_rows
+from grpo.data.columns import ABSENT, value_at
+from grpo.data.encode import Encoded, EncodedRows, Encoder, Fate, as_prompt, chat_encoder, encode_rows, prompt_encoder
+from grpo.data.rows import ChatColumns, chat_reader, detect_format, no_format, row_reader
+from grpo.data.sources import Rows, load_rows
 from grpo.text import printable
 from grpo.types import Prompt
 
@@ -46,85 +35,59 @@ LOUD_FRAC, LEAST_FRAC = 0.05, 0.01
 MOST_FRAC = 0.95
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceRows:
-    """The rows of a source as they are there; of one that is streamed, the first."""
-
-    source: Source
-    rows: Rows | list[Row]
-    read: RowReader
-    row_format: RowFormat = "auto"
-    """Of chats."""
-
-    def examples(self) -> Iterator[Example]:
-        """What the rows give, as they come; those that cannot be used give nothing."""
-        for row in self.rows:
-            try:
-                example = self.read(row)
-            except BadRow:
-                continue
-            if example is not None:
-                yield example
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Load
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def load_sources(data: DataConfig) -> list[SourceRows]:
-    """The rows of all sources of `data`; raises what `read_rows` raises, and ValueError if no row has a column."""
+def load_sources(data: DataConfig) -> list[Rows]:
+    """The rows of all sources of `data`; raises what `load_rows` raises, and ValueError if no row has a column."""
     return [_prompt_rows(source, data) for source in data.all_sources]
 
 
-def load_chat_sources(config: SFTConfig) -> list[SourceRows]:
+def load_chat_sources(config: SFTConfig) -> list[Rows]:
     """The rows of all sources for SFT, see `load_sources`; raises ValueError also if they have columns of no format."""
     return [_chat_rows(source, config) for source in config.data.all_sources]
 
 
-def _prompt_rows(source: Source, data: DataConfig, held_out: int = 0) -> SourceRows:
-    rows = _narrowed(
-        read_rows(source, data, held_out), source, data, [data.prompt_column, *data.reward_columns.values()]
-    )
-    return SourceRows(source, rows, row_reader(data))
+def _prompt_rows(source: Source, data: DataConfig) -> Rows:
+    rows = _narrowed(load_rows(source), data, [data.prompt_column, *data.reward_columns.values()])
+    return dataclasses.replace(rows, read=row_reader(data))
 
 
-def _chat_rows(source: Source, config: SFTConfig, held_out: int = 0) -> SourceRows:
+def _chat_rows(source: Source, config: SFTConfig) -> Rows:
     """The format of the rows, unless it is given, is that of the first rows for all of a source."""
-    data, columns, row_format = config.data, ChatColumns.of(config), config.row_format
-    rows = read_rows(source, data, held_out)
-    if not data.row:
+    rows, columns, row_format = load_rows(source), ChatColumns.of(config), config.row_format
+    if not config.data.row:
         if row_format == "auto":
             row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
             if row_format is None:
                 raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
             needed = " and ".join(columns.of_format[row_format])
             print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
-        rows = _narrowed(rows, source, data, columns.of_format[row_format], ["input", columns.tools])
-    return SourceRows(source, rows, chat_reader(config, row_format), row_format)
+        rows = _narrowed(rows, config.data, columns.of_format[row_format], ["input", columns.tools])
+    return dataclasses.replace(rows, read=chat_reader(config, row_format))
 
 
-def _narrowed(
-    rows: Rows | list[Row], source: Source, data: DataConfig, paths: Sequence[str], optional: Sequence[str] = ()
-) -> Rows | list[Row]:
-    """The rows, tables with these columns only; `data.row` gets all. Raises ValueError if no row has one of `paths`."""
+def _narrowed(rows: Rows, data: DataConfig, paths: Sequence[str], optional: Sequence[str] = ()) -> Rows:
+    """The rows with these columns only; `data.row` gets all. Raises ValueError if no row has one of `paths`."""
     if data.row:
         return rows
     paths = [path for path in (*paths, data.tools_column) if path]
-    narrowed = rows.narrowed([*paths, *optional]) if isinstance(rows, Rows) else rows
+    narrowed = rows.narrowed([*paths, *optional])
     flags = {path: f"--data.{name.replace('_', '-')}" for name, path in vars(data).items() if name.endswith("_column")}
     flags |= dict.fromkeys(data.columns.values(), "--data.columns")
     for path in paths:
         if all(value_at(row, path, ABSENT) is ABSENT for row in narrowed):
             raise ValueError(
-                f"column {path!r} is missing in {source.path}; columns there: {', '.join(_names(rows))}; "
+                f"column {path!r} is missing in {rows.source.path}; columns there: {', '.join(_names(rows))}; "
                 + (f"name one of them with {flags[path]}, or " if path in flags else "")
                 + "make other rows of them with --data.row"
             )
     return narrowed
 
 
-def _names(rows: Rows | list[Row]) -> list[str]:
+def _names(rows: Rows) -> list[str]:
     """The columns of the first rows, entries of tables as paths."""
     there: dict[str, None] = {}
     for row in itertools.islice(rows, LISTED_ROWS):
@@ -133,7 +96,7 @@ def _names(rows: Rows | list[Row]) -> list[str]:
     return list(there)
 
 
-def reward_columns(sources: list[SourceRows]) -> list[str] | None:
+def reward_columns(sources: list[Rows]) -> list[str] | None:
     """The columns that the rewards get, as the first row of each source has them; None if no row gives any.
 
     Raises ValueError if sources differ in them, which `data.row` may cause.
@@ -146,11 +109,9 @@ def reward_columns(sources: list[SourceRows]) -> list[str] | None:
     return next(iter(names.values()), None)
 
 
-def texts_of(sources: list[SourceRows]) -> Iterator[str]:
+def texts_of(sources: list[Rows]) -> Iterator[str]:
     """All texts of all rows that can be used, as they come."""
-    for rows in sources:
-        for example in rows.examples():
-            yield from example.texts
+    return (text for rows in sources for example in rows.examples() for text in example.texts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,7 +120,7 @@ def texts_of(sources: list[SourceRows]) -> Iterator[str]:
 
 
 def usable_prompts(
-    sources: list[SourceRows],
+    sources: list[Rows],
     config: GRPOConfig,
     tokenizer: "PreTrainedTokenizerBase",
     tools: Mapping[str, list[dict[str, Any]]] | None = None,
@@ -169,16 +130,12 @@ def usable_prompts(
     tools: of each environment, JSON schemas, which the chat template shows to the model. Raises ValueError if rows
     cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
     """
-    encoder = prompt_encoder(tokenizer, config.data, tools)
-    return _training_rows([(rows, encoder) for rows in sources], config.prompts_per_step)
+    return _training_rows(sources, prompt_encoder(tokenizer, config.data, tools), config.prompts_per_step)
 
 
-def usable_chats(
-    sources: list[SourceRows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase"
-) -> list[EncodedRows]:
+def usable_chats(sources: list[Rows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> list[EncodedRows]:
     """The sources as examples of SFT, see `usable_prompts`; left out are also those of which no token is a label."""
-    encoded = [(rows, chat_encoder(tokenizer, config, rows.row_format)) for rows in sources]
-    return _training_rows(encoded, config.sequences_per_step)
+    return _training_rows(sources, chat_encoder(tokenizer, config), config.sequences_per_step)
 
 
 def load_eval_prompts(
@@ -191,10 +148,10 @@ def load_eval_prompts(
 
     Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Raises what `usable_prompts` does.
     """
-    prompts, most, encoder = [], evaluation.num_prompts, prompt_encoder(tokenizer, data, tools)
+    prompts, encoder = [], prompt_encoder(tokenizer, data, tools)
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)
-        rows = _usable(_prompt_rows(source, data, most), encoder, "held out", most)
+        rows = _usable(_prompt_rows(source, data), encoder, "held out", evaluation.num_prompts)
         prompts += [as_prompt(rows.get(row), n, row, source.label) for n, row in enumerate(rows.usable, len(prompts))]
     return prompts
 
@@ -204,11 +161,10 @@ def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> 
 
     It prints how many there are, and raises what `usable_chats` raises.
     """
-    sets, most = {}, config.validation.num_examples
-    for source in config.validation.held_out(config.data):
-        _warn_of_training_data(source, config.data, config.validation.section)
-        loaded = _chat_rows(source, config, most)
-        rows = _usable(loaded, chat_encoder(tokenizer, config, loaded.row_format), "held out", most)
+    sets, validation, encoder = {}, config.validation, chat_encoder(tokenizer, config)
+    for source in validation.held_out(config.data):
+        _warn_of_training_data(source, config.data, validation.section)
+        rows = _usable(_chat_rows(source, config), encoder, "held out", validation.num_examples)
         sets[source.label] = [rows.get(row) for row in rows.usable]
     return sets
 
@@ -224,55 +180,59 @@ def _warn_of_training_data(source: Source, data: DataConfig, called: str) -> Non
             print(f"warning: {called} uses the training data {source.path}; set {called}.path", flush=True)
 
 
-def _training_rows(sources: list[tuple[SourceRows, Encoder]], per_step: int) -> list[EncodedRows]:
+def _training_rows(sources: list[Rows], encoder: Encoder, per_step: int) -> list[EncodedRows]:
     """Each source encoded. per_step: rows that a step draws from all of them."""
-    total_weight = sum(rows.source.weight for rows, _ in sources)
-    found = [
-        _usable(rows, encoder, "data", per_step=per_step * rows.source.weight / total_weight)
-        for rows, encoder in sources
-    ]
+    share = per_step / sum(rows.source.weight for rows in sources)
+    found = [_usable(rows, encoder, "data", per_step=share * rows.source.weight) for rows in sources]
     num_left = sum(len(rows.usable) for rows in found)
-    if num_left < per_step and not found[0].encoder.data.streaming:
+    if num_left < per_step:
         print(f"warning: a step of {per_step} rows takes each of {num_left} several times", flush=True)
     return found
 
 
-def _usable(
-    rows: SourceRows, encoder: Encoder, what: str, most: int | None = None, per_step: float = 0.0
-) -> EncodedRows:
+def _usable(rows: Rows, encoder: Encoder, what: str, most: int | None = None, per_step: float = 0.0) -> EncodedRows:
     """A source encoded, with its first `most` usable rows; prints a line about it, which begins with `what`.
 
-    Raises ValueError if there are rows that cannot be used and `data.bad_rows` is refuse, or if too few are left.
+    per_step: rows of this source in a step, 0 for held-out rows. Raises ValueError if there are rows that cannot be
+    used and `data.bad_rows` is refuse, or if too few are left.
     """
-    source, data = rows.source, encoder.data
-    is_table = isinstance(rows.rows, Rows)
-    table = encode_rows(rows.rows, encoder) if is_table else as_table(encoder.encode(rows.rows))
-    fates = table.data.column("fate").to_numpy().copy()
-    bad = np.flatnonzero(np.isin(fates, (Fate.BAD, Fate.REFUSED))).tolist()
+    source, data, table = rows.source, encoder.data, encode_rows(rows, encoder)
+    fates, reasons = table.data.column("fate").to_numpy().copy(), table.data.column("reason")
+    bad = np.flatnonzero(fates == Fate.BAD).tolist()
     odd = _odd_kinds(table)
     fates[list(odd)] = Fate.BAD
-    reason = table.data.column("reason")
-    unusable = odd | {row: reason[row].as_py() for row in bad}
-    if unusable:
-        _refuse_or_warn(dict(sorted(unusable.items())), len(table), source, data)
+    if bad or odd:
+        _refuse_or_warn(odd | {row: reasons[row].as_py() for row in bad}, len(table), source, data)
     counts = Counter(fates.tolist())
-    left_out = {
-        f"left out by {data.row}": counts[Fate.DROPPED],
-        "that cannot be used": counts[Fate.BAD],
-        "that the chat template refuses": counts[Fate.REFUSED],
-        "without a token to learn": counts[Fate.UNLABELLED],
-        f"longer than {encoder.limit}={encoder.max_tokens}": counts[Fate.TOO_LONG],
+    causes = {
+        Fate.DROPPED: f"left out by {data.row}",
+        Fate.BAD: "that cannot be used",
+        Fate.UNLABELLED: "without a token to learn",
+        Fate.TOO_LONG: f"longer than {encoder.limit}",
     }
-    encoded = EncodedRows(
-        source,
-        table,
-        encoder,
-        usable=np.flatnonzero(fates == Fate.USED).tolist(),
-        lengths=table.data.column("num_tokens").to_numpy()[np.isin(fates, (Fate.USED, Fate.TOO_LONG))],
-        left_out=", ".join(f"{count:,} {why}" for why, count in left_out.items() if count),
-    )
-    _tell(encoded, what, most, num_wanted=len(table) - counts[Fate.DROPPED], per_step=per_step)
-    return dataclasses.replace(encoded, usable=encoded.usable[:most])
+    left_out = ", ".join(f"{counts[fate]:,} {why}" for fate, why in causes.items() if counts[fate])
+    usable = np.flatnonzero(fates == Fate.USED).tolist()
+    lengths = table.data.column("num_tokens").to_numpy()[np.isin(fates, (Fate.USED, Fate.TOO_LONG))]
+    sizes = ""
+    if len(lengths):
+        most_fit = np.quantile(lengths, MOST_FRAC, method="lower")
+        sizes = f"tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}, "
+        sizes += f"{MOST_FRAC:.0%} have at most {most_fit:,}"
+    num_wanted = len(table) - counts[Fate.DROPPED]  # those that `data.row` left out were meant so
+    if len(usable) < max(1, LEAST_FRAC * num_wanted):
+        told = f"{len(usable)} of {len(table)} rows of {source.path} are left: {left_out}"
+        raise ValueError("; ".join(filter(None, (told, sizes, "correct them, raise the limit or bring others"))))
+    num_cut = int((lengths > encoder.max_tokens).sum()) if encoder.truncates else 0
+    loud = "warning: " if len(usable) < (1 - LOUD_FRAC) * num_wanted else ""
+    parts = [
+        f"{loud}{what}: {len(usable[:most]):,} of {len(table):,} rows of {source.name_and_text}",
+        f"an epoch is {len(usable) / per_step:,.1f} steps" if per_step else "",
+        sizes,
+        f"left out: {left_out}" if left_out else "",
+        f"cut off: {num_cut:,} longer than {encoder.limit}" if num_cut else "",
+    ]
+    print(printable("; ".join(filter(None, parts))), flush=True)
+    return EncodedRows(source, table, usable[:most], left_out)
 
 
 def _odd_kinds(table: "datasets.Dataset") -> dict[int, str]:
@@ -292,7 +252,7 @@ def _odd_kinds(table: "datasets.Dataset") -> dict[int, str]:
 def _refuse_or_warn(unusable: dict[int, str], num_rows: int, source: Source, data: DataConfig) -> None:
     """Raise ValueError about rows that cannot be used (index -> why), or warn of them if `data.bad_rows` is skip."""
     rows_by_reason: dict[str, list[int]] = {}
-    for row, why in unusable.items():
+    for row, why in sorted(unusable.items()):
         rows_by_reason.setdefault(why, []).append(row + 1)
     shown = [
         f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:SHOWN_ROWS]))}{', ..' * (len(rows) > SHOWN_ROWS)}: {why}"
@@ -306,32 +266,3 @@ def _refuse_or_warn(unusable: dict[int, str], num_rows: int, source: Source, dat
     if data.bad_rows == "refuse":
         raise ValueError(f"{told}; correct them, name other columns, or leave them out with --data.bad-rows skip")
     print(printable(f"warning: {told}; they are left out"), flush=True)
-
-
-def _tell(rows: EncodedRows, what: str, most: int | None, num_wanted: int, per_step: float) -> None:
-    """Print how many rows are used, how long they are and what is left out, as a warning if that is much.
-
-    most: rows that are used, None for all. num_wanted: all except those that `data.row` left out, which was meant so.
-    per_step: rows of this source in a step, 0 for held-out rows. Raises ValueError if next to nothing is left.
-    """
-    num_usable, num_rows, encoder, lengths = len(rows.usable), len(rows.table), rows.encoder, rows.lengths
-    sizes = ""
-    if len(lengths):
-        most_fit = np.quantile(lengths, MOST_FRAC, method="lower")
-        sizes = f"tokens {min(lengths):,} to {max(lengths):,}, median {np.median(lengths):,.0f}, "
-        sizes += f"{MOST_FRAC:.0%} have at most {most_fit:,}"
-    if num_usable < max(1, LEAST_FRAC * num_wanted):
-        told = f"{num_usable} of {num_rows} rows of {rows.source.path} are left: {rows.left_out}"
-        raise ValueError("; ".join(filter(None, (told, sizes, "correct them, raise the limit or bring others"))))
-    num_cut = int((lengths > encoder.max_tokens).sum()) if encoder.truncates else 0
-    loud = "warning: " if num_usable < (1 - LOUD_FRAC) * num_wanted else ""
-    parts = [f"{loud}{what}: {len(rows.usable[:most]):,} of {num_rows:,} rows of {rows.source.name_and_text}"]
-    if per_step:
-        epoch = f"an epoch is {num_usable / per_step:,.1f} steps"
-        parts.append("others are looked at as they come" if encoder.data.streaming else epoch)
-    parts.append(sizes)
-    if rows.left_out:
-        parts.append(f"left out: {rows.left_out}")
-    if num_cut:
-        parts.append(f"cut off: {num_cut:,} longer than {encoder.limit}={encoder.max_tokens}")
-    print(printable("; ".join(parts)), flush=True)

@@ -40,27 +40,17 @@ def batch_path(run_dir: str | pathlib.Path, step: int) -> pathlib.Path:
     return pathlib.Path(run_dir) / BATCHES / f"step-{step:08d}.safetensors"
 
 
-def save_batch(
-    batch: TrainBatch, path: pathlib.Path, tensors: dict[str, torch.Tensor] | None = None, **facts: str
-) -> None:
-    """Write the fields of a batch that are known, further tensors and, as text, further facts; in one step."""
-    known = {field.name: getattr(batch, field.name) for field in fields(batch)} | (tensors or {})
-    known = {name: tensor.contiguous() for name, tensor in known.items() if tensor is not None}
+def save_step(run_dir: str | pathlib.Path, step: int, recorded: RecordedStep) -> None:
+    """Write what `read_step` gives back; the file appears when it is whole."""
+    batch, path = recorded.batch, batch_path(run_dir, step)
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    tensors |= {name: getattr(recorded, name) for name in REWARDS}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    facts = {"group_size": str(recorded.group_size), "metrics": json.dumps(recorded.metrics)}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
-    partial.write_bytes(save(known, facts))
+    partial.write_bytes(save(tensors, facts))
     os.replace(partial, path)
-
-
-def save_step(run_dir: str, step: int, recorded: RecordedStep) -> None:
-    """Write what `read_step` gives back."""
-    save_batch(
-        recorded.batch,
-        batch_path(run_dir, step),
-        {name: getattr(recorded, name) for name in REWARDS},
-        group_size=str(recorded.group_size),
-        metrics=json.dumps(recorded.metrics),
-    )
 
 
 def read_step(run_dir: str, step: int, vocab_size: int | None = None) -> RecordedStep:

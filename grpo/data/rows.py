@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.config import DataConfig, RowFormat, SFTConfig
 from grpo.config.user_files import load_function
-from grpo.data.columns import ABSENT, BadRow, Message, Row, any_value, messages_of, text_of, tools_of, value_at
+from grpo.data.columns import ABSENT, BadRow, Message, Row, as_messages, column_of, tools_of, value_at
 from grpo.text import reason_of
 
 
@@ -32,10 +32,9 @@ class Example:
     @property
     def texts(self) -> list[str]:
         """All that the row says, as far as it is text."""
-        messages = self.chat if isinstance(self.prompt, str) else [*self.prompt, *self.chat]
+        messages = [message["content"] for message in (*as_messages(self.prompt), *self.chat)]
         columns = [value for value in self.columns.values() if value != self.prompt]
-        texts = (self.prompt, *(message["content"] for message in messages), *columns, self.text)
-        return [text for text in texts if text and isinstance(text, str)]
+        return [text for text in (*messages, *columns, self.text) if text and isinstance(text, str)]
 
 
 RowReader = Callable[[Row], Example | None]
@@ -61,17 +60,14 @@ def _read_own_prompt(made: Row) -> Example:
 
 
 def _read_prompt(prompt_column: str, columns: dict[str, str], tools_column: str, row: Row) -> Example:
-    prompt = value_at(row, prompt_column)
-    if not isinstance(prompt, list):
-        prompt = text_of(prompt, prompt_column)
-    elif (prompt := messages_of(prompt, prompt_column))[-1]["role"] == "assistant":
+    prompt = column_of(row, prompt_column, str, list)
+    if as_messages(prompt)[-1]["role"] == "assistant":
         raise BadRow(
             f"column {prompt_column!r} ends with the assistant's answer, which is not a part of the prompt; take "
             f"{prompt_column}.:-1"
         )
-    values = {name: prompt if path == prompt_column else any_value(row, path) for name, path in columns.items()}
-    tools = value_at(row, tools_column, None) if tools_column else None
-    return Example(prompt, values, tools=tools_of(tools, tools_column))
+    values = {name: prompt if path == prompt_column else column_of(row, path) for name, path in columns.items()}
+    return Example(prompt, values, tools=tools_of(row, tools_column) if tools_column else None)
 
 
 def environment_of(columns: Mapping[str, Any], data: DataConfig, names: Collection[str]) -> str:
@@ -169,27 +165,14 @@ def read_chat(row_format: RowFormat, columns: ChatColumns, row: Row) -> Example:
     if row_format == "auto" and (row_format := detect_format([row], columns)) is None:
         raise BadRow(no_format(row, columns))
     if row_format == "text":
-        return Example(text=_text(row, "text"))
-    if row_format == "alpaca":
-        return Example(chat=_alpaca(row))
-    tools = tools_of(value_at(row, columns.tools, None), columns.tools)
+        return Example(text=column_of(row, "text", str))
+    if row_format == "alpaca":  # `input`, where there is one, stands below `instruction`
+        parts = ["instruction", *(["input"] if row.get("input") else [])]
+        question, answer = "\n\n".join(column_of(row, part, str) for part in parts), column_of(row, "output", str)
+        return Example(chat=as_messages(question) + as_messages(answer, "assistant"))
     if row_format == "messages":
-        return Example(chat=messages_of(value_at(row, "messages"), "messages"), tools=tools)
-    messages = []
-    for column, role in ((columns.prompt, "user"), (columns.completion, "assistant")):
-        value = value_at(row, column)
-        is_list = isinstance(value, list)
-        messages += messages_of(value, column) if is_list else [{"role": role, "content": text_of(value, column)}]
-    return Example(chat=messages, tools=tools)
-
-
-def _alpaca(row: Row) -> list[Message]:
-    """`instruction` and, where there is one, `input` below it are the user's; `output` is the assistant's."""
-    question = _text(row, "instruction")
-    if row.get("input"):
-        question = f"{question}\n\n{_text(row, 'input')}"
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}]
-
-
-def _text(row: Row, column: str) -> str:
-    return text_of(value_at(row, column), column)
+        chat = column_of(row, "messages", list)
+    else:
+        question, answer = (column_of(row, path, str, list) for path in (columns.prompt, columns.completion))
+        chat = as_messages(question) + as_messages(answer, "assistant")
+    return Example(chat=chat, tools=tools_of(row, columns.tools))

@@ -2,10 +2,12 @@
 
 JSON lines are read by it as lines of text and parsed one at a time. Its own reader of JSON was seen (4.7) to turn texts
 that look like dates into dates, to stop at blank lines and at rows with different columns without saying where, and to
-accept or refuse a mixture of types by where in the file it is. Rows that are read as they come: streaming.py.
+accept or refuse a mixture of types by where in the file it is.
 """
 
+import contextlib
 import csv
+import itertools
 import json
 import pathlib
 from collections.abc import Iterable, Iterator
@@ -14,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.config.sources import KINDS, Source
 from grpo.data.columns import BadRow, Row
+from grpo.data.rows import Example, RowReader
 from grpo.text import reason_of
 
 if TYPE_CHECKING:
     import datasets
-
 
 # Rows that are read together: one by one takes five times as long.
 READ_ROWS = 1000
@@ -38,9 +40,10 @@ class Rows:
     """All rows of a source, which stay on disk: a table of the library's, or lines of JSON as its only column."""
 
     table: "datasets.Dataset"
-    where: str
-    """The source, as messages name it."""
+    source: Source
     is_json: bool = False
+    read: RowReader | None = None
+    """What makes an example of a row; None until that is known."""
 
     def __iter__(self) -> Iterator[Row]:
         for start in range(0, len(self.table), READ_ROWS):
@@ -56,10 +59,18 @@ class Rows:
         rows = []
         for number, text in enumerate(batch[LINES], start=start + 1):
             try:
-                rows += [parse_json(text)] if text.strip() else []
+                rows += [_parse_json(text, dict)] if text.strip() else []
             except ValueError as error:
-                raise ValueError(f"{self.where}, line {number}: {error}; write one JSON object per line") from error
+                where = f"{self.source.text}, line {number}"
+                raise ValueError(f"{where}: {error}; write one JSON object per line") from error
         return rows
+
+    def examples(self) -> Iterator[Example]:
+        """What the rows give, as they come; those that cannot be used give nothing."""
+        for row in self:
+            with contextlib.suppress(BadRow):
+                if (example := self.read(row)) is not None:
+                    yield example
 
     def narrowed(self, paths: Iterable[str]) -> "Rows":
         """A table with only the columns that these paths lead into, since others may be large; JSON stays as it is."""
@@ -75,28 +86,27 @@ def load_rows(source: Source) -> Rows:
         FileNotFoundError: the file does not exist; the message has its absolute path.
         ValueError: it cannot be read, a line is not a JSON object, or there are no rows; one line with the way out.
     """
-    found = files_of(source)
+    kind, files = _files_of(source)
     if source.kind == "toy":
         from grpo.data.toy import task_rows  # only toy runs need it
 
         rows = _in_memory(task_rows(source.path.removeprefix("toy:"), source.split), source)
-    elif found and found[0] in READERS:
-        rows = _in_memory(_read_whole(source, *found), source)
+    elif kind in READERS:
+        rows = _in_memory(_read_whole(source, kind, files), source)
     else:
-        rows = Rows(load(source, found), source.text, is_json=bool(found) and found[0] == "json")
+        rows = Rows(_load(source, kind, files), source, is_json=kind == "json")
     if next(iter(rows), None) is None:
-        raise no_rows(source)
+        raise _no_rows(source)
     return rows
 
 
 def _in_memory(rows: list[Row], source: Source) -> Rows:
     import datasets
 
-    lines = datasets.Dataset.from_dict({LINES: [json.dumps(row) for row in rows]})
-    return Rows(lines, source.text, is_json=True)
+    return Rows(datasets.Dataset.from_dict({LINES: [json.dumps(row) for row in rows]}), source, is_json=True)
 
 
-def no_rows(source: Source) -> ValueError:
+def _no_rows(source: Source) -> ValueError:
     return ValueError(f"data set {source.path} (split {source.split!r}) has no rows; give one that has")
 
 
@@ -105,15 +115,15 @@ def no_rows(source: Source) -> ValueError:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def files_of(source: Source) -> tuple[str, dict[str, list[str]]] | None:
+def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
     """What the files of a source hold (json, list, csv, parquet) and their paths by split, of a file or a folder.
 
-    None for all other sources, and for a folder with the card of a data set, which says what its files are. Raises
+    Empty for all other sources, and for a folder with the card of a data set, which says what its files are. Raises
     FileNotFoundError for a file that does not exist, ValueError for a compressed one, and for a folder of several kinds
     of files or of none.
     """
+    path = pathlib.Path(source.path)
     if source.is_file:
-        path = pathlib.Path(source.path)
         if not path.is_file():
             raise FileNotFoundError(f"data file {path.absolute()} does not exist; correct the path or create it")
         # A file has one split, which goes by the name that is asked for, so that `train[:90%]` takes a part of it.
@@ -122,27 +132,21 @@ def files_of(source: Source) -> tuple[str, dict[str, list[str]]] | None:
                 f"{source.text}: a file has no splits; name the file alone, or a part as {path}:train[:90%]"
             )
         files = {split: [str(path)]}
-    elif source.kind == "folder" and not (pathlib.Path(source.path) / "README.md").is_file():
-        files = _files_of_folder(pathlib.Path(source.path).absolute())
+    elif source.kind == "folder" and not (path / "README.md").is_file():
+        from datasets.data_files import DataFilesDict, get_data_patterns
+
+        # names say which split a file is of; all are train if none does
+        folder, files = str(path.absolute()), {}
+        with contextlib.suppress(FileNotFoundError):
+            found = DataFilesDict.from_patterns(get_data_patterns(folder), folder, allowed_extensions=list(KINDS))
+            files = {split: [str(file) for file in names] for split, names in found.items()}
     else:
-        return None
-    kinds = {_kind_of(path) for paths in files.values() for path in paths}
+        return "", {}
+    kinds = {_kind_of(path) for path in itertools.chain(*files.values())}
     if len(kinds) != 1:
         there = f"files of several kinds ({', '.join(sorted(kinds))})" if kinds else f"no {', '.join(KINDS)} file"
         raise ValueError(f"data folder {source.path} has {there}; give one with files of one kind, or a single file")
     return kinds.pop(), files
-
-
-def _files_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
-    """The files of a folder, whose names say which split they are of (all train if none does)."""
-    from datasets.data_files import DataFilesDict, get_data_patterns
-
-    try:
-        patterns = get_data_patterns(str(folder))
-        found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=list(KINDS))
-    except FileNotFoundError:
-        return {}
-    return {split: [str(file) for file in names] for split, names in found.items()}
 
 
 def _kind_of(path: str) -> str:
@@ -160,6 +164,8 @@ def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[
     """The rows of files of a kind that has no table and no lines."""
     import datasets
 
+    for path in itertools.chain(*files.values()):
+        _check_text(path)
     rows = {split: [row for path in paths for row in READERS[kind](path)] for split, paths in files.items()}
     try:
         parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({name: len(rows[name]) for name in rows})
@@ -170,9 +176,8 @@ def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[
 
 def _read_list(path: str) -> list[Row]:
     """A file that is one JSON list of all rows, perhaps over many lines."""
-    _check_text(path)
     try:
-        rows = parse_json(pathlib.Path(path).read_text(encoding="utf-8"), list)
+        rows = _parse_json(pathlib.Path(path).read_text(encoding="utf-8"), list)
         for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
                 raise ValueError(f"entry {number} is a {type(row).__name__}, not a JSON object")
@@ -186,7 +191,6 @@ def _read_csv(path: str) -> list[Row]:
 
     Raises ValueError for a row with more or fewer cells than the header.
     """
-    _check_text(path)
     csv.field_size_limit(MOST_CELL_CHARACTERS)
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file)
@@ -206,14 +210,14 @@ def _read_csv(path: str) -> list[Row]:
 READERS = {"list": _read_list, "csv": _read_csv}
 
 
-def parse_json(text: str, kind: type = dict) -> Any:
-    """The value, of this kind; else BadRow, which says what it is."""
+def _parse_json(text: str, kind: type) -> Any:
+    """The value, which must be of this kind; else ValueError, which says what it is."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, or a number or nesting beyond all bounds
-        raise BadRow(f"not JSON ({error})") from error
+        raise ValueError(f"not JSON ({error})") from error
     if not isinstance(value, kind):
-        raise BadRow(f"a {type(value).__name__}, not a JSON object")
+        raise ValueError(f"a {type(value).__name__}, not a JSON object")
     return value
 
 
@@ -232,18 +236,17 @@ def _check_text(path: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def load(source: Source, found: tuple[str, dict[str, list[str]]] | None, **options: Any) -> "datasets.Dataset":
-    """`datasets.load_dataset` of a source. found: what `files_of` found, None for the hub.
+def _load(source: Source, kind: str, files: dict[str, list[str]]) -> "datasets.Dataset":
+    """`datasets.load_dataset` of a source: of these files, or of the hub if there are none.
 
     Raises ValueError with one line and the way out.
     """
     import datasets  # takes a second to load
 
-    if found:
-        arguments = ("text" if found[0] == "json" else found[0],)
-        options["data_files"] = found[1]
+    if files:
+        arguments, options = ("text" if kind == "json" else kind,), {"data_files": files}
     else:
-        arguments = (source.path, source.name or None)
+        arguments, options = (source.path, source.name or None), {}
         options |= {"revision": source.revision} if source.revision else {}
     # Else each load is reported to the hub, also one of a local file, which takes seconds where there is no network
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
@@ -255,9 +258,9 @@ def load(source: Source, found: tuple[str, dict[str, list[str]]] | None, **optio
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         if any(said in str(cause) for said in NO_ROWS):
-            raise no_rows(source) from error
-        if isinstance(cause, UnicodeDecodeError) and found:
-            for path in (path for paths in found[1].values() for path in paths):
+            raise _no_rows(source) from error
+        if isinstance(cause, UnicodeDecodeError):
+            for path in itertools.chain(*files.values()):
                 _check_text(path)
         way_out = (
             "check the spelling; for a local file, give a path ending in .jsonl, .json, .csv or .parquet; without "

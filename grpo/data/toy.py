@@ -3,12 +3,8 @@
 Additions are learnable in a minute on a CPU: one token per character, and the columns from the right as thinking, each
 as its two digits and the digit below them. They are learned late and then fast, and when exactly differs by tens of
 steps between seeds: stop a supervised start by its loss. Word problems are for a model of tens of millions of
-parameters, trained from nothing:
+parameters, trained from nothing. What is built is an ordinary Hugging Face folder.
 
-    Mia has 37 pens. She buys 4 boxes with 12 pens each. She gives 18 pens to Tom. How many pens does Mia have now?
-    <think>4*12=48. 37+48=85. 85-18=67.</think><answer>67</answer>
-
-What is built is an ordinary Hugging Face folder; nothing that reads it can tell it from a real checkpoint.
 transformers and tokenizers are imported inside functions, since they take seconds.
 """
 
@@ -38,8 +34,8 @@ MODEL = {
     "head_dim": 32,  # vLLM's CPU attention was seen to run 32, 48, 64 and 80; it refuses 8, 16, 24 and 40
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
-    # Not the 1e6 of the real Qwen3: toy sequences are short, and frequencies that hardly turn within 30 tokens slow the
-    # task down (after 500 supervised steps at learning rate 2e-3, beta2 0.999: 0.02 accuracy with 1e6, 0.90 with 1e4).
+    # Not the 1e6 of the real Qwen3, whose frequencies hardly turn within 30 tokens: after 500 supervised steps at
+    # learning rate 2e-3, beta2 0.999, accuracy was 0.02 with 1e6 and 0.90 with 1e4.
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     "rms_norm_eps": 1e-6,
     "dtype": "float32",
@@ -122,13 +118,12 @@ KINDS = (
 def task_rows(name: str, split: str) -> list[dict[str, str]]:
     """The rows of a built-in task: `question`, `answer`, and a worked `completion` to start from; always the same ones.
 
-    `addition`: {"question": "70+98", "answer": "168", "completion": "<think>088;796;</think><answer>168</answer>"},
-    numbers uniform in 10..999, thinking = columns from the right (0 and 8 give 8; 7 and 9 give 6, carry 1). 50000 train
-    and 2000 test rows; a problem and its mirror image (98+70) are in the same split. `word_problems`: 40000 train and
-    1000 test rows; 37+4*12-18 is in one split, whatever is counted. All questions of a split differ. `calculator`,
-    `guess`: conversations with tools, see toy_conversations.py. `seeds`: rows of an environment that makes its own
-    tasks, as many as `split` says.
-    Raises ValueError for another task or split.
+    `addition`: 70+98 with "<think>088;796;</think><answer>168</answer>", numbers uniform in 10..999, thinking =
+    columns from the right (0 and 8 give 8; 7 and 9 give 6, carry 1); a problem and its mirror image (98+70) are in the
+    same split. `word_problems`: "Mia has 37 pens. She buys 4 boxes with 12 pens each. She gives 18 pens to Tom. ..."
+    with "<think>4*12=48. 37+48=85. 85-18=67.</think><answer>67</answer>"; 37+4*12-18 is in one split, whatever is
+    counted. All questions of a split differ. `calculator`, `guess`: see toy_conversations.py. `seeds`: rows of an
+    environment that makes its own tasks, as many as `split` says. Raises ValueError for another task or split.
     """
     if name == "seeds":
         count = int(split) if split.isdecimal() else 1024
@@ -232,12 +227,11 @@ def word_problems_tokenizer() -> "PreTrainedTokenizerFast":
 def trained_tokenizer(
     texts: Iterable[str], vocab_size: int = 2048, digits_apart: bool = False, phrases: bool = False
 ) -> "PreTrainedTokenizerFast":
-    """Byte-level BPE trained on `texts`, for any text: every byte has a token, the tags have one each.
+    """Byte-level BPE trained on `texts`, for any text: every byte has a token, the tags have one each; writes ChatML.
 
     vocab_size: at least 263 (256 bytes and 7 others); few texts may give fewer. digits_apart: each digit is a token of
     its own, which arithmetic is easier to learn from. phrases: a token may be several words, as all that stands between
-    the numbers of a tool call; the marks of calls stay apart. The chat template is ChatML: turns between <|im_start|>
-    and <|im_end|> (the EOS), for system, user and assistant.
+    the numbers of a tool call; the marks of calls stay apart.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -282,8 +276,8 @@ def make_model(
 ) -> Path:
     """Write a Hugging Face folder with a random float32 model and `tokenizer`; returns the folder.
 
-    The weights follow from `seed` alone, and the global random state is left as it was. The vocabulary has as many
-    entries as the tokenizer. `changes` replace entries of MODEL or add to them.
+    The weights follow from `seed` alone, and the global random state is left as it was. `changes` replace entries of
+    MODEL or add to them.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -302,10 +296,9 @@ def make_model(
 def build_if_toy(path: str, run_dir: str | Path, texts: Iterable[str], seed: int) -> str:
     """`toy:NAME` as a folder built inside the run folder; any other model path as it is.
 
-    `toy:addition`: `addition_tokenizer` and a model of 0.8 M parameters for 512 positions. `toy:gsm8k`: a tokenizer
-    trained on `texts`, those of the data, and a model of 1 M parameters for 2048 positions. `toy:word_problems`: a
-    tokenizer made of its task, and a model of 64 M parameters for 512 positions. `toy:calculator`, `toy:guess`: 0.8 M
-    parameters and a tokenizer made of the task. Raises ValueError for another name.
+    `toy:gsm8k` has a tokenizer trained on `texts`, those of the data, 1 M parameters and 2048 positions. The others
+    have one made of their task and 512 positions; `toy:word_problems` has 64 M parameters, `toy:addition`,
+    `toy:calculator` and `toy:guess` 0.8 M. Raises ValueError for another name.
     """
     if not path.startswith("toy:"):
         return path

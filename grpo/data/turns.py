@@ -1,11 +1,9 @@
 """Chats -> token ids and which of them are labels (the loss mask), by the model's chat template.
 
-The whole chat is written as one text and tokenized once, as the model would see it. Which characters of that text the
-assistant wrote is read from the template: from its generation markers (`{% generation %}`), else by writing the chat up
-to each assistant turn and comparing. The tokenizer then says which characters each token stands for.
-
-Only what the model itself would sample is a label: an assistant's turn with the token that ends it, and nothing after
-that token. Left out: weights of single messages, images.
+The whole chat is written as one text and tokenized once, as the model would see it. Which characters the assistant
+wrote is read from the template's generation markers (`{% generation %}`), else by writing the chat up to each of its
+turns and comparing. Only what the model itself would sample is a label: a turn with the token that ends it, and nothing
+after that token. Left out: weights of single messages, images.
 """
 
 import functools
@@ -27,7 +25,7 @@ Writer = Callable[..., tuple[str, list[Span] | None]]
 
 # Of the text around the place where two writings of a chat part.
 SHOWN_CHARACTERS = 30
-# Tokenized together: 300 bytes of memory for each.
+# Tokenized together, about: 300 bytes of memory for each.
 TOKENIZED_CHARACTERS = 500_000
 
 
@@ -64,13 +62,11 @@ def write_example(
 ) -> Written:
     """A chat or a plain text, and the characters of it that are labels.
 
-    train_on: `assistant` every assistant turn, `last` the last one, `all` every token. The token that ends a trained
-    turn is a label, the line break that templates write after it is not. If the template writes no such token, EOS
-    follows the last turn. Messages after the last assistant turn are left out, except with `all`. A chat without an
-    assistant turn has no label. In a plain text every token is one, and EOS comes last.
-
-    A template that writes prompts only (`data.prompt_template` as text, say) is followed by the answer and EOS; the
-    chat then has one question.
+    train_on: `assistant` every assistant turn, `last` the last one, `all` every token. If the template writes no token
+    that ends a turn, EOS follows the last one. Messages after the last assistant turn are left out, except with `all`;
+    a chat without one has no label. In a plain text every token is one, and EOS comes last. A template that writes
+    prompts only (`data.prompt_template` as text, say) is followed by the answer and EOS; the chat then has one
+    question.
 
     Raises Refused for a chat that the template does not take, or whose turns cannot be told apart because the template
     writes them otherwise when more messages follow.
@@ -130,15 +126,13 @@ def _prefix_spans(write: Writer, text: str, turns: list[int], num_messages: int,
         if text.startswith(beginning):
             return len(beginning)
         place = len(os.path.commonprefix([text, beginning]))
-        alone, whole = (
-            repr(shown[max(0, place - SHOWN_CHARACTERS) : place + SHOWN_CHARACTERS]) for shown in (beginning, text)
-        )
+        around = slice(max(0, place - SHOWN_CHARACTERS), place + SHOWN_CHARACTERS)
         # the last turn alone needs no more than what comes before it
         other_way = "" if number == num_messages - 1 else "train_on last may do, else "
         raise Refused(
             f"{name} is not prefix-stable: from character {place + 1} on, the first {number} of {num_messages} "
-            f"messages are {alone} alone and {whole} in the whole chat, so the turns cannot be told apart; {other_way}"
-            "give a template with {% generation %} markers as data.prompt_template FILE.jinja"
+            f"messages are {beginning[around]!r} alone and {text[around]!r} in the whole chat, so the turns cannot be "
+            f"told apart; {other_way}give a template with {{% generation %}} markers as data.prompt_template FILE.jinja"
         )
 
     return [(length_of(turn, True), length_of(turn + 1, False)) for turn in turns]
@@ -170,29 +164,20 @@ def tokenize(
     A token that stands for characters on both sides of a turn's edge belongs to the side of its last character, so a
     label never reaches into the next turn. The first token never is a label: nothing predicts it.
     """
-    for bos, run in itertools.groupby(written, key=lambda one: one.bos):
-        for batch in _by_characters(run):
-            texts = [one.text for one in batch]
-            encoded = tokenizer(texts, add_special_tokens=bos, return_offsets_mapping=True)
-            for one, ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-                yield _labelled(tokenizer, one, ids, offsets)
-
-
-def _by_characters(written: Iterable[Written]) -> Iterator[list[Written]]:
-    """The texts in lists of at most TOKENIZED_CHARACTERS each, or of one."""
-    waiting, total = [], 0
-    for one in written:
-        total += len(one.text)
-        if waiting and total > TOKENIZED_CHARACTERS:
-            yield waiting
-            waiting, total = [], len(one.text)
-        waiting.append(one)
-    yield waiting
+    written = list(written)
+    ends = itertools.accumulate(len(one.text) for one in written)
+    places = [(one.bos, end // TOKENIZED_CHARACTERS) for one, end in zip(written, ends, strict=True)]
+    for (bos, _), run in itertools.groupby(zip(places, written, strict=True), key=lambda pair: pair[0]):
+        batch = [one for _, one in run]
+        encoded = tokenizer([one.text for one in batch], add_special_tokens=bos, return_offsets_mapping=True)
+        for one, ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            yield _labelled(tokenizer, one, ids, offsets)
 
 
 def _labelled(
     tokenizer: "PreTrainedTokenizerBase", written: Written, ids: list[int], offsets: list[Span]
 ) -> tuple[list[int], list[bool]]:
+    """The ids, with an EOS if one follows, and which of them are labels."""
     inside = bytearray(len(written.text))
     for start, end in written.spans:
         inside[start:end] = b"\1" * len(inside[start:end])

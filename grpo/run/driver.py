@@ -82,7 +82,7 @@ class Driver:
 
         In the last step too: it is in its checkpoint, should the run be made longer.
         """
-        return self.flight.ask(self.config.prompts_per_step, self.session.draw) if self.config.overlap_steps else None
+        return self.flight.ask(self.config.prompts_per_step, self.session.stream.draw) if self.config.overlap_steps else None
 
     @on_driver
     def land_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:
@@ -97,7 +97,7 @@ class Driver:
     def _fill(self) -> Requests | None:
         """What must be sampled before the step is full; None if it is."""
         flight, num_groups = self.flight, self.config.prompts_per_step
-        requests = flight.fill(self.session.draw, self._score)
+        requests = flight.fill(self.session.stream.draw, self._score)
         if requests is None and flight.num_informative < num_groups:
             print(
                 f"dynamic sampling: {flight.num_informative} of {num_groups} groups have different rewards after "
@@ -178,4 +178,4 @@ class Driver:
             metrics |= {"lag/mean": lag_S.mean().item(), "lag/max": lag_S.max().item()}
         if config.sampling.carry_over:
             metrics["lag/stale_frac"] = stale_frac(completions, self.step)
-        return metrics | self.flight.metrics() | self.stream.metrics()
+        return metrics | self.flight.metrics()

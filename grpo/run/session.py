@@ -210,11 +210,6 @@ class Session:
             yield step
             self.timer.enter("other")  # on ranks that do not log, too
 
-    def draw(self, count: int) -> list[Any]:
-        """The next rows of the training data, which are checked as they come where they are streamed. On rank 0."""
-        with refuse_bad_input():
-            return self.stream.draw(count)
-
     def is_stopped(self, step: int) -> bool:
         """Whether the run was asked to end after `step` steps, by a signal or a file. On rank 0 alone."""
         if reason := stop_reason(self.config.run_dir):

@@ -56,7 +56,7 @@ class SFTDriver:
     @on_driver
     def next_batch(self) -> TrainBatch:
         """The step's examples laid end to end; their labels count in the loss."""
-        return batch_of(self.session.draw(self.config.sequences_per_step))
+        return batch_of(self.session.stream.draw(self.config.sequences_per_step))
 
     @from_driver
     def due(self, step: int, measured: StepMetrics) -> Due:
@@ -82,7 +82,7 @@ class SFTDriver:
     @on_driver
     def log(self, step: int, batch: TrainBatch, measured: StepMetrics) -> None:
         """Log the `step`-th step; a metric of examples belongs here."""
-        metrics = measured_metrics(measured, self.timer.close_step(), batch.num_tokens) | self.stream.metrics()
+        metrics = measured_metrics(measured, self.timer.close_step(), batch.num_tokens)
         if self.config.too_long == "truncate":
             metrics["data/truncated_frac"] = batch.truncated_S.float().mean().item()
         self.session.log(step, metrics)

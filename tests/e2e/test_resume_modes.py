@@ -36,7 +36,6 @@ TURNS += ("--algorithm.advantages", "return_to_go")
 SAVED = ("--checkpoint.interval", 3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher} is a folder
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
-STREAMED = ("--data.streaming",)
 PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
 VALIDATION = ("--validation.interval", 4, "--validation.sets", "a", "{a}")
 
@@ -67,12 +66,12 @@ MODES = {
     ),
     "colocated on 2 ranks, dynamic sampling": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *DYNAMIC), rank=1),
     "several updates": Mode(2, (*split(1, 0, 1), *UPDATES), phase="reference"),
-    "mixed and streamed prompts": Mode(2, (*split(1, 0, 1), *MIXED, *STREAMED), rank=1),
+    "mixed prompts": Mode(2, (*split(1, 0, 1), *MIXED), rank=1),
     "overlap": Mode(3, (*split(1, 1, 1), *OVERLAP, *EVALUATION), rank=2, phase="reference"),
     "overlap, dynamic sampling, several updates, further checkpoints": Mode(
         2, (*split(1, 0, 1), *OVERLAP, *DYNAMIC, *UPDATES, *SAVED)
     ),
-    "overlap, LoRA, mixed and streamed prompts": Mode(2, (*split(1, 0, 1), *OVERLAP, *LORA, *MIXED, *STREAMED)),
+    "overlap, LoRA, mixed prompts": Mode(2, (*split(1, 0, 1), *OVERLAP, *LORA, *MIXED)),
     "groups carried over": Mode(3, (*split(1, 0, 2), *CARRIED, *NO_KL), rank=2),
     "groups carried over, overlap": Mode(3, (*split(1, 0, 2), *CARRIED, *OVERLAP, *NO_KL), phase="reference"),
     "groups carried over, dynamic sampling": Mode(3, (*split(1, 0, 2), *CARRIED, *DYNAMIC, *NO_KL), rank=2),
@@ -93,11 +92,9 @@ MODES = {
     "LoRA, colocated": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *LORA, *DYNAMIC)),
     "a teacher beside rewards": Mode(3, (*split(1, 1, 1), *TEACHER), rank=1),
     "SFT, mixed, packed, validation": Mode(2, (*MIXED, *PACKED, *VALIDATION, *SCHEDULE), rank=1, recipe=SFT),
-    "SFT, streamed, mixed, packed, further checkpoints": Mode(
-        2, (*MIXED, *STREAMED, *PACKED, *SAVED, *VALIDATION), recipe=SFT
-    ),
+    "SFT, mixed, packed, further checkpoints": Mode(2, (*MIXED, *PACKED, *SAVED, *VALIDATION), recipe=SFT),
     "SFT, TP 2": Mode(2, (*PACKED, "--trainer.tensor-parallel", 2), rank=1, recipe=SFT),
-    "SFT, LoRA, streamed, mixed, packed": Mode(2, (*MIXED, *STREAMED, *PACKED, *LORA), recipe=SFT),
+    "SFT, LoRA, mixed, packed": Mode(2, (*MIXED, *PACKED, *LORA), recipe=SFT),
     "SFT, LoRA, packed": Mode(1, (*PACKED, *LORA, "--num-trainers", 1), recipe=SFT),
 }
 

@@ -13,6 +13,7 @@ from grpo.config import DataConfig
 from grpo.data import chat, toy
 from grpo.data.chat import check_template, detokenize, look_at_prompt
 from grpo.data.encode import Encoded, Fate, prompt_encoder
+from grpo.data.rows import row_reader
 from grpo.data.turns import longest_token
 from tests.unit.chat_templates import MISTRAL, QWEN3, THINKER
 
@@ -58,14 +59,15 @@ def test_good_templates_pass(template):
 
 def encode_within(text: str, max_tokens: int, template: str = PLAIN) -> Encoded:
     data = DataConfig(system_prompt="", max_prompt_tokens=max_tokens)
-    (encoded,) = prompt_encoder(tokenizer_with(template), data).encode([{"question": text, "answer": "1"}])
+    encoder, row = prompt_encoder(tokenizer_with(template), data), {"question": text, "answer": "1"}
+    (encoded,) = encoder.encode([row], row_reader(data))
     return encoded
 
 
 def test_a_template_that_is_endless_for_one_prompt_only(monkeypatch):
-    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.3)
     template = "{% if 'x' in messages[0]['content'] %}" + ENDLESS + "{% endif %}" + PLAIN
     check_template(tokenizer_with(template), CONFIG)
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.3)
     assert len(encode_within("1+1", 10, template).ids) == 3
     start = time.process_time()
     with pytest.raises(ValueError, match="the chat template of .* was not done after 0.3 s"):

@@ -123,8 +123,10 @@ def test_each_epoch_is_a_new_permutation_from_the_seed(tokenizer, ten_rows):
         return [p.columns["answer"] for p in prompts_of(config_of(ten_rows), tokenizer, seed).draw(20)]
 
     state = random.getstate()
-    first = answers(seed=1)
+    first, by_hand = answers(seed=1), [str(i) for i in range(10)]
     assert random.getstate() == state
+    random.Random("1 0").shuffle(by_hand)  # seed and epoch
+    assert first[:10] == by_hand
     assert sorted(first[:10]) == sorted(first[10:]) == [str(i) for i in range(10)]
     assert first[:10] != first[10:]
     assert first == answers(seed=1)
@@ -143,11 +145,6 @@ def test_a_resumed_stream_continues_the_same_way(tokenizer, ten_rows, num_drawn)
     assert resumed.draw(9) == expected
     assert resumed.state_dict() == stream.state_dict()
     assert expected[0].index == num_drawn
-
-
-def test_one_draw_equals_many(tokenizer, ten_rows):
-    one, many = (prompts_of(config_of(ten_rows), tokenizer, seed=0) for _ in range(2))
-    assert one.draw(25) == [prompt for _ in range(5) for prompt in many.draw(5)]
 
 
 def test_a_state_of_another_data_set_seed_or_order_is_refused(tokenizer, ten_rows, tmp_path):
@@ -233,22 +230,6 @@ def rows_of(prompts) -> list[int]:
 # ---- chat stream
 
 
-def test_chats_have_the_answer_and_eos_as_labels(tokenizer, ten_rows):
-    stream = chats_of(config_of(ten_rows, shuffle=False), tokenizer, max_sequence_tokens=20, seed=0)
-    for number, example in enumerate(stream.draw(2)):
-        assert example.ids == ids_of(f"<user> add n{number} <assistant> yes n{number} <eos>")
-        assert example.mask == [False] * 4 + [True] * 3 and not example.truncated
-
-
-def test_a_resumed_chat_stream_continues_the_same_way(tokenizer, ten_rows):
-    stream, resumed = (chats_of(config_of(ten_rows), tokenizer, 20, seed=5) for _ in range(2))
-    stream.draw(7)
-    resumed.load_state_dict(stream.state_dict())
-    assert resumed.draw(9) == stream.draw(9)
-    with pytest.raises(ValueError, match="has seed=5, this run has 6"):
-        chats_of(config_of(ten_rows), tokenizer, 20, seed=6).load_state_dict(stream.state_dict())
-
-
 def test_the_limit_of_chats_is_on_prompt_plus_completion(tokenizer, ten_rows):
     # Each is 4 + 3 tokens; max_prompt_tokens does not count here.
     config = config_of(ten_rows, max_prompt_tokens=1)
@@ -271,12 +252,6 @@ def test_held_out_prompts_are_the_first_that_fit(tokenizer, ten_rows, tmp_path, 
     assert len(load_eval_prompts(data, EvaluationConfig(path=held_out, num_prompts=99), tokenizer)) == 3
 
 
-def test_evaluation_on_the_training_file_is_said_aloud(tokenizer, ten_rows, capsys):
-    prompts = load_eval_prompts(config_of(ten_rows), EvaluationConfig(num_prompts=3), tokenizer)
-    assert [p.columns["answer"] for p in prompts] == ["0", "1", "2"]
-    assert "evaluation uses the training data" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("split", "held_out", "warns"),
     [
@@ -291,6 +266,3 @@ def test_two_parts_of_one_file_are_no_training_data(tokenizer, ten_rows, capsys,
     evaluation = EvaluationConfig(path=f"{ten_rows}:{held_out}")
     load_eval_prompts(config_of(f"{ten_rows}:{split}"), evaluation, tokenizer)
     assert ("evaluation uses the training data" in capsys.readouterr().out) == warns
-
-
-# ---- real rows

@@ -34,10 +34,6 @@ def test_rows_with_turns(row, messages):
     assert chat_of(row) == Example(chat=messages)
 
 
-def test_plain_text():
-    assert chat_of({"text": "Once upon a time"}) == Example(text="Once upon a time")
-
-
 def test_the_first_format_that_fits_is_taken_unless_one_is_named():
     row = {"text": "t", "instruction": "i", "output": "o", "question": "q", "answer": "a", "messages": [USER]}
     expected = {
@@ -102,18 +98,17 @@ def test_what_a_table_adds_to_messages_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "row, row_format, message",
+    "row, message",
     [
-        ({"messages": [USER, "hi"]}, "auto", "message 2 is str, not a table with role and content$"),
+        ({"messages": [USER, "hi"]}, "message 2 holds str, not a table$"),
         (
             {"messages": [ASSISTANT | {"tool_calls": [{"function": {"arguments": "{a: 1}"}}]}]},
-            "auto",
-            "message 1: what a tool call has as arguments is text, but not JSON",
+            "message 1, tool call 1, arguments holds text that is not JSON",
         ),
-        ({"messages": [USER], "tools": "[" * 100_000}, "auto", "^column 'tools' is text, but not JSON"),
-        ({"messages": [USER], "tools": ["add"]}, "auto", "^column 'tools' holds no list of JSON schemas$"),
+        ({"messages": [USER], "tools": "[" * 100_000}, "^column 'tools' holds text that is not JSON"),
+        ({"messages": [USER], "tools": ["add"]}, "^column 'tools', entry 1 holds str, not a table$"),
     ],
 )
-def test_rows_that_are_no_chats(row, row_format, message):
+def test_rows_that_are_no_chats(row, message):
     with pytest.raises(BadRow, match=message):
-        chat_of(row, row_format)
+        chat_of(row)

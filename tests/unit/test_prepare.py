@@ -56,19 +56,6 @@ def test_up_to_five_percent_left_out_is_no_warning(tokenizer, tmp_path, capsys):
     assert "warning: data: 94 of 100 rows" in capsys.readouterr().out
 
 
-def test_what_the_template_refuses_is_a_row_that_cannot_be_used(tmp_path):
-    strict = "{% if messages[0].content == 'add n1' %}{{ raise_exception('not this') }}{% endif %}<user>"
-    rows = [{"question": f"add n{i}", "answer": "1"} for i in range(3)]
-    data = config_of(write_rows(tmp_path / "rows.jsonl", rows))
-    own = word_tokenizer()
-    own.chat_template = strict
-    message = "1 of 3 rows of .* row 2: the chat template of .* refuses it: TemplateError: not this"
-    with pytest.raises(ValueError, match=message):
-        prepared(data, own)
-    found = prepared(config_of(data.path, bad_rows="skip"), own)
-    assert list(found[0].usable) == [0, 2] and found[0].left_out == "1 that the chat template refuses"
-
-
 def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "def f(row):\n    return {'prompt': row['question'], 'n': 1} if row['n'] < 8 else None\n"
@@ -200,24 +187,7 @@ def test_all_of_gsm8k_is_used(gsm8k, capsys):
     assert re.search("7,473 of 7,473 rows of .*; an epoch is 116.8 steps", capsys.readouterr().out)
 
 
-def test_the_most_natural_first_sft_on_gsm8k_is_refused_at_once(gsm8k):
-    """The toy recipe has 64 tokens, which hardly any solution fits into."""
-    _, tokenizer = gsm8k
-    data = DataConfig(path=str(GSM8K), system_prompt="")
-    config = SFTConfig(data=data, max_sequence_tokens=64, completion_column="answer")
-    with pytest.raises(ValueError, match="[1-9] of 7473 rows of .*: 7,4.. longer than max_sequence_tokens=64"):
-        usable_chats(load_chat_sources(config), config, tokenizer)
-
-
 # ---- message lists
-
-
-def test_messages_bring_their_system_prompt_or_follow_the_config_s(tokenizer):
-    user = [{"role": "user", "content": "add n1"}]
-    data = DataConfig(system_prompt="Be brief")
-    assert tokenizer.decode(encode_prompt(tokenizer, data, user)) == "<system> Be brief <user> add n1 <assistant>"
-    own = [{"role": "system", "content": "yes"}, *user]
-    assert tokenizer.decode(encode_prompt(tokenizer, data, own)) == "<system> yes <user> add n1 <assistant>"
 
 
 def test_a_text_template_takes_one_question(tokenizer):
@@ -326,7 +296,8 @@ def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in
             load("refuse")
     assert prompts("skip") == [0, 2]
     assert examples("skip") == [f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)]
-    assert len(re.findall(f"warning: {told}", capsys.readouterr().out)) == 2
+    out = capsys.readouterr().out
+    assert len(re.findall(f"warning: {told}", out)) == out.count("left out: 1 that cannot be used") == 2
 
 
 @pytest.fixture

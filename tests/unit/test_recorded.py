@@ -4,11 +4,12 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from grpo.config import GRPOConfig, ModelConfig, RolesConfig
 from grpo.config.recipes import as_recipe
 from grpo.data.batches import make_batch
-from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step, save_batch, save_step
+from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step, save_step
 from grpo.replay import load_config
 from grpo.types import Sample, TrainBatch
 
@@ -69,17 +70,17 @@ def test_other_groups_and_a_missing_reference_are_refused(tmp_path):
 
 
 def test_what_save_step_did_not_write_is_refused_by_name(tmp_path):
-    step = recorded()
-    rewards = {"rewards_S": step.rewards_S, "has_reward_S": step.has_reward_S}
-    for tensors, message in (
-        ({"rewards_S": step.rewards_S}, "has_reward_S"),
-        (rewards | {"rewards_S": torch.zeros(3)}, r"2 sequences and 5 tokens it has .'rewards_S': \[3\]"),
-        (rewards | {"further_N": torch.zeros(5)}, "further_N"),
+    save_step(tmp_path, 1, recorded())
+    path = batch_path(tmp_path, 1)
+    tensors, facts = load_file(path), {"group_size": "2", "metrics": "{}"}
+    for changes, message in (
+        ({"has_reward_S": None}, "has_reward_S"),
+        ({"rewards_S": torch.zeros(3)}, r"2 sequences and 5 tokens it has .'rewards_S': \[3\]"),
+        ({"further_N": torch.zeros(5)}, "further_N"),
     ):
-        save_batch(step.batch, batch_path(tmp_path, 1), tensors, group_size="2", metrics="{}")
+        save_file({name: x for name, x in (tensors | changes).items() if x is not None}, path, facts)
         with pytest.raises(ValueError, match=message):
             read_step(tmp_path, 1)
-    path = batch_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ValueError, match=path.name):
         check_recorded(tmp_path, [1], 2)

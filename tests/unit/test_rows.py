@@ -168,15 +168,6 @@ def test_values_that_json_cannot_hold_are_told():
         checked(*rows, table=True, columns={"day": "day"})
 
 
-def test_no_row_is_left(capsys):
-    told = "1 of 1 rows of f.jsonl cannot be used: row 1: column 'question'"
-    with pytest.raises(ValueError, match=told):
-        checked({"question": None, "answer": 1})
-    with pytest.raises(ValueError, match="0 of 1 rows of f.jsonl are left: 1 that cannot be used; correct them"):
-        checked({"question": None, "answer": 1}, bad_rows="skip")
-    assert f"warning: {told}" in capsys.readouterr().out
-
-
 # ---- a function of the user's
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from grpo.data import toy
-from tests.tiny_models import LLAMA3
 
 torch.set_num_threads(1)
 
@@ -138,18 +137,6 @@ def test_weights_follow_from_the_seed(tmp_path, addition_tokenizer):
     first = weights("a", 0)
     torch.manual_seed(99)
     assert weights("b", 0) == first and weights("c", 1) != first
-
-
-def test_llama_with_scaled_rope_and_untied_head(tmp_path, addition_tokenizer):
-    from transformers import AutoModelForCausalLM
-
-    changes = LLAMA3 | {"num_hidden_layers": 1, "tie_word_embeddings": False, "initializer_range": 0.5}
-    folder = toy.make_model(tmp_path, addition_tokenizer, seed=0, changes=changes)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.config.model_type == "llama" and model.config.head_dim == 32
-    assert model.config.rope_parameters == LLAMA3["rope_parameters"]
-    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
-    assert model.lm_head.weight.std().item() == pytest.approx(0.5, rel=0.05)
 
 
 def test_gsm8k_model_brings_a_tokenizer_trained_on_its_rows(tmp_path):

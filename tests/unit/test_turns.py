@@ -17,7 +17,7 @@ from grpo.data import toy
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.data.chat import Refused
 from grpo.data.encode import Encoded, Fate, chat_encoder
-from grpo.data.rows import Example
+from grpo.data.rows import Example, chat_reader
 from grpo.data.turns import end_of_turn, tokenize, write_example
 from grpo.types import Sample
 from tests.unit.test_data import encode_prompt
@@ -41,7 +41,7 @@ def encode_within(tokenizer, row: dict, max_tokens: int, truncate=False) -> Enco
     """What becomes of a row with messages or a text."""
     too_long = "truncate" if truncate else "leave_out"
     config = SFTConfig(data=DATA, max_sequence_tokens=max_tokens, too_long=too_long, train_on="assistant")
-    (encoded,) = chat_encoder(tokenizer, config, next(iter(row))).encode([row])
+    (encoded,) = chat_encoder(tokenizer, config).encode([row], chat_reader(config, next(iter(row))))
     return encoded
 
 
@@ -465,9 +465,5 @@ def test_bounds():
     found = encode_within(tokenizer, huge, 100, truncate=True)
     assert time.monotonic() - start < 5
     assert (len(found.ids), found.mask[-1]) == (100, True) and found.ids[-1] != tokenizer.eos_token_id
-
-
-def test_plain_text_that_is_cut_off_has_no_eos():
-    tokenizer = tokenizer_for(*FAMILIES["plain"])
     ids, _ = encode_text(tokenizer, "hello a lot")
     assert encode_within(tokenizer, {"text": "hello a lot"}, len(ids) - 1, truncate=True).ids == ids[:-1]
