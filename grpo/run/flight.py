@@ -33,7 +33,7 @@ Draws = Callable[[int], list[Prompt]]
 """Number -> so many further prompts."""
 Scores = Callable[[list[Prompt], list[Completion]], list[Rollout]]
 """Prompts and their completions -> rollouts; with dynamic sampling, their rewards are there."""
-TENSORS = ("header", "temperatures", "pieces", "ids", "loss_mask", "logprobs", "episodes")
+TENSORS = ("facts", "ids", "loss_mask", "logprobs")
 
 
 @dataclass(frozen=True, eq=False)
