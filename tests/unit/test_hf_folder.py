@@ -89,7 +89,7 @@ REFUSED = {  # what is wrong: (config.json, the reason)
     "vision": ({"model_type": "qwen2_vl", "hidden_size": 64}, "is a qwen2_vl model; only dense"),
     "GPTQ": (
         QWEN2_5_7B | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "gptq weights cannot be trained; use the checkpoint in bfloat16",
+        "quantized weights cannot be trained; use the checkpoint in bfloat16",
     ),
     "dynamic rope": (
         LLAMA3_1_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -101,7 +101,7 @@ REFUSED = {  # what is wrong: (config.json, the reason)
     "another activation": (LLAMA3_1_8B | {"hidden_act": "gelu"}, "hidden_act gelu is not supported, only silu"),
     "reward model": (
         QWEN2_5_7B | {"architectures": ["Qwen2ForSequenceClassification"]},
-        "a Qwen2ForSequenceClassification has no language model head",
+        "Qwen2ForSequenceClassification in architectures has no language model head",
     ),
 }
 
