@@ -57,16 +57,10 @@ class ShardedModel:
     """Whether FSDP keeps its copy of the parameters in the compute dtype from one forward or backward to the next."""
 
     @property
-    def data_rank(self) -> int:
-        """Which part of the data this rank takes."""
+    def data_ranks(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks, which share a batch out; None if there is only one."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
-        return 0 if mesh is None else mesh.get_local_rank()
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Data-parallel ranks; tensor-parallel ranks count once."""
-        mesh = self.parallel_dims.get_optional_mesh("batch")
-        return 1 if mesh is None else mesh.size()
+        return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -85,8 +79,8 @@ class ShardedModel:
 
     def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
         """A step's batch in rows for the data-parallel ranks, the same on each of them."""
-        multiple = ROW_MULTIPLE[self.device.type]
-        return pack(batch, self.num_data_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
+        num_ranks, multiple = self.data_ranks.size() if self.data_ranks else 1, ROW_MULTIPLE[self.device.type]
+        return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
 
     def accumulate(self, is_last: bool) -> None:
         """Before a micro-batch; `is_last` of those whose gradients are added. Only a copy that is held needs it.
@@ -109,7 +103,7 @@ class ShardedModel:
         """
         laid_out = (
             MicroBatch(**{name: _on_device(value, self.device) for name, value in vars(micro).items()})
-            for micro in packing.micro_batches(self.data_rank)
+            for micro in packing.micro_batches(self.data_ranks.rank() if self.data_ranks else 0)
         )
         micro = next(laid_out)
         for following in laid_out:

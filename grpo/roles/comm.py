@@ -2,11 +2,8 @@
 
 Every function here is a collective over the bridge that it names: all ranks call it, in the same order. One over
 `learners` returns None at once on the other ranks, the generators. Ragged numbers travel as flat CPU tensors with their
-lengths, without padding.
-
-With `overlap_steps=1` the generators sample for the next step while the learners train on this one. Between `launch`
-and `land` nothing passes over `control`: the generators are busy, and the learners talk over `learners`. The weights
-that sample are then one step older than those that are trained, except in a run's first step.
+lengths, without padding. With `overlap_steps=1` nothing passes over `control` between `launch` and `land`: generators
+sample for the next step, while learners train and talk over `learners`.
 """
 
 import functools
@@ -64,14 +61,10 @@ def on_driver(method: Method, to_all: bool = False, bridge: str = "control") -> 
     return run
 
 
-def from_driver(method: Method) -> Method:
-    """`on_driver` with the driver's result for every rank; it must be small and picklable."""
-    return on_driver(method, to_all=True)
-
-
-def on_driver_for_learners(method: Method) -> Method:
-    """`on_driver` over `self.roles.learners`: generators do not wait for it."""
-    return on_driver(method, bridge="learners")
+from_driver = functools.partial(on_driver, to_all=True)
+"""`on_driver` with the driver's result for every rank; it must be small and picklable."""
+on_driver_for_learners = functools.partial(on_driver, bridge="learners")
+"""`on_driver` over `self.roles.learners`: generators do not wait for it."""
 
 
 def wait_for_all(roles: Roles) -> None:
@@ -103,7 +96,7 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """One rank's part of what is sampled ahead, and when; seconds of the wall clock, which hosts have in common."""
+    """One rank's part of what is sampled ahead, and when, in seconds of the wall clock, which hosts have in common."""
 
     completions: list[Completion] | None
     """On the head of a replica."""

@@ -11,9 +11,8 @@ rank (NCCL on GPUs). All groups are created here, in one order, the bridges firs
     learners        every trainer and reference rank
     weights         rank 0                                      every generator rank
 
-What only learners need never waits for a generator, so that with `overlap_steps` the generators can sample the next
-step meanwhile. Colocated, every rank holds every role, one default group serves trainer and generator, and `learners`
-is `control`.
+What only learners need never waits for a generator. Colocated, every rank holds every role, one default group serves
+trainer and generator, and `learners` is `control`.
 """
 
 import collections
