@@ -83,15 +83,15 @@ class ShardedModel:
         return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
 
     def accumulate(self, is_last: bool) -> None:
-        """Before a micro-batch; `is_last` of those whose gradients are added. Only a copy that is held needs it.
+        """Say before a micro-batch whether it is the last of those whose gradients are added.
 
-        The copy's gradients stay where the backward puts them, in float32, and become the parameters' with the last.
+        The gradients of a copy that is held stay where the backward puts them, in float32, up to the last one.
         """
         if self.holds_copy:
             self.module.set_requires_gradient_sync(is_last)
 
     def drop_copy(self) -> None:
-        """After the last forward or backward in a row: the module's parameters are the trained ones again."""
+        """End a row of forwards and backwards: the module's parameters are the trained ones again."""
         for part in self.module.modules() if self.holds_copy else ():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -114,9 +114,8 @@ class ShardedModel:
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
 
-        0 without a gradient at places that are not among the micro-batch's `scored_M`.
-
-        The micro-batch lies on this rank's device. Collective over the role's ranks.
+        0 without a gradient at places that are not among the micro-batch's `scored_M`. The micro-batch lies on this
+        rank's device. Collective over the role's ranks.
         """
         masks = self.module.masks(micro)
         inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
@@ -157,9 +156,9 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def forget_forwards(module: nn.Module) -> None:
-    """After forwards without a backward: drop what FSDP noted of them for it, and would forget only in it.
+    """Drop what FSDP noted of forwards for their backward, which a reference does not have.
 
-    Else the memory of a reference grows, by some 40 bytes for each of its blocks and micro-batches.
+    Else its memory grows, by some 40 bytes for each of its blocks and micro-batches.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

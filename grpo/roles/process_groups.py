@@ -285,6 +285,6 @@ def collectives_entered(roles: Roles) -> dict[str, int]:
 
 
 def _begun(group: ProcessGroup) -> int:
-    """Over the group's backends, one or two for CPU and GPU; torchtitan's groups of one rank have a fake one."""
+    """Collectives of all backends of a group, for CPU and GPU; torchtitan's groups of one rank have a fake one."""
     backends = {group._get_backend(device) for device in group._device_types}
     return sum(backend._get_sequence_number_for_group() for backend in backends if backend.name() != "fake")
