@@ -196,21 +196,18 @@ def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) 
         name = store.get(f"welcome/{word}").decode()
         store.set(f"{name}/came/{rank}", "")
         return PrefixStore(name, store)
-    name, missing, start = uuid.uuid4().hex, set(range(1, world_size)), time.monotonic()
-    notice = MEETING_NOTICE_SECONDS
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"{name}/came/{other}"]):
-                missing.remove(other)
-            elif store.check([f"hello/{other}"]):
+    name, start, notice = uuid.uuid4().hex, time.monotonic(), MEETING_NOTICE_SECONDS
+    while missing := [other for other in range(1, world_size) if not store.check([f"{name}/came/{other}"])]:
+        for other in missing:
+            if store.check([f"hello/{other}"]):
                 store.set(f"welcome/{store.get(f'hello/{other}').decode()}", name)
-        waited, who = time.monotonic() - start, ", ".join(map(str, sorted(missing)))
-        if missing and waited > timeout.total_seconds():
+        waited, who = time.monotonic() - start, ", ".join(map(str, missing))
+        if waited > timeout.total_seconds():
             raise TimeoutError(f"of {world_size} ranks, these did not start within {waited:.0f} s: {who}")
-        if missing and waited > notice:
+        if waited > notice:
             print(f"waiting for ranks that have not started, for {waited:.0f} s: {who}", flush=True)
             notice = 2 * waited
-        time.sleep(MEETING_SECONDS if missing else 0)
+        time.sleep(MEETING_SECONDS)
     return PrefixStore(name, store)
 
 
