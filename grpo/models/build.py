@@ -57,16 +57,10 @@ class ShardedModel:
     """Whether FSDP keeps its copy of the parameters in the compute dtype from one forward or backward to the next."""
 
     @property
-    def data_rank(self) -> int:
-        """Which part of the data this rank takes."""
+    def data_ranks(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks, which share a batch out; None if there is only one."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
-        return 0 if mesh is None else mesh.get_local_rank()
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Data-parallel ranks; tensor-parallel ranks count once."""
-        mesh = self.parallel_dims.get_optional_mesh("batch")
-        return 1 if mesh is None else mesh.size()
+        return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -85,19 +79,19 @@ class ShardedModel:
 
     def pack(self, batch: TrainBatch, trainer: TrainerConfig) -> Packing:
         """A step's batch in rows for the data-parallel ranks, the same on each of them."""
-        multiple = ROW_MULTIPLE[self.device.type]
-        return pack(batch, self.num_data_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
+        num_ranks, multiple = self.data_ranks.size() if self.data_ranks else 1, ROW_MULTIPLE[self.device.type]
+        return pack(batch, num_ranks, trainer.micro_batch_tokens, multiple, trainer.share_prompts)
 
     def accumulate(self, is_last: bool) -> None:
-        """Before a micro-batch; `is_last` of those whose gradients are added. Only a copy that is held needs it.
+        """Say before a micro-batch whether it is the last of those whose gradients are added.
 
-        The copy's gradients stay where the backward puts them, in float32, and become the parameters' with the last.
+        The gradients of a copy that is held stay where the backward puts them, in float32, up to the last one.
         """
         if self.holds_copy:
             self.module.set_requires_gradient_sync(is_last)
 
     def drop_copy(self) -> None:
-        """After the last forward or backward in a row: the module's parameters are the trained ones again."""
+        """End a row of forwards and backwards: the module's parameters are the trained ones again."""
         for part in self.module.modules() if self.holds_copy else ():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -109,7 +103,7 @@ class ShardedModel:
         """
         laid_out = (
             MicroBatch(**{name: _on_device(value, self.device) for name, value in vars(micro).items()})
-            for micro in packing.micro_batches(self.data_rank)
+            for micro in packing.micro_batches(self.data_ranks.rank() if self.data_ranks else 0)
         )
         micro = next(laid_out)
         for following in laid_out:
@@ -120,9 +114,8 @@ class ShardedModel:
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs_BT, entropy_BT) of a micro-batch's targets, float32, nats, at their sampling temperatures.
 
-        0 without a gradient at places that are not among the micro-batch's `scored_M`.
-
-        The micro-batch lies on this rank's device. Collective over the role's ranks.
+        0 without a gradient at places that are not among the micro-batch's `scored_M`. The micro-batch lies on this
+        rank's device. Collective over the role's ranks.
         """
         masks = self.module.masks(micro)
         inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
@@ -163,9 +156,9 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def forget_forwards(module: nn.Module) -> None:
-    """After forwards without a backward: drop what FSDP noted of them for it, and would forget only in it.
+    """Drop what FSDP noted of forwards for their backward, which a reference does not have.
 
-    Else the memory of a reference grows, by some 40 bytes for each of its blocks and micro-batches.
+    Else its memory grows, by some 40 bytes for each of its blocks and micro-batches.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -1,5 +1,6 @@
 """Weights out of a sharded model under HF names: one by one, or as a Hugging Face folder; adapters as a PEFT folder."""
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -47,9 +48,7 @@ def _hf_weights(model: ShardedModel) -> dict[str, torch.Tensor | LoRALinear]:
     return model.names.to_hf(model.module.state_dict() | layers)
 
 
-def export_hf(
-    model: ShardedModel, target: str | pathlib.Path, dtype: torch.dtype, form: ChatForm | None = None
-) -> None:
+def export_hf(model: ShardedModel, target: pathlib.Path, dtype: torch.dtype, form: ChatForm | None = None) -> None:
     """Write a folder that `from_pretrained` and vLLM load, and of LoRA the adapters beside it, at `adapters_beside`.
 
     The tokenizer's files are those of the folder that training started from, except for what `form` adds. Collective
@@ -61,20 +60,19 @@ def export_hf(
     tensors = {name: tensor.cpu() for name, tensor in hf_tensors(model, dtype) if writes}
     if not writes:
         return
-    partial = _begin(target)
-    save_torch_state_dict(tensors, partial, max_shard_size=EXPORT_SHARD_BYTES)
-    source = pathlib.Path(model.folder)
-    for file in copied_files(source):
-        copy = partial / file.relative_to(source)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, copy)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)  # the older name of the same
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (partial / "config.json").write_text(json.dumps(config, indent=2))
-    if form is not None:
-        write_form(partial, form)
-    _finish(partial, target)
+    with _written_whole(target) as folder:
+        save_torch_state_dict(tensors, folder, max_shard_size=EXPORT_SHARD_BYTES)
+        source = pathlib.Path(model.folder)
+        for file in copied_files(source):
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+        config = json.loads((source / "config.json").read_text())
+        config.pop("torch_dtype", None)  # the older name of the same
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        if form is not None:
+            write_form(folder, form)
 
 
 def write_form(folder: pathlib.Path, form: ChatForm) -> None:
@@ -90,9 +88,8 @@ def write_form(folder: pathlib.Path, form: ChatForm) -> None:
         path.write_text(json.dumps(there | {"eos_token_id": sorted({*before, *form.end_token_ids})}, indent=2))
 
 
-def adapters_beside(target: str | pathlib.Path) -> pathlib.Path:
+def adapters_beside(target: pathlib.Path) -> pathlib.Path:
     """Where the adapters of an exported folder go. Not into it: transformers would add them to the merged weights."""
-    target = pathlib.Path(target)
     return target.with_name(target.name + "-adapter")
 
 
@@ -121,21 +118,17 @@ def export_adapters(model: ShardedModel, target: pathlib.Path) -> None:
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
-    partial = _begin(target)
-    save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2))
-    _finish(partial, target)
+    with _written_whole(target) as folder:
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
-def _begin(target: str | pathlib.Path) -> pathlib.Path:
-    """An empty folder to fill, which `_finish` gives its name."""
-    target = pathlib.Path(target)
+@contextlib.contextmanager
+def _written_whole(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty folder to fill, which then takes the place and name of `target`."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    return partial
-
-
-def _finish(partial: pathlib.Path, target: str | pathlib.Path) -> None:
+    yield partial
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)

@@ -8,13 +8,14 @@ weights beyond each tensor's first row.
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import huggingface_hub
 import torch.distributed as dist
 import transformers
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from grpo.data.chat import open_tokenizer
@@ -70,15 +71,12 @@ def resolve_folder(path: str) -> str:
 
 def _download(path: str, files: list[str]) -> str:
     """The folder with these files of a hub model; raises FileNotFoundError if there is none such."""
-    folder, is_run = pathlib.Path(path), path.startswith("runs/") and pathlib.Path("runs").is_dir()
+    is_run = path.startswith("runs/") and pathlib.Path("runs").is_dir()
     if path.startswith((".", "/", "~")) or path.count("/") != 1 or is_run:
-        raise FileNotFoundError(f"model folder {folder.absolute()} does not exist")
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
+        raise FileNotFoundError(f"model folder {pathlib.Path(path).absolute()} does not exist")
     try:
         return huggingface_hub.snapshot_download(path, allow_patterns=files, ignore_patterns=UNWANTED_FILES)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (OSError, HFValidationError) as error:
         raise FileNotFoundError(
             f"{path} is neither a local folder nor a hub model that could be downloaded ({type(error).__name__}); "
             "check the name, the network, HF_HUB_OFFLINE and, for gated models, your hub token"
@@ -200,8 +198,15 @@ def read_hf_config(folder: str) -> transformers.PretrainedConfig:
             f"{folder} is a {model_type} model{', a mixture of experts' if experts else ''}; only dense "
             f"{', '.join(FAMILIES)} models are supported"
         )
-    for reason in _no_plain_language_model(raw):  # before transformers, which fails at some of it
-        raise ValueError(f"{folder}: {reason}")
+    architectures = raw.get("architectures") or []
+    for name in architectures if isinstance(architectures, list) else [architectures]:
+        if not str(name).endswith("ForCausalLM"):
+            raise ValueError(f"{folder}: {name} in architectures has no language model head; use a ...ForCausalLM")
+    if raw.get("quantization_config") or raw.get("compression_config"):  # at some of which transformers fails
+        raise ValueError(
+            f"{folder}: quantized weights cannot be trained; use the checkpoint in bfloat16 that they were made from, "
+            "whose config.json has no quantization_config"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as error:
@@ -217,20 +222,6 @@ def read_hf_config(folder: str) -> transformers.PretrainedConfig:
     for reason in FAMILIES[model_type].unsupported(raw, config):
         raise ValueError(f"{folder}: {reason}")
     return config
-
-
-def _no_plain_language_model(raw: dict[str, Any]) -> Iterator[str]:
-    """Why no model with such a config.json can be trained, of whatever family."""
-    architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list):
-        yield f"architectures is {architectures!r}, not a list; {WAY_OUT}"
-    for name in architectures:
-        if not name.endswith("ForCausalLM"):
-            yield f"a {name} has no language model head; use the causal model (...ForCausalLM)"
-    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
-        method = quantization.get("quant_method", "quantized") if isinstance(quantization, dict) else quantization
-        found = f"{method} weights cannot be trained; use the checkpoint in bfloat16"
-        yield f"{found} that they were made from, whose config.json has no quantization_config"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,20 +242,18 @@ def read_table(path: pathlib.Path) -> dict[str, Any]:
 def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -> None:
     """Look at the weights without reading all: whole files, all tensors of config.json's model, finite at their begin.
 
-    Raises FileNotFoundError if there are none or one is missing, ValueError for one that is broken.
+    Raises FileNotFoundError if there are none, ValueError if one is missing or broken.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"model folder {folder} has no .safetensors files; other formats are not read")
     if (folder / INDEX).is_file():
-        places = read_table(folder / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-            raise ValueError(f"{folder / INDEX} has no weight_map with the files of the weights; {WAY_OUT}")
-        if missing := sorted({name for name in places.values() if not (folder / name).is_file()}):
-            raise FileNotFoundError(
-                f"model folder {folder} has no {', '.join(missing[:3])}{' ..' if missing[3:] else ''}, which {INDEX} "
-                f"names; {WAY_OUT}"
-            )
+        places, there = read_table(folder / INDEX).get("weight_map"), [file.name for file in files]
+        named = list(places.values()) if isinstance(places, dict) else []
+        absent = [name for name in named if name not in there]
+        if absent or not named:
+            found = f"{absent[0]}, which is not there" if absent else "no files of weights"
+            raise ValueError(f"{folder / INDEX} names {found}; {WAY_OUT}")
     missing = tensors_of(config)
     for file in files:
         try:

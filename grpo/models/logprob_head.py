@@ -125,7 +125,7 @@ class ChunkedLogprobs(torch.autograd.Function):
 
 
 class FrozenHeadLogprobs(torch.autograd.Function):
-    """The same values with a weight that does not learn and is held whole, as with LoRA.
+    """ChunkedLogprobs for a weight that does not learn and is held whole, as with LoRA.
 
     A token's log-prob then has a gradient only for its own hidden state, and that is a factor of the backward's times
     a vector known in the forward: no chunk's logits are computed twice, unless the entropy has a gradient too.

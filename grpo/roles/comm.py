@@ -2,11 +2,8 @@
 
 Every function here is a collective over the bridge that it names: all ranks call it, in the same order. One over
 `learners` returns None at once on the other ranks, the generators. Ragged numbers travel as flat CPU tensors with their
-lengths, without padding.
-
-With `overlap_steps=1` the generators sample for the next step while the learners train on this one. Between `launch`
-and `land` nothing passes over `control`: the generators are busy, and the learners talk over `learners`. The weights
-that sample are then one step older than those that are trained, except in a run's first step.
+lengths, without padding. With `overlap_steps=1` nothing passes over `control` between `launch` and `land`: generators
+sample for the next step, while learners train and talk over `learners`.
 """
 
 import functools
@@ -64,14 +61,10 @@ def on_driver(method: Method, to_all: bool = False, bridge: str = "control") -> 
     return run
 
 
-def from_driver(method: Method) -> Method:
-    """`on_driver` with the driver's result for every rank; it must be small and picklable."""
-    return on_driver(method, to_all=True)
-
-
-def on_driver_for_learners(method: Method) -> Method:
-    """`on_driver` over `self.roles.learners`: generators do not wait for it."""
-    return on_driver(method, bridge="learners")
+from_driver = functools.partial(on_driver, to_all=True)
+"""`on_driver` with the driver's result for every rank; it must be small and picklable."""
+on_driver_for_learners = functools.partial(on_driver, bridge="learners")
+"""`on_driver` over `self.roles.learners`: generators do not wait for it."""
 
 
 def wait_for_all(roles: Roles) -> None:
@@ -103,7 +96,7 @@ def gather_completions(local: list[Completion] | None, roles: Roles) -> list[Com
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """One rank's part of what is sampled ahead, and when; seconds of the wall clock, which hosts have in common."""
+    """One rank's part of what is sampled ahead, and when, in seconds of the wall clock, which hosts have in common."""
 
     completions: list[Completion] | None
     """On the head of a replica."""
@@ -162,61 +155,49 @@ def add_ref_logprobs(batch: TrainBatch | None, reference: "Reference | None", ro
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor | None] | None, roles: Roles
 ) -> Sequence[torch.Tensor | None] | None:
-    """Give every learner the driver's flat CPU tensors (and its Nones), in one message; None on the other ranks.
+    """Give every learner the driver's flat CPU tensors (and its Nones); None on the other ranks.
 
     Collective over `roles.learners`.
     """
     if not roles.learns:
         return None
-    specs = [None if t is None else (t.dtype, t.nbytes) for t in tensors] if roles.is_driver else None
+    specs = [None if t is None else (t.shape, t.dtype) for t in tensors] if roles.is_driver else None
     specs = broadcast(specs, roles.learners)
-    sizes = [spec[1] for spec in specs if spec]
-    if roles.is_driver:
-        data = torch.cat([t.contiguous().view(torch.uint8) for t in tensors if t is not None])
-    else:
-        data = torch.empty(sum(sizes), dtype=torch.uint8)
-    if len(data):
-        dist.broadcast(data, group_src=0, group=roles.learners)
-    pieces = iter(data.split(sizes))
-    # copies, because a view of a larger dtype must begin at a multiple of its size
-    return tensors if roles.is_driver else [spec and next(pieces).clone().view(spec[0]) for spec in specs]
+    if not roles.is_driver:
+        tensors = [None if spec is None else torch.empty(spec[0], dtype=spec[1]) for spec in specs]
+    for tensor in tensors:
+        if tensor is not None and len(tensor):
+            dist.broadcast(tensor.view(torch.uint8), group_src=0, group=roles.learners)  # gloo knows not every dtype
+    return tensors
 
 
 def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
-    """Completions as flat tensors: of each its pieces, truncated, index, ended and bytes of its episode, column after
-    column; temperatures; of each piece its tokens, version, sampled, likewise; ids, loss mask, log-probs, episodes."""
+    """Completions as flat tensors: what is known of each and of its pieces as bytes of JSON; ids, loss mask, log-probs.
+
+    So they go over the wire quickly, and into a checkpoint without pickles.
+    """
     pieces = [piece for completion in completions for piece in completion.pieces]
-    episodes = [b"" if c.episode is None else json.dumps(c.episode).encode() for c in completions]
-    both = zip(completions, episodes, strict=True)
-    of_completions = [(len(c.pieces), c.truncated, c.index, c.ended, len(episode)) for c, episode in both]
-    of_pieces = [(piece.num_tokens, piece.version, piece.logprobs_T is not None) for piece in pieces]
+    facts = [
+        {f.name: getattr(completion, f.name) for f in fields(completion)}
+        | {"pieces": [(p.num_tokens, p.version, p.logprobs_T is not None) for p in completion.pieces]}
+        for completion in completions
+    ]
     nothing = torch.empty(0)
     return [
-        torch.tensor(of_completions, dtype=torch.int64).view(-1, 5).T.flatten(),
-        torch.tensor([c.temperature for c in completions], dtype=torch.float64),
-        torch.tensor(of_pieces, dtype=torch.int64).view(-1, 3).T.flatten(),
+        torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8),
         torch.cat([nothing.long(), *(piece.ids_T for piece in pieces)]),
         torch.cat([nothing.bool(), *(piece.loss_mask_T for piece in pieces)]),
-        torch.cat([nothing, *(c.logprobs_T for c in completions)]),
-        torch.frombuffer(bytearray(b"".join(episodes)), dtype=torch.uint8) if any(episodes) else nothing.byte(),
+        torch.cat([nothing, *(completion.logprobs_T for completion in completions)]),
     ]
 
 
 def unflatten_completions(
-    header: torch.Tensor,
-    temperatures: torch.Tensor,
-    of_pieces: torch.Tensor,
-    ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    logprobs: torch.Tensor,
-    episodes: torch.Tensor,
+    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
-    num_pieces, truncated, indices, ended, num_bytes = header.view(5, -1).tolist()
-    lengths, versions, sampled = of_pieces.view(3, -1).tolist()
-    tokens = zip(ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), sampled, versions, strict=True)
-    pieces = (Piece(i, mask, lp if is_sampled else None, version) for i, mask, lp, is_sampled, version in tokens)
-    taken = [tuple(itertools.islice(pieces, number)) for number in num_pieces]
-    notes = [json.loads(bytes(part.tolist())) if len(part) else None for part in episodes.split(num_bytes)]
-    columns = taken, map(bool, truncated), temperatures.tolist(), indices, map(bool, ended), notes
-    return [Completion(*values) for values in zip(*columns, strict=True)]
+    completions = json.loads(facts.numpy().tobytes())
+    pieces = [piece for completion in completions for piece in completion["pieces"]]
+    lengths = [num_tokens for num_tokens, *_ in pieces]
+    tokens = zip(pieces, ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), strict=True)
+    whole = (Piece(i, mask, lp if sampled else None, version) for (_, version, sampled), i, mask, lp in tokens)
+    return [Completion(**c | {"pieces": tuple(itertools.islice(whole, len(c["pieces"])))}) for c in completions]

@@ -160,16 +160,13 @@ def sampling_params(
     )
 
 
-def tell_replica(values: list[int] | None) -> list[int]:
-    """Hand the head's integers to all ranks of the replica; the others pass None. Collective over the replica."""
+def tell_replica(value: Any) -> Any:
+    """Hand the head's small picklable value to all ranks of the replica. Collective over the replica."""
     from vllm.distributed import get_tp_group
 
-    group = get_tp_group().cpu_group
-    number = torch.tensor([len(values) if values is not None else 0])
-    torch.distributed.broadcast(number, group_src=0, group=group)
-    data = torch.tensor(values) if values is not None else torch.empty(int(number), dtype=torch.int64)
-    torch.distributed.broadcast(data, group_src=0, group=group)
-    return data.tolist()
+    values = [value]
+    torch.distributed.broadcast_object_list(values, group_src=0, group=get_tp_group().cpu_group)
+    return values[0]
 
 
 def destroy_groups() -> None:

@@ -6,6 +6,7 @@ which completions, with what parameters and until when, which is the generator's
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ class EngineLoop:
     def __init__(self, llm: Any, sampled_tokens: SampledTokens | None):
         """sampled_tokens: what takes tokens and log-probs of `llm` (vllm.LLM); None reads them from vLLM's outputs."""
         self.engine, self.sampled_tokens = llm.llm_engine, sampled_tokens
-        self.num_added = 0
+        self._names = map(str, itertools.count())  # never twice: outputs of equal names could not be told apart
         self._running: dict[str, tuple[str, Stretch]] = {}  # by our own name: vLLM's, and what there is so far
 
     @property
@@ -49,9 +50,7 @@ class EngineLoop:
 
         # without SampledTokens, what is sampled in each step is told in each step, so that it is there after an `end`
         params.output_kind = RequestOutputKind.FINAL_ONLY if self.sampled_tokens else RequestOutputKind.DELTA
-        name = str(self.num_added)  # never twice: outputs of equal names could not be told apart
-        self.num_added += 1
-        prompt = {"type": "token", "prompt_token_ids": ids}  # rendered already
+        name, prompt = next(self._names), {"type": "token", "prompt_token_ids": ids}  # rendered already
         self._running[name] = self.engine.add_request(name, prompt, params), Stretch(request)
 
     def step(self) -> list[Stretch]:

@@ -17,7 +17,7 @@ from grpo.roles import engine, engine_speed
 from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
 from grpo.roles.episodes import Episodes, completion_of
 from grpo.roles.process_groups import Roles
-from grpo.roles.requests import Request, continuation_seed, enough_groups, one_by_one, request_seed, share_out
+from grpo.roles.requests import Request, continuation_seed, enough_groups, request_seed, share_out
 from grpo.types import Completion, Prompt, Requests
 
 # Of sampling, before its progress is shown
@@ -80,43 +80,39 @@ class Generator:
         limit = self.config.max_completion_tokens
         if max_tokens is not None:
             limit = min(limit, max(max_tokens, self.least_tokens))
-        prompts = requests.prompts
-        shares = share_out(requests, group_size, len(self.roles.replicas))
-        enough = enough_groups(shares, requests.num_left)[self.roles.replica]
-        mine = one_by_one(shares[self.roles.replica]) if enough else []
+        shares, replica = share_out(requests, group_size, len(self.roles.replicas)), self.roles.replica
+        enough = enough_groups(shares, requests.num_left)[replica]
+        mine = shares[replica] if enough else []
 
         def facts(number: int) -> tuple[float, int]:
             """A request's temperature, and its completion's index in the run."""
-            request = mine[number]
-            index = prompts[request.prompt].index * group_size + request.first
-            return temperatures[request.first % len(temperatures)], index
+            index = mine[number].index
+            return temperatures[index % group_size % len(temperatures)], index
 
         def add(number: int, ids: list[int], num_tokens: int, max_tokens: int) -> None:
             """Sample behind `ids`, of which `num_tokens` are behind the prompt."""
-            request = mine[number]
-            seed = request_seed(self.seed, prompts[request.prompt], request.first, group_size, held_out)
-            temperature, _ = facts(number)
-            seed = continuation_seed(seed, num_tokens)
-            self.loop.add(number, ids, self._parameters(temperature, seed, max_tokens=max_tokens))
+            temperature, index = facts(number)
+            seed = continuation_seed(request_seed(self.seed, index, held_out), num_tokens)
+            self.loop.add(number, ids, self._parameters(temperature, seed, max_tokens))
 
         is_head = self.roles.rank in self.roles.heads
         with no_collection():
             if self.episodes and max_tokens is None:
-                rollouts = [(prompts[request.prompt], request.first) for request in mine]
+                rollouts = [(request.prompt, request.index % group_size) for request in mine]
                 where = self.seed, self.version, held_out
                 episodes = self.episodes.play(self.loop, rollouts, limit, add, *where)
                 completions = [completion_of(episode, *facts(n)) for n, episode in enumerate(episodes)]
             else:
                 for number, request in enumerate(mine):
                     num_begun = len(request.begun)
-                    add(number, prompts[request.prompt].ids + request.begun, num_begun, limit - num_begun)
+                    add(number, request.prompt.ids + request.begun, num_begun, limit - num_begun)
                 stretches = self._decode(mine, enough)
                 completions = [self._completion(s, *facts(s.request)) for s in stretches] if is_head else []
         return sorted(completions, key=lambda completion: completion.index) if is_head else None
 
     def _decode(self, requests: list[Request], enough: int) -> list[Stretch]:
         """Run the engine until the requests of `enough` groups have ended; then end the others."""
-        num_left, ended = collections.Counter(request.prompt for request in requests), []
+        num_left, ended = collections.Counter(request.prompt.index for request in requests), []
         first = self.roles.rank == self.roles.heads[0]
         progress = tqdm(total=len(requests), delay=SILENT_SECONDS, mininterval=5, leave=False, disable=not first)
         with progress:
@@ -124,7 +120,7 @@ class Generator:
                 stretches = self.loop.step()
                 ended += stretches
                 progress.update(len(stretches))
-                num_left.subtract(requests[stretch.request].prompt for stretch in stretches)
+                num_left.subtract(requests[stretch.request].prompt.index for stretch in stretches)
                 if sum(not left for left in num_left.values()) >= enough:
                     return ended + self.loop.end()
         return ended

@@ -11,13 +11,13 @@ rank (NCCL on GPUs). All groups are created here, in one order, the bridges firs
     learners        every trainer and reference rank
     weights         rank 0                                      every generator rank
 
-What only learners need never waits for a generator, so that with `overlap_steps` the generators can sample the next
-step meanwhile. Colocated, every rank holds every role, one default group serves trainer and generator, and `learners`
-is `control`.
+What only learners need never waits for a generator. Colocated, every rank holds every role, one default group serves
+trainer and generator, and `learners` is `control`.
 """
 
 import collections
 import datetime
+import functools
 import gc
 import os
 import time
@@ -107,7 +107,9 @@ def setup_roles(
     The caller has compared the world size with the layout (`config.check_world_size`). RANK and WORLD_SIZE are
     rewritten to the role's own world, because torchtitan and vLLM read them; LOCAL_RANK stays, it selects the GPU.
     """
-    start_alone()
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     soon = datetime.timedelta(minutes=deadline_minutes)
     timeout = TIMEOUT_DEADLINES * soon
@@ -120,17 +122,12 @@ def setup_roles(
     store.set_timeout(timeout)
     store = meet(store, rank, world_size, soon)  # nobody is watched yet, see grpo/watch
 
-    trainer_ranks, own_reference_ranks, replicas = ranks_of_roles(layout, engine_ranks, world_size)
-    learner_ranks, generator_ranks = (
-        (*trainer_ranks, *own_reference_ranks),
-        tuple(r for ranks in replicas for r in ranks),
-    )
+    trainer_ranks, own_reference_ranks, generator_ranks = ranks_of_roles(layout, world_size)
+    learner_ranks = (*trainer_ranks, *own_reference_ranks)
     if on_gpu and rank not in generator_ranks:  # vLLM decides for its own
         _let_segments_grow()
 
-    def bridge(name: str, ranks: Sequence[int], backend: str = "gloo") -> ProcessGroup | None:
-        return _bridge(name, ranks, rank, store, backend, timeout) if rank in ranks else None
-
+    bridge = functools.partial(_bridge, rank=rank, store=store, timeout=timeout)
     control = bridge("control", range(world_size))
     learners = bridge("learners", learner_ranks) if len(learner_ranks) < world_size else control
     is_split = generator_ranks and 0 not in generator_ranks
@@ -148,24 +145,20 @@ def setup_roles(
         generates=generates,
         trainer_ranks=trainer_ranks,
         reference_ranks=reference_ranks,
-        replicas=replicas,
+        replicas=tuple(generator_ranks[i : i + engine_ranks] for i in range(0, len(generator_ranks), engine_ranks)),
         store=store,
     )
     _join_own_world(roles, backend, timeout)
     return roles
 
 
-def ranks_of_roles(
-    layout: RolesConfig, engine_ranks: int, world_size: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """(trainer ranks, ranks that are only a reference, ranks of each engine), as the picture above has them."""
-    num_references = 0 if layout.colocated else layout.num_references
-    first_generator = 0 if layout.colocated else layout.num_trainers + num_references
-    return (
-        tuple(range(layout.num_trainers)),
-        tuple(range(layout.num_trainers, layout.num_trainers + num_references)),
-        tuple(tuple(range(r, r + engine_ranks)) for r in range(first_generator, world_size, engine_ranks)),
-    )
+def ranks_of_roles(layout: RolesConfig, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """(Trainer ranks, ranks that are only a reference, generator ranks), as the picture above has them."""
+    everyone = tuple(range(world_size))
+    if layout.colocated:
+        return everyone, (), everyone
+    num_learners = layout.num_trainers + layout.num_references
+    return everyone[: layout.num_trainers], everyone[layout.num_trainers : num_learners], everyone[num_learners:]
 
 
 def _join_own_world(roles: Roles, backend: str, timeout: datetime.timedelta) -> None:
@@ -185,8 +178,8 @@ def _join_own_world(roles: Roles, backend: str, timeout: datetime.timedelta) -> 
 
 def setup_trainers() -> Roles:
     """Make every rank a trainer, and nothing else. Collective over all ranks."""
-    start_alone()
-    return setup_roles(RolesConfig(num_trainers=int(os.environ["WORLD_SIZE"]), num_references=0, num_generators=0))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return setup_roles(RolesConfig(num_trainers=world_size, num_references=0, num_generators=0))
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> PrefixStore:
@@ -203,29 +196,19 @@ def meet(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) 
         name = store.get(f"welcome/{word}").decode()
         store.set(f"{name}/came/{rank}", "")
         return PrefixStore(name, store)
-    name, missing, start = uuid.uuid4().hex, set(range(1, world_size)), time.monotonic()
-    notice = MEETING_NOTICE_SECONDS
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"{name}/came/{other}"]):
-                missing.remove(other)
-            elif store.check([f"hello/{other}"]):
+    name, start, notice = uuid.uuid4().hex, time.monotonic(), MEETING_NOTICE_SECONDS
+    while missing := [other for other in range(1, world_size) if not store.check([f"{name}/came/{other}"])]:
+        for other in missing:
+            if store.check([f"hello/{other}"]):
                 store.set(f"welcome/{store.get(f'hello/{other}').decode()}", name)
-        waited, who = time.monotonic() - start, ", ".join(map(str, sorted(missing)))
-        if missing and waited > timeout.total_seconds():
+        waited, who = time.monotonic() - start, ", ".join(map(str, missing))
+        if waited > timeout.total_seconds():
             raise TimeoutError(f"of {world_size} ranks, these did not start within {waited:.0f} s: {who}")
-        if missing and waited > notice:
+        if waited > notice:
             print(f"waiting for ranks that have not started, for {waited:.0f} s: {who}", flush=True)
             notice = 2 * waited
-        time.sleep(MEETING_SECONDS if missing else 0)
+        time.sleep(MEETING_SECONDS)
     return PrefixStore(name, store)
-
-
-def start_alone() -> None:
-    """Be a torchrun of one process, unless torchrun started this one."""
-    if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
 
 
 _open_engines: list[Callable[[], None]] = []  # held until the process ends, or vLLM would close what Python frees
@@ -256,9 +239,14 @@ def _let_segments_grow() -> None:
 
 
 def _bridge(
-    name: str, ranks: tuple[int, ...], rank: int, store: PrefixStore, backend: str, timeout: datetime.timedelta
-) -> ProcessGroup:
-    """A group over launcher `ranks`, independent of any default group; group ranks are positions in `ranks`."""
+    name: str, ranks: Sequence[int], backend: str = "gloo", *, rank: int, store: Store, timeout: datetime.timedelta
+) -> ProcessGroup | None:
+    """A group over launcher `ranks`, independent of any default group; group ranks are positions in `ranks`.
+
+    None on ranks that are not in it.
+    """
+    if rank not in ranks:
+        return None
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(rank),
@@ -294,6 +282,6 @@ def collectives_entered(roles: Roles) -> dict[str, int]:
 
 
 def _begun(group: ProcessGroup) -> int:
-    """Over the group's backends, one or two for CPU and GPU; torchtitan's groups of one rank have a fake one."""
+    """Collectives of all backends of a group, for CPU and GPU; torchtitan's groups of one rank have a fake one."""
     backends = {group._get_backend(device) for device in group._device_types}
     return sum(backend._get_sequence_number_for_group() for backend in backends if backend.name() != "fake")

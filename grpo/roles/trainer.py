@@ -79,8 +79,7 @@ class Trainer:
         self.model.drop_copy()
         metrics.record(**packing.metrics())
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
-        mesh = self.model.parallel_dims.get_optional_mesh("batch")
-        metrics.reduce(mesh.get_group() if mesh is not None and mesh.size() > 1 else None)  # the first to wait
+        metrics.reduce(self.model.data_ranks)  # the first to wait
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip the gradient and update the weights. Collective over the trainer ranks.

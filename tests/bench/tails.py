@@ -127,10 +127,10 @@ def length_of(index: int, options: argparse.Namespace) -> int:
 
 def asked_of(requests, options: argparse.Namespace) -> list[tuple[int, int]]:
     """(Index in the run, tokens that it has already) of each completion of the one replica, in the order they begin."""
-    from grpo.roles.requests import one_by_one, share_out
+    from grpo.roles.requests import share_out
 
-    [mine] = map(one_by_one, share_out(requests, options.group_size, 1))
-    return [(requests.prompts[r.prompt].index * options.group_size + r.first, len(r.begun)) for r in mine]
+    [mine] = share_out(requests, options.group_size, 1)
+    return [(r.index, len(r.begun)) for r in mine]
 
 
 def room_of(lengths: list[int], num_slots: int) -> int:

@@ -1,4 +1,4 @@
-"""Attention within documents: what flash attention's kernels are given, with a stand-in where there is no GPU."""
+"""Attention within documents; the kernels of flash attention are in test_shared_prompts.py."""
 
 import grpo.models  # noqa: F401  before torchtitan, whose device it sets
 
@@ -8,57 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch._dynamo.testing import CompileCounterWithBackend
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from grpo.config import ModelConfig
-from grpo.models import attention
-from grpo.models.attention import DocumentAttention, DocumentMasks, FlashAttention, choose_attention, for_compiler
+from grpo.models.attention import DocumentAttention, DocumentMasks, choose_attention
 from grpo.models.families import titan_config
-from tests import plain_attention
 
 LENGTHS = [[3, 4, 1], [5, 3]]  # of the documents of two rows of 8 tokens
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    monkeypatch.setattr(attention, "kernels", lambda: (plain_attention.forward, plain_attention.backward))
 
 
 def masks_of(lengths):
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     return DocumentMasks(*create_varlen_metadata_for_document(positions)[:4], shared=None)
-
-
-def values():
-    torch.manual_seed(0)
-    shapes = (2, 8, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16)
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
-
-
-def results(attention, lengths, wrap=lambda masks: masks):
-    """Output and gradients."""
-    q, k, v = values()
-    out = attention(q, k, v, attention_masks=wrap(masks_of(lengths)), enable_gqa=True)
-    return [out, *torch.autograd.grad(out.sin().sum(), (q, k, v))]
-
-
-def test_the_kernels_get_documents_and_return_gradients(kernels):
-    wanted = results(DocumentAttention(DocumentAttention.Config()), LENGTHS)
-    found = results(FlashAttention(FlashAttention.Config()), LENGTHS, for_compiler)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
-
-
-def test_compiled_once_for_other_documents(kernels):
-    """Neither their number nor their longest length is compiled in."""
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(FlashAttention(FlashAttention.Config()), backend=counter, fullgraph=True)
-    for lengths in (LENGTHS, [[8], [8]], [[1, 1, 1, 5], [2, 2, 2, 2]]):
-        found, wanted = results(compiled, lengths, for_compiler), results(DocumentAttention(None), lengths)
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
-    assert counter.frame_count == 1
 
 
 def test_the_longest_length_becomes_a_tensor_behind_fsdp():
@@ -80,7 +41,8 @@ def test_the_longest_length_becomes_a_tensor_behind_fsdp():
 def test_documents_are_apart():
     """A change in one document moves no output of another."""
     attention = DocumentAttention(DocumentAttention.Config())
-    q, k, v = (x.detach() for x in values())
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 8, heads, 16) for heads in (4, 2, 2))
     before = attention(q, k, v, attention_masks=masks_of(LENGTHS), enable_gqa=True)
     k[0, 3:7] += 1
     after = attention(q, k, v, attention_masks=masks_of(LENGTHS), enable_gqa=True)

@@ -69,39 +69,29 @@ def test_accepted(name, tmp_path):
 
 
 REFUSED = {  # what is wrong: (config.json, the reason)
-    "Mistral-7B-v0.1": (MISTRAL_7B_V0_3 | {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
     "Mistral, window by default": (
         {name: value for name, value in MISTRAL_7B_V0_3.items() if name != "sliding_window"},
         "sliding_window=4096 is not supported",
     ),
     "Qwen2, window": (
         QWEN2_5_7B | {"use_sliding_window": True, "max_window_layers": 14},
-        "if no prompt with its completion is longer than 131072 tokens, nothing differs: set it to null",
+        "longer than 131072 tokens, nothing differs: set it to null",
     ),
     "Mixtral": (
         MISTRAL_7B_V0_3 | {"model_type": "mixtral", "num_local_experts": 8},
         "is a mixtral model, a mixture of experts; only dense qwen3, qwen2, llama, mistral models are supported",
     ),
-    "Qwen3 MoE": (QWEN3_1_7B | {"model_type": "qwen3_moe", "num_experts": 128}, "a mixture of experts"),
-    "Gemma": ({"model_type": "gemma3_text", "hidden_size": 64}, "is a gemma3_text model; only dense"),
     "unknown to transformers": ({"model_type": "my_model", "auto_map": {}}, "is a my_model model; only dense"),
     "no model_type": ({"hidden_size": 64}, "is a None model; only dense"),
-    "vision": ({"model_type": "qwen2_vl", "hidden_size": 64}, "is a qwen2_vl model; only dense"),
-    "GPTQ": (
-        QWEN2_5_7B | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "gptq weights cannot be trained; use the checkpoint in bfloat16",
-    ),
-    "dynamic rope": (
-        LLAMA3_1_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        "rope_type dynamic is not supported, only default, linear, llama3, yarn",
-    ),
+    "GPTQ": (QWEN2_5_7B | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized weights"),
+    "dynamic rope": (LLAMA3_1_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
     "rope over a part": (LLAMA3_1_8B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "multimodal rope": (R1_DISTILL_QWEN_7B | {"use_mrope": True}, "use_mrope"),
     "biases elsewhere": (LLAMA3_1_8B | {"attention_bias": True}, "attention_bias and mlp_bias are not supported"),
     "another activation": (LLAMA3_1_8B | {"hidden_act": "gelu"}, "hidden_act gelu is not supported, only silu"),
     "reward model": (
         QWEN2_5_7B | {"architectures": ["Qwen2ForSequenceClassification"]},
-        "a Qwen2ForSequenceClassification has no language model head",
+        "Qwen2ForSequenceClassification in architectures",
     ),
 }
 
@@ -112,9 +102,7 @@ def test_refused(name, tmp_path):
     folder = folder_of(tmp_path, raw)
     with pytest.raises(ValueError) as refused:
         read_hf_config(folder)
-    message = str(refused.value)
-    assert message.startswith(folder) and reason in message
-    assert "\n" not in message
+    assert str(refused.value).startswith(folder) and reason in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_hub_model_is_refused_before_its_weights_are_downloaded(tmp_path, monkeypatch):
@@ -126,7 +114,7 @@ def test_a_hub_model_is_refused_before_its_weights_are_downloaded(tmp_path, monk
         return folder_of(tmp_path, mixtral)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ValueError, match="a mixtral model, a mixture of experts"):
+    with pytest.raises(ValueError, match="mixtral"):
         resolve_folder("someone/mixtral")
     assert asked == [("someone/mixtral", ["config.json"])]
 
@@ -137,5 +125,5 @@ def test_what_ends_a_completion(tmp_path):
     assert stop_token_ids(str(tmp_path), tokenizer) == [1]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
     assert stop_token_ids(str(tmp_path), tokenizer, more=(2,)) == [1, 2, 5]
-    with pytest.raises(ValueError, match=r"generator.stop_token_ids: \[32, 40\] are not among the 32 tokens of "):
+    with pytest.raises(ValueError, match=r"\[32, 40\] are not among the 32 tokens"):
         stop_token_ids(str(tmp_path), tokenizer, more=(31, 32, 40))

@@ -182,16 +182,21 @@ def test_sharing_changes_no_number(model):
         torch.testing.assert_close(found_gradients[name], wanted, atol=1e-5 * float(wanted.abs().max()), rtol=0)
 
 
-def test_compiled_once_for_other_prompts(monkeypatch):
-    """Not their number, lengths or completions are compiled in, nor whether a row has any to share."""
+@pytest.mark.parametrize("shares", [False, True])
+def test_flash_attention_is_compiled_once_and_right(monkeypatch, shares):
+    """Not the number of documents, prompts or completions is compiled in, nor a length, nor if a row has any to share.
+
+    Its kernels, plain ones here, get documents and give gradients back as plain attention does.
+    """
+    torch.compiler.reset()
     monkeypatch.setattr(attention, "kernels", lambda: (plain_attention.forward, plain_attention.backward))
     counter = CompileCounterWithBackend("aot_eager")
     plain, flash = DocumentAttention(None), FlashAttention(FlashAttention.Config())
     compiled = torch.compile(flash, backend=counter, fullgraph=True)
     batch = batch_of(([1] * 5, [3, 9]), ([2] * 4, [7, 1, 5, 2]), ([3] * 9, [6]), ([4] * 2, [8, 4]))
-    for row in ([0, 1], [0, 1, 2, 3, 4], [2, 3, 4, 5, 6, 7, 8], [6], []):
-        micro = build_micro_batch(batch, [row], row_length=90, prompts=prompts_of(batch))
-        values = [torch.randn(1, 90, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    for rows in ([[0, 1], []], [[0, 1, 2], [3, 4]], [[2, 3, 4, 5, 6], [7, 8]], [[6], [0]], [[], []]):
+        micro = build_micro_batch(batch, rows, row_length=60, prompts=prompts_of(batch) if shares else None)
+        values = [torch.randn(2, 60, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
         found, wanted = (
             [out, *torch.autograd.grad(out.sin().sum(), values)]
             for out in (
