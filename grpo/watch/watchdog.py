@@ -56,12 +56,10 @@ class Place:
     """Phases begun so far."""
     entered: dict[str, int]
     """Collectives begun in each of its groups."""
-    beat: int
-    """Grows by 1 each time the rank tells its place."""
+    beat: float
+    """Another number each time the rank tells its place."""
     host: str
     pid: int
-    asked: str = ""
-    """The signal by which this rank was asked to stop."""
 
 
 class Hang(NamedTuple):
@@ -150,8 +148,9 @@ def watched(roles: Roles, deadline_minutes: float) -> Iterator[None]:
 class Watchdog:
     """The thread and what it knows. What the ranks tell each other in the store:
 
-    `place/RANK`, each second; `ended/RANK`, a count that is above 0 when somebody has said why that rank ends; `over`,
-    when a rank ends before the run does; `verdict`, the `Hang` that ends it.
+    `place/RANK`, each second; `asked`, a signal to stop that another rank than the driver got; `ended/RANK`, a count
+    that is above 0 when somebody has said why that rank ends; `over`, when a rank ends before the run does; `verdict`,
+    the `Hang` that ends it.
     """
 
     def __init__(self, roles: Roles, deadline_minutes: float):
@@ -159,7 +158,7 @@ class Watchdog:
         self.store = PrefixStore("watch", roles.store.clone())  # another thread's wait would block its connection
         patience = SECOND_PATIENCE_SECONDS if roles.rank else 0.0
         self.detector = HangDetector(deadline_minutes, patience) if roles.rank <= 1 else None
-        self.beat, self.asked, self.asked_at = 0, "", 0.0
+        self.asked, self.asked_at = "", 0.0
         self.closing = threading.Event()
         self.stdout, self.stderr = sys.stdout, sys.stderr  # compilers of kernels turn them away for seconds
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -192,8 +191,10 @@ class Watchdog:
             while not self.closing.is_set():
                 self._tell_place()
                 self._obey_verdict()
-                if self.detector:
-                    self._look_at_all(self.detector)
+                if self.roles.is_driver and self.store.check(["asked"]):
+                    self._ask(self.store.get("asked").decode())
+                if self.detector and (hang := self.detector.look(places := self._places(), time.monotonic())):
+                    self._end(hang, places)
                 with contextlib.suppress(TimeoutError):
                     for number in filter(None, self.wake_reader.recv(64)):
                         self._hear(signal.Signals(number))
@@ -203,9 +204,8 @@ class Watchdog:
                 failures.exit_now(1)
 
     def _tell_place(self) -> None:
-        self.beat += 1
-        steps = here.changes, collectives_entered(self.roles), self.beat
-        place = Place(here.role, here.phase, *steps, self.host, os.getpid(), self.asked)
+        progress = here.changes, collectives_entered(self.roles)
+        place = Place(here.role, here.phase, *progress, time.monotonic(), self.host, os.getpid())
         self.store.set(f"place/{self.roles.rank}", json.dumps(asdict(place)))
 
     def _places(self) -> dict[int, Place]:
@@ -216,16 +216,8 @@ class Watchdog:
 
     # ---- ranks that hang ----------------------------------------------------------------------------------------
 
-    def _look_at_all(self, detector: HangDetector) -> None:
-        """Hear of stops at other ranks; if ranks hang, say which, let them print their stacks, and end.
-
-        torchrun then ends all others.
-        """
-        places = self._places()
-        if self.roles.is_driver and (asked := next((place.asked for place in places.values() if place.asked), "")):
-            self._ask(asked)
-        if not (hang := detector.look(places, time.monotonic())):
-            return
+    def _end(self, hang: Hang, places: dict[int, Place]) -> None:
+        """Say which ranks hang, let them print their stacks, and end: torchrun then ends all others."""
         print(hang.line, file=self.stderr, flush=True)
         self.tell_end(*hang.ranks)
         self.store.set("verdict", json.dumps(hang))
@@ -278,23 +270,17 @@ class Watchdog:
         if self.roles.is_driver:
             stopping.ask_to_stop(name)
             print(f"{name}: the run stops when this step is done and saved", file=self.stdout, flush=True)
+        else:
+            self.store.set("asked", name)
 
     def _is_over(self) -> bool:
         """Whether torchrun ends this rank because another one has ended; the first to see one that was killed tells."""
         places = self._places()
-        gone = [rank for rank, place in places.items() if place.host == self.host and not is_running(place.pid)]
+        here_too = {rank: place.pid for rank, place in places.items() if place.host == self.host}
+        gone = [rank for rank, pid in here_too.items() if not os.path.exists(f"/proc/{pid}")]  # waited for by torchrun
         for rank in gone:
             if self.store.add(f"ended/{rank}", 1) == 1:
                 line = f"error: rank {rank} ({places[rank].role}) was ended from outside in phase {places[rank].phase}"
                 hint = "torchrun's report has the signal; 9 is often the kernel's, out of memory (dmesg)"
                 print(f"{line}; {hint}", file=self.stderr, flush=True)
         return bool(gone) or self.store.check(["over"])
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process; torchrun has waited for a dead one before it ends the others."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
