@@ -30,10 +30,7 @@ from grpo.text import one_line, printable, shorten
 
 NUM_ROWS = 3
 SHOWN_CHARACTERS = 70  # of a text, in a line
-OF_MESSAGES = (
-    "; prompts are texts, so completions are: read text, not text[0]['content'], or make each row's prompt a list of "
-    "messages, as TRL's conversational rows are (data.row)"
-)
+OF_MESSAGES = "; completions are texts, as prompts are: read text, not text[0]['content'] (messages: see data.row)"
 PRINTED_CHARACTERS = 2000  # of what the function prints
 FORMATS = {"answer_tag": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
 

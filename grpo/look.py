@@ -213,12 +213,7 @@ def rollouts_text(given: argparse.Namespace) -> str:
 
 
 def read_step(path: pathlib.Path, step: str) -> tuple[int, list[Record]]:
-    """(step, its records) of one of the .jsonl files; `step` is a number or `latest`.
-
-    Raises ValueError if there is no such file or step.
-    """
-    if step != "latest" and not step.isdecimal():
-        raise ValueError(f"--step {step}: give a number, or latest")
+    """(step, its records) of a .jsonl file; `step` is a number or `latest`. Raises ValueError if it is not there."""
     there, found = [], None
     records = read_lines(path, "name the folder of a run that writes it (see metrics.samples_interval)")
     for number, of_step in itertools.groupby(records, lambda record: record["step"]):
@@ -226,15 +221,16 @@ def read_step(path: pathlib.Path, step: str) -> tuple[int, list[Record]]:
         if step in ("latest", str(number)):  # a file of a long run is large; one step of it is kept
             found = number, list(of_step)
     if not found:
-        raise ValueError(f"{path} has no completions of step {step}; there are those of: {', '.join(there) or 'none'}")
+        raise ValueError(
+            f"{path} has no completions of step {step}; there are: {', '.join(there) or 'none'} (or latest)"
+        )
     return found
 
 
 def choose(records: list[Record], prompt: str = "", worst: bool = False, num: int = 0) -> list[Record]:
     """The first `num` (0: all) by reward, highest first unless `worst`; one without a reward counts as lowest.
 
-    Completions of equal reward stay in the order in which they were written. Raises ValueError if no prompt has the
-    text `prompt`.
+    Those of equal reward stay in their order. Raises ValueError if no prompt has the text `prompt`.
     """
     found = [record for record in records if prompt in record["prompt"]]
     if not found:

@@ -11,6 +11,7 @@ from grpo.types import Rollout
 
 SAMPLE_CHARACTERS = 600  # of prompts and their columns (an answer, test cases, ...) in samples
 QUOTED_CHARACTERS = 200  # of what is quoted of a failed reward function, in one line
+NUM_REASONS = 3
 QUOTED_END = 40  # of a completion without an answer
 ANSWER_FORMS = {"answer_tag": "<answer>..</answer>", "boxed": "\\boxed{}", "hashes": "a line behind ####"}
 
@@ -105,19 +106,16 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     return line + (f"; {cut} run out of tokens" if cut else "")
 
 
-def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:
-    """A line for each reward function that failed: how often, its `limit` most frequent reasons, where first."""
+def failure_lines(rollouts: list[Rollout]) -> list[str]:
+    """A line for each reward function that failed: how often, its most frequent reasons, where first."""
     lines = []
     for function in dict.fromkeys(name for r in rollouts for name in r.failures):
         failed = [r for r in rollouts if function in r.failures]
-        reasons = collections.Counter(_one_line(r.failures[function]) for r in failed).most_common()
-        shown = [f"{reason} ({count})" for reason, count in reasons[:limit]]
-        if len(reasons) > limit:
-            shown.append(f"other reasons ({sum(count for _, count in reasons[limit:])})")
-        lines.append(
-            f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {', '.join(shown)}; "
-            f"first completion: {shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
-        )
+        reasons = collections.Counter(_one_line(r.failures[function]) for r in failed).most_common(NUM_REASONS)
+        told = ", ".join(f"{reason} ({count})" for reason, count in reasons)
+        first = repr(shorten(failed[0].text, QUOTED_CHARACTERS))
+        where = f"{len(failed)} of {len(rollouts)} completions"
+        lines.append(f"reward function {function} failed for {where}: {told}; first completion: {first}")
     return lines
 
 

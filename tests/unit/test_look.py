@@ -38,10 +38,9 @@ def test_the_step_asked_for_and_the_latest(run_dir):
     path = run_dir / "completions.jsonl"
     found = read_step(path, "1"), read_step(path, "latest")
     assert [(step, len(records)) for step, records in found] == [(1, 1), (11, 4)]
-    with pytest.raises(ValueError, match="no completions of step 2; there are those of: 1, 11"):
-        read_step(path, "2")
-    with pytest.raises(ValueError, match="--step last: give a number, or latest"):
-        read_step(path, "last")
+    for step in ("2", "last"):
+        with pytest.raises(ValueError, match=f"step {step}; there are: 1, 11"):
+            read_step(path, step)
     with pytest.raises(ValueError, match="nowhere/completions.jsonl does not exist.*samples_interval"):
         read_step(run_dir / "nowhere" / "completions.jsonl", "1")
 

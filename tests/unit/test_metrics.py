@@ -157,7 +157,7 @@ def test_failed_reward_functions_are_told_with_counts_reasons_and_a_harmless_com
     first, second = failure_lines(rollouts)
     assert "math_reward failed for 3 of 8" in first and "10 s (2), the process was killed by signal 9 (1)" in first
     assert first.isprintable() and r"\x1b[2J" in first
-    assert "mine.py:f failed for 5 of 8" in second and "ValueError: 4 (2)" in second and "other reasons (1)" in second
+    assert "mine.py:f failed for 5 of 8" in second and "ValueError: 4 (2)" in second
     assert failure_lines(rollouts[:1]) == []
 
 
@@ -189,54 +189,43 @@ def test_json_lines_hold_every_metric_and_null_for_what_is_not_finite(tmp_path, 
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_a_line_is_on_disk_before_the_run_is_closed(tmp_path):
-    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    log.log(1, {"loss": 0.25})
-    assert read_records(tmp_path)[0]["loss"] == 0.25
-    assert read_scalars(tmp_path, "loss") == [(1, 0.25)]
-    log.close()
+def test_resume_drops_what_the_aborted_part_wrote_and_a_fresh_start_everything(tmp_path):
+    """Of a run that dies without closing its files, in the middle of a line."""
 
+    def log_step(log, step, loss):
+        log.log(step, {"loss": loss})
+        log.completions(step, [UNREWARDED], [f"prompt {step}"])
+        log.evaluation_completions(step, "greedy", [UNREWARDED], [f"held out {step}"])
 
-def test_resume_drops_the_steps_of_the_aborted_part(tmp_path):
+    def steps_in(name):
+        return [record["step"] for record in read_records(tmp_path, name)]
+
     aborted = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
     aborted.log_held_out(0, {"eval/accuracy": 0.1})
     for step in (1, 2, 3, 4):
-        aborted.log(step, {"loss": float(step)})
-    aborted.close()
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "time": 17')  # the process died while writing
+        log_step(aborted, step, float(step))
+    for name in ("metrics", "completions"):
+        with open(tmp_path / f"{name}.jsonl", "a") as file:
+            file.write('{"step": 2, "time": 17')
 
     resumed = RunLog(MetricsConfig(), str(tmp_path), num_steps=10, start_step=2)
-    assert [record["step"] for record in read_records(tmp_path)] == [0, 1, 2]
-    resumed.log(3, {"loss": 30.0})
+    assert steps_in("metrics.jsonl") == [0, 1, 2]
+    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [1, 2]
+    log_step(resumed, 3, 30.0)
     resumed.close()
-
     found = [(record["step"], record.get("loss")) for record in read_records(tmp_path)]
     assert found == [(0, None), (1, 1.0), (2, 2.0), (3, 30.0)]
+    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [1, 2, 3]
     assert read_scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert read_scalars(tmp_path, "eval/accuracy") == [(0, 0.1)]
     assert not (tmp_path / "metrics.jsonl.tmp").exists()
 
-
-def test_a_fresh_start_after_an_abort_without_checkpoint_counts_nothing_twice(tmp_path):
-    for accuracy in (0.1, 0.2):
-        log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10, start_step=0)
-        log.log_held_out(0, {"eval/accuracy": accuracy})
-        log.close()
+    fresh = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
+    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == []
+    fresh.log_held_out(0, {"eval/accuracy": 0.2})
+    fresh.close()
     assert [record["eval/accuracy"] for record in read_records(tmp_path)] == [0.2]
     assert read_scalars(tmp_path, "eval/accuracy") == [(0, 0.2)]
-
-
-def test_validation_losses_of_several_sets(tmp_path, capsys):
-    losses = {"validation/a/loss": 2.0, "validation/b/loss": 1.0, "validation/loss": 1.5}
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
-    log.log_held_out(5, losses)
-    log.close()
-    (record,) = read_records(tmp_path)
-    assert record == losses | {"step": 5, "time": record["time"]}
-    assert [line.split()[3:] for line in capsys.readouterr().out.splitlines()] == [
-        ["a", "loss", "2"], ["b", "loss", "1"], ["loss", "1.5"]
-    ]  # fmt: skip
 
 
 # --- the console
@@ -339,32 +328,11 @@ def test_a_damaged_log_does_not_keep_a_run_from_going_on(tmp_path, capsys):
     assert f"warning: 10 lines of {path} are damaged and left out" in said
 
 
-def test_resume_drops_the_completions_of_the_aborted_part(tmp_path):
-    def record(log, steps):
-        for step in steps:
-            log.completions(step, [UNREWARDED], [f"prompt {step}"])
-            log.evaluation_completions(step, "greedy", [UNREWARDED], [f"held out {step}"])
-        log.close()
-
-    def steps_in(name):
-        return [(r["step"], r["prompt"].split()[-1]) for r in read_records(tmp_path, name)]
-
-    record(RunLog(MetricsConfig(), str(tmp_path), num_steps=10), (1, 2, 3, 4))
-    with open(tmp_path / "completions.jsonl", "a") as file:
-        file.write('{"step": 2, "row": 1')  # the process died while writing
-    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10, start_step=2)
-    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [(1, "1"), (2, "2")]
-    record(log, (3,))
-    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [(1, "1"), (2, "2"), (3, "3")]
-    RunLog(MetricsConfig(), str(tmp_path), num_steps=10).close()
-    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == []
-
-
 HOSTILE = "a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \\frac ü"
 HARMLESS = r"a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \frac ü"
 
 
-def test_samples_cannot_act_on_a_terminal(tmp_path):
+def test_samples_cannot_act_on_a_terminal_and_completions_are_strict_json(tmp_path):
     rollout = make_rollout(1.0, {"f": 1.0}, text=HOSTILE, columns={"question": HOSTILE, "answer": f"{HOSTILE} "})
     failed = make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": HOSTILE})
     log = RunLog(MetricsConfig(tensorboard=True), str(tmp_path), num_steps=3)
@@ -377,15 +345,9 @@ def test_samples_cannot_act_on_a_terminal(tmp_path):
     accumulator.Reload()
     shown = html.unescape(accumulator.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode())
     assert shown.count(HARMLESS) == 5 and "\x1b" not in shown and "\u202e" not in shown
-
-
-def test_completions_are_strict_json_with_the_whole_text(tmp_path):
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
-    log.completions(1, [make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": "\udfff"})], [HOSTILE])
-    (line,) = (tmp_path / "completions.jsonl").read_bytes().splitlines()
+    _, line = (tmp_path / "completions.jsonl").read_bytes().splitlines()  # strict JSON, with the whole text
     record = json.loads(line.decode("utf-8"))
     assert record["completion"] == record["prompt"] == HOSTILE.replace("\ud800", "\\ud800")
-    assert record["failures"] == {"f": "\\udfff"}
     assert json.dumps(record, ensure_ascii=False).encode("utf-8")  # which no lone surrogate would allow
     assert b"\x1b" not in line
 
@@ -451,9 +413,14 @@ def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path
     log.log(1, {"time/step": 1.0, "reward/mean": 0.0})
     for step, accuracy in ((0, 0.25), (4, 0.5)):
         log.log_held_out(step, {"eval/math/accuracy": accuracy, "eval/code/accuracy": 0.75})
+    log.log_held_out(4, {"validation/a/loss": 2.0, "validation/loss": 1.5})
     log.close()
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert lines[-2:] == ["eval 4/4 100%  math  accuracy 0.5", "eval 4/4 100%  code  accuracy 0.75"]
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "eval 4/4 100%  math  accuracy 0.5",
+        "eval 4/4 100%  code  accuracy 0.75",
+        "validation 4/4 100%  a  loss 2",
+        "validation 4/4 100%  loss 1.5",
+    ]
     text = look.summarize(tmp_path)
     assert "accuracy on held-out prompts of math (greedy): 0.25 after step 0, 0.5 after step 4" in text
 
