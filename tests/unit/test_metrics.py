@@ -164,12 +164,8 @@ def test_failed_reward_functions_are_told_with_counts_reasons_and_a_harmless_com
 def test_completions_without_an_answer_in_the_format_are_told_with_the_format_they_have():
     tagged = [make_rollout(0.0, text=f"<think>1</think><answer>{number}</answer>") for number in range(6)]
     line = no_answer_line([*tagged, make_rollout(0.0, text="so \x1b[2J")], "boxed")
-    assert line.startswith(
-        "none of 7 completions has an answer in \\boxed{}; they end like '<think>1</think><answer>0</"
-    )
-    assert (
-        line.endswith("; 6 have one in <answer>..</answer> (--reward.answer-format answer_tag)") and line.isprintable()
-    )
+    assert line.startswith("none of 7 completions has an answer in \\boxed{}; they end like '<think>1</think>")
+    assert line.endswith("6 have one in <answer>..</answer> (--reward.answer-format answer_tag)") and line.isprintable()
     assert no_answer_line([*tagged, make_rollout(0.0, text="")], "answer_tag") == ""
 
 
@@ -261,24 +257,21 @@ TRUNCATED = make_rollout(
 UNREWARDED = make_rollout(None, {"math_reward": None}, num_tokens=5, text="", advantage=None)
 
 
-def test_every_completion_is_a_json_line(tmp_path):
+def test_every_completion_is_a_json_line_and_a_held_out_one_has_a_kind(tmp_path):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
     log.completions(5, [TRUNCATED, UNREWARDED], ["user: 1+2", "user: ü"])
+    log.evaluation_completions(5, "greedy", [TRUNCATED], ["user: 1+2"])
+    log.evaluation_completions(5, "sample", [UNREWARDED], ["user: ü"])
     log.close()
     first = {"step": 5, "row": 17, "prompt": "user: 1+2", "completion": TRUNCATED.text, "reward": 0.75, "version": 0}
     first |= {"columns": {"question": "1+2", "answer": "3"}}
     first |= {"rewards": {"math_reward": 1.0, "thinking_reward": None}, "advantage": 0.5, "mismatch": 0.00125}
     first |= {"finish_reason": "length", "num_tokens": 2, "failures": {"thinking_reward": "took longer\nthan 10 s"}}
-    second = {
-        "row": -1,
-        "prompt": "user: ü",
-        "columns": {},
-        "completion": "",
-        "rewards": {"math_reward": None},
-        "reward": None,
-    }
-    second |= {"advantage": None, "mismatch": None, "finish_reason": "stop", "num_tokens": 5, "failures": {}}
-    assert read_records(tmp_path, "completions.jsonl") == [first, first | second]
+    second = first | {"row": -1, "prompt": "user: ü", "columns": {}, "completion": "", "rewards": {"math_reward": None}}
+    second |= {"reward": None, "advantage": None, "mismatch": None, "finish_reason": "stop", "num_tokens": 5}
+    second |= {"failures": {}}
+    assert read_records(tmp_path, "completions.jsonl") == [first, second]
+    assert read_records(tmp_path, "evaluation.jsonl") == [first | {"kind": "greedy"}, second | {"kind": "sample"}]
 
 
 def test_recorded_completions_can_be_scored_again(tmp_path):
@@ -301,19 +294,6 @@ def test_a_sample_shows_the_answer_and_no_column_that_the_prompt_has(tmp_path):
     log.completions(1, [make_rollout(1.0, text="7", columns=columns)], ["user: 3+0?" + " " * 700])
     sample = (tmp_path / "samples.txt").read_text()
     assert "answer: 3\nlevel: hard\ncompletion: 7\n" in sample and "messages:" not in sample
-
-
-def test_held_out_completions_have_a_kind(tmp_path):
-    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    log.completions(5, [TRUNCATED], ["user: 1+2"])
-    log.evaluation_completions(5, "greedy", [TRUNCATED], ["user: 1+2"])
-    log.evaluation_completions(5, "sample", [UNREWARDED, TRUNCATED], ["user: 0", "user: 1+2"])
-    log.close()
-    (trained,) = read_records(tmp_path, "completions.jsonl")
-    greedy, unrewarded, sample = read_records(tmp_path, "evaluation.jsonl")
-    assert greedy == trained | {"kind": "greedy"}
-    assert sample == trained | {"kind": "sample"}
-    assert (unrewarded["kind"], unrewarded["prompt"], unrewarded["reward"]) == ("sample", "user: 0", None)
 
 
 def test_a_damaged_log_does_not_keep_a_run_from_going_on(tmp_path, capsys):
@@ -362,9 +342,7 @@ def test_tensorboard_shows_samples_as_they_are(tmp_path):
     assert event.step == 5
     page = html.unescape(markdown_to_safe_html(event.tensor_proto.string_val[0]))
     best, worst = page.split("--- ")[1:]
-    assert best.startswith(
-        "reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | mismatch 0.00125 | row 17"
-    )
+    assert best.startswith("reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | mismatch 0.00125")
     assert f"prompt: 1+2[x](y) &lt;\n\n\\|~1~\nanswer: 3\ncompletion: {TRUNCATED.text}" in best
     assert "thinking_reward failed: took longer than 10 s\n" in best and "prompt: _a_ & `b`" in worst
 
