@@ -203,12 +203,19 @@ def _columns(curve: Curve, first_step: int, last_step: int, width: int) -> np.nd
 
 
 def rollouts_text(given: argparse.Namespace) -> str:
-    """The rollouts that the command line chooses, as text. Raises ValueError if there are none."""
+    """The rollouts that the command line chooses, as text; one without a reward counts as lowest.
+
+    Those of equal reward stay in their order. Raises ValueError if there are none.
+    """
     file = EVALUATION if given.evaluation else COMPLETIONS
     step, records = read_step(given.run_dirs[0] / file, given.step or "latest")
-    chosen = choose(records, given.prompt, given.worst, given.num)
-    title = f"{given.run_dirs[0]} after step {step}: {len(chosen)} of {len(records)} completions"
-    title += f", {'lowest' if given.worst else 'highest'} reward first"
+    found = [record for record in records if given.prompt in record["prompt"]]
+    if not found:
+        raise ValueError(f"no prompt of the step has the text {given.prompt!r}")
+    sign, first = (1, "lowest") if given.worst else (-1, "highest")
+    found.sort(key=lambda record: sign * (-math.inf if record["reward"] is None else record["reward"]))
+    chosen = found[: given.num or None]
+    title = f"{given.run_dirs[0]} after step {step}: {len(chosen)} of {len(records)} completions, {first} reward first"
     return "\n\n".join([title, *(describe(record, turns=given.turns) for record in chosen)])
 
 
@@ -225,19 +232,6 @@ def read_step(path: pathlib.Path, step: str) -> tuple[int, list[Record]]:
             f"{path} has no completions of step {step}; there are: {', '.join(there) or 'none'} (or latest)"
         )
     return found
-
-
-def choose(records: list[Record], prompt: str = "", worst: bool = False, num: int = 0) -> list[Record]:
-    """The first `num` (0: all) by reward, highest first unless `worst`; one without a reward counts as lowest.
-
-    Those of equal reward stay in their order. Raises ValueError if no prompt has the text `prompt`.
-    """
-    found = [record for record in records if prompt in record["prompt"]]
-    if not found:
-        raise ValueError(f"no prompt of the step has the text {prompt!r}")
-    sign = 1 if worst else -1
-    ranked = sorted(found, key=lambda record: sign * (-math.inf if record["reward"] is None else record["reward"]))
-    return ranked[:num] if num else ranked
 
 
 def page_text(given: argparse.Namespace) -> str:

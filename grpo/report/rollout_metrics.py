@@ -97,12 +97,6 @@ def function_names(functions: Iterable[str]) -> dict[str, str]:
     return {function: name if taken.count(name) == 1 else function for function, name in short.items()}
 
 
-def passed(rollout: Rollout, function: str, pass_value: float = 1.0) -> bool:
-    """Whether reward function `function` gave at least so much."""
-    value = rollout.rewards.get(function)
-    return value is not None and value >= pass_value
-
-
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Probability that at least one of k samples passes, estimated without bias from n samples of which c passed.
 
@@ -126,7 +120,12 @@ def evaluation_metrics(
     which `function` gave no value has not passed. `eval/pass_at_K`, K = 1, 2, 4, ... up to `num_samples` and that
     itself, is the mean of the prompts' estimates. Means of rewards are over completions that have one, NaN if none has.
     """
-    accuracy = _mean(passed(r, function, pass_value) for r in greedy)
+
+    def num_passed(rollouts: list[Rollout]) -> int:
+        values = (r.rewards.get(function) for r in rollouts)
+        return sum(value is not None and value >= pass_value for value in values)
+
+    accuracy = num_passed(greedy) / len(greedy)
     metrics = {
         "eval/accuracy": accuracy,
         "eval/accuracy_stderr": math.sqrt(accuracy * (1 - accuracy) / len(greedy)),
@@ -140,9 +139,9 @@ def evaluation_metrics(
     if not samples:
         return metrics
     groups = (samples[first : first + num_samples] for first in range(0, len(samples), num_samples))
-    num_passed = [sum(passed(r, function, pass_value) for r in group) for group in groups]
+    counts = [num_passed(group) for group in groups]
     for k in sorted({*(2**i for i in range(num_samples.bit_length())), num_samples}):
-        metrics[f"eval/pass_at_{k}"] = statistics.fmean(pass_at_k(num_samples, c, k) for c in num_passed)
+        metrics[f"eval/pass_at_{k}"] = statistics.fmean(pass_at_k(num_samples, count, k) for count in counts)
     return metrics | {
         "eval/sample_reward_mean": _mean(r.reward for r in samples),
         "eval/sample_length_mean": _mean(r.completion.num_tokens for r in samples),

@@ -10,7 +10,7 @@ import pytest
 
 from grpo.config import GRPOConfig, change
 from grpo.config.recipes import written_fields
-from grpo.look import choose, main, read_step
+from grpo.look import main, read_step
 
 
 def record(step: int, reward: float | None, prompt: str = "1+1=", completion: str = "2", **more) -> dict:
@@ -30,10 +30,6 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def rewards(records) -> list:
-    return [r["reward"] for r in records]
-
-
 def test_the_step_asked_for_and_the_latest(run_dir):
     path = run_dir / "completions.jsonl"
     found = read_step(path, "1"), read_step(path, "latest")
@@ -45,13 +41,16 @@ def test_the_step_asked_for_and_the_latest(run_dir):
         read_step(run_dir / "nowhere" / "completions.jsonl", "1")
 
 
-def test_sorted_by_reward_and_without_one_last(run_dir):
-    _, found = read_step(run_dir / "completions.jsonl", "11")
-    assert rewards(choose(found)) == [1.0, 0.25, 0, None]
-    assert rewards(choose(found, worst=True, num=3)) == [None, 0, 0.25]
-    assert rewards(choose(found, prompt="a")) == [1.0, 0.25]
-    with pytest.raises(ValueError, match="no prompt of the step has the text 'z'"):
-        choose(found, prompt="z")
+def test_sorted_by_reward_and_without_one_last(run_dir, capsys):
+    def rewards(*flags: str) -> list[str]:
+        main([str(run_dir), "--step", "11", *flags])
+        return re.findall(r"^--- reward (\S+)", capsys.readouterr().out, re.MULTILINE)
+
+    assert rewards() == ["1", "0.25", "0", "none"]
+    assert rewards("--worst", "--num", "3") == ["none", "0", "0.25"]
+    assert rewards("--prompt", "a") == ["1", "0.25"]
+    with pytest.raises(SystemExit, match="no prompt of the step has the text 'z'"):
+        rewards("--prompt", "z")
 
 
 def test_what_is_printed(run_dir, capsys):
