@@ -1,14 +1,14 @@
 """What a run achieved, on one screen, and the rollouts of one of its steps: `python -m grpo.look RUN_DIR`.
 
-    python -m grpo.look RUN_DIR                              accuracy, reward or losses, a curve, the files
-    python -m grpo.look RUN_DIR RUN_DIR ...                  several runs side by side: one table, one plot
+    python -m grpo.look RUN_DIR [RUN_DIR ...]                accuracy, reward or losses, a curve, the files
     python -m grpo.look RUN_DIR --step 40 [--worst]          that step's completions, sorted by reward
     python -m grpo.look RUN_DIR --turns                      conversations turn by turn
     python -m grpo.look RUN_DIR --evaluation                 held-out ones, of the latest step
     python -m grpo.look RUN_DIR --html [--step 40]           all of it as a page, RUN_DIR/look.html
 
-The first two read metrics.jsonl, the others completions.jsonl, which a run writes every `metrics.samples_interval`
-steps, and evaluation.jsonl. Texts are whole; what would act on a terminal is shown as an escape (`\\x1b`).
+The first reads metrics.jsonl and shows several runs side by side; the others read completions.jsonl, which a run writes
+every `metrics.samples_interval` steps, and evaluation.jsonl. Texts are whole; what would act on a terminal is shown as
+an escape (`\\x1b`).
 """
 
 import argparse
@@ -34,7 +34,7 @@ COMPLETIONS, EVALUATION = "completions.jsonl", "evaluation.jsonl"
 Record = dict[str, Any]  # a line of a .jsonl file
 Curve = list[tuple[int, float]]  # steps and values, at least one
 MARKS = "─•×+o#"  # what draws the curve of each run; the first one's is a line
-# The table of several runs has the mean of these metrics over the last so many steps that have them.
+# The table has the mean of these metrics over the last so many steps that have them.
 LATE_METRICS = ("kl", "entropy", "completion/length_mean", "grad_norm", "tokens_per_second", "time/step")
 LATE_STEPS = 10
 CELL_CHARACTERS = 40
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         elif asks:
             text = rollouts_text(given)
         else:
-            text = summarize(*given.run_dirs) if len(given.run_dirs) == 1 else compare(given.run_dirs)
+            text = summarize(given.run_dirs)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
@@ -77,23 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
 # The summary
 
 
-def summarize(run_dir: pathlib.Path) -> str:
-    """The summary as text. Raises ValueError if the run has no metrics.jsonl."""
-    records = read_metrics(run_dir)
-    seconds, found = values_of(records, "time/step"), curves(records)
-    lines = [f"{run_dir}: {len(seconds)} steps in {sum(seconds) / 60:.1f} minutes, start-up not counted"]
-    for label, curve in found.items():
-        ends = dict.fromkeys([curve[0], curve[-1]])
-        lines.append(f"{label}: {', '.join(f'{compact_number(value)} after step {step}' for step, value in ends)}")
-    if found:
-        lines += ["", terminal_curves([next(iter(found.values()))])]
-    places = {"TensorBoard": "tensorboard", "completions to read": "samples.txt", "trained model": "model"}
-    lines += ["", *(f"{what}: {run_dir / where}" for what, where in places.items() if (run_dir / where).exists())]
-    return "\n".join(lines)
-
-
-def compare(run_dirs: list[pathlib.Path]) -> str:
-    """Several runs in a table, with the fields in which their configs differ, and in one plot, as text.
+def summarize(run_dirs: list[pathlib.Path]) -> str:
+    """What runs achieved in a table, with the fields in which their configs differ, in one plot, and their files.
 
     Raises ValueError if a run has no metrics.jsonl, or there are more runs than MARKS.
     """
@@ -103,9 +88,7 @@ def compare(run_dirs: list[pathlib.Path]) -> str:
     found = [curves(records) for records in runs]
     rows = [["", *map(str, run_dirs)]]
     for label in dict.fromkeys(itertools.chain(*found)):
-        ends = [
-            dict.fromkeys(compact_number(of_run[label][i][1]) for i in (0, -1) if label in of_run) for of_run in found
-        ]
+        ends = [dict.fromkeys(compact_number(run[label][i][1]) for i in (0, -1) if label in run) for run in found]
         rows.append([label, *(" to ".join(values) or "-" for values in ends)])
     seconds = [values_of(records, "time/step") for records in runs]
     rows.append(["steps", *(str(len(of_run)) for of_run in seconds)])
@@ -118,10 +101,11 @@ def compare(run_dirs: list[pathlib.Path]) -> str:
     rows += differing_fields(run_dirs)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    if label := next((label for label in found[0] if all(label in of_run for of_run in found)), ""):
+    if label := next((label for label in found[0] if all(label in run for run in found)), ""):
         lines += ["", f"{label}:", *map("{} {}".format, MARKS, run_dirs)]
-        lines += ["", terminal_curves([of_run[label] for of_run in found])]
-    return "\n".join(lines)
+        lines += ["", terminal_curves([run[label] for run in found])]
+    files = (run_dir / name for run_dir in run_dirs for name in ("tensorboard", "samples.txt", "model"))
+    return "\n".join([*lines, "", *(str(path) for path in files if path.exists())])
 
 
 def curves(records: list[Record]) -> dict[str, Curve]:

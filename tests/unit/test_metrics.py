@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import re
 import types
 
 import pytest
@@ -355,22 +356,29 @@ def test_curve_of_a_straight_line():
     assert chart.splitlines() == ["3 ┤   ╭", "2 ┤  ╭╯", "1 ┤ ╭╯", "0 ┤─╯"]
 
 
-def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
+def table(run_dir, *more) -> dict[str, list[str]]:
+    """Label -> cells of what look.py shows of runs; the chart's lines are under an empty label."""
+    rows = {"": []}
+    for line in look.summarize([run_dir, *more]).splitlines():
+        label, *cells = re.split(r"  +", line)
+        rows[""] += [line] if "┤" in line else []
+        rows |= {label: cells} if label else {}
+    return rows
+
+
+def test_summary_tells_accuracy_time_and_places(tmp_path):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=2)
     log.log_held_out(0, {"eval/accuracy": 0.25})
     log.log(1, {"reward/mean": 0.5, "time/step": 40.0})
     log.log(2, {"reward/mean": 0.6, "time/step": 50.0})
     log.log_held_out(2, {"eval/accuracy": 0.75})
     log.close()
-    capsys.readouterr()
-    look.main([str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{tmp_path}: 2 steps in 1.5 minutes, start-up not counted"
-    assert lines[1] == "accuracy on held-out prompts (greedy): 0.25 after step 0, 0.75 after step 2"
-    assert lines[2] == "mean reward of the sampled completions: 0.5 after step 1, 0.6 after step 2"
-    assert lines[4].startswith(" 0.75 ┤") and lines[11].startswith(" 0.25 ┤")
-    assert f"TensorBoard: {tmp_path}/tensorboard" in lines
-    assert lines[-1].startswith("TensorBoard")  # no samples, no model
+    rows = table(tmp_path)
+    assert rows["accuracy on held-out prompts (greedy)"] == ["0.25 to 0.75"]
+    assert rows["mean reward of the sampled completions"] == ["0.5 to 0.6"]
+    assert (rows["steps"], rows["minutes, start-up not counted"]) == (["2"], ["1.5"])
+    assert rows[""][0].startswith(" 0.75 ┤") and rows[""][-1].startswith(" 0.25 ┤")
+    assert list(rows)[-1] == f"{tmp_path}/tensorboard"  # no samples, no model
 
 
 def test_summary_of_a_supervised_run_tells_its_losses(tmp_path):
@@ -378,12 +386,11 @@ def test_summary_of_a_supervised_run_tells_its_losses(tmp_path):
     for step, loss in ((1, 2.0), (2, 1.5), (3, 1.25)):
         log.log(step, {"loss": loss, "time/step": 1.0})
     log.log_held_out(3, {"validation/loss": 1.75})  # one value makes no curve
-    lines = look.summarize(tmp_path).splitlines()
-    assert lines[1] == "loss on training examples: 2 after step 1, 1.25 after step 3"
-    assert lines[2] == "loss on held-out examples: 1.75 after step 3"
-    assert lines[4].strip().startswith("2 ┤") and lines[11].strip().startswith("1.25 ┤")
+    rows = table(tmp_path)
+    assert rows["loss on training examples"] == ["2 to 1.25"] and rows["loss on held-out examples"] == ["1.75"]
+    assert rows[""][0].strip().startswith("2 ┤") and rows[""][-1].strip().startswith("1.25 ┤")
     log.log_held_out(4, {"validation/loss": 1.5})
-    assert look.summarize(tmp_path).splitlines()[4].strip().startswith("1.75 ┤")
+    assert table(tmp_path)[""][0].strip().startswith("1.75 ┤")
 
 
 def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):
@@ -399,8 +406,7 @@ def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path
         "validation 4/4 100%  a  loss 2",
         "validation 4/4 100%  loss 1.5",
     ]
-    text = look.summarize(tmp_path)
-    assert "accuracy on held-out prompts of math (greedy): 0.25 after step 0, 0.5 after step 4" in text
+    assert table(tmp_path)["accuracy on held-out prompts of math (greedy)"] == ["0.25 to 0.5"]
 
 
 def test_equal_rewards_are_said_once(tmp_path, capsys):
