@@ -1,27 +1,28 @@
-"""Is this loss right? Four checks on a CPU, in a second, before a run depends on it: `python -m grpo.check_loss LOSS`.
+"""Is this loss right? Four checks on a CPU, in seconds, before a run depends on it: `python -m grpo.check_loss LOSS`.
 
-    python -m grpo.check_loss path/file.py:function                  your own
-    python -m grpo.check_loss path/file.py:function '{"alpha": 2}'   with options
-    python -m grpo.check_loss gspo                                   or a built-in one
+    python -m grpo.check_loss path/file.py:function [RECIPE.py] [--field value ...]     your own
+    python -m grpo.check_loss gspo [RECIPE.py] [--field value ...]                      or a built-in one
 
-Each check is a mistake that trains without an error and gives a different algorithm than the one written down. Options
-of the loss follow it as one JSON object. What is left out: whether the idea is good. Exit code 1 if a check fails.
+Each check is a mistake that trains without an error and gives a different algorithm than the one written down. Flags
+are those of a run, such as `--algorithm.loss-options alpha 2`; without a recipe the rest is as in train_grpo.py. What
+is left out: whether the idea is good. Exit code 1 if a check fails.
 """
 
-import dataclasses
 import itertools
-import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.trial import try_algorithm
-from grpo.config import AlgorithmConfig
+from grpo.config import GRPOConfig
+from grpo.config.recipes import load
 from grpo.data.batches import build_micro_batch, make_batch, take_out
-from grpo.run.command_line import subject_of
-from grpo.types import MicroBatch, Sample, TrainBatch
+from grpo.run.command_line import DEFAULT_RECIPES, subject_of
+from grpo.types import Sample, TrainBatch
 from train_grpo import policy_loss
 
 LENGTHS = (5, 1, 3, 4)  # loss tokens of each sequence, between a prompt token and a last one that is excluded
@@ -34,18 +35,14 @@ Loss = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 def main(arguments: list[str]) -> int:
     """Print one line per check; returns the exit code."""
-    name, options = subject_of(__doc__, arguments)
+    name, rest = subject_of(__doc__, arguments)
     try:
-        algorithm = AlgorithmConfig(loss=name, loss_options=json.loads(options[0]) if options else {}).resolved
-        try_algorithm(algorithm)  # as a run does before it starts
+        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], [*rest, "--algorithm.loss", name])
+        try_algorithm(config.algorithm)  # as a run does before it starts
     except ValueError as error:
         print(f"error: {error}")
         return 1
-
-    def loss(x: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return policy_loss(x, algorithm)
-
-    code = 0
+    loss, code = partial(policy_loss, algorithm=config.algorithm.resolved), 0
     for check in CHECKS:
         try:
             complaint = check(loss)
@@ -128,28 +125,25 @@ def some_tokens(**changes: torch.Tensor) -> TrainBatch:
         policy.append(-2 * torch.rand(length + 2, generator=generator) - 0.1)
         sampled_T = policy[-1] - (torch.rand(length + 2, generator=generator) - 0.5)
         samples.append(Sample(position_T, (position_T > 0) & (position_T <= length), sampled_T))
-    batch = make_batch(samples)
+    batch, policy_N = make_batch(samples), torch.cat(policy)
     advantages_N = torch.tensor(ADVANTAGES)[batch.owner_N].where(batch.loss_mask_N, 0)
-    policy_N = torch.cat(policy)
     tokens = {"old_logprobs_N": policy_N, "ref_logprobs_N": policy_N - 0.1, "advantages_N": advantages_N}
-    return dataclasses.replace(batch, **tokens | changes)
-
-
-def lay_out(tokens: TrainBatch, rows: list[list[int]]) -> tuple[MicroBatch, torch.Tensor, LossInputs]:
-    """Return rows of sequences, the policy's log-probs [B, T], a leaf, and what the loss sees of both in a run."""
-    micro = build_micro_batch(tokens, rows, row_length=tokens.num_tokens + 2)  # always with padding
-    policy_BT = micro.old_logprobs_BT.clone().requires_grad_()
-    micro = dataclasses.replace(micro, old_logprobs_BT=micro.generator_logprobs_BT)
-    return micro, policy_BT, LossInputs.of(micro, policy_BT, -policy_BT)
+    return replace(batch, **tokens | changes)
 
 
 def values_and_gradients(
     loss: Loss, tokens: TrainBatch, micro_batches: list[list[list[int]]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's loss and the gradient of their sum by its log-prob, both [N], in the order of `tokens`."""
+    """Return each token's loss and the gradient of their sum by its log-prob, both [N], in the order of `tokens`.
+
+    micro_batches: of each its rows, of each row its sequences.
+    """
     values_N, gradients_N = torch.zeros(tokens.num_tokens), torch.zeros(tokens.num_tokens)
     for rows in micro_batches:
-        micro, policy_BT, x = lay_out(tokens, rows)
+        micro = build_micro_batch(tokens, rows, row_length=tokens.num_tokens + 2)  # always with padding
+        policy_BT = micro.old_logprobs_BT.clone().requires_grad_()
+        micro = replace(micro, old_logprobs_BT=micro.generator_logprobs_BT)
+        x = LossInputs.of(micro, policy_BT, -policy_BT)
         loss_BT = loss(x)[0].where(x.loss_mask_BT, 0)
         loss_BT.sum().backward()
         index_M, values_M = take_out(loss_BT.detach(), micro)

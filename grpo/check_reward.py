@@ -5,10 +5,9 @@
 
 Three completions of each row: the reference (the row's `answer`, in `reward.answer_format`), a wrong answer in the same
 format, and an empty text. Shown are the columns with their types, the values, the seconds, and what the function
-prints, which a run throws away. Data and options of the function are those of the recipe (without one: of
-train_grpo.py). `num_tokens` counts words, because no tokenizer is loaded, and `completion_ids` are as many zeros. Exit
-code 1 if a call fails. What is left out: deadlines, memory limits and processes of a run; a function that never returns
-has to be stopped by hand.
+prints, which a run throws away. Data and options are those of the recipe (without one: of train_grpo.py). `num_tokens`
+counts words, because no tokenizer is loaded, and `completion_ids` are as many zeros. Exit code 1 if a call fails. What
+is left out: deadlines, memory limits and processes of a run; a function that never returns has to be stopped by hand.
 """
 
 import contextlib
@@ -31,10 +30,7 @@ from grpo.text import one_line, printable, shorten
 
 NUM_ROWS = 3
 SHOWN_CHARACTERS = 70  # of a text, in a line
-OF_MESSAGES = (
-    "; prompts are texts, so completions are: read text, not text[0]['content'], or make each row's prompt a list of "
-    "messages, as TRL's conversational rows are (data.row)"
-)
+OF_MESSAGES = "; completions are texts, as prompts are: read text, not text[0]['content'] (messages: see data.row)"
 PRINTED_CHARACTERS = 2000  # of what the function prints
 FORMATS = {"answer_tag": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
 
@@ -44,8 +40,7 @@ def main(arguments: list[str]) -> int:
     name, rest = subject_of(__doc__, arguments)
     try:
         config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], rest)
-        examples = some_examples(config)
-        function = load_reward(name, config, list(examples[0].columns))
+        function, examples = load_both(name, config)
     except (ValueError, OSError) as error:
         print(f"error: {printable(str(error))}")
         return 1
@@ -54,7 +49,7 @@ def main(arguments: list[str]) -> int:
     print(f"reward {name}: {len(examples)} rows, {how}")
     columns = columns_of(examples[0], [""])
     print("columns: " + ", ".join(f"{column} ({type(values[0]).__name__})" for column, values in columns.items()))
-    any_failed = False
+    code = 0
     for number, example in enumerate(examples, start=1):
         completions, values, printed = some_completions(example, config.reward.answer_format), {}, ""
         print(f"row {number}: {_short(example.prompt if isinstance(example.prompt, str) else repr(example.prompt))}")
@@ -68,23 +63,21 @@ def main(arguments: list[str]) -> int:
             print(f"  prints: {printable(shorten(printed, PRINTED_CHARACTERS)).strip()}")
         if "reference" in values and values["reference"] == values["wrong"]:
             print("  note: the reference earns what a wrong answer earns")
-        any_failed = any_failed or any(isinstance(value, str) for value in values.values())
-    return 1 if any_failed else 0
+        code |= any(isinstance(value, str) for value in values.values())
+    return code
 
 
-def some_examples(config: GRPOConfig) -> list[Example]:
-    """The first rows of the first source that can be used; raises ValueError if there is none."""
+def load_both(name: str, config: GRPOConfig) -> tuple[RewardFunction, list[Example]]:
+    """The function with the options that the recipe has for it, and the first rows of the first source.
+
+    Raises ValueError if no row can be used, and what `load_functions` raises.
+    """
     source = load_sources(config.data)[0]
-    if not (found := list(itertools.islice(source.examples(), NUM_ROWS))):
+    if not (examples := list(itertools.islice(source.examples(), NUM_ROWS))):
         raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
-    return found
-
-
-def load_reward(name: str, config: GRPOConfig, columns: list[str]) -> RewardFunction:
-    """The function with the options that the recipe has for it; raises what `load_functions` raises."""
     options = {key: value for key, value in config.reward.options.items() if key == name}
     reward = dataclasses.replace(config.reward, functions={name: 1.0}, options=options)
-    return load_functions(reward, columns, config.generator.max_completion_tokens)[name]
+    return load_functions(reward, [*examples[0].columns], config.generator.max_completion_tokens)[name], examples
 
 
 def some_completions(example: Example, answer_format: str) -> dict[str, str]:
@@ -101,13 +94,9 @@ def some_completions(example: Example, answer_format: str) -> dict[str, str]:
 
 def columns_of(example: Example, completions: list[str]) -> dict[str, list]:
     """What a run gives to a call for these completions of one prompt."""
-    extra = {
-        "num_tokens": [len(text.split()) for text in completions],
-        "truncated": [False] * len(completions),
-        "prompts": [example.prompt] * len(completions),
-        "step": [1] * len(completions),
-    }
-    return {name: [value] * len(completions) for name, value in example.columns.items()} | extra
+    same = {**example.columns, "num_tokens": 0, "truncated": False, "prompts": example.prompt, "step": 1}
+    columns = {name: [value] * len(completions) for name, value in same.items()}
+    return columns | {"num_tokens": [len(text.split()) for text in completions]}
 
 
 def call(

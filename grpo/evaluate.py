@@ -4,11 +4,10 @@
     torchrun --nproc_per_node=8 -m grpo.evaluate MODEL [RECIPE.py] [--field value ...]
 
 The recipe, of GRPO or SFT, says which prompts (sections `data` and `evaluation`), rewards and sampling options
-(`generator`); without one it is that of train_grpo.py. After training, `python -m grpo.evaluate RUN_DIR/model
-RUN_DIR/config.py` repeats the last evaluation of the run. Every process holds an engine, or a part of one with
-`generator.tensor_parallel`. Numbers go to the console and to metrics.jsonl in `--run-dir`, all completions to
-evaluation.jsonl there, beside the config that names the model. Without `--run-dir` it is a new folder in runs/evaluate
-each time.
+(`generator`); without one it is that of train_grpo.py. `python -m grpo.evaluate RUN_DIR/model RUN_DIR/config.py`
+repeats the last evaluation of a run. Every process holds an engine, or a part of one with `generator.tensor_parallel`.
+Numbers go to the console and to metrics.jsonl in `--run-dir`, by default a new folder in runs/evaluate, all completions
+to evaluation.jsonl there.
 """
 
 import itertools

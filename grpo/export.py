@@ -60,15 +60,14 @@ def main(arguments: list[str] | None = None) -> None:
 def find_checkpoint(run_dir: pathlib.Path, step: str, metric: str) -> pathlib.Path:
     """The checkpoint that `step` names: a number, `latest`, or `best` by the held-out `metric`; ValueError if none."""
     there = {str(step_of(folder)): folder for folder in step_folders(run_dir)}
-    if step == "latest" and there:
-        return list(there.values())[-1]
-    best = best_checkpoint(run_dir, metric) if step == "best" and metric else None
-    if best is None and step not in there:
-        raise ValueError(
-            f"{run_dir} has no checkpoint of step {step}; there are: {', '.join(there) or 'none'} (best is by "
-            f"checkpoint.keep_best, which is {metric!r})"
-        )
-    return best or there[step]
+    if there:
+        there["latest"] = list(there.values())[-1]
+    if step == "best" and metric and (best := best_checkpoint(run_dir, metric)):
+        there["best"] = best
+    if step not in there:
+        named, by = ", ".join(there) or "none", f"checkpoint.keep_best, which is {metric!r}"
+        raise ValueError(f"{run_dir} has no checkpoint of step {step}; there are: {named} (best is by {by})")
+    return there[step]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """What a run achieved, on one screen, and the rollouts of one of its steps: `python -m grpo.look RUN_DIR`.
 
-    python -m grpo.look RUN_DIR                              accuracy, reward or losses, a curve, the files
-    python -m grpo.look RUN_DIR RUN_DIR ...                  several runs side by side: one table, one plot
+    python -m grpo.look RUN_DIR [RUN_DIR ...]                accuracy, reward or losses, a curve, the files
     python -m grpo.look RUN_DIR --step 40 [--worst]          that step's completions, sorted by reward
     python -m grpo.look RUN_DIR --turns                      conversations turn by turn
     python -m grpo.look RUN_DIR --evaluation                 held-out ones, of the latest step
     python -m grpo.look RUN_DIR --html [--step 40]           all of it as a page, RUN_DIR/look.html
 
-The first two read metrics.jsonl, the others completions.jsonl, which a run writes every `metrics.samples_interval`
-steps, and evaluation.jsonl. Texts are whole; what would act on a terminal is shown as an escape (`\\x1b`).
+The first reads metrics.jsonl and shows several runs side by side; the others read completions.jsonl, which a run writes
+every `metrics.samples_interval` steps, and evaluation.jsonl. Texts are whole; what would act on a terminal is shown as
+an escape (`\\x1b`).
 """
 
 import argparse
@@ -31,11 +31,10 @@ from grpo.report.samples import describe
 from grpo.text import compact_number, shorten
 
 COMPLETIONS, EVALUATION = "completions.jsonl", "evaluation.jsonl"
-# Steps and values, at least one.
-Curve = list[tuple[int, float]]
-# What draws the curve of each run; the first one's is a line.
-MARKS = "─•×+o#"
-# The table of several runs has the mean of these metrics over the last so many steps that have them.
+Record = dict[str, Any]  # a line of a .jsonl file
+Curve = list[tuple[int, float]]  # steps and values, at least one
+MARKS = "─•×+o#"  # what draws the curve of each run; the first one's is a line
+# The table has the mean of these metrics over the last so many steps that have them.
 LATE_METRICS = ("kl", "entropy", "completion/length_mean", "grad_norm", "tokens_per_second", "time/step")
 LATE_STEPS = 10
 CELL_CHARACTERS = 40
@@ -55,8 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--evaluation", action="store_true", help="held-out completions instead")
     parser.add_argument("--html", action="store_true", help="write a page: curves, rollouts (of --step), tokens")
     given = parser.parse_args(arguments)
+    asks = given.step or given.worst or given.prompt or given.turns or given.evaluation
     try:
-        asks = given.step or given.worst or given.prompt or given.turns or given.evaluation
         if len(given.run_dirs) > 1 and (asks or given.html):
             raise ValueError("rollouts are shown of one run; name one folder")
         if given.html:
@@ -64,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         elif asks:
             text = rollouts_text(given)
         else:
-            text = summarize(*given.run_dirs) if len(given.run_dirs) == 1 else compare(given.run_dirs)
+            text = summarize(given.run_dirs)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
@@ -78,31 +77,47 @@ def main(arguments: list[str] | None = None) -> None:
 # The summary
 
 
-def summarize(run_dir: pathlib.Path) -> str:
-    """The summary as text. Raises ValueError if the run has no metrics.jsonl."""
-    records = read_metrics(run_dir)
-    seconds, found = [record["time/step"] for record in records if "time/step" in record], curves(records)
-    lines = [f"{run_dir}: {len(seconds)} steps in {sum(seconds) / 60:.1f} minutes, start-up not counted"]
-    for label, curve in found.items():
-        ends = dict.fromkeys([curve[0], curve[-1]])
-        lines.append(f"{label}: {', '.join(f'{compact_number(value)} after step {step}' for step, value in ends)}")
-    for curve in list(found.values())[:1]:
-        lines += ["", terminal_curves([curve])]
-    places = {"TensorBoard": "tensorboard", "completions to read": "samples.txt", "trained model": "model"}
-    lines += ["", *(f"{what}: {run_dir / where}" for what, where in places.items() if (run_dir / where).exists())]
-    return "\n".join(lines)
+def summarize(run_dirs: list[pathlib.Path]) -> str:
+    """What runs achieved in a table, with the fields in which their configs differ, in one plot, and their files.
+
+    Raises ValueError if a run has no metrics.jsonl, or there are more runs than MARKS.
+    """
+    if len(run_dirs) > len(MARKS):
+        raise ValueError(f"{len(run_dirs)} runs are too many for one plot; name up to {len(MARKS)}")
+    runs = [read_metrics(run_dir) for run_dir in run_dirs]
+    found = [curves(records) for records in runs]
+    rows = [["", *map(str, run_dirs)]]
+    for label in dict.fromkeys(itertools.chain(*found)):
+        ends = [dict.fromkeys(compact_number(run[label][i][1]) for i in (0, -1) if label in run) for run in found]
+        rows.append([label, *(" to ".join(values) or "-" for values in ends)])
+    seconds = [values_of(records, "time/step") for records in runs]
+    rows.append(["steps", *(str(len(of_run)) for of_run in seconds)])
+    rows.append(["minutes, start-up not counted", *(f"{sum(of_run) / 60:.1f}" for of_run in seconds)])
+    for name in LATE_METRICS:
+        late = [values_of(records, name)[-LATE_STEPS:] for records in runs]
+        if any(late):
+            means = (compact_number(statistics.fmean(values)) if values else "-" for values in late)
+            rows.append([f"{name}, mean of the last {LATE_STEPS} steps", *means])
+    rows += differing_fields(run_dirs)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    if label := next((label for label in found[0] if all(label in run for run in found)), ""):
+        lines += ["", f"{label}:", *map("{} {}".format, MARKS, run_dirs)]
+        lines += ["", terminal_curves([run[label] for run in found])]
+    files = (run_dir / name for run_dir in run_dirs for name in ("tensorboard", "samples.txt", "model"))
+    return "\n".join([*lines, "", *(str(path) for path in files if path.exists())])
 
 
-def curves(records: list[dict[str, Any]]) -> dict[str, Curve]:
+def curves(records: list[Record]) -> dict[str, Curve]:
     """What a run is judged by: accuracy on held-out prompts, reward, and without rewards (SFT) losses.
 
     The most telling comes first, among those that have more than one value.
     """
-    names = dict.fromkeys(name for record in records for name in record)
+    names = dict.fromkeys(itertools.chain(*records))
     # of several held-out sets (`eval/SET/accuracy`) the first
     accuracy = next((n for n in names if n.startswith("eval/") and n.endswith("accuracy")), "eval/accuracy")
     held_out_set = "".join(f" of {part}" for part in accuracy.split("/")[1:-1])
-    if any(record.get(accuracy) for record in records):
+    if any(values_of(records, accuracy)):
         labels = {accuracy: f"accuracy on held-out prompts{held_out_set} (greedy)"}
     else:  # a graded reward, of which none reached `reward.pass_value`
         labels = {f"{accuracy.removesuffix('accuracy')}reward_mean": f"mean reward on held-out prompts{held_out_set}"}
@@ -114,36 +129,9 @@ def curves(records: list[dict[str, Any]]) -> dict[str, Curve]:
     return {label: found[label] for label in sorted(found, key=lambda label: len(found[label]) < 2) if found[label]}
 
 
-def compare(run_dirs: list[pathlib.Path]) -> str:
-    """Several runs in a table, with the fields in which their configs differ, and in one plot, as text.
-
-    Raises ValueError if a run has no metrics.jsonl, or there are more runs than MARKS.
-    """
-    if len(run_dirs) > len(MARKS):
-        raise ValueError(f"{len(run_dirs)} runs are too many for one plot; name up to {len(MARKS)}")
-    runs = [read_metrics(run_dir) for run_dir in run_dirs]
-    found = [curves(records) for records in runs]
-    rows = [["", *map(str, run_dirs)]]
-    for label in dict.fromkeys(label for of_run in found for label in of_run):
-        ends = [
-            [compact_number(of_run[label][i][1]) for i in (0, -1)] if label in of_run else ["-"] for of_run in found
-        ]
-        rows.append([label, *(" to ".join(dict.fromkeys(values)) for values in ends)])
-    seconds = [[record["time/step"] for record in records if "time/step" in record] for records in runs]
-    rows.append(["steps", *(str(len(of_run)) for of_run in seconds)])
-    rows.append(["minutes, start-up not counted", *(f"{sum(of_run) / 60:.1f}" for of_run in seconds)])
-    for name in LATE_METRICS:
-        late = [[r[name] for r in records if r.get(name) is not None][-LATE_STEPS:] for records in runs]
-        if any(late):
-            means = [compact_number(statistics.fmean(values)) if values else "-" for values in late]
-            rows.append([f"{name}, mean of the last {LATE_STEPS} steps", *means])
-    rows += differing_fields(run_dirs)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    if label := next((label for label in found[0] if all(label in of_run for of_run in found)), ""):
-        lines += ["", f"{label}:", *map("{} {}".format, MARKS, run_dirs)]
-        lines += ["", terminal_curves([of_run[label] for of_run in found])]
-    return "\n".join(lines)
+def values_of(records: list[Record], name: str) -> list[float]:
+    """A metric's values, where it has one."""
+    return [record[name] for record in records if record.get(name) is not None]
 
 
 def differing_fields(run_dirs: list[pathlib.Path]) -> list[list[str]]:
@@ -170,37 +158,28 @@ def terminal_curves(curves: list[Curve], width: int = 60, height: int = 8) -> st
     for values, mark in zip(columns, MARKS, strict=False):
         rows = [None if math.isnan(value) else round((value - low) / unit) for value in values]
         for x, (before, now) in enumerate(itertools.pairwise([rows[0], *rows])):
-            if now is not None and mark != MARKS[0]:
+            if now is None:
+                continue
+            if mark != MARKS[0] or before in (None, now):
                 grid[now][x] = mark
-            elif now is not None:
-                before = now if before is None else before
-                for line in range(min(before, now), max(before, now) + 1):
-                    grid[line][x] = _stroke(line, before, now)
+                continue
+            for line in range(min(before, now), max(before, now)):
+                grid[line][x] = "│"
+            grid[before][x], grid[now][x] = "╯╭" if now > before else "╮╰"
     # Rounded, because a sum like -0.3 + 3 * 0.1 is not quite 0.
     labels = [compact_number(round(low / unit + line, 6) * unit) for line in range(height)]
-    lines = [
-        f"{label:>{max(map(len, labels))}} ┤{''.join(row)}".rstrip() for label, row in zip(labels, grid, strict=True)
-    ]
-    return "\n".join(reversed(lines))
+    margin = max(map(len, labels))
+    lines = (f"{label:>{margin}} ┤{''.join(row)}".rstrip() for label, row in zip(labels, grid, strict=True))
+    return "\n".join(reversed([*lines]))
 
 
 def _columns(curve: Curve, first_step: int, last_step: int, width: int) -> np.ndarray:
     """The curve's value in each of `width` columns, NaN before its first step and after its last."""
-    values_of: dict[int, list[float]] = {}
-    for step, value in curve:
-        place = round((step - first_step) / max(last_step - first_step, 1) * (width - 1))
-        values_of.setdefault(place, []).append(value)
-    means = [statistics.fmean(values) for values in values_of.values()]
-    return np.interp(range(width), list(values_of), means, left=math.nan, right=math.nan)
-
-
-def _stroke(line: int, before: int, now: int) -> str:
-    """The piece of a line that enters a column at height `before` and leaves it at `now`."""
-    if before == now:
-        return MARKS[0]
-    if line == now:
-        return "╭" if now > before else "╰"
-    return ("╯" if now > before else "╮") if line == before else "│"
+    steps, values = np.array(curve, dtype=float).T
+    places = ((steps - first_step) / max(last_step - first_step, 1) * (width - 1)).round()
+    known = np.unique(places)
+    means = [values[places == place].mean() for place in known]
+    return np.interp(range(width), known, means, left=math.nan, right=math.nan)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,22 +187,24 @@ def _stroke(line: int, before: int, now: int) -> str:
 
 
 def rollouts_text(given: argparse.Namespace) -> str:
-    """The rollouts that the command line chooses, as text. Raises ValueError if there are none."""
+    """The rollouts that the command line chooses, as text; one without a reward counts as lowest.
+
+    Those of equal reward stay in their order. Raises ValueError if there are none.
+    """
     file = EVALUATION if given.evaluation else COMPLETIONS
     step, records = read_step(given.run_dirs[0] / file, given.step or "latest")
-    chosen = choose(records, given.prompt, given.worst, given.num)
-    title = f"{given.run_dirs[0]} after step {step}: {len(chosen)} of {len(records)} completions"
-    title += f", {'lowest' if given.worst else 'highest'} reward first"
+    found = [record for record in records if given.prompt in record["prompt"]]
+    if not found:
+        raise ValueError(f"no prompt of the step has the text {given.prompt!r}")
+    sign, first = (1, "lowest") if given.worst else (-1, "highest")
+    found.sort(key=lambda record: sign * (-math.inf if record["reward"] is None else record["reward"]))
+    chosen = found[: given.num or None]
+    title = f"{given.run_dirs[0]} after step {step}: {len(chosen)} of {len(records)} completions, {first} reward first"
     return "\n\n".join([title, *(describe(record, turns=given.turns) for record in chosen)])
 
 
-def read_step(path: pathlib.Path, step: str) -> tuple[int, list[dict[str, Any]]]:
-    """(step, its records) of one of the .jsonl files; `step` is a number or `latest`.
-
-    Raises ValueError if there is no such file or step.
-    """
-    if step != "latest" and not step.isdecimal():
-        raise ValueError(f"--step {step}: give a number, or latest")
+def read_step(path: pathlib.Path, step: str) -> tuple[int, list[Record]]:
+    """(step, its records) of a .jsonl file; `step` is a number or `latest`. Raises ValueError if it is not there."""
     there, found = [], None
     records = read_lines(path, "name the folder of a run that writes it (see metrics.samples_interval)")
     for number, of_step in itertools.groupby(records, lambda record: record["step"]):
@@ -231,22 +212,10 @@ def read_step(path: pathlib.Path, step: str) -> tuple[int, list[dict[str, Any]]]
         if step in ("latest", str(number)):  # a file of a long run is large; one step of it is kept
             found = number, list(of_step)
     if not found:
-        raise ValueError(f"{path} has no completions of step {step}; there are those of: {', '.join(there) or 'none'}")
+        raise ValueError(
+            f"{path} has no completions of step {step}; there are: {', '.join(there) or 'none'} (or latest)"
+        )
     return found
-
-
-def choose(records: list[dict[str, Any]], prompt: str = "", worst: bool = False, num: int = 0) -> list[dict[str, Any]]:
-    """The first `num` (0: all) by reward, highest first unless `worst`; one without a reward counts as lowest.
-
-    Completions of equal reward stay in the order in which they were written. Raises ValueError if no prompt has the
-    text `prompt`.
-    """
-    found = [record for record in records if prompt in record["prompt"]]
-    if not found:
-        raise ValueError(f"no prompt of the step has the text {prompt!r}")
-    sign = 1 if worst else -1
-    ranked = sorted(found, key=lambda record: sign * (-math.inf if record["reward"] is None else record["reward"]))
-    return ranked[:num] if num else ranked
 
 
 def page_text(given: argparse.Namespace) -> str:
@@ -264,12 +233,12 @@ def page_text(given: argparse.Namespace) -> str:
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser; it needs no other file"
 
 
-def read_metrics(run_dir: pathlib.Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: pathlib.Path) -> list[Record]:
     """What a run logged, a record per step and per evaluation. Raises ValueError if there is no such file."""
     return list(read_lines(run_dir / "metrics.jsonl", "train first, or name another run folder"))
 
 
-def read_lines(path: pathlib.Path, way_out: str) -> Iterator[dict[str, Any]]:
+def read_lines(path: pathlib.Path, way_out: str) -> Iterator[Record]:
     """The records of a .jsonl file; a last line that is still being written is left out."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {way_out}")

@@ -14,29 +14,26 @@ from grpo.config.user_files import cause_and_line
 
 
 def try_algorithm(config: AlgorithmConfig) -> None:
-    """Call the user's functions, and a loss with options, on a few tokens, so that a mistake shows at the start.
+    """Call the user's functions, and a loss with options, on a few tokens.
 
     Raises ValueError for what does not fit, and for what a function raises, with the line of its file.
     """
     config, x = config.resolved, some_tokens(with_reference=config.kl_coef > 0)
     if config.loss not in CLIPPED_LOSSES:
-        output = _call(named_loss(config), x, what=f"loss {config.loss}")
+        output = _call(f"loss {config.loss}", named_loss(config), x)
         check_loss_output(output, x, config.loss)
         output[0].sum().backward()
-    elif config.loss_options:
-        raise ValueError(
-            f"loss {config.loss} has no options, and algorithm.loss_options is {config.loss_options}; "
-            "loss dual_clip has a bound"
-        )
+    elif options := config.loss_options:
+        raise ValueError(f"loss {config.loss} has no options, but loss_options is {options}; dual_clip has a bound")
     if config.advantages not in ("group_std", *ADVANTAGES):
         has_PG = torch.tensor([[True, True, False], [True, True, True]])
-        rewards_PG, what = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]).double(), f"advantages {config.advantages}"
-        _call(named_advantages(config.advantages), rewards_PG, has_PG, what=what)
+        rewards_PG = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]).double()
+        _call(f"advantages {config.advantages}", named_advantages(config.advantages), rewards_PG, has_PG)
     if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
         check_aggregation(config.aggregation, x)
 
 
-def _call(function: Callable, *arguments: Any, what: str) -> Any:
+def _call(what: str, function: Callable, *arguments: Any) -> Any:
     """What a function returns, named `what` and perhaps of a user's file; ValueError with its line if it raises."""
     try:
         return function(*arguments)
@@ -65,7 +62,7 @@ def check_aggregation(name: str, x: LossInputs) -> None:
     aggregation, totals = named_aggregation(name), UpdateTotals(num_tokens=3, num_sequences=2, max_completion_tokens=4)
     loss_BT = torch.tensor([[1.0, 2.0, 4.0, 0.0]])
     inputs = (loss_BT.where(x.sequence_BT == 0, 0), loss_BT.where(x.sequence_BT == 1, 0), loss_BT)
-    *parts, whole = [_call(aggregation, part_BT, x, totals, what=f"aggregation {name}") for part_BT in inputs]
+    *parts, whole = [_call(f"aggregation {name}", aggregation, part_BT, x, totals) for part_BT in inputs]
     if not (isinstance(whole, torch.Tensor) and whole.shape == () and torch.allclose(whole, parts[0] + parts[1])):
         raise ValueError(
             f"aggregation {name} gives {whole} for two sequences, and {parts[0]} and {parts[1]} for each alone; return "
@@ -74,10 +71,7 @@ def check_aggregation(name: str, x: LossInputs) -> None:
 
 
 def check_loss_output(output: tuple[torch.Tensor, Metrics], x: LossInputs, name: str) -> None:
-    """Raise ValueError unless a loss returned a floating [B, T] loss and a dict of detached [B, T] metrics.
-
-    The loss must depend on `logprobs_BT`. Looks at types and shapes only, so it never waits for the device.
-    """
+    """Raise ValueError unless a loss returned floats that depend on `logprobs_BT`, and detached metrics, all [B, T]."""
     shape = tuple(x.loss_mask_BT.shape)
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
         raise ValueError(f"loss {name} returned {_describe(output)}; return (loss_BT, dict of metrics)")

@@ -20,8 +20,7 @@ from grpo.report.warnings import Watch
 from grpo.text import compact_duration, compact_number, printable, reason_of
 from grpo.types import Rollout
 
-# Metric and how the console line shows it; padded to the usual width, numbers of successive lines mostly line up. The
-# rest is in metrics.jsonl and TensorBoard.
+# Metric and how the console line shows it, padded so that numbers of successive lines mostly line up.
 CONSOLE_COLUMNS = {
     "reward/mean": "reward {:<6}",
     "loss": "loss {:<6}",
@@ -33,10 +32,8 @@ CONSOLE_COLUMNS = {
     "tokens_per_second": "{} tok/s",
     "time/step": "{} s",
 }
-# The time left is reckoned from this many steps: enough to smooth, few enough to forget compilation in the first ones.
-ETA_STEPS = 20
-# Completions to read in samples.txt, of each step that writes any.
-NUM_SAMPLES = 4
+ETA_STEPS = 20  # smooth the time left, and forget compilation in the first ones
+NUM_SAMPLES = 4  # completions to read in samples.txt, of each step that writes any
 # Of the same completions in the table at Weights & Biases.
 WANDB_COLUMNS = ("prompt", "completion", "answer", "reward", "advantage", "mismatch", "num_tokens")
 
@@ -45,9 +42,9 @@ class RunLog:
     """Everything a run tells: files in the run folder and the console.
 
     The files: `metrics.jsonl`, `completions.jsonl` (completions trained on), `evaluation.jsonl` (held-out ones),
-    `samples.txt` (a few, to read) and `tensorboard/`. Opened with `start_step` above 0 it continues a run: what an
-    aborted part had written beyond that step is dropped from the .jsonl files and hidden in TensorBoard, so that no
-    step counts twice. Opened with 0 it starts them afresh. samples.txt is only ever appended to.
+    `samples.txt` (a few, to read) and `tensorboard/`. Opened with `start_step` 0 it starts them afresh, except that
+    samples.txt is only ever appended to. Above 0 it continues a run: what an aborted part had written beyond that step
+    is dropped from the .jsonl files and hidden in TensorBoard, so that no step counts twice.
     """
 
     def __init__(
@@ -66,10 +63,9 @@ class RunLog:
         for name in ("metrics.jsonl", "completions.jsonl", "evaluation.jsonl"):
             if (self.run_dir / name).exists():
                 drop_steps_after(self.run_dir / name, start_step)
-        if start_step and (self.run_dir / "metrics.jsonl").exists():
-            with open(self.run_dir / "metrics.jsonl", encoding="utf-8") as file:
-                for line in file:  # what was said then is not said again
-                    self.watch.look(json.loads(line))
+        before = self.run_dir / "metrics.jsonl"
+        for line in before.read_text(encoding="utf-8").splitlines() if before.exists() else ():
+            self.watch.look(json.loads(line))  # what was said then is not said again
         # TensorBoard hides what was written before at this step or later; before a fresh start that is everything.
         first_step = start_step + 1 if start_step else 0
         folder = str(self.run_dir / "tensorboard")
@@ -103,8 +99,7 @@ class RunLog:
     def completions(self, step: int, rollouts: list[Rollout], prompts: list[str]) -> None:
         """Record a step's completions: all in completions.jsonl, NUM_SAMPLES to read in samples.txt and TensorBoard.
 
-        prompts[i] is the text of rollouts[i]'s prompt. To read are the best, the worst and some evenly between; those
-        without a reward count as worst. The caller decides at which steps (`samples_interval`).
+        prompts[i] is the text of rollouts[i]'s prompt. The caller decides at which steps (`samples_interval`).
         """
         records = completion_records(rollouts, prompts)
         self._append_records("completions.jsonl", [{"step": step, **record} for record in records])
@@ -120,8 +115,7 @@ class RunLog:
 
             rows = [records[i] | {"answer": str(records[i]["columns"].get("answer", ""))} for i in chosen]
             data = [[printable(x) if isinstance(x := row[name], str) else x for name in WANDB_COLUMNS] for row in rows]
-            table = wandb.Table(columns=[*WANDB_COLUMNS], data=data)
-            self.wandb.log({"step": step, "samples": table})
+            self.wandb.log({"step": step, "samples": wandb.Table(columns=[*WANDB_COLUMNS], data=data)})
 
     def evaluation_completions(
         self, step: int, kind: Literal["greedy", "sample"], rollouts: list[Rollout], prompts: list[str]
@@ -168,8 +162,8 @@ class RunLog:
 def drop_steps_after(path: pathlib.Path, step: int) -> None:
     """Rewrite a JSON-lines file with only the lines up to `step`, atomically; with step 0 nothing stays.
 
-    A last line cut short by a dying process is dropped too, and with a warning what else cannot be read: after a power
-    loss a file may have NUL bytes, and a damaged log must not keep a run from going on.
+    A last line cut short by a dying process is dropped too, and with a warning what else cannot be read, such as NUL
+    bytes after a power loss: a damaged log must not keep a run from going on.
     """
     num_damaged, new_path = 0, f"{path}.tmp"
     with open(path, "rb") as old, open(new_path, "wb") as new:
@@ -211,10 +205,8 @@ def open_wandb(project: str, run_dir: pathlib.Path, start_step: int, config: dic
             settings=wandb.Settings(silent=True, console="off"),  # the console line is the log's own
         )
     except wandb.Error as error:
-        raise ValueError(
-            f"metrics.wandb_project={project!r}: {reason_of(error)}; log in with `wandb login`, set WANDB_MODE=offline "
-            "to log into the run folder, or leave the project empty"
-        ) from error
+        way_out = "log in with `wandb login`, set WANDB_MODE=offline to log into the run folder, or name no project"
+        raise ValueError(f"metrics.wandb_project={project!r}: {reason_of(error)}; {way_out}") from error
     # an axis of its own, because wandb drops what a resumed run repeats on its built-in one
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

@@ -21,25 +21,20 @@ from grpo.data.recorded import batch_path, read_step
 from grpo.types import TrainBatch
 
 TEMPLATE = pathlib.Path(__file__).with_name("page.html")
-# The place for data in it.
-DATA = "<!-- data -->"
-# Fields of a recorded batch, by what the page calls them.
-LOGPROBS = {"generator": "generator_logprobs_N", "reference": "ref_logprobs_N"}
-# The most bytes of a character in UTF-8, and so the most tokens.
-CHARACTER_BYTES = 4
+DATA = "<!-- data -->"  # their place in it
+CHARACTER_BYTES = 4  # the most of a character in UTF-8, and so the most tokens
 
 
 def write_page(
     run_dir: pathlib.Path, metrics: list[dict[str, Any]], rollouts: Iterable[dict[str, Any]], models: list[str]
 ) -> pathlib.Path:
-    """Write the page and return its path.
+    """Write the page and return its path. Raises ValueError if a recorded batch cannot be read.
 
     metrics, rollouts: the records of the run's .jsonl files, rollouts of one step and kind side by side. models:
-    folders or hub names; the first that has a tokenizer gives the tokens their texts. Raises ValueError if a recorded
-    batch cannot be read.
+    folders or hub names; the first that has a tokenizer gives the tokens their texts.
     """
-    spell = functools.cache(lambda: speller(models))
     steps, pieces = [], []
+    spell = functools.cache(lambda: speller(models))  # opened only if there is a batch
     for (step, kind), group in itertools.groupby(rollouts, lambda record: (record["step"], record.get("kind", ""))):
         records = list(group)
         if not kind and batch_path(run_dir, step).is_file() and spell():
@@ -64,10 +59,9 @@ def add_tokens(records: list[dict[str, Any]], batch: TrainBatch, spell: Callable
     # a sampled token is not in the mask if its log-prob is not finite
     sampled_N = batch.loss_mask_N | ~batch.generator_logprobs_N.isfinite()
     for record, start, end in zip(records, starts, ends, strict=True):
-        mask_T = batch.loss_mask_N[start:end]
-        logprobs = {}
-        for name, field in LOGPROBS.items():
-            if (values_N := getattr(batch, field)) is not None:
+        mask_T, logprobs = batch.loss_mask_N[start:end], {}
+        for name, values_N in (("generator", batch.generator_logprobs_N), ("reference", batch.ref_logprobs_N)):
+            if values_N is not None:
                 pairs = zip(values_N[start:end].tolist(), mask_T.tolist(), strict=True)
                 logprobs[name] = [round(value, 3) if known else None for value, known in pairs]
         record["tokens"] = {

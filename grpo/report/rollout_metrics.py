@@ -20,18 +20,16 @@ from grpo.types import Completion, Rollout, TrainBatch
 
 
 def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str | None = None) -> dict[str, float]:
-    """What the completions of one step earned and how long they were.
+    """What the completions of one step, which lie group by group, earned and how long they were, in tokens.
 
-    Rollouts lie group by group. Statistics of rewards are over the completions that have one and NaN if none has;
-    `reward/std` is the population's, lengths are in tokens. `reward/NAME` is the unweighted mean of a reward function.
-    `reward/none_count` counts all completions without a reward, `reward/failed_count` those with a failed function.
-    answer_format: where a reward function looks for answers, None if none does. Where prompts have sources,
-    `reward/source/NAME` is the mean reward of a source's completions, `prompt/source/NAME` its share of the prompts.
+    Statistics of rewards are over the completions that have one and NaN if none has; `reward/std` is the population's,
+    `reward/NAME` the unweighted mean of a reward function. Where prompts have sources, `reward/source/NAME` is the mean
+    reward of one, `prompt/source/NAME` its share. answer_format: where a reward function looks for answers, None if
+    none does.
     """
     rewards = [r.reward for r in rollouts if r.reward is not None]
     lengths = [r.completion.num_tokens for r in rollouts]
     rewards_S, has_reward_S = reward_tensors(rollouts)
-    functions = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
@@ -43,7 +41,7 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int, answer_format: str
         "prompt/length_mean": _mean(len(r.prompt_ids_T) for r in rollouts),
         "groups/zero_variance_frac": _mean(equal_rewards(*by_group(rewards_S, has_reward_S, group_size)).tolist()),
     }
-    for function, name in function_names(functions).items():
+    for function, name in function_names(dict.fromkeys(name for r in rollouts for name in r.rewards)).items():
         metrics[f"reward/{name}"] = _mean(r.rewards.get(function) for r in rollouts)
     if answer_format:
         metrics["completion/has_answer_frac"] = has_answer_frac(rollouts, answer_format)
@@ -92,17 +90,11 @@ def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
     return groups
 
 
-def function_names(functions: list[str]) -> dict[str, str]:
+def function_names(functions: Iterable[str]) -> dict[str, str]:
     """Metric name of each reward function: `path/file.py:function` becomes `function`, unless that is ambiguous."""
     short = {function: function.rsplit(":", 1)[-1] for function in functions}
     taken = [*short.values(), "mean", "std", "none_count", "failed_count", "kl_penalty"]
     return {function: name if taken.count(name) == 1 else function for function, name in short.items()}
-
-
-def passed(rollout: Rollout, function: str, pass_value: float = 1.0) -> bool:
-    """Whether reward function `function` gave at least so much."""
-    value = rollout.rewards.get(function)
-    return value is not None and value >= pass_value
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -125,11 +117,15 @@ def evaluation_metrics(
     """Accuracy, reward, lengths (in tokens) of the greedy completions and, if there are samples, pass@k and theirs.
 
     greedy: one completion per prompt. samples: `num_samples` per prompt, group after group, or none at all. One for
-    which `function` gave no value, greedy or sample, has not passed. `eval/pass_at_K`, K = 1, 2, 4, ... up to
-    `num_samples` and that itself, is the mean of the prompts' estimates. Means of rewards are over the completions that
-    have one, NaN if none has; `eval/none_count` counts the greedy ones that have none.
+    which `function` gave no value has not passed. `eval/pass_at_K`, K = 1, 2, 4, ... up to `num_samples` and that
+    itself, is the mean of the prompts' estimates. Means of rewards are over completions that have one, NaN if none has.
     """
-    accuracy = _mean(passed(r, function, pass_value) for r in greedy)
+
+    def num_passed(rollouts: list[Rollout]) -> int:
+        values = (r.rewards.get(function) for r in rollouts)
+        return sum(value is not None and value >= pass_value for value in values)
+
+    accuracy = num_passed(greedy) / len(greedy)
     metrics = {
         "eval/accuracy": accuracy,
         "eval/accuracy_stderr": math.sqrt(accuracy * (1 - accuracy) / len(greedy)),
@@ -142,12 +138,10 @@ def evaluation_metrics(
         metrics["eval/has_answer_frac"] = has_answer_frac(greedy, answer_format)
     if not samples:
         return metrics
-    num_passed = [
-        sum(passed(r, function, pass_value) for r in samples[first : first + num_samples])
-        for first in range(0, len(samples), num_samples)
-    ]
+    groups = (samples[first : first + num_samples] for first in range(0, len(samples), num_samples))
+    counts = [num_passed(group) for group in groups]
     for k in passes(num_samples):
-        metrics[f"eval/pass_at_{k}"] = statistics.fmean(pass_at_k(num_samples, c, k) for c in num_passed)
+        metrics[f"eval/pass_at_{k}"] = statistics.fmean(pass_at_k(num_samples, count, k) for count in counts)
     return metrics | {
         "eval/sample_reward_mean": _mean(r.reward for r in samples),
         "eval/sample_length_mean": _mean(r.completion.num_tokens for r in samples),
@@ -168,18 +162,10 @@ def evaluation_names(sets: Sequence[str], num_samples: int, has_answers: bool) -
     return names if len(sets) == 1 else [f"{one}/{name}" for one in sets for name in names]
 
 
-def evaluation_metrics_of_sets(
-    greedy: list[Rollout], samples: list[Rollout], num_samples: int, *settings: Any
-) -> dict[str, float]:
-    """`evaluation_metrics` of each held-out set, `eval/SET/accuracy` and so on; of a single one as they are.
-
-    settings: the further arguments of `evaluation_metrics`.
-    """
+def evaluation_metrics_of_sets(greedy: list[Rollout], samples: list[Rollout], *settings: Any) -> dict[str, float]:
+    """`evaluation_metrics`, with its arguments, of each held-out set, `eval/SET/accuracy`; of only one unchanged."""
     greedy_of, samples_of = by_source(greedy), by_source(samples)
-    metrics = {
-        name: evaluation_metrics(of_set, samples_of.get(name, []), num_samples, *settings)
-        for name, of_set in greedy_of.items()
-    }
+    metrics = {name: evaluation_metrics(x, samples_of.get(name, []), *settings) for name, x in greedy_of.items()}
     if len(metrics) == 1:
         return next(iter(metrics.values()))
     return {f"eval/{name}/{key.removeprefix('eval/')}": x for name, of in metrics.items() for key, x in of.items()}

@@ -9,10 +9,9 @@ from grpo.rewards.answers import extract_answer
 from grpo.text import number_or_none, one_line, printable, shorten, without_surrogates
 from grpo.types import Rollout
 
-# In samples, prompts and their columns (an answer, test cases, ...) are cut to this many characters.
-SAMPLE_CHARACTERS = 600
-# What is told about a failed reward function is one line, so it quotes less.
-QUOTED_CHARACTERS = 200
+SAMPLE_CHARACTERS = 600  # of prompts and their columns (an answer, test cases, ...) in samples
+QUOTED_CHARACTERS = 200  # of what is quoted of a failed reward function, in one line
+NUM_REASONS = 3
 QUOTED_END = 40  # of a completion without an answer
 ANSWER_FORMS = {"answer_tag": "<answer>..</answer>", "boxed": "\\boxed{}", "hashes": "a line behind ####"}
 
@@ -21,12 +20,15 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
     """What the .jsonl files tell about each completion, except step and kind; None where there is no finite number.
 
     Texts are whole and as they are (JSON escapes what acts on a terminal), except that JSON takes no lone surrogates.
-    `columns` are those that the reward functions got, so that a completion can be scored again.
+    `columns` are those that the reward functions got, so that a completion can be scored again. An episode is told
+    without its seconds, which differ between two runs of the same; `earlier` are (version, tokens) of the pieces before
+    the last one.
     """
-    return [
-        {
+    records = []
+    for rollout, prompt in zip(rollouts, prompts, strict=True):
+        completion = rollout.completion
+        record = {
             "row": rollout.prompt.row,
-            **({"source": rollout.prompt.source} if rollout.prompt.source else {}),
             "prompt": without_surrogates(prompt),
             # they came as JSON, which Python lets hold NaN
             "columns": json.loads(json.dumps(rollout.prompt.columns), parse_constant=lambda _: None),
@@ -35,15 +37,19 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
             "reward": finite_or_none(rollout.reward),
             "advantage": finite_or_none(rollout.advantage),
             "mismatch": finite_or_none(rollout.mismatch),
-            "finish_reason": "length" if rollout.completion.truncated else "stop",
-            "num_tokens": rollout.completion.num_tokens,
-            "version": rollout.completion.version,
-            **({"earlier": earlier} if (earlier := _earlier_pieces(rollout)) else {}),
-            **_episode(rollout),
+            "finish_reason": "length" if completion.truncated else "stop",
+            "num_tokens": completion.num_tokens,
+            "version": completion.version,
             "failures": {name: without_surrogates(reason) for name, reason in rollout.failures.items()},
         }
-        for rollout, prompt in zip(rollouts, prompts, strict=True)
-    ]
+        if rollout.prompt.source:
+            record["source"] = rollout.prompt.source
+        if completion.episode:
+            record["episode"] = {name: value for name, value in completion.episode.items() if name != "waited"}
+        elif completion.pieces[:-1]:
+            record["earlier"] = [(piece.version, piece.num_tokens) for piece in completion.pieces[:-1]]
+        records.append(record)
+    return records
 
 
 def spread_by_reward(rewards: list[float | None], count: int) -> list[int]:
@@ -87,10 +93,7 @@ def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -
 
 
 def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
-    """Say that not one completion has an answer where rewards look for it, how three end, and what they have instead.
-
-    Empty if one has.
-    """
+    """What to say if not one completion has an answer where rewards look for it: how three end, what they have."""
     texts = [rollout.answer for rollout in rollouts]
     found = {form: sum(extract_answer(text, form) is not None for text in texts) for form in ANSWER_FORMS}
     if found.pop(answer_format) or not texts:
@@ -103,37 +106,22 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
     return line + (f"; {cut} run out of tokens" if cut else "")
 
 
-def failure_lines(rollouts: list[Rollout], limit: int = 3) -> list[str]:
-    """A line for each reward function that failed: how often, its `limit` most frequent reasons, where first."""
+def failure_lines(rollouts: list[Rollout]) -> list[str]:
+    """A line for each reward function that failed: how often, its most frequent reasons, where first."""
     lines = []
     for function in dict.fromkeys(name for r in rollouts for name in r.failures):
         failed = [r for r in rollouts if function in r.failures]
-        reasons = collections.Counter(_one_line(r.failures[function]) for r in failed).most_common()
-        shown = [f"{reason} ({count})" for reason, count in reasons[:limit]]
-        if len(reasons) > limit:
-            shown.append(f"other reasons ({sum(count for _, count in reasons[limit:])})")
-        lines.append(
-            f"reward function {function} failed for {len(failed)} of {len(rollouts)} completions: {', '.join(shown)}; "
-            f"first completion: {shorten(failed[0].text, QUOTED_CHARACTERS)!r}"
-        )
+        reasons = collections.Counter(_one_line(r.failures[function]) for r in failed).most_common(NUM_REASONS)
+        told = ", ".join(f"{reason} ({count})" for reason, count in reasons)
+        first = repr(shorten(failed[0].text, QUOTED_CHARACTERS))
+        where = f"{len(failed)} of {len(rollouts)} completions"
+        lines.append(f"reward function {function} failed for {where}: {told}; first completion: {first}")
     return lines
 
 
 def finite_or_none(value: float | None) -> float | None:
     """The number, or None if it is not finite, for which JSON has no word."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _episode(rollout: Rollout) -> dict[str, Any]:
-    """What is known of an episode, except its seconds, which differ between two runs of the same."""
-    episode = rollout.completion.episode
-    return {"episode": {name: value for name, value in episode.items() if name != "waited"}} if episode else {}
-
-
-def _earlier_pieces(rollout: Rollout) -> list[tuple[int, int]]:
-    """(version, tokens) of each piece before the last one."""
-    pieces = () if rollout.completion.episode else rollout.completion.pieces[:-1]
-    return [(piece.version, piece.num_tokens) for piece in pieces]
 
 
 def _is_in(value: Any, prompt: str) -> bool:

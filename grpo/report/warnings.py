@@ -25,6 +25,7 @@ LEAST_MOVE = 1e-6  # nats of KL to where the policy began; or what the learning 
 FLAT_STEPS = 50
 LEAST_RISE_ERRORS = 2.0  # standard errors by which a reward that rises is above its first window
 LEAST_ERRORS = 2.5  # standard errors by which an accuracy must be below the best of several
+TOO_LARGE = "the updates are too large; lower trainer.learning_rate"
 
 
 def equal_rewards(history: History) -> str:
@@ -33,9 +34,8 @@ def equal_rewards(history: History) -> str:
     if len(shares) < EQUAL_REWARD_STEPS or min(shares) < 1 or history["distill/reverse_kl"]:
         return ""
     return (
-        f"in {EQUAL_REWARD_STEPS} steps the rewards of each group were all equal, so comparing them teaches nothing; "
-        "read samples.txt in the run folder: the prompts are too easy or too hard, the answers in another format, or "
-        "the reward too coarse"
+        f"in {EQUAL_REWARD_STEPS} steps the rewards of each group were all equal, which teaches nothing; read "
+        "samples.txt: the prompts are too easy or too hard, the answers in another format, or the reward too coarse"
     )
 
 
@@ -45,11 +45,8 @@ def not_moved(history: History) -> str:
     far = max(map(abs, history["kl"][-WINDOW:]), default=math.inf)  # without a reference it is not known
     if min(num_steps, len(rates)) < MOVE_STEPS or min(total := sum(rates), far) >= LEAST_MOVE:
         return ""
-    return (
-        f"after {num_steps} steps the policy is where it began: the learning rates add up to {total:.2g}"
-        + (f", kl is {far:.2g}" if math.isfinite(far) else "")
-        + "; raise trainer.learning_rate"
-    )
+    told = f"the learning rates add up to {total:.2g}" + (f", kl is {far:.2g}" if math.isfinite(far) else "")
+    return f"after {num_steps} steps the policy is where it began: {told}; raise trainer.learning_rate"
 
 
 def collapse(history: History) -> str:
@@ -62,10 +59,8 @@ def collapse(history: History) -> str:
     best = max(rewards[0], *windows, now)  # large steps may spoil the policy within the first window
     if best - now <= REWARD_DROP * spread:
         return ""
-    return (
-        f"the reward fell from {compact_number(best)} to {compact_number(now)}: the updates are too large; lower "
-        "trainer.learning_rate, and go on from a checkpoint of before"
-    )
+    fell = f"the reward fell from {compact_number(best)} to {compact_number(now)}"
+    return f"{fell}: {TOO_LARGE}, and go on from a checkpoint of before"
 
 
 def no_rise(history: History) -> str:
@@ -77,10 +72,10 @@ def no_rise(history: History) -> str:
     error = math.hypot(statistics.stdev(first), statistics.stdev(last)) / math.sqrt(WINDOW)
     if (rise := statistics.fmean(last) - statistics.fmean(first)) > LEAST_RISE_ERRORS * error:
         return ""
+    chance = f"in {len(rewards)} steps the reward has not risen by more than chance"
     return (
-        f"in {len(rewards)} steps the reward has not risen by more than chance ({compact_number(rise)} ± "
-        f"{compact_number(error)}): it says little about a completion, or trainer.learning_rate is too small; compare "
-        "the best completions and the worst (python -m grpo.look RUN_DIR --worst)"
+        f"{chance} ({compact_number(rise)} ± {compact_number(error)}): it says little, or trainer.learning_rate is too "
+        "small; compare the best completions and the worst (python -m grpo.look RUN_DIR --worst)"
     )
 
 
@@ -100,10 +95,8 @@ def truncation(history: History) -> str:
     share = _recent(history["completion/truncated_frac"])
     if share is None or share <= MAX_TRUNCATED or collapse(history):
         return ""
-    return (
-        f"{share:.0%} of the completions run out of tokens: raise generator.max_completion_tokens, or teach the policy "
-        "to be short (overlong_penalty)"
-    )
+    out = f"{share:.0%} of the completions run out of tokens"
+    return f"{out}: raise generator.max_completion_tokens, or teach the policy to be short (overlong_penalty)"
 
 
 RULES: tuple[Callable[[History], str], ...] = (equal_rewards, not_moved, collapse, no_rise, no_entropy, truncation)
@@ -125,15 +118,11 @@ def lost_accuracy(evaluations: list[Evaluation]) -> str:
         return ""
     fell = f"is {compact_number(now.accuracy)} and was {compact_number(best.accuracy)}"
     if now.reward > best.reward:
-        return (
-            f"{fell}, while the reward rose from {compact_number(best.reward)} to {compact_number(now.reward)}: the "
-            "reward is being gamed or learned by heart; read samples.txt, mend the reward, or export the best "
-            "checkpoint (checkpoint.keep_best)"
-        )
-    return (
-        f"{fell}, and the reward did not rise either: the updates are too large; lower trainer.learning_rate, or raise "
-        "trainer.warmup_steps or prompts_per_step"
-    )
+        rose = f"the reward rose from {compact_number(best.reward)} to {compact_number(now.reward)}"
+        way_out = "read samples.txt, mend the reward, or export the best checkpoint (checkpoint.keep_best)"
+        return f"{fell}, while {rose}: the reward is being gamed or learned by heart; {way_out}"
+    more = "or raise trainer.warmup_steps or prompts_per_step"
+    return f"{fell}, and the reward did not rise either: {TOO_LARGE}, {more}"
 
 
 class Watch:
@@ -150,23 +139,19 @@ class Watch:
         for name, value in finite.items():
             self.history[name].append(value)
         found = {rule.__name__: rule(self.history) for rule in RULES}
-        for name in finite:
-            if name.startswith("eval/") and name.endswith("accuracy"):
-                text = lost_accuracy(self._evaluations(name, finite))
-                found[name] = f"{name} {text}" if text else ""
+        rewards = self.history["reward/mean"]
+        for name in (name for name in finite if name.startswith("eval/") and name.endswith("accuracy")):
+            seen = self.evaluations[name]
+            if seen and rewards and math.isnan(seen[0].reward):  # that before the first step
+                seen[0] = seen[0]._replace(reward=statistics.fmean(rewards[:WINDOW]))
+            reward = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
+            seen.append(Evaluation(finite[name], finite.get(f"{name}_stderr", 0.0), reward))
+            text = lost_accuracy(seen)
+            found[name] = text and f"{name} {text}"
         told = {name for name, text in found.items() if text}
         new = [found[name] for name in found if name in told - self._said]
         self._said = self._said - found.keys() | told
         return new
-
-    def _evaluations(self, name: str, metrics: dict[str, float]) -> list[Evaluation]:
-        """All evaluations of that accuracy, with this one."""
-        rewards, seen = self.history["reward/mean"], self.evaluations[name]
-        if seen and rewards and math.isnan(seen[0].reward):  # that before the first step
-            seen[0] = seen[0]._replace(reward=statistics.fmean(rewards[:WINDOW]))
-        reward = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
-        seen.append(Evaluation(metrics[name], metrics.get(f"{name}_stderr", 0.0), reward))
-        return seen
 
 
 def _recent(values: list[float]) -> float | None:

@@ -82,7 +82,11 @@ class Driver:
 
         In the last step too: it is in its checkpoint, should the run be made longer.
         """
-        return self.flight.ask(self.config.prompts_per_step, self.session.stream.draw) if self.config.overlap_steps else None
+        return (
+            self.flight.ask(self.config.prompts_per_step, self.session.stream.draw)
+            if self.config.overlap_steps
+            else None
+        )
 
     @on_driver
     def land_ahead(self, completions: list[Completion], seconds: float, overlap_seconds: float) -> None:

@@ -13,7 +13,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
 
 from grpo.roles.shared_memory import remove_shared_memory
 from grpo.text import printable
@@ -35,37 +36,34 @@ STEP_BEGINS_WITH = ("generate", "train")  # phases of train_grpo.py and train_sf
 
 Result = TypeVar("Result")
 
-_place: dict[str, Any] = {
-    "rank": os.environ.get("RANK", "0"),
-    "role": "rank",
-    "phase": "start",
-    "changes": 0,  # of the phase so far
-    "in_steps": False,  # the first step has begun
-    "ending": False,  # this rank fails, or is told to end
-}
+
+@dataclass
+class Here:
+    """Where this rank is, for the messages about it."""
+
+    role: str = "rank"
+    phase: str = "start"
+    changes: int = 0
+    """Phases begun so far."""
+    in_steps: bool = False
+    """The first step has begun."""
+    ending: bool = False
+    """It fails, or was told to end."""
+
+
+here = Here()
 
 
 class BadInput(Exception):
     """The user's input cannot work. The message says why and what to do; rank 0 prints it without a traceback."""
 
 
-def set_place(*, role: str | None = None, phase: str | None = None) -> None:
-    """Remember this rank's role and current phase, for the message it prints if it fails."""
-    if role:
-        _place["role"] = role
+def set_place(*, role: str = "", phase: str = "") -> None:
+    """Remember this rank's role and current phase."""
+    here.role = role or here.role
     if phase:
-        _place.update(phase=phase, changes=_place["changes"] + 1)
-        _place["in_steps"] |= phase in STEP_BEGINS_WITH
-
-
-def place() -> dict[str, Any]:
-    """Where this rank is: rank, role, phase, changes of the phase, in_steps, ending."""
-    return dict(_place)
-
-
-def set_ending() -> None:
-    """From here on this rank only has to end."""
-    _place["ending"] = True
+        here.phase, here.changes = phase, here.changes + 1
+        here.in_steps |= phase in STEP_BEGINS_WITH
 
 
 @contextlib.contextmanager
@@ -91,8 +89,7 @@ def leave_for_launcher(line: str) -> None:
 
 def run_rank(main: Callable[[], Result]) -> Result:
     """What `main` returns; if it fails, print one message and end the process with a non-zero exit code."""
-    # taken now, because roles rewrite RANK to the role's own
-    rank = _place["rank"] = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK", "0")  # taken now, because roles rewrite it to the role's own
     code, line, trace = 1, "", ""
     try:
         return main()
@@ -106,9 +103,9 @@ def run_rank(main: Callable[[], Result]) -> Result:
         line = "" if is_follower else f"error: {error}"
     except BaseException as error:
         is_follower = any(sign in str(error) for sign in LOST_PEER)
-        line = f"error: rank {rank} ({_place['role']}) failed in phase {_place['phase']}: {error}"
+        line = f"error: rank {rank} ({here.role}) failed in phase {here.phase}: {error}"
         trace = traceback.format_exc()
-    set_ending()
+    here.ending = True
     if is_follower:
         time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun ends all soon after the first exit, which has the message
     if line:

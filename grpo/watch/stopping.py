@@ -14,7 +14,7 @@ from grpo.workers import kernel
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOP_FILE = "stop"
-STOP_VARIABLE = "GRPO_STOP_FILE"  # of launch scripts, which do not know the run folder
+STOP_VARIABLE = "GRPO_STOP_FILE"  # of launch scripts, which do not know the run folder and look after that file
 
 # Waits for the process $1, which may be dead and not yet waited for, and prints $2.
 LAST_WORD = 'while grep -qs "^State:.[^ZX]" /proc/$1/status; do sleep 0.05; done; echo "$2"'
@@ -41,7 +41,7 @@ def stop_files(run_dir: str) -> list[pathlib.Path]:
 
 
 def forget_old_stop(run_dir: str) -> None:
-    """Remove what stopped a run before this one. (Whoever sets STOP_VARIABLE looks after that file.)"""
+    """Remove what stopped a run before this one."""
     (pathlib.Path(run_dir) / STOP_FILE).unlink(missing_ok=True)
 
 
@@ -54,10 +54,7 @@ def obey_stop(reason: str, step: int, run_dir: str) -> str:
 
 
 def repeat_behind_launcher(line: str) -> None:
-    """Print a line again when torchrun has ended, if a signal stopped the run.
-
-    torchrun's traceback about that signal would otherwise be the last thing on the screen.
-    """
+    """Print the last line of a run that a signal stopped once more when torchrun has ended, behind its traceback."""
     if launched_by_torchrun() and _asked and _asked[0] in signal.Signals.__members__:
         subprocess.Popen(["sh", "-c", LAST_WORD, "sh", str(os.getppid()), line], start_new_session=True)
 

@@ -3,15 +3,15 @@
 Each second it puts the rank's place (role, phase, collectives begun) into the store that all ranks share; the loop
 itself does nothing for it. Rank 0's thread looks at all places and past the deadline of a phase ends the run with the
 name of the rank that hangs, which prints its stack, if it still can. Rank 1's thread does the same a little later, for
-a rank 0 that was stopped. What the thread says goes to the screen also while the main thread has sys.stdout and
-sys.stderr elsewhere, as a compiler of kernels does for seconds.
+a rank 0 that was stopped.
 
 Signals wake the thread at once, also while the main thread waits in a collective. SIGTERM means two things: stop, or
-that torchrun ends all ranks because one has failed. In the second case a rank's process is gone, or a rank has told
-that it fails.
+that torchrun ends all ranks because one has failed. In the second case a rank's process is gone, or the store says that
+the run is over.
 """
 
 import contextlib
+import datetime
 import json
 import os
 import signal
@@ -28,21 +28,17 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from grpo.roles.process_groups import Roles, collectives_entered
 from grpo.watch import failures, stopping
+from grpo.watch.failures import here
 
 # Phases that load models, wait for vLLM or for reward functions, and how much longer they may take
 LONG_PHASES = ("start", "startup", "generate", "reward", "evaluate")
 LONGER = 3
 TICK_SECONDS = 1.0
-# A rank whose thread did not tell its place for so long is stopped, gone or starved
-ANSWER_SECONDS = 5.0
-# Longer between two looks means that this process itself was stopped (Ctrl-Z, a machine that slept)
-OWN_GAP_SECONDS = 10.0
-# Rank 1 looks for a rank 0 that should have ended the run so long ago
-SECOND_PATIENCE_SECONDS = 10.0
-# For the ranks that hang to print their stacks
-STACK_SECONDS = 3.0
-# After Ctrl-C, a later signal ends the run at once; torchrun passes the first one on within milliseconds
-SECOND_SIGNAL_SECONDS = 1.0
+ANSWER_SECONDS = 5.0  # a rank whose thread told no place for so long is stopped, gone or starved
+OWN_GAP_SECONDS = 10.0  # longer between two looks means that this process was stopped (Ctrl-Z, a machine that slept)
+SECOND_PATIENCE_SECONDS = 10.0  # rank 1 looks for a rank 0 that should have ended the run so long ago
+STACK_SECONDS = 3.0  # for the ranks that hang to print their stacks
+SECOND_SIGNAL_SECONDS = 1.0  # after Ctrl-C, a later signal ends at once; torchrun passes the first on in milliseconds
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,12 +56,10 @@ class Place:
     """Phases begun so far."""
     entered: dict[str, int]
     """Collectives begun in each of its groups."""
-    beat: int
-    """Grows by 1 each time the rank tells its place."""
+    beat: float
+    """Another number each time the rank tells its place."""
     host: str
     pid: int
-    asked: str = ""
-    """The signal by which this rank was asked to stop."""
 
 
 class Hang(NamedTuple):
@@ -91,9 +85,9 @@ def awaited(places: Mapping[int, Place]) -> list[int]:
     for group in {name for place in places.values() for name in place.entered}:
         begun = {rank: place.entered[group] for rank, place in places.items() if group in place.entered}
         fewest = min(begun.values())
-        if fewest != max(begun.values()):
-            behind |= {rank for rank, number in begun.items() if number == fewest}
-            waiting |= {rank for rank, number in begun.items() if number > fewest}
+        waits = {rank for rank, number in begun.items() if number > fewest}
+        waiting |= waits
+        behind |= begun.keys() - waits if waits else set()
     return sorted(behind - waiting)
 
 
@@ -111,18 +105,16 @@ class HangDetector:
         """Who hangs, if anybody; `now` in seconds of a steady clock."""
         if now - self.looked > OWN_GAP_SECONDS:  # nobody was watched meanwhile; the first look too
             self.moved, self.answered = now, dict.fromkeys(places, now)
-        self.looked = now
         for rank, place in places.items():
             before = self.places.get(rank)
             if before is None or place.beat != before.beat:
                 self.answered[rank] = now
             if before is None or (place.changes, place.entered) != (before.changes, before.entered):
                 self.moved = now
-        self.places = dict(places)
+        self.places, self.looked, silent = dict(places), now, now - self.moved
         mute = [rank for rank in sorted(places) if now - self.answered[rank] > ANSWER_SECONDS]
         ranks = mute or awaited(places) or sorted(places)
         limit = max((deadline_seconds(places[rank].phase, self.deadline_minutes) for rank in ranks), default=0.0)
-        silent = now - self.moved
         if not ranks or silent <= limit + self.patience:
             return None
         does = "does not answer, last seen" if mute else "hangs"
@@ -144,8 +136,9 @@ def watched(roles: Roles, deadline_minutes: float) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        failures.set_ending()
-        watchdog.tell_end(failed=True)
+        here.ending = True
+        with contextlib.suppress(DistNetworkError, DistStoreError):
+            watchdog.tell_end()
         raise  # the thread goes on: torchrun's SIGTERM then ends this process wherever it is
     watchdog.close()
     if watchdog.asked == signal.SIGINT.name and not stopping.launched_by_torchrun():
@@ -153,17 +146,21 @@ def watched(roles: Roles, deadline_minutes: float) -> Iterator[None]:
 
 
 class Watchdog:
-    """The thread and what it knows."""
+    """The thread and what it knows. What the ranks tell each other in the store:
+
+    `place/RANK`, each second; `asked`, a signal to stop that another rank than the driver got; `ended/RANK`, a count
+    that is above 0 when somebody has said why that rank ends; `over`, when a rank ends before the run does; `verdict`,
+    the `Hang` that ends it.
+    """
 
     def __init__(self, roles: Roles, deadline_minutes: float):
         self.roles, self.host = roles, socket.gethostname()
-        # a connection of its own: another thread's wait would block it
-        self.store = PrefixStore("watch", roles.store.clone())
+        self.store = PrefixStore("watch", roles.store.clone())  # another thread's wait would block its connection
         patience = SECOND_PATIENCE_SECONDS if roles.rank else 0.0
         self.detector = HangDetector(deadline_minutes, patience) if roles.rank <= 1 else None
-        self.beat, self.asked, self.asked_at = 0, "", 0.0
+        self.asked, self.asked_at = "", 0.0
         self.closing = threading.Event()
-        self.stdout, self.stderr = sys.stdout, sys.stderr
+        self.stdout, self.stderr = sys.stdout, sys.stderr  # compilers of kernels turn them away for seconds
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -183,39 +180,32 @@ class Watchdog:
         self.wake_writer.send(b"\0")
         self.thread.join()
 
-    def tell_end(self, failed: bool) -> None:
-        """Let the other ranks know that this one ends by itself, having said why, and whether the run fails with it."""
-        with contextlib.suppress(DistNetworkError, DistStoreError):
-            self.store.set(f"ended/{self.roles.rank}", "")
-            if failed:
-                self.store.set("failed", "")
+    def tell_end(self, *others: int) -> None:
+        """Let all know that the run is over, and that it was said why this rank and these others end."""
+        for rank in {self.roles.rank, *others}:
+            self.store.add(f"ended/{rank}", 1)
+        self.store.set("over", "")
 
     def _run(self) -> None:
         try:
             while not self.closing.is_set():
                 self._tell_place()
                 self._obey_verdict()
-                if self.detector is not None:
-                    self._look_at_all(self.detector)
-                for number in self._signals():
-                    self._hear(signal.Signals(number))
+                if self.roles.is_driver and self.store.check(["asked"]):
+                    self._ask(self.store.get("asked").decode())
+                if self.detector and (hang := self.detector.look(places := self._places(), time.monotonic())):
+                    self._end(hang, places)
+                with contextlib.suppress(TimeoutError):
+                    for number in filter(None, self.wake_reader.recv(64)):
+                        self._hear(signal.Signals(number))
         except (DistNetworkError, DistStoreError):  # the process that holds the store is gone, and its ranks with it
             if not self.closing.is_set():
                 failures.leave_for_launcher(f"rank {self.roles.rank} lost the store of its launcher")
                 failures.exit_now(1)
 
-    def _signals(self) -> list[int]:
-        """Those that come within a tick."""
-        try:
-            return [number for number in self.wake_reader.recv(64) if number]
-        except TimeoutError:
-            return []
-
     def _tell_place(self) -> None:
-        self.beat += 1
-        here = {name: value for name, value in failures.place().items() if name in ("role", "phase", "changes")}
-        entered = collectives_entered(self.roles)
-        place = Place(**here, entered=entered, beat=self.beat, host=self.host, pid=os.getpid(), asked=self.asked)
+        progress = here.changes, collectives_entered(self.roles)
+        place = Place(here.role, here.phase, *progress, time.monotonic(), self.host, os.getpid())
         self.store.set(f"place/{self.roles.rank}", json.dumps(asdict(place)))
 
     def _places(self) -> dict[int, Place]:
@@ -224,18 +214,12 @@ class Watchdog:
         values = self.store.multi_get([f"place/{rank}" for rank in known])
         return {rank: Place(**json.loads(value)) for rank, value in zip(known, values, strict=True)}
 
-    def _look_at_all(self, detector: HangDetector) -> None:
-        places = self._places()
-        if self.roles.is_driver and (asked := next((place.asked for place in places.values() if place.asked), "")):
-            self._ask(asked)
-        if hang := detector.look(places, time.monotonic()):
-            self._end_the_run(hang, places)
+    # ---- ranks that hang ----------------------------------------------------------------------------------------
 
-    def _end_the_run(self, hang: Hang, places: dict[int, Place]) -> None:
+    def _end(self, hang: Hang, places: dict[int, Place]) -> None:
         """Say which ranks hang, let them print their stacks, and end: torchrun then ends all others."""
         print(hang.line, file=self.stderr, flush=True)
-        for rank in {self.roles.rank, *hang.ranks}:
-            self.store.set(f"ended/{rank}", "")
+        self.tell_end(*hang.ranks)
         self.store.set("verdict", json.dumps(hang))
         self._obey_verdict()
         time.sleep(STACK_SECONDS)
@@ -247,38 +231,36 @@ class Watchdog:
 
     def _obey_verdict(self) -> None:
         """Print this rank's stack if it is one that hangs. It does not end first: the verdict's line is the cause."""
-        here = failures.place()
-        if here["ending"] or not self.store.check(["verdict"]):
+        if here.ending or not self.store.check(["verdict"]):
             return
         verdict = Hang(*json.loads(self.store.get("verdict")))
-        failures.set_ending()
+        here.ending = True
         failures.leave_for_launcher(verdict.line)
         if self.roles.rank in verdict.ranks:
             stack = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident]))
-            title = f"rank {self.roles.rank} ({here['role']}) is here, in phase {here['phase']}:"
+            title = f"rank {self.roles.rank} ({here.role}) is here, in phase {here.phase}:"
             print(f"{title}\n{stack}", file=self.stderr, end="", flush=True)
 
     # ---- signals ------------------------------------------------------------------------------------------------
 
     def _hear(self, number: signal.Signals) -> None:
         """A stop, or torchrun's way of ending what is left."""
-        if self._others_failed() or failures.place()["ending"]:  # in this order: the first to see it tells
-            self.tell_end(failed=True)  # or who looks next would take it for killed
+        if self._is_over() or here.ending:  # in this order: the first to see it tells
+            self.tell_end()
             failures.exit_now(1)
-        if not failures.place()["in_steps"]:
-            self._end_by(number, f"{number.name} before the first step: nothing to save")
-        if self.asked == signal.SIGINT.name and time.monotonic() - self.asked_at > SECOND_SIGNAL_SECONDS:
-            self._end_by(number, f"{number.name} again: ended at once, without saving")
-        self._ask(number.name)
-
-    def _end_by(self, number: signal.Signals, line: str) -> None:
+        again = self.asked == signal.SIGINT.name and time.monotonic() - self.asked_at > SECOND_SIGNAL_SECONDS
+        if here.in_steps and not again:
+            self._ask(number.name)
+            return
         if self.roles.is_driver:
-            print(line, file=self.stdout, flush=True)
+            how = "again: ended at once, without saving" if again else "before the first step: nothing to save"
+            print(line := f"{number.name} {how}", file=self.stdout, flush=True)
             stopping.ask_to_stop(number.name)
             stopping.repeat_behind_launcher(line)
-        else:
-            self.tell_end(failed=False)
-            time.sleep(TICK_SECONDS)  # torchrun ends all at the first exit; let the driver print
+            self.tell_end()
+        else:  # torchrun ends all at the first exit; the driver has the last word
+            with contextlib.suppress(DistStoreError):
+                self.store.wait(["over"], datetime.timedelta(seconds=ANSWER_SECONDS))
         failures.exit_now(128 + number)
 
     def _ask(self, name: str) -> None:
@@ -288,27 +270,17 @@ class Watchdog:
         if self.roles.is_driver:
             stopping.ask_to_stop(name)
             print(f"{name}: the run stops when this step is done and saved", file=self.stdout, flush=True)
+        else:
+            self.store.set("asked", name)
 
-    def _others_failed(self) -> bool:
-        """Whether torchrun ends this rank because another one has failed; the first to see that says which."""
+    def _is_over(self) -> bool:
+        """Whether torchrun ends this rank because another one has ended; the first to see one that was killed tells."""
         places = self._places()
-        gone = [rank for rank, place in places.items() if place.host == self.host and not is_running(place.pid)]
-        if not gone:
-            return self.store.check(["failed"])  # of another node
-        silent = [rank for rank in gone if not self.store.check([f"ended/{rank}"])]
-        self.store.set("failed", "")
-        if self.store.add("told", 1) == 1:
-            for rank in silent:
+        here_too = {rank: place.pid for rank, place in places.items() if place.host == self.host}
+        gone = [rank for rank, pid in here_too.items() if not os.path.exists(f"/proc/{pid}")]  # waited for by torchrun
+        for rank in gone:
+            if self.store.add(f"ended/{rank}", 1) == 1:
                 line = f"error: rank {rank} ({places[rank].role}) was ended from outside in phase {places[rank].phase}"
                 hint = "torchrun's report has the signal; 9 is often the kernel's, out of memory (dmesg)"
                 print(f"{line}; {hint}", file=self.stderr, flush=True)
-        return True
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process; torchrun has waited for a dead one before it ends the others."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        return bool(gone) or self.store.check(["over"])

@@ -86,8 +86,14 @@ def test_mistakes_are_found(mistake: str, check, tmp_path: pathlib.Path, capsys:
 def test_what_a_run_would_refuse_is_one_line(mistake: str, said: str, tmp_path: pathlib.Path, capsys):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     assert check_loss.main([f"{tmp_path}/mistakes.py:{mistake}"]) == 1
-    (line,) = capsys.readouterr().out.splitlines()
+    line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("error: ") and said in line
+
+
+def test_options_are_written_as_for_a_run(capsys: pytest.CaptureFixture):
+    assert check_loss.main(["dual_clip", "configs/toy_arithmetic.py", "--algorithm.loss-options", "bound", "0.5"]) == 1
+    assert "bound=0.5 must be above 1" in capsys.readouterr().out.splitlines()[-1]
+    assert check_loss.main(["dual_clip", "--algorithm.loss-options", "bound", "2"]) == 0
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture):

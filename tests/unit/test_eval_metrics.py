@@ -11,7 +11,6 @@ from grpo.report.rollout_metrics import (
     evaluation_metrics_of_sets,
     evaluation_names,
     pass_at_k,
-    passed,
     rollout_metrics,
 )
 from grpo.types import Completion, Prompt, Rollout
@@ -63,12 +62,10 @@ def test_pass_at_k_is_the_product_form_and_does_not_overflow():
 
 
 def test_passed_is_at_least_the_pass_value():
-    values = {1.0: True, 1.5: True, 0.99: False, 0.0: False, None: False}
-    assert {value: passed(make_rollout(value), "f") for value in values} == values
-    assert passed(make_rollout(0.0), "other") is True
-    assert passed(make_rollout(0.0), "absent") is False
-    graded = [make_rollout(0.5), make_rollout(0.4)]
-    assert evaluation_metrics(graded, [], 0, "f", None, 0.5)["eval/accuracy"] == 0.5
+    greedy = [make_rollout(value) for value in (1.0, 1.5, 0.99, 0.5, 0.4, None)]
+    for function, pass_value, num_passed in (("f", 1.0, 2), ("f", 0.5, 4), ("other", 1.0, 6), ("absent", 0.0, 0)):
+        metrics = evaluation_metrics(greedy, [], 0, function, None, pass_value)
+        assert metrics["eval/accuracy"] == num_passed / 6
 
 
 # ---- metrics

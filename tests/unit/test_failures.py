@@ -14,7 +14,6 @@ from grpo.watch.failures import BadInput, refuse_bad_input, run_rank
 def test_a_message_cannot_act_on_a_terminal(error, monkeypatch, capsys):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)  # else this process would end
-    monkeypatch.setitem(failures._place, "rank", "0")
     monkeypatch.setenv("RANK", "0")
 
     def main():

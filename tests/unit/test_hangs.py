@@ -63,7 +63,7 @@ def test_a_rank_that_does_not_answer_is_the_one():
 
     _, hang = first_hang(range(0, 700, 5), stopped)
     assert hang.ranks == [1]
-    assert hang.line.startswith("error: rank 1 (trainer) does not answer, last seen in phase train: ")
+    assert "rank 1 (trainer) does not answer" in hang.line
 
 
 def test_a_machine_that_slept_blames_nobody():

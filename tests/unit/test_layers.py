@@ -22,7 +22,7 @@ LAYERS = (
     ("run",),
 )
 LAYER_OF = {folder: number for number, folders in enumerate(LAYERS) for folder in folders}
-SCRIPTS = ("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay", "grpo.compare")
+SCRIPTS = ("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay")
 SCRIPTS += ("grpo.check_loss", "grpo.check_reward", "grpo.check_environment", "grpo.look")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -110,8 +110,7 @@ def test_only_tools_import_a_script_and_only_the_page():
     for module in MODULES_OF_FOLDERS:
         assert not imports_of(module) & set(SCRIPTS)
     for module in SCRIPTS:
-        part = {"grpo.compare"} if module == "grpo.replay" else set()  # which is a part of that tool
-        assert imports_of(module) & set(SCRIPTS) <= {"train_grpo"} | part
+        assert imports_of(module) & set(SCRIPTS) <= {"train_grpo"}
 
 
 def test_one_file_creates_process_groups():

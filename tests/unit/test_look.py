@@ -10,7 +10,7 @@ import pytest
 
 from grpo.config import GRPOConfig, change
 from grpo.config.recipes import written_fields
-from grpo.look import choose, main, read_step
+from grpo.look import main, read_step
 
 
 def record(step: int, reward: float | None, prompt: str = "1+1=", completion: str = "2", **more) -> dict:
@@ -30,29 +30,27 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def rewards(records) -> list:
-    return [r["reward"] for r in records]
-
-
 def test_the_step_asked_for_and_the_latest(run_dir):
     path = run_dir / "completions.jsonl"
     found = read_step(path, "1"), read_step(path, "latest")
     assert [(step, len(records)) for step, records in found] == [(1, 1), (11, 4)]
-    with pytest.raises(ValueError, match="no completions of step 2; there are those of: 1, 11"):
-        read_step(path, "2")
-    with pytest.raises(ValueError, match="--step last: give a number, or latest"):
-        read_step(path, "last")
+    for step in ("2", "last"):
+        with pytest.raises(ValueError, match=f"step {step}; there are: 1, 11"):
+            read_step(path, step)
     with pytest.raises(ValueError, match="nowhere/completions.jsonl does not exist.*samples_interval"):
         read_step(run_dir / "nowhere" / "completions.jsonl", "1")
 
 
-def test_sorted_by_reward_and_without_one_last(run_dir):
-    _, found = read_step(run_dir / "completions.jsonl", "11")
-    assert rewards(choose(found)) == [1.0, 0.25, 0, None]
-    assert rewards(choose(found, worst=True, num=3)) == [None, 0, 0.25]
-    assert rewards(choose(found, prompt="a")) == [1.0, 0.25]
-    with pytest.raises(ValueError, match="no prompt of the step has the text 'z'"):
-        choose(found, prompt="z")
+def test_sorted_by_reward_and_without_one_last(run_dir, capsys):
+    def rewards(*flags: str) -> list[str]:
+        main([str(run_dir), "--step", "11", *flags])
+        return re.findall(r"^--- reward (\S+)", capsys.readouterr().out, re.MULTILINE)
+
+    assert rewards() == ["1", "0.25", "0", "none"]
+    assert rewards("--worst", "--num", "3") == ["none", "0", "0.25"]
+    assert rewards("--prompt", "a") == ["1", "0.25"]
+    with pytest.raises(SystemExit, match="no prompt of the step has the text 'z'"):
+        rewards("--prompt", "z")
 
 
 def test_what_is_printed(run_dir, capsys):
@@ -90,7 +88,7 @@ def test_runs_are_compared_in_one_table_and_one_plot(tmp_path, capsys):
     assert (rows["steps"], rows["minutes, start-up not counted"]) == (["11", "6"], ["5.5", "3.0"])
     assert rows["kl, mean of the last 10 steps"] == ["0.5", "-"]
     assert rows["algorithm.loss"] == ["'grpo'", "'dapo'"] and "run_dir" not in rows and "seed" not in rows
-    chart = [line.partition("┤")[2].ljust(60) for line in plot.splitlines()[-8:]]
+    chart = [line.partition("┤")[2].ljust(60) for line in plot.splitlines() if "┤" in line]
     dots = [(7 - number, x) for number, line in enumerate(chart) for x, mark in enumerate(line) if mark == "•"]
     assert all(abs(height - (7 - 3.5 * x / 29.5)) < 0.7 for height, x in dots) and {x for _, x in dots} == {*range(31)}
     assert chart[0].endswith("─") and chart[-1].startswith("─")

@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import re
 import types
 
 import pytest
@@ -156,19 +157,15 @@ def test_failed_reward_functions_are_told_with_counts_reasons_and_a_harmless_com
     first, second = failure_lines(rollouts)
     assert "math_reward failed for 3 of 8" in first and "10 s (2), the process was killed by signal 9 (1)" in first
     assert first.isprintable() and r"\x1b[2J" in first
-    assert "mine.py:f failed for 5 of 8" in second and "ValueError: 4 (2)" in second and "other reasons (1)" in second
+    assert "mine.py:f failed for 5 of 8" in second and "ValueError: 4 (2)" in second
     assert failure_lines(rollouts[:1]) == []
 
 
 def test_completions_without_an_answer_in_the_format_are_told_with_the_format_they_have():
     tagged = [make_rollout(0.0, text=f"<think>1</think><answer>{number}</answer>") for number in range(6)]
     line = no_answer_line([*tagged, make_rollout(0.0, text="so \x1b[2J")], "boxed")
-    assert line.startswith(
-        "none of 7 completions has an answer in \\boxed{}; they end like '<think>1</think><answer>0</"
-    )
-    assert (
-        line.endswith("; 6 have one in <answer>..</answer> (--reward.answer-format answer_tag)") and line.isprintable()
-    )
+    assert line.startswith("none of 7 completions has an answer in \\boxed{}; they end like '<think>1</think>")
+    assert line.endswith("6 have one in <answer>..</answer> (--reward.answer-format answer_tag)") and line.isprintable()
     assert no_answer_line([*tagged, make_rollout(0.0, text="")], "answer_tag") == ""
 
 
@@ -188,54 +185,43 @@ def test_json_lines_hold_every_metric_and_null_for_what_is_not_finite(tmp_path, 
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_a_line_is_on_disk_before_the_run_is_closed(tmp_path):
-    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    log.log(1, {"loss": 0.25})
-    assert read_records(tmp_path)[0]["loss"] == 0.25
-    assert read_scalars(tmp_path, "loss") == [(1, 0.25)]
-    log.close()
+def test_resume_drops_what_the_aborted_part_wrote_and_a_fresh_start_everything(tmp_path):
+    """Of a run that dies without closing its files, in the middle of a line."""
 
+    def log_step(log, step, loss):
+        log.log(step, {"loss": loss})
+        log.completions(step, [UNREWARDED], [f"prompt {step}"])
+        log.evaluation_completions(step, "greedy", [UNREWARDED], [f"held out {step}"])
 
-def test_resume_drops_the_steps_of_the_aborted_part(tmp_path):
+    def steps_in(name):
+        return [record["step"] for record in read_records(tmp_path, name)]
+
     aborted = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
     aborted.log_held_out(0, {"eval/accuracy": 0.1})
     for step in (1, 2, 3, 4):
-        aborted.log(step, {"loss": float(step)})
-    aborted.close()
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "time": 17')  # the process died while writing
+        log_step(aborted, step, float(step))
+    for name in ("metrics", "completions"):
+        with open(tmp_path / f"{name}.jsonl", "a") as file:
+            file.write('{"step": 2, "time": 17')
 
     resumed = RunLog(MetricsConfig(), str(tmp_path), num_steps=10, start_step=2)
-    assert [record["step"] for record in read_records(tmp_path)] == [0, 1, 2]
-    resumed.log(3, {"loss": 30.0})
+    assert steps_in("metrics.jsonl") == [0, 1, 2]
+    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [1, 2]
+    log_step(resumed, 3, 30.0)
     resumed.close()
-
     found = [(record["step"], record.get("loss")) for record in read_records(tmp_path)]
     assert found == [(0, None), (1, 1.0), (2, 2.0), (3, 30.0)]
+    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [1, 2, 3]
     assert read_scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert read_scalars(tmp_path, "eval/accuracy") == [(0, 0.1)]
     assert not (tmp_path / "metrics.jsonl.tmp").exists()
 
-
-def test_a_fresh_start_after_an_abort_without_checkpoint_counts_nothing_twice(tmp_path):
-    for accuracy in (0.1, 0.2):
-        log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10, start_step=0)
-        log.log_held_out(0, {"eval/accuracy": accuracy})
-        log.close()
+    fresh = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
+    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == []
+    fresh.log_held_out(0, {"eval/accuracy": 0.2})
+    fresh.close()
     assert [record["eval/accuracy"] for record in read_records(tmp_path)] == [0.2]
     assert read_scalars(tmp_path, "eval/accuracy") == [(0, 0.2)]
-
-
-def test_validation_losses_of_several_sets(tmp_path, capsys):
-    losses = {"validation/a/loss": 2.0, "validation/b/loss": 1.0, "validation/loss": 1.5}
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=10)
-    log.log_held_out(5, losses)
-    log.close()
-    (record,) = read_records(tmp_path)
-    assert record == losses | {"step": 5, "time": record["time"]}
-    assert [line.split()[3:] for line in capsys.readouterr().out.splitlines()] == [
-        ["a", "loss", "2"], ["b", "loss", "1"], ["loss", "1.5"]
-    ]  # fmt: skip
 
 
 # --- the console
@@ -271,24 +257,21 @@ TRUNCATED = make_rollout(
 UNREWARDED = make_rollout(None, {"math_reward": None}, num_tokens=5, text="", advantage=None)
 
 
-def test_every_completion_is_a_json_line(tmp_path):
+def test_every_completion_is_a_json_line_and_a_held_out_one_has_a_kind(tmp_path):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
     log.completions(5, [TRUNCATED, UNREWARDED], ["user: 1+2", "user: ü"])
+    log.evaluation_completions(5, "greedy", [TRUNCATED], ["user: 1+2"])
+    log.evaluation_completions(5, "sample", [UNREWARDED], ["user: ü"])
     log.close()
     first = {"step": 5, "row": 17, "prompt": "user: 1+2", "completion": TRUNCATED.text, "reward": 0.75, "version": 0}
     first |= {"columns": {"question": "1+2", "answer": "3"}}
     first |= {"rewards": {"math_reward": 1.0, "thinking_reward": None}, "advantage": 0.5, "mismatch": 0.00125}
     first |= {"finish_reason": "length", "num_tokens": 2, "failures": {"thinking_reward": "took longer\nthan 10 s"}}
-    second = {
-        "row": -1,
-        "prompt": "user: ü",
-        "columns": {},
-        "completion": "",
-        "rewards": {"math_reward": None},
-        "reward": None,
-    }
-    second |= {"advantage": None, "mismatch": None, "finish_reason": "stop", "num_tokens": 5, "failures": {}}
-    assert read_records(tmp_path, "completions.jsonl") == [first, first | second]
+    second = first | {"row": -1, "prompt": "user: ü", "columns": {}, "completion": "", "rewards": {"math_reward": None}}
+    second |= {"reward": None, "advantage": None, "mismatch": None, "finish_reason": "stop", "num_tokens": 5}
+    second |= {"failures": {}}
+    assert read_records(tmp_path, "completions.jsonl") == [first, second]
+    assert read_records(tmp_path, "evaluation.jsonl") == [first | {"kind": "greedy"}, second | {"kind": "sample"}]
 
 
 def test_recorded_completions_can_be_scored_again(tmp_path):
@@ -313,19 +296,6 @@ def test_a_sample_shows_the_answer_and_no_column_that_the_prompt_has(tmp_path):
     assert "answer: 3\nlevel: hard\ncompletion: 7\n" in sample and "messages:" not in sample
 
 
-def test_held_out_completions_have_a_kind(tmp_path):
-    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
-    log.completions(5, [TRUNCATED], ["user: 1+2"])
-    log.evaluation_completions(5, "greedy", [TRUNCATED], ["user: 1+2"])
-    log.evaluation_completions(5, "sample", [UNREWARDED, TRUNCATED], ["user: 0", "user: 1+2"])
-    log.close()
-    (trained,) = read_records(tmp_path, "completions.jsonl")
-    greedy, unrewarded, sample = read_records(tmp_path, "evaluation.jsonl")
-    assert greedy == trained | {"kind": "greedy"}
-    assert sample == trained | {"kind": "sample"}
-    assert (unrewarded["kind"], unrewarded["prompt"], unrewarded["reward"]) == ("sample", "user: 0", None)
-
-
 def test_a_damaged_log_does_not_keep_a_run_from_going_on(tmp_path, capsys):
     """NUL bytes as after a power loss, bytes that are no UTF-8, half a line in the middle, JSON of something else."""
     good = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 3)]
@@ -338,32 +308,11 @@ def test_a_damaged_log_does_not_keep_a_run_from_going_on(tmp_path, capsys):
     assert f"warning: 10 lines of {path} are damaged and left out" in said
 
 
-def test_resume_drops_the_completions_of_the_aborted_part(tmp_path):
-    def record(log, steps):
-        for step in steps:
-            log.completions(step, [UNREWARDED], [f"prompt {step}"])
-            log.evaluation_completions(step, "greedy", [UNREWARDED], [f"held out {step}"])
-        log.close()
-
-    def steps_in(name):
-        return [(r["step"], r["prompt"].split()[-1]) for r in read_records(tmp_path, name)]
-
-    record(RunLog(MetricsConfig(), str(tmp_path), num_steps=10), (1, 2, 3, 4))
-    with open(tmp_path / "completions.jsonl", "a") as file:
-        file.write('{"step": 2, "row": 1')  # the process died while writing
-    log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10, start_step=2)
-    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [(1, "1"), (2, "2")]
-    record(log, (3,))
-    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == [(1, "1"), (2, "2"), (3, "3")]
-    RunLog(MetricsConfig(), str(tmp_path), num_steps=10).close()
-    assert steps_in("completions.jsonl") == steps_in("evaluation.jsonl") == []
-
-
 HOSTILE = "a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \\frac ü"
 HARMLESS = r"a\x1b[2J\x1b]0;t\x07 b\rc \u202ed\x9be \ud800 f\u2028g\x00 \frac ü"
 
 
-def test_samples_cannot_act_on_a_terminal(tmp_path):
+def test_samples_cannot_act_on_a_terminal_and_completions_are_strict_json(tmp_path):
     rollout = make_rollout(1.0, {"f": 1.0}, text=HOSTILE, columns={"question": HOSTILE, "answer": f"{HOSTILE} "})
     failed = make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": HOSTILE})
     log = RunLog(MetricsConfig(tensorboard=True), str(tmp_path), num_steps=3)
@@ -376,15 +325,9 @@ def test_samples_cannot_act_on_a_terminal(tmp_path):
     accumulator.Reload()
     shown = html.unescape(accumulator.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode())
     assert shown.count(HARMLESS) == 5 and "\x1b" not in shown and "\u202e" not in shown
-
-
-def test_completions_are_strict_json_with_the_whole_text(tmp_path):
-    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
-    log.completions(1, [make_rollout(None, {"f": None}, text=HOSTILE, failures={"f": "\udfff"})], [HOSTILE])
-    (line,) = (tmp_path / "completions.jsonl").read_bytes().splitlines()
+    _, line = (tmp_path / "completions.jsonl").read_bytes().splitlines()  # strict JSON, with the whole text
     record = json.loads(line.decode("utf-8"))
     assert record["completion"] == record["prompt"] == HOSTILE.replace("\ud800", "\\ud800")
-    assert record["failures"] == {"f": "\\udfff"}
     assert json.dumps(record, ensure_ascii=False).encode("utf-8")  # which no lone surrogate would allow
     assert b"\x1b" not in line
 
@@ -399,9 +342,7 @@ def test_tensorboard_shows_samples_as_they_are(tmp_path):
     assert event.step == 5
     page = html.unescape(markdown_to_safe_html(event.tensor_proto.string_val[0]))
     best, worst = page.split("--- ")[1:]
-    assert best.startswith(
-        "reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | mismatch 0.00125 | row 17"
-    )
+    assert best.startswith("reward 0.75 | math_reward 1 | thinking_reward none | advantage 0.5 | mismatch 0.00125")
     assert f"prompt: 1+2[x](y) &lt;\n\n\\|~1~\nanswer: 3\ncompletion: {TRUNCATED.text}" in best
     assert "thinking_reward failed: took longer than 10 s\n" in best and "prompt: _a_ & `b`" in worst
 
@@ -414,22 +355,29 @@ def test_curve_of_a_straight_line():
     assert chart.splitlines() == ["3 ┤   ╭", "2 ┤  ╭╯", "1 ┤ ╭╯", "0 ┤─╯"]
 
 
-def test_summary_tells_accuracy_time_and_places(tmp_path, capsys):
+def table(run_dir, *more) -> dict[str, list[str]]:
+    """Label -> cells of what look.py shows of runs; the chart's lines are under an empty label."""
+    rows = {"": []}
+    for line in look.summarize([run_dir, *more]).splitlines():
+        label, *cells = re.split(r"  +", line)
+        rows[""] += [line] if "┤" in line else []
+        rows |= {label: cells} if label else {}
+    return rows
+
+
+def test_summary_tells_accuracy_time_and_places(tmp_path):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=2)
     log.log_held_out(0, {"eval/accuracy": 0.25})
     log.log(1, {"reward/mean": 0.5, "time/step": 40.0})
     log.log(2, {"reward/mean": 0.6, "time/step": 50.0})
     log.log_held_out(2, {"eval/accuracy": 0.75})
     log.close()
-    capsys.readouterr()
-    look.main([str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{tmp_path}: 2 steps in 1.5 minutes, start-up not counted"
-    assert lines[1] == "accuracy on held-out prompts (greedy): 0.25 after step 0, 0.75 after step 2"
-    assert lines[2] == "mean reward of the sampled completions: 0.5 after step 1, 0.6 after step 2"
-    assert lines[4].startswith(" 0.75 ┤") and lines[11].startswith(" 0.25 ┤")
-    assert f"TensorBoard: {tmp_path}/tensorboard" in lines
-    assert lines[-1].startswith("TensorBoard")  # no samples, no model
+    rows = table(tmp_path)
+    assert rows["accuracy on held-out prompts (greedy)"] == ["0.25 to 0.75"]
+    assert rows["mean reward of the sampled completions"] == ["0.5 to 0.6"]
+    assert (rows["steps"], rows["minutes, start-up not counted"]) == (["2"], ["1.5"])
+    assert rows[""][0].startswith(" 0.75 ┤") and rows[""][-1].startswith(" 0.25 ┤")
+    assert list(rows)[-1] == f"{tmp_path}/tensorboard"  # no samples, no model
 
 
 def test_summary_of_a_supervised_run_tells_its_losses(tmp_path):
@@ -437,12 +385,11 @@ def test_summary_of_a_supervised_run_tells_its_losses(tmp_path):
     for step, loss in ((1, 2.0), (2, 1.5), (3, 1.25)):
         log.log(step, {"loss": loss, "time/step": 1.0})
     log.log_held_out(3, {"validation/loss": 1.75})  # one value makes no curve
-    lines = look.summarize(tmp_path).splitlines()
-    assert lines[1] == "loss on training examples: 2 after step 1, 1.25 after step 3"
-    assert lines[2] == "loss on held-out examples: 1.75 after step 3"
-    assert lines[4].strip().startswith("2 ┤") and lines[11].strip().startswith("1.25 ┤")
+    rows = table(tmp_path)
+    assert rows["loss on training examples"] == ["2 to 1.25"] and rows["loss on held-out examples"] == ["1.75"]
+    assert rows[""][0].strip().startswith("2 ┤") and rows[""][-1].strip().startswith("1.25 ┤")
     log.log_held_out(4, {"validation/loss": 1.5})
-    assert look.summarize(tmp_path).splitlines()[4].strip().startswith("1.75 ┤")
+    assert table(tmp_path)[""][0].strip().startswith("1.75 ┤")
 
 
 def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path, capsys):
@@ -450,11 +397,15 @@ def test_held_out_sets_have_a_line_each_and_the_summary_shows_the_first(tmp_path
     log.log(1, {"time/step": 1.0, "reward/mean": 0.0})
     for step, accuracy in ((0, 0.25), (4, 0.5)):
         log.log_held_out(step, {"eval/math/accuracy": accuracy, "eval/code/accuracy": 0.75})
+    log.log_held_out(4, {"validation/a/loss": 2.0, "validation/loss": 1.5})
     log.close()
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert lines[-2:] == ["eval 4/4 100%  math  accuracy 0.5", "eval 4/4 100%  code  accuracy 0.75"]
-    text = look.summarize(tmp_path)
-    assert "accuracy on held-out prompts of math (greedy): 0.25 after step 0, 0.5 after step 4" in text
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "eval 4/4 100%  math  accuracy 0.5",
+        "eval 4/4 100%  code  accuracy 0.75",
+        "validation 4/4 100%  a  loss 2",
+        "validation 4/4 100%  loss 1.5",
+    ]
+    assert table(tmp_path)["accuracy on held-out prompts of math (greedy)"] == ["0.25 to 0.5"]
 
 
 def test_equal_rewards_are_said_once(tmp_path, capsys):

@@ -84,7 +84,7 @@ def test_tokens_are_those_of_the_recorded_batch(recorded_run, capsys):
 def test_one_step_alone(recorded_run, capsys):
     main([str(recorded_run), "--html", "--step", "1"])
     assert [step["step"] for step in pieces(recorded_run)[0]["steps"]] == [1]
-    with pytest.raises(SystemExit, match="no completions of step 3; there are those of: 1, 2"):
+    with pytest.raises(SystemExit, match="step 3; there are: 1, 2"):
         main([str(recorded_run), "--html", "--step", "3"])
 
 

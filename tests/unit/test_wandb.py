@@ -4,7 +4,7 @@ import importlib.util
 import math
 import sys
 import time
-import types
+from unittest import mock
 
 import pytest
 import torch
@@ -25,36 +25,14 @@ ROLLOUT = Rollout(
 )
 
 
-class StandIn(types.ModuleType):
-    """Records what the package is told."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.inits, self.metrics, self.logged, self.finished = [], [], [], 0
-
-    def init(self, **options):
-        self.inits.append(options)
-        return self
-
-    def define_metric(self, name, **options):
-        self.metrics.append((name, options))
-
-    def log(self, values):
-        self.logged.append(values)
-
-    def finish(self):
-        self.finished += 1
-
-    Settings = dict
-
-    def Table(self, columns, data):
-        return columns, data
-
-
 @pytest.fixture
-def wandb(monkeypatch) -> StandIn:
-    monkeypatch.setitem(sys.modules, "wandb", StandIn())
-    return sys.modules["wandb"]
+def wandb(monkeypatch) -> mock.MagicMock:
+    """A stand-in that records what the package is told."""
+    wandb = mock.MagicMock()
+    wandb.init.return_value = wandb
+    wandb.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return wandb
 
 
 def test_metrics_and_samples_reach_the_project(wandb, tmp_path):
@@ -64,24 +42,23 @@ def test_metrics_and_samples_reach_the_project(wandb, tmp_path):
     log.completions(1, [ROLLOUT], ["1+2="])
     log.log_held_out(1, {"eval/accuracy": 0.25})
     log.close()
-    (init,) = wandb.inits
+    init = wandb.init.call_args.kwargs
     assert (init["project"], init["name"], init["dir"]) == ("additions", "run", str(run_dir))
     assert (init["config"], init["resume"]) == ({"seed": 0}, "allow")
-    assert ("*", {"step_metric": "step"}) in wandb.metrics
-    first, samples, evaluation = wandb.logged
+    wandb.define_metric.assert_called_with("*", step_metric="step")
+    first, samples, evaluation = (call.args[0] for call in wandb.log.call_args_list)
     assert (first["step"], first["loss"]) == (1, 0.5) and math.isnan(first["kl"])
-    columns, (sample,) = samples["samples"]
-    shown = dict(zip(columns, sample, strict=True))
+    (shown,) = samples["samples"]
     assert samples["step"] == 1 and (shown["prompt"], shown["answer"], shown["reward"]) == ("1+2=", "3", 1.0)
     assert shown["completion"] == "3\\x1b[2J"
     assert evaluation == {"step": 1, "eval/accuracy": 0.25}
-    assert wandb.finished == 1
+    wandb.finish.assert_called_once_with()
 
 
 def test_a_resumed_run_is_the_same_one_and_a_fresh_one_another(wandb, tmp_path):
     for start_step in (0, 5, 0):
         RunLog(CONFIG, str(tmp_path), num_steps=9, start_step=start_step).close()
-    first, resumed, fresh = (options["id"] for options in wandb.inits)
+    first, resumed, fresh = (call.kwargs["id"] for call in wandb.init.call_args_list)
     assert first == resumed != fresh
 
 
