@@ -1,37 +1,42 @@
 """Rewards from the driver's side: calls go out to worker processes, values come back, weighted sums are taken.
 
-What happens to a verifier that loops, crashes or allocates without end is the supervisor's business (supervisor.py).
-This module says what a failure means: that completion has no reward, and says why; a function that fails for every
+What happens to a verifier that loops, crashes or allocates without end is the business of workers/supervisor.py. This
+module says what a failure means: that completion has no reward, and says why; a function that fails for every
 completion of a step ends the run. It keeps no deadlines: between `submit` and `collect` the driver is free.
 """
 
-import contextlib
 import dataclasses
+import functools
 import json
-import os
-import pickle
-import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo.config import RewardConfig
 from grpo.data.columns import as_messages
+from grpo.rewards import worker
 from grpo.rewards.loading import argument_names, called_with, load_functions
-from grpo.rewards.supervisor import part
-from grpo.rewards.worker import SHOWN_CHARACTERS, Call
 from grpo.text import shorten
 from grpo.types import Rollout
-from grpo.workers import lockdown, processes
-
-# For one process to import the user's reward files.
-LOAD_SECONDS = 60.0
+from grpo.workers import lockdown
+from grpo.workers.processes import Call, Job, Workers
+from grpo.workers.worker import SHOWN_CHARACTERS
 
 
 class RewardError(ValueError):
     """No completion of a step got a value from a reward function."""
 
 
+class Part(NamedTuple):
+    """What one call scores: completions of a batch, by one function."""
+
+    function: str
+    start: int
+    size: int
+
+
 # What reward functions get of episodes, besides.
 EPISODE_COLUMNS = ("turns", "messages", "environment", "environments")
+# Waited for outcomes at once; the supervisor has the deadlines.
+POLL_SECONDS = 1.0
 
 
 class RewardPool:
@@ -49,13 +54,16 @@ class RewardPool:
         """
         self.config, self.functions = config, load_functions(config, None, max_completion_tokens)
         self.opening = opening
-        self._submitted: tuple[list[Rollout], list[Call]] | None = None  # from `submit` to `collect`
-        self.supervisor, self._socket = processes.start_parent("grpo.rewards.supervisor", config.environment)
-        self._reader = self._socket.makefile("rb")
-        self._send((config, max_completion_tokens, LOAD_SECONDS, os.getcwd(), sys.path))
-        self._receive(ValueError)
-        if part(config, confined=True).functions and (missing := lockdown.missing_measures()):
-            print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined", flush=True)
+        self._submitted: tuple[list[Rollout], list[Part]] | None = None  # from `submit` to `collect`
+        jobs, self._job_of = [], {}
+        for confined in (True, False):
+            if (part := worker.part(config, confined)).functions:
+                self._job_of |= dict.fromkeys(part.functions, len(jobs))
+                load = functools.partial(worker.load, part, confined, max_completion_tokens)
+                jobs.append(Job(load, config.num_workers, config.memory_gib))
+                if confined and (missing := lockdown.missing_measures()):
+                    print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined")
+        self.workers = Workers("reward functions", jobs, config.environment)
 
     def submit(self, rollouts: list[Rollout], group_size: int, step: int = 0) -> None:
         """Begin to score `rollouts`, which lie group after group; returns at once.
@@ -69,10 +77,11 @@ class RewardPool:
         """
         if self._submitted is not None:
             raise RuntimeError(f"{len(self._submitted[0])} rollouts were submitted and not collected")
-        calls = []
+        parts, calls = [], []
         sizes = {"step": len(rollouts), "group": group_size, "completion": 1}
         for what, size in sizes.items():  # long calls first, short ones fill the gaps
             names = [name for name, f in self.functions.items() if called_with(f) == what]
+            seconds = self.config.timeout_seconds * (1 if what == "step" else size)
             for start in range(0, len(rollouts) if names else 0, size):
                 together = rollouts[start : start + size]
                 columns = {name: [r.prompt.columns[name] for r in together] for name in together[0].prompt.columns}
@@ -84,12 +93,13 @@ class RewardPool:
                     columns["completion_ids"] = [r.completion.ids_T.tolist() for r in together]
                 if together[0].completion.episode is not None:
                     columns |= episode_columns(together)
-                arguments = _as_json([[self.opening + r.answer for r in together], columns])
-                num_limits = 1 if what == "step" else size
-                calls += [Call(name, start, size, arguments, num_limits) for name in names]
-        if calls:
-            self._send(calls)
-        self._submitted = rollouts, calls
+                arguments = _as_json([self.opening + r.answer for r in together]), _as_json(columns)
+                for name in names:
+                    line = b"[%s, %s, %s]" % (_as_json(name), *arguments)
+                    calls.append(Call(len(parts), line, seconds, self._job_of[name], num_values=size))
+                    parts.append(Part(name, start, size))
+        self.workers.submit(calls)
+        self._submitted = rollouts, parts
 
     def collect(self) -> list[Rollout]:
         """Wait for the rewards; new rollouts with `rewards`, `reward` and `failures`, in the order submitted.
@@ -99,16 +109,19 @@ class RewardPool:
 
         Raises RuntimeError if the processes are gone.
         """
-        (rollouts, calls), self._submitted = self._submitted, None
-        outcomes = self._receive(RuntimeError)["outcomes"] if calls else []
+        (rollouts, parts), self._submitted = self._submitted, None
         rewards: list[dict[str, float | None]] = [dict.fromkeys(self.functions) for _ in rollouts]
         failures: list[dict[str, str]] = [{} for _ in rollouts]
-        for call, outcome in zip(calls, outcomes, strict=True):
-            for i in range(call.number):
-                if isinstance(outcome, str):
-                    failures[call.start + i][call.function] = outcome
-                else:
-                    rewards[call.start + i][call.function] = outcome[i]
+        num_left = len(parts)
+        while num_left:
+            for outcome in self.workers.poll(POLL_SECONDS):
+                num_left -= 1
+                name, start, size = parts[outcome["call"]]
+                for i in range(size):
+                    if "failed" in outcome:
+                        failures[start + i][name] = outcome["failed"]
+                    else:
+                        rewards[start + i][name] = outcome["value"][i]
         scored = []
         for rollout, values, failed in zip(rollouts, rewards, failures, strict=True):
             weighted = [self.config.functions[name] * value for name, value in values.items() if value is not None]
@@ -118,32 +131,12 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes and wait until they are gone; a second call does nothing."""
-        self._reader.close()
-        processes.end_parent(self.supervisor, self._socket)
-
-    def _send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it ended; `_receive` says why
-            self._socket.sendall(pickle.dumps(message))
-
-    def _receive(self, kind: type[Exception]) -> dict[str, Any]:
-        """The supervisor's next message. Raises `kind` if it gave up, RuntimeError if it is gone without a word."""
-        try:
-            message = json.loads(self._reader.readline())
-        except (OSError, ValueError) as error:  # an empty line: the end
-            self.close()
-            code = self.supervisor.returncode
-            raise RuntimeError(
-                f"the process that supervises the reward functions hung up; it ended with code {code}"
-            ) from error
-        if "failed" in message:
-            self.close()
-            raise kind(message["failed"])
-        return message
+        self.workers.close()
 
 
-def _as_json(values: list) -> bytes:
+def _as_json(value: Any) -> bytes:
     try:
-        return json.dumps(values).encode()
+        return json.dumps(value).encode()
     except TypeError as error:
         raise ValueError(
             f"reward functions get columns as JSON has them: {error}; convert it in a function of --data.row, or leave "
@@ -165,7 +158,7 @@ def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
         columns["turns"].append([turn["text"] for turn in episode["turns"]])
         columns["messages"].append(messages)
         columns["environment"].append(episode["info"])
-        columns["environments"].append(episode["info"])  # with attributes, see worker.py
+        columns["environments"].append(episode["info"])  # with attributes, see worker.Snapshot
     return columns
 
 

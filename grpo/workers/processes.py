@@ -1,43 +1,40 @@
-"""Worker processes: how they are born, limited, killed when late, and reaped with all that they left behind.
+"""Worker processes from their owner's side, and how a process is limited, killed and cleaned up after.
 
-    owner     the driver; starts the parent, before CUDA is touched (`start_parent`), and talks to it over a socket
-    parent    one small program with a single thread (`Parent`), which forks the workers and watches them
-    workers   run what may loop, crash or allocate without end, and answer in lines
+    owner        the driver or a replica's head; starts the supervisor, before CUDA is touched, and sends it calls
+    supervisor   one small program with a single thread (supervisor.py), which forks the workers and watches them
+    workers      run what may loop, crash or allocate without end: a user's rewards and environments
 
-The parent is a program of its own because the owner, with CUDA, NCCL and gloo threads, must not fork, and a spawned
-worker would import torch and vLLM again. It runs no user code and never blocks on a worker.
+The supervisor is a program of its own because the owner, with CUDA, NCCL and gloo threads, must not fork, and a spawned
+worker would import torch and vLLM again. A call is without memory, as those of rewards are, and goes to any worker; or
+it belongs to a conversation, which keeps its worker from its first call to its last.
 
 Nothing that a worker starts outlives the run. A worker is killed with its process group; what left the group and lost
-its parent becomes a child of this parent, the subreaper, and is killed as well.
+its parent becomes a child of the supervisor, the subreaper, and is killed as well.
 """
 
 import contextlib
-import math
+import dataclasses
+import json
 import os
 import pathlib
+import pickle
 import re
 import resource
-import selectors
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
 
 from grpo.workers import kernel
 
-# How often dead children are looked for, in seconds. A closed socket tells sooner, unless a worker's child holds it.
-LOOK_SECONDS = 0.05
-# For a worker that closed its socket to die, which usually tells more; then it is killed.
-CLOSED_SECONDS = 1.0
-# For killed processes to be gone when the parent ends.
-END_SECONDS = 5.0
-# For a parent to end when its owner closes the connection.
+# For one process to load a user's files.
+LOAD_SECONDS = 60.0
+# For the supervisor to end when its owner closes the connection.
 CLOSE_SECONDS = 60.0
-# The longest line from a worker; a longer one comes from something that writes into the socket.
-LINE_BYTES = 2**18
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -53,36 +50,125 @@ _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 # The owner's side
 
 
-def start_parent(module: str, names: Collection[str]) -> tuple[subprocess.Popen, socket.socket]:
-    """Start `python -m module FD`, a parent of workers that calls `serve`, and return it with the socket to it.
+@dataclass(frozen=True)
+class Job:
+    """What some of the workers do. It is pickled: `load` is a function of a module, or a partial of one."""
 
-    Call it on the main thread: the parent ends with the thread that started it. names: environment variables that it
-    gets on top of what libraries need. Raises ValueError if one of them (reward.environment) is not set.
+    load: Callable[[], Callable[..., Any]]
+    """Returns what is called with the arguments of each call; its results are values of JSON."""
+    num_workers: int
+    memory_gib: float
+    """Address space of one worker."""
+    loads_once: bool = False
+    """Load in the supervisor and fork workers from it when calls need them, which costs milliseconds whatever is
+    imported; otherwise all workers are there from the start and each loads for itself."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a worker; `number` comes back with its outcome."""
+
+    number: int
+    arguments: bytes
+    """A list, as JSON on one line."""
+    seconds: float
+    """Most that it takes, from when a worker begins with it."""
+    job: int = 0
+    num_values: int | None = None
+    """Its result is a list of so many rewards, see `plain_values`; None: any value of JSON."""
+    conversation: int | None = None
+    begins: bool = False
+    ends: bool = False
+    """Whether it is the first or the last one of its conversation."""
+
+    def as_line(self) -> bytes:
+        """What the supervisor reads: the other fields, then the arguments, which it hands on as they are."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        arguments = fields.pop("arguments")
+        return json.dumps(fields).encode() + b"\t" + arguments + b"\n"
+
+
+class Workers:
+    """Worker processes behind one socket: calls go out and outcomes come in, in any order.
+
+    Start it on the main thread: the processes end with the thread that started them. What they print is lost.
     """
-    variables = environment(names)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=variables,  # from the start: what a process was started with stays readable in /proc
-            process_group=0,  # killed with the owner's group, it could not end what the workers started
-            cwd=ROOT,
-        )
-    return process, ours
 
+    def __init__(self, what: str, jobs: list[Job], variables: Collection[str] = ()):
+        """Start the supervisor; returns when the jobs are loaded.
 
-def end_parent(process: subprocess.Popen, connection: socket.socket) -> None:
-    """Close the connection, upon which the parent ends with all that it started; a second call does nothing."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # noticed even if a forked process holds a copy of this end
-    connection.close()
-    try:
-        process.wait(CLOSE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        what: what they load, for messages. variables: names of environment variables that they get on top of what
+        libraries need. Raises ValueError if one of those is not set, or something cannot be loaded.
+        """
+        self.what, self.is_ready, self._inbox = what, False, b""
+        passed = environment(variables)
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self.supervisor = subprocess.Popen(
+                [sys.executable, "-m", "grpo.workers.supervisor", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=passed,  # from the start: what a process was started with stays readable in /proc
+                process_group=0,  # killed with the owner's group, it could not end what the workers started
+                cwd=ROOT,
+            )
+        self._send(pickle.dumps((os.getcwd(), sys.path, LOAD_SECONDS, jobs)))
+        if not self.poll(2 * LOAD_SECONDS):
+            self.close()
+            raise ValueError(f"loading the {what} took longer than {2 * LOAD_SECONDS:g} s")
+        self.is_ready = True
+
+    def submit(self, calls: list[Call]) -> None:
+        """Send calls, which wait for free workers; the supervisor reads at any time, so this never waits for one."""
+        self._send(b"".join(call.as_line() for call in calls))
+
+    def drop(self, conversation: int) -> None:
+        """End a conversation that is given up, with its worker."""
+        self._send(json.dumps({"drop": conversation}).encode() + b"\n")
+
+    def poll(self, seconds: float = 0.0) -> list[dict[str, Any]]:
+        """Outcomes that are there, or the first ones within `seconds`.
+
+        Each is `{call, value}` or `{call, failed, cause}`: why, in words, and one of supervisor.CAUSES. Raises
+        RuntimeError if no worker can be had any more, or the supervisor is gone.
+        """
+        give_up_at = time.monotonic() + seconds
+        while b"\n" not in self._inbox:
+            self._socket.settimeout(max(0.0, give_up_at - time.monotonic()))
+            try:
+                data = self._socket.recv(1 << 20)
+            except (BlockingIOError, TimeoutError):
+                return []
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                code = self.supervisor.returncode
+                raise RuntimeError(f"the process that supervises the {self.what} hung up; it ended with code {code}")
+            self._inbox += data
+        *lines, self._inbox = self._inbox.split(b"\n")
+        messages = list(map(json.loads, lines))
+        if "unusable" in messages[-1]:
+            self.close()
+            kind = RuntimeError if self.is_ready else ValueError
+            raise kind(f"the {self.what} cannot be loaded: {messages[-1]['unusable']}")
+        return messages
+
+    def close(self) -> None:
+        """End all processes and wait until they are gone; a second call does nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # noticed even if a forked process holds a copy of this end
+        self._socket.close()
+        try:
+            self.supervisor.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.supervisor.kill()
+            self.supervisor.wait()
+
+    def _send(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # it ended; `poll` says why
+            self._socket.settimeout(None)
+            self._socket.sendall(data)
 
 
 def environment(names: Collection[str]) -> dict[str, str]:
@@ -95,193 +181,6 @@ def environment(names: Collection[str]) -> dict[str, str]:
         return name in names or (_PASSED.fullmatch(name) is not None and _SECRET.search(name) is None)
 
     return {name: value for name, value in os.environ.items() if is_passed(name)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The parent
-
-
-class Finished(Exception):
-    """Ends `Parent.run`."""
-
-
-class Worker:
-    """A worker as its parent sees it. At its deadline it is killed, `overdue` is why.
-
-    `closed`: nothing more is read from it or sent to it.
-    """
-
-    def __init__(self, pid: int, connection: socket.socket):
-        self.pid, self.connection = pid, connection
-        self.deadline, self.overdue, self.closed = math.inf, "", False
-        self.inbox, self.outbox = b"", bytearray()
-
-    def must_end_in(self, seconds: float, what: str) -> None:
-        """Set the deadline, `seconds` from now."""
-        self.deadline, self.overdue = time.monotonic() + seconds, f"{what} longer than {seconds:g} s"
-
-
-class Parent:
-    """Starts workers, carries lines to and from them, kills the late ones and reaps the dead.
-
-    A subclass has `begin`, `step` (before each wait, of at most LOOK_SECONDS), `on_owner` (the owner wrote), `on_line`
-    (a worker wrote a line; False if it is none that a worker sends) and `on_end` (a worker ended). Whatever ends `run`
-    ends all that was started.
-    """
-
-    def __init__(self, owner: socket.socket):
-        self.owner, self.reader = owner, owner.makefile("rb")
-        self.workers: dict[int, Worker] = {}
-        self.folder: str | None = None
-        self.selector = selectors.PollSelector()  # unlike epoll, it shares nothing with a forked worker
-        self.selector.register(owner, selectors.EVENT_READ)
-
-    def run(self) -> None:
-        """Serve until the owner is gone; then nothing that was started is left."""
-        try:
-            self.begin()
-            while True:
-                self.step()
-                self._wait()
-        except (Finished, EOFError, ConnectionError):
-            pass  # the last two: the owner closed its end or died
-        finally:
-            self._end_all()
-
-    def start(self, kind: type[Worker], memory_gib: float, work: Callable[[socket.socket], None]) -> Worker:
-        """Fork a worker that calls `work` with its end of the connection. Raises OSError if no process can be had."""
-        here, there = socket.socketpair()
-        parent, pid = os.getpid(), os.fork()
-        with there:
-            if pid == 0:
-                try:  # whatever happens, this process never returns into the parent's code
-                    for other in (here, self.owner, self.reader, *(w.connection for w in self.workers.values())):
-                        other.close()
-                    limit(memory_gib, parent)
-                    work(there)
-                finally:
-                    os._exit(1)
-        with contextlib.suppress(OSError):  # both do it, so that it is done before either goes on
-            os.setpgid(pid, pid)
-        here.setblocking(False)
-        worker = self.workers[pid] = kind(pid, here)
-        self.selector.register(here, selectors.EVENT_READ, worker)
-        return worker
-
-    def send(self, worker: Worker, data: bytes) -> None:
-        """Send as much of the data as the socket takes now, the rest as soon as it takes more."""
-        worker.outbox += data
-        try:
-            del worker.outbox[: worker.connection.send(worker.outbox)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._closed(worker)
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
-        self.selector.modify(worker.connection, events, worker)
-
-    def end(self, worker: Worker, reason: str | None) -> None:
-        """Kill a worker, or what a dead one left, and tell `on_end` the reason; None is no failure."""
-        kill(worker.pid)
-        del self.workers[worker.pid]
-        if not worker.closed:
-            worker.closed = True
-            self.selector.unregister(worker.connection)
-        worker.connection.close()
-        self.on_end(worker, reason)
-
-    def end_strays(self) -> None:
-        """Kill the children that are no workers: what left its worker's process group and lost its parent."""
-        for pid in children() - self.workers.keys():
-            kill(pid)
-
-    def own_temporary_folder(self) -> None:
-        """Let workers keep temporary files in a folder that ends with this process, whoever of them was killed."""
-        self.folder = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="grpo-workers-")
-        os.chmod(self.folder, 0o711)  # programs of root run as another user, in folders below it
-        tempfile.tempdir = None
-
-    def _wait(self) -> None:
-        next_deadline = min([worker.deadline for worker in self.workers.values()], default=math.inf)
-        for key, events in self.selector.select(max(0.0, min(next_deadline - time.monotonic(), LOOK_SECONDS))):
-            worker = key.data
-            if worker is None:
-                self.on_owner()
-            elif not worker.closed and events & selectors.EVENT_WRITE:
-                self.send(worker, b"")
-            if worker is not None and not worker.closed and events & selectors.EVENT_READ:
-                self._read(worker)
-        self._reap()
-        now = time.monotonic()
-        for worker in [worker for worker in self.workers.values() if worker.deadline <= now]:
-            self.end(worker, worker.overdue)
-
-    def _read(self, worker: Worker) -> None:
-        """Take in what the worker has sent; it may be gone from `workers` afterwards."""
-        while not worker.closed:
-            try:
-                data = worker.connection.recv(65536)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._closed(worker)
-                return
-            *lines, worker.inbox = (worker.inbox + data).split(b"\n")
-            short = max(map(len, [*lines, worker.inbox])) <= LINE_BYTES
-            handled = short and all(worker.closed or self.on_line(worker, line) for line in lines)  # one may end it
-            if not (worker.closed or handled):
-                self.end(worker, "the process wrote into its connection to its parent")
-
-    def _closed(self, worker: Worker) -> None:
-        worker.closed = True
-        worker.deadline = min(worker.deadline, time.monotonic() + CLOSED_SECONDS)
-        worker.overdue = "the process closed its connection to its parent"
-        self.selector.unregister(worker.connection)
-
-    def _reap(self) -> None:
-        """Wait for all dead children, workers and others, and kill what they left."""
-        reaped = False
-        with contextlib.suppress(ChildProcessError):
-            # look, do not take it yet: until then no other process gets its number
-            while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if dead.si_pid in self.workers:
-                    self._read(self.workers[dead.si_pid])  # its last words say which call it was in
-                if dead.si_pid in self.workers:
-                    how = "exited with code" if dead.si_code == os.CLD_EXITED else "was killed by signal"
-                    self.end(self.workers[dead.si_pid], f"the process {how} {dead.si_status}")
-                os.waitpid(dead.si_pid, 0)
-                reaped = True
-        if reaped:
-            self.end_strays()
-
-    def _end_all(self) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self.workers.clear()
-        give_up_at = time.monotonic() + END_SECONDS
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < give_up_at:
-                self.end_strays()
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-                time.sleep(0.002)
-        if self.folder:
-            remove(self.folder)
-
-
-def serve(kind: type[Parent]) -> None:
-    """Be the parent that `start_parent` started, until its owner is gone."""
-    # Ctrl-C is the owner's business, and so are the signals that ask a run to stop. SIGTERM is also what the kernel
-    # sends when the owner is gone; SIGKILL would not let this process end what the workers started.
-    owner = os.getppid()
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os.getppid() == owner or sys.exit(0))
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    kind(socket.socket(fileno=int(sys.argv[1]))).run()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,3 +235,12 @@ def remove(folder: str) -> None:
     # Not shutil.rmtree, which a deep tree makes run out of its stack. Folders may have been made without rights.
     command = 'rm -rf "$0" 2>/dev/null || { chmod -R u+rwX "$0"; rm -rf "$0"; }'
     subprocess.run(["/bin/sh", "-c", command, folder], stdin=subprocess.DEVNULL, check=False)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Seconds that a process and its children that have ended have computed."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # pid (command) state ...; the command may hold blanks
+            return sum(map(int, file.read().rpartition(b")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return 0.0

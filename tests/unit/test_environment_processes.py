@@ -195,7 +195,7 @@ def test_nothing_survives(host):
     say(room, 1, "reset", {}, 0, 0)
     say(room, 0, "turn", call("do", what="leave"))
     room.ask(1, "turn", [call("do", what="loop")], 60.0)
-    group = os.getpgid(room.supervisor.pid)
+    group = os.getpgid(room.workers.supervisor.pid)
     room.close()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:

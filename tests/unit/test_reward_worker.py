@@ -16,10 +16,10 @@ import torch
 from grpo.config import RewardConfig
 from grpo.rewards import pool as reward_pool
 from grpo.rewards.pool import RewardPool
-from grpo.rewards.supervisor import part
-from grpo.rewards.worker import plain_values, readable_places
+from grpo.rewards.worker import part, readable_places
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers import kernel, processes
+from grpo.workers.worker import Failure, plain_values
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -83,8 +83,9 @@ def test_what_is_a_number_becomes_a_float(values, plain):
     ],
 )
 def test_what_is_none_is_a_failure_that_says_what_came(values, failure):
-    found = plain_values(values, 1)
-    assert isinstance(found, str) and failure in found and len(found) < 700
+    with pytest.raises(Failure) as caught:
+        plain_values(values, 1)
+    assert failure in str(caught.value) and len(str(caught.value)) < 700
 
 
 # ---- Who gets what
@@ -160,7 +161,11 @@ def test_built_in_functions_and_the_users_own_run_in_different_processes(own, tm
     assert confined.options == {"thinking_reward": {}} and other.options == {}
 
     pool = RewardPool(config, 100)
-    children = pathlib.Path(f"/proc/{pool.supervisor.pid}/task/{pool.supervisor.pid}/children").read_text().split()
+    children = (
+        pathlib.Path(f"/proc/{pool.workers.supervisor.pid}/task/{pool.workers.supervisor.pid}/children")
+        .read_text()
+        .split()
+    )
     modes = [pathlib.Path(f"/proc/{pid}/status").read_text().partition("Seccomp:")[2].split()[0] for pid in children]
     pool.close()
     outside = pathlib.Path("/proc/self/status").read_text().partition("Seccomp:")[2].split()[0]
