@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from grpo.config import EnvironmentConfig
 from grpo.environments import worker
-from grpo.workers.processes import Call, Job, Workers
+from grpo.workers.processes import Call, Workers
 
 
 class Asked(NamedTuple):
@@ -37,8 +37,7 @@ class EnvironmentHost:
         self.config = config
         self._asked: dict[int, Asked] = {}
         load = functools.partial(worker.load, config, style)
-        jobs = [Job(load, num_processes, config.memory_gib, loads_once=True)]
-        self.workers = Workers("environments", jobs, variables)
+        self.workers = Workers("environments", load, num_processes, config.memory_gib, variables, loads_once=True)
 
     def ask(self, episode: int, do: str, arguments: list[Any], seconds: float, again: bool = False) -> None:
         """Have an episode do `reset`, `turn` or `finish`, see worker.Episode; `poll` gives the reply.
@@ -47,9 +46,8 @@ class EnvironmentHost:
         """
         self._asked[episode] = Asked(do, arguments, seconds, again)
         conversation = episode if self.config.all_classes else None
-        begins, ends = do == "reset", do == "finish"
         line = json.dumps([do, *arguments]).encode()
-        self.workers.submit([Call(episode, line, seconds, conversation=conversation, begins=begins, ends=ends)])
+        self.workers.submit([Call(episode, line, seconds, conversation=conversation, ends=do == "finish")])
 
     def drop(self, episode: int) -> None:
         """End an episode that is given up."""

@@ -24,7 +24,13 @@ def load(config: EnvironmentConfig, style: str) -> Callable[..., dict[str, Any]]
     style: how the model writes calls, see calls.py.
     """
     episode = Episode(load_toolboxes(config), style)
-    return lambda do, *arguments: getattr(episode, do)(*arguments)
+
+    def answer(do: str, *arguments: Any) -> dict[str, Any]:
+        if do != "reset" and config.all_classes and episode.object is None:
+            raise Lost("its process ended between two turns")
+        return getattr(episode, do)(*arguments)
+
+    return answer
 
 
 class Episode:

@@ -8,7 +8,7 @@ completion of a step ends the run. It keeps no deadlines: between `submit` and `
 import dataclasses
 import functools
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo.config import RewardConfig
 from grpo.data.columns import as_messages
@@ -17,7 +17,7 @@ from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.text import shorten
 from grpo.types import Rollout
 from grpo.workers import lockdown
-from grpo.workers.processes import Call, Job, Workers
+from grpo.workers.processes import Call, Workers
 from grpo.workers.worker import SHOWN_CHARACTERS
 
 
@@ -25,18 +25,8 @@ class RewardError(ValueError):
     """No completion of a step got a value from a reward function."""
 
 
-class Part(NamedTuple):
-    """What one call scores: completions of a batch, by one function."""
-
-    function: str
-    start: int
-    size: int
-
-
 # What reward functions get of episodes, besides.
 EPISODE_COLUMNS = ("turns", "messages", "environment", "environments")
-# Waited for outcomes at once; the supervisor has the deadlines.
-POLL_SECONDS = 1.0
 
 
 class RewardPool:
@@ -54,16 +44,19 @@ class RewardPool:
         """
         self.config, self.functions = config, load_functions(config, None, max_completion_tokens)
         self.opening = opening
-        self._submitted: tuple[list[Rollout], list[Part]] | None = None  # from `submit` to `collect`
-        jobs, self._job_of = [], {}
-        for confined in (True, False):
-            if (part := worker.part(config, confined)).functions:
-                self._job_of |= dict.fromkeys(part.functions, len(jobs))
-                load = functools.partial(worker.load, part, confined, max_completion_tokens)
-                jobs.append(Job(load, config.num_workers, config.memory_gib))
-                if confined and (missing := lockdown.missing_measures()):
-                    print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined")
-        self.workers = Workers("reward functions", jobs, config.environment)
+        self._submitted: tuple[list[Rollout], list[tuple[str, int, int]]] | None = None  # from `submit` to `collect`
+        self.workers: dict[bool, Workers] = {}  # confined ones, and others
+        try:
+            for confined, variables in ((True, ()), (False, config.environment)):
+                if (part := worker.part(config, confined)).functions:
+                    load = functools.partial(worker.load, part, confined, max_completion_tokens)
+                    sizes = config.num_workers, config.memory_gib
+                    self.workers[confined] = Workers("reward functions", load, *sizes, variables)
+        except BaseException:
+            self.close()
+            raise
+        if True in self.workers and (missing := lockdown.missing_measures()):
+            print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined", flush=True)
 
     def submit(self, rollouts: list[Rollout], group_size: int, step: int = 0) -> None:
         """Begin to score `rollouts`, which lie group after group; returns at once.
@@ -77,7 +70,8 @@ class RewardPool:
         """
         if self._submitted is not None:
             raise RuntimeError(f"{len(self._submitted[0])} rollouts were submitted and not collected")
-        parts, calls = [], []
+        parts: list[tuple[str, int, int]] = []  # of each call: function, first completion, number of them
+        calls: dict[bool, list[Call]] = {confined: [] for confined in self.workers}
         sizes = {"step": len(rollouts), "group": group_size, "completion": 1}
         for what, size in sizes.items():  # long calls first, short ones fill the gaps
             names = [name for name, f in self.functions.items() if called_with(f) == what]
@@ -96,9 +90,10 @@ class RewardPool:
                 arguments = _as_json([self.opening + r.answer for r in together]), _as_json(columns)
                 for name in names:
                     line = b"[%s, %s, %s]" % (_as_json(name), *arguments)
-                    calls.append(Call(len(parts), line, seconds, self._job_of[name], num_values=size))
-                    parts.append(Part(name, start, size))
-        self.workers.submit(calls)
+                    calls[worker.is_confined(name)].append(Call(len(parts), line, seconds, num_values=size))
+                    parts.append((name, start, size))
+        for confined, workers in self.workers.items():
+            workers.submit(calls[confined])
         self._submitted = rollouts, parts
 
     def collect(self) -> list[Rollout]:
@@ -112,16 +107,13 @@ class RewardPool:
         (rollouts, parts), self._submitted = self._submitted, None
         rewards: list[dict[str, float | None]] = [dict.fromkeys(self.functions) for _ in rollouts]
         failures: list[dict[str, str]] = [{} for _ in rollouts]
-        num_left = len(parts)
-        while num_left:
-            for outcome in self.workers.poll(POLL_SECONDS):
-                num_left -= 1
-                name, start, size = parts[outcome["call"]]
-                for i in range(size):
-                    if "failed" in outcome:
-                        failures[start + i][name] = outcome["failed"]
-                    else:
-                        rewards[start + i][name] = outcome["value"][i]
+        for outcome in (outcome for workers in self.workers.values() for outcome in workers.collect()):
+            name, start, size = parts[outcome["call"]]
+            for i in range(size):
+                if "failed" in outcome:
+                    failures[start + i][name] = outcome["failed"]
+                else:
+                    rewards[start + i][name] = outcome["value"][i]
         scored = []
         for rollout, values, failed in zip(rollouts, rewards, failures, strict=True):
             weighted = [self.config.functions[name] * value for name, value in values.items() if value is not None]
@@ -131,7 +123,8 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes and wait until they are gone; a second call does nothing."""
-        self.workers.close()
+        for workers in self.workers.values():
+            workers.close()
 
 
 def _as_json(value: Any) -> bytes:

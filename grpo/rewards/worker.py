@@ -6,7 +6,6 @@ completion is text from a policy that will find every hole, and a library that e
 
 import asyncio
 import dataclasses
-import functools
 import inspect
 import os
 import pathlib
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo.config import RewardConfig
-from grpo.rewards.builtin import BUILT_INS, RewardFunction, code_reward
+from grpo.rewards.builtin import BUILT_INS, RewardFunction
 from grpo.rewards.loading import call_arguments, load_functions
 from grpo.workers import lockdown
 from grpo.workers.worker import plain_values
@@ -36,37 +35,35 @@ class Snapshot(types.SimpleNamespace):
         )
 
 
-def part(config: RewardConfig, confined: bool) -> RewardConfig:
-    """The config with only the functions that run confined, or only the others.
+def is_confined(name: str) -> bool:
+    """Whether a function runs confined, as built-in ones do.
 
-    Built-in functions are confined. Not so a user's own, which may call a judge or read data, and code_reward, which
-    starts programs and confines each of them.
+    Not so a user's own, which may call a judge or read data, and code_reward, whose programs are confined each.
     """
-    names = [n for n in config.functions if (n in BUILT_INS and n != code_reward.__name__) == confined]
-    functions = {name: config.functions[name] for name in names}
-    options = {name: options for name, options in config.options.items() if name in names}
-    return dataclasses.replace(config, functions=functions, options=options)
+    return name in BUILT_INS and name != "code_reward"
+
+
+def part(config: RewardConfig, confined: bool) -> RewardConfig:
+    """The config with only the functions that run confined, or only the others."""
+    tables = [
+        {name: value for name, value in table.items() if is_confined(name) == confined}
+        for table in (config.functions, config.options)
+    ]
+    return dataclasses.replace(config, functions=tables[0], options=tables[1])
 
 
 def load(config: RewardConfig, confined: bool, max_completion_tokens: int) -> Callable[..., list[float | None]]:
     """Load the functions into the calling process, confined or not; returns what calls one of them by its name."""
     if confined:
-        confine(config, os.getppid())
-    return functools.partial(_call_by_name, load_functions(config, None, max_completion_tokens))
+        confine()
+    functions = load_functions(config, None, max_completion_tokens)
+    return lambda name, completions, columns: make_call(functions[name], completions, columns)
 
 
-def _call_by_name(
-    functions: dict[str, RewardFunction], name: str, completions: list[str], columns: dict[str, list]
-) -> list[float | None]:
-    return make_call(functions[name], completions, columns)
-
-
-def confine(config: RewardConfig, parent: int) -> None:
+def confine() -> None:
     """Take from the calling process, for good, what built-in functions do not need; call it with a single thread."""
-    for name in config.environment:  # for the user's own functions
-        os.environ.pop(name, None)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # writes nothing even where a kernel lacks Landlock
-    lockdown.lock(readable_places(), (), parent)
+    lockdown.lock(readable_places(), (), os.getppid())
 
 
 def readable_places() -> tuple[str, ...]:

@@ -5,15 +5,14 @@
     workers      run what may loop, crash or allocate without end: a user's rewards and environments
 
 The supervisor is a program of its own because the owner, with CUDA, NCCL and gloo threads, must not fork, and a spawned
-worker would import torch and vLLM again. A call is without memory, as those of rewards are, and goes to any worker; or
-it belongs to a conversation, which keeps its worker from its first call to its last.
+worker would import torch and vLLM again. A call without memory, such as that of a reward, goes to any worker; one of a
+conversation, such as an episode, to the worker that had the others.
 
 Nothing that a worker starts outlives the run. A worker is killed with its process group; what left the group and lost
 its parent becomes a child of the supervisor, the subreaper, and is killed as well.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -25,7 +24,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +34,8 @@ from grpo.workers import kernel
 LOAD_SECONDS = 60.0
 # For the supervisor to end when its owner closes the connection.
 CLOSE_SECONDS = 60.0
+# Waited for outcomes at once; the supervisor has the deadlines.
+POLL_SECONDS = 1.0
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -51,20 +52,6 @@ _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 
 
 @dataclass(frozen=True)
-class Job:
-    """What some of the workers do. It is pickled: `load` is a function of a module, or a partial of one."""
-
-    load: Callable[[], Callable[..., Any]]
-    """Returns what is called with the arguments of each call; its results are values of JSON."""
-    num_workers: int
-    memory_gib: float
-    """Address space of one worker."""
-    loads_once: bool = False
-    """Load in the supervisor and fork workers from it when calls need them, which costs milliseconds whatever is
-    imported; otherwise all workers are there from the start and each loads for itself."""
-
-
-@dataclass(frozen=True)
 class Call:
     """One call of a worker; `number` comes back with its outcome."""
 
@@ -73,19 +60,16 @@ class Call:
     """A list, as JSON on one line."""
     seconds: float
     """Most that it takes, from when a worker begins with it."""
-    job: int = 0
     num_values: int | None = None
     """Its result is a list of so many rewards, see `plain_values`; None: any value of JSON."""
     conversation: int | None = None
-    begins: bool = False
+    """Whose worker answers it, which the first of these calls gets and the last one `ends`; None: any worker."""
     ends: bool = False
-    """Whether it is the first or the last one of its conversation."""
 
     def as_line(self) -> bytes:
         """What the supervisor reads: the other fields, then the arguments, which it hands on as they are."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        arguments = fields.pop("arguments")
-        return json.dumps(fields).encode() + b"\t" + arguments + b"\n"
+        fields = vars(self) | {"arguments": None}
+        return json.dumps(fields).encode() + b"\t" + self.arguments + b"\n"
 
 
 class Workers:
@@ -94,13 +78,26 @@ class Workers:
     Start it on the main thread: the processes end with the thread that started them. What they print is lost.
     """
 
-    def __init__(self, what: str, jobs: list[Job], variables: Collection[str] = ()):
-        """Start the supervisor; returns when the jobs are loaded.
+    def __init__(
+        self,
+        what: str,
+        load: Callable[[], Callable[..., Any]],
+        num_workers: int,
+        memory_gib: float,
+        variables: Collection[str] = (),
+        loads_once: bool = False,
+    ):
+        """Start the supervisor and have it or its workers call `load`; returns when they have.
 
-        what: what they load, for messages. variables: names of environment variables that they get on top of what
-        libraries need. Raises ValueError if one of those is not set, or something cannot be loaded.
+        what: what is loaded, for messages. load: a function of a module, or a partial of one; it returns what is called
+        with the arguments of each call, whose results are values of JSON. memory_gib: address space of one worker.
+        variables: names of environment variables that they get on top of what libraries need. loads_once: load in the
+        supervisor and fork workers from it when calls need them, which costs milliseconds whatever is imported; else
+        all workers are there from the start and each loads for itself.
+
+        Raises ValueError if a variable is not set, or `load` fails.
         """
-        self.what, self.is_ready, self._inbox = what, False, b""
+        self.what, self.is_ready, self.num_open, self._inbox = what, False, 0, b""
         passed = environment(variables)
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -112,7 +109,7 @@ class Workers:
                 process_group=0,  # killed with the owner's group, it could not end what the workers started
                 cwd=ROOT,
             )
-        self._send(pickle.dumps((os.getcwd(), sys.path, LOAD_SECONDS, jobs)))
+        self._send(pickle.dumps((os.getcwd(), sys.path, LOAD_SECONDS, load, num_workers, memory_gib, loads_once)))
         if not self.poll(2 * LOAD_SECONDS):
             self.close()
             raise ValueError(f"loading the {what} took longer than {2 * LOAD_SECONDS:g} s")
@@ -120,11 +117,12 @@ class Workers:
 
     def submit(self, calls: list[Call]) -> None:
         """Send calls, which wait for free workers; the supervisor reads at any time, so this never waits for one."""
+        self.num_open += len(calls)
         self._send(b"".join(call.as_line() for call in calls))
 
     def drop(self, conversation: int) -> None:
         """End a conversation that is given up, with its worker."""
-        self._send(json.dumps({"drop": conversation}).encode() + b"\n")
+        self._send(json.dumps({"drop": True, "conversation": conversation}).encode() + b"\n")
 
     def poll(self, seconds: float = 0.0) -> list[dict[str, Any]]:
         """Outcomes that are there, or the first ones within `seconds`.
@@ -152,7 +150,13 @@ class Workers:
             self.close()
             kind = RuntimeError if self.is_ready else ValueError
             raise kind(f"the {self.what} cannot be loaded: {messages[-1]['unusable']}")
+        self.num_open -= self.is_ready * len(messages)
         return messages
+
+    def collect(self) -> Iterator[dict[str, Any]]:
+        """Outcomes of all calls that were submitted, as they come; raises what `poll` raises."""
+        while self.num_open:
+            yield from self.poll(POLL_SECONDS)
 
     def close(self) -> None:
         """End all processes and wait until they are gone; a second call does nothing."""
@@ -176,11 +180,8 @@ def environment(names: Collection[str]) -> dict[str, str]:
     for name in names:
         if name not in os.environ:
             raise ValueError(f"reward.environment names {name}, which is not set; export it or leave it out")
-
-    def is_passed(name: str) -> bool:
-        return name in names or (_PASSED.fullmatch(name) is not None and _SECRET.search(name) is None)
-
-    return {name: value for name, value in os.environ.items() if is_passed(name)}
+    passed = {name for name in os.environ if _PASSED.fullmatch(name) and not _SECRET.search(name)}
+    return {name: os.environ[name] for name in passed | set(names)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,6 +214,12 @@ def kill(pid: int) -> None:
     for send in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send(pid, signal.SIGKILL)
+
+
+def kill_children(spared: Collection[int] = ()) -> None:
+    """Kill this process's children, such as what left its worker's process group and lost its parent."""
+    for pid in children() - set(spared):
+        kill(pid)
 
 
 def children() -> set[int]:

@@ -1,5 +1,6 @@
 """One worker process: as the supervisor sees it, what happens in it, and what a call may come to."""
 
+import contextlib
 import json
 import math
 import numbers
@@ -13,12 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo.text import one_line, shorten
-from grpo.workers.processes import Call, Job
+from grpo.workers.processes import Call
 
 # The number of a worker's first call, which loads what the others call.
 LOAD = -1
 # Characters of an error message, repr or completion that are shown.
 SHOWN_CHARACTERS = 500
+# Characters of a failure that a worker reports; its own are shorter.
+FAILURE_CHARACTERS = 2000
 # No reward is larger: sums and squares of such numbers are finite in any precision.
 LARGEST_VALUE = 1e9
 
@@ -30,51 +33,18 @@ class Failure(Exception):
 
 
 class Peer:
-    """The supervisor's end of a connection; nothing waits for the other end."""
+    """The other end of one of the supervisor's connections: its owner, or a worker, which is killed at its deadline.
 
-    def __init__(self, connection: socket.socket):
-        connection.setblocking(False)
-        self.connection, self.inbox, self.outbox = connection, bytearray(), bytearray()
-
-    def receive(self) -> list[bytearray] | None:
-        """Whole lines that have come, None if nothing has. Raises EOFError at the end."""
-        try:
-            data = self.connection.recv(2**18)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise EOFError from error
-        if not data:
-            raise EOFError
-        self.inbox += data
-        if b"\n" not in data:
-            return []
-        *lines, self.inbox = self.inbox.split(b"\n")
-        return lines
-
-
-class Crew:
-    """What the workers of one job share: what they load, and the calls that wait for one of them."""
-
-    def __init__(self, job: Job):
-        self.job, self.load, self.queue = job, job.load, deque[Call]()
-        if job.loads_once:
-            answer = job.load()
-            self.load = lambda: answer
-
-
-class Worker(Peer):
-    """A worker process. The first of `calls` is what it runs now; at its deadline it is killed, `overdue` is why.
-
-    `closed`: nothing more is read from it or sent to it. `conversation`: the one that it is kept for.
+    The first of `calls` is what the worker runs now; `conversation` is the one that it is kept for. `closed`: nothing
+    more is read from it or sent to it.
     """
 
-    def __init__(self, pid: int, crew: Crew, connection: socket.socket):
-        super().__init__(connection)
-        self.pid, self.crew, self.closed = pid, crew, False
+    def __init__(self, connection: socket.socket, pid: int = 0):
+        connection.setblocking(False)
+        self.connection, self.pid, self.closed = connection, pid, False
+        self.inbox, self.outbox = bytearray(), bytearray()
         self.calls, self.conversation = deque[Call](), None
-        self.deadline, self.overdue = math.inf, ""
-        self.began, self.cpu_seconds = 0.0, 0.0
+        self.deadline, self.cpu_seconds = math.inf, 0.0
 
     @property
     def is_loading(self) -> bool:
@@ -88,10 +58,18 @@ class Worker(Peer):
 
     def begin_call(self) -> None:
         """Set the deadline of what it runs now, none if that is nothing."""
-        self.deadline = math.inf
-        if self.calls:
-            seconds, self.began = self.calls[0].seconds, time.monotonic()
-            self.deadline, self.overdue = self.began + seconds, f"took longer than {seconds:g} s"
+        self.deadline = time.monotonic() + self.calls[0].seconds if self.calls else math.inf
+
+    def outcome(self, line: bytes) -> dict[str, Any] | None:
+        """What a line from it says of what it runs, `{value}` or `{failed, cause}`; None if it says neither."""
+        with contextlib.suppress(ValueError, RecursionError, Failure, IndexError):  # no JSON, no values, no call
+            call = self.calls[0]
+            match json.loads(line):
+                case {"call": call.number, "value": value}:
+                    return {"value": value if call.num_values is None else plain_values(value, call.num_values)}
+                case {"call": call.number, "failed": str() as reason, "cause": "memory" | "raised" as cause}:
+                    return {"failed": shown(reason, FAILURE_CHARACTERS), "cause": cause}
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

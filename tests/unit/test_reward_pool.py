@@ -250,7 +250,7 @@ def open_pool(tmp_path: pathlib.Path):
 
     yield open_pool
     for pool in pools:
-        started = family(pool.workers.supervisor.pid)
+        started = [pid for workers in pool.workers.values() for pid in family(workers.supervisor.pid)]
         pool.close()
         wait_until(lambda started=started: not any(map(alive, started)), f"{started} to be gone")
 
@@ -261,6 +261,11 @@ def test_a_thought_that_the_prompt_opens_counts(open_pool):
     assert [r.reward for r in score(pool, rollouts, 1)] == [0.5]
     pool.opening = "<think>\n"
     assert [r.reward for r in score(pool, rollouts, 1)] == [2.0]
+
+
+def supervisor(pool: RewardPool) -> subprocess.Popen:
+    """The one of unconfined functions."""
+    return pool.workers[False].supervisor
 
 
 def score(pool: RewardPool, rollouts: list[Rollout], group_size: int) -> list[Rollout]:
@@ -301,7 +306,7 @@ def wait_until(true: Callable[[], bool], what: str, seconds: float = 15.0) -> No
 
 
 def workers(pool: RewardPool) -> list[int]:
-    return [pid for pid in family(pool.workers.supervisor.pid) if pid != pool.workers.supervisor.pid]
+    return [pid for pid in family(supervisor(pool).pid) if pid != supervisor(pool).pid]
 
 
 # ---- Misdeeds
@@ -553,11 +558,11 @@ def test_functions_that_can_no_longer_be_loaded_end_the_run_only_with_the_last_p
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_dead_supervisor_is_an_error_and_takes_the_workers_along(when, open_pool):
     pool = open_pool({"act": 1.0})
-    started = family(pool.workers.supervisor.pid)
+    started = family(supervisor(pool).pid)
     if when == "before":
-        pool.workers.supervisor.kill()
+        supervisor(pool).kill()
     pool.submit([rollout("sleep")] * 2, group_size=1)
-    pool.workers.supervisor.kill()
+    supervisor(pool).kill()
     with pytest.raises(RuntimeError, match="supervises the reward functions hung up; it ended with code -9"):
         pool.collect()
     wait_until(lambda: not any(map(alive, started)), "the workers to be gone")
@@ -565,11 +570,11 @@ def test_a_dead_supervisor_is_an_error_and_takes_the_workers_along(when, open_po
 
 def test_ctrl_c_is_the_drivers_business(open_pool):
     pool = open_pool({"act": 1.0})
-    before = family(pool.workers.supervisor.pid)
+    before = family(supervisor(pool).pid)
     for pid in before:
         os.kill(pid, signal.SIGINT)
     assert score(pool, [rollout("good")], group_size=1)[0].reward == 4.0
-    assert family(pool.workers.supervisor.pid) == before
+    assert family(supervisor(pool).pid) == before
 
 
 DRIVER = """
@@ -585,7 +590,7 @@ completion = Completion.of(torch.tensor([2]), torch.tensor([-0.5]), False)
 pool.submit([Rollout(Prompt(0, [1]), completion, text) for text in texts], group_size=1)
 if sys.argv[2] == "copied" and os.fork() == 0:
     time.sleep(1000)  # holds a copy of the driver's end of the socket
-print(pool.workers.supervisor.pid, flush=True)
+print(pool.workers[False].supervisor.pid, flush=True)
 pool.collect()
 """
 

@@ -161,21 +161,21 @@ def test_built_in_functions_and_the_users_own_run_in_different_processes(own, tm
     assert confined.options == {"thinking_reward": {}} and other.options == {}
 
     pool = RewardPool(config, 100)
-    children = (
-        pathlib.Path(f"/proc/{pool.workers.supervisor.pid}/task/{pool.workers.supervisor.pid}/children")
-        .read_text()
-        .split()
-    )
-    modes = [pathlib.Path(f"/proc/{pid}/status").read_text().partition("Seccomp:")[2].split()[0] for pid in children]
+    supervisors = [pool.workers[confined].supervisor.pid for confined in (True, False)]
+    children = [pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in supervisors]
+    modes = [filter_mode(pid) for pids in children for pid in pids]
     pool.close()
-    outside = pathlib.Path("/proc/self/status").read_text().partition("Seccomp:")[2].split()[0]
-    assert sorted(modes) == sorted([outside, "2" if kernel.can_deny_calls() else outside])
+    assert modes == ["2" if kernel.can_deny_calls() else filter_mode("self"), filter_mode("self")]
 
     code = "\n```python\nx = 1\n```"
     (scored,) = rewards(functions, f"<think>a</think><answer>5</answer>{code}", answer="5", tests="assert x == 1")
     assert scored.rewards == dict.fromkeys(functions, 1.0) and scored.failures == {}
     assert (tmp_path / "written").read_text().startswith("<think>")
     assert not os.path.exists((tmp_path / "temporary").read_text())  # temporary files end with the run
+
+
+def filter_mode(pid: str) -> str:
+    return pathlib.Path(f"/proc/{pid}/status").read_text().partition("Seccomp:")[2].split()[0]
 
 
 def test_a_kernel_without_landlock_runs_built_in_rewards_and_says_so(monkeypatch, capfd):
