@@ -1,8 +1,7 @@
 """Rewards from the driver's side: calls go out to worker processes, values come back, weighted sums are taken.
 
-What happens to a verifier that loops, crashes or allocates without end is the business of workers/supervisor.py. This
-module says what a failure means: that completion has no reward, and says why; a function that fails for every
-completion of a step ends the run. It keeps no deadlines: between `submit` and `collect` the driver is free.
+What becomes of a verifier that loops, crashes or allocates without end, workers/supervisor.py decides; here, what that
+means: a completion without reward, and the end of a run if a function fails for every completion of a step.
 """
 
 import dataclasses
@@ -32,15 +31,13 @@ EPISODE_COLUMNS = ("turns", "messages", "environment", "environments")
 class RewardPool:
     """`config.num_workers` processes that call the reward functions; as many again if only some of those run confined.
 
-    Start it on the main thread: the processes end with the thread that started them. What a function prints is lost.
+    Start it on the main thread: the processes end with the thread that started them.
     """
 
     def __init__(self, config: RewardConfig, max_completion_tokens: int, opening: str = "") -> None:
-        """Start the processes; returns when every one has loaded the functions.
+        """Start the processes; returns when every one has loaded the functions, or raises ValueError.
 
         opening: what a prompt has of each completion, which the functions then get in front of it: an opened <think>.
-
-        Raises ValueError if one cannot be loaded, here or there, and if a variable of `config.environment` is not set.
         """
         self.config, self.functions = config, load_functions(config, None, max_completion_tokens)
         self.opening = opening
@@ -61,10 +58,9 @@ class RewardPool:
     def submit(self, rollouts: list[Rollout], group_size: int, step: int = 0) -> None:
         """Begin to score `rollouts`, which lie group after group; returns at once.
 
-        Each function is called with one completion, those of a group or all of them (see `called_with`), and with the
-        data set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step` as lists of one
-        length; with `completion_ids` where it names them; of episodes also with `turns`, `messages`, `environment` and
-        `environments`.
+        Each function is called with one completion, those of a group or all of them (see `called_with`), and with lists
+        of that length: the data set's columns, `num_tokens`, `truncated`, `prompts` (as the data has them) and `step`;
+        `completion_ids` where it names them; of episodes also EPISODE_COLUMNS.
 
         Raises ValueError if a column holds what JSON does not have, RuntimeError if the last ones were not collected.
         """

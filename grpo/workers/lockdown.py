@@ -37,8 +37,7 @@ _FIRST_ID, NOBODY = 1 << 30, 65534
 def landlock_version() -> int:
     """Version (ABI) of this kernel's Landlock, 0 without.
 
-    1: files. 2: moves between folders. 3: truncation. 4: TCP. 5: ioctl of devices. 6: signals to others, abstract
-    sockets. Later ones add nothing that is used here.
+    Since 1: files, 2: moves between folders, 3: truncation, 4: TCP, 5: ioctl of devices, 6: signals, abstract sockets.
     """
     try:
         return kernel.libc("syscall", _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
@@ -171,9 +170,8 @@ _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV  # what
 def restrict_files(readable: Iterable[str], writable: Iterable[str] = ()) -> None:
     """From now on only these files, and those below these folders, can be opened.
 
-    Paths that do not exist are left out; what is open stays open. As far as this kernel's Landlock goes
-    (`landlock_version`), TCP, ioctl of devices, and signals and abstract sockets to processes outside are refused as
-    well. Sets no_new_privs.
+    Paths that do not exist are left out; what is open stays open. What else this kernel's Landlock knows
+    (`landlock_version`) is refused as well. Sets no_new_privs.
     """
     version = landlock_version()
     handled = _ALL_OF_ABI_1

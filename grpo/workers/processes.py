@@ -19,6 +19,7 @@ import pathlib
 import pickle
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -238,10 +239,12 @@ def _parent_of(pid: int) -> int | None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder, whatever was left there."""
-    # Not shutil.rmtree, which a deep tree makes run out of its stack. Folders may have been made without rights.
-    command = 'rm -rf "$0" 2>/dev/null || { chmod -R u+rwX "$0"; rm -rf "$0"; }'
-    subprocess.run(["/bin/sh", "-c", command, folder], stdin=subprocess.DEVNULL, check=False)
+    """Remove a folder, whatever was left there: a deep tree, or folders without rights."""
+    with contextlib.suppress(OSError, RecursionError):
+        shutil.rmtree(folder)
+        return
+    command = 'chmod -R u+rwX "$0"; rm -rf "$0"'
+    subprocess.run(["/bin/sh", "-c", command, folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def cpu_seconds(pid: int) -> float:
