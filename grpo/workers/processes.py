@@ -88,15 +88,12 @@ class Workers:
         variables: Collection[str] = (),
         loads_once: bool = False,
     ):
-        """Start the supervisor and have it or its workers call `load`; returns when they have.
+        """Start the supervisor; returns when workers have called `load`, and raises ValueError if that fails.
 
         what: what is loaded, for messages. load: a function of a module, or a partial of one; it returns what is called
-        with the arguments of each call, whose results are values of JSON. memory_gib: address space of one worker.
-        variables: names of environment variables that they get on top of what libraries need. loads_once: load in the
-        supervisor and fork workers from it when calls need them, which costs milliseconds whatever is imported; else
-        all workers are there from the start and each loads for itself.
-
-        Raises ValueError if a variable is not set, or `load` fails.
+        with the arguments of each call and returns values of JSON. memory_gib: address space of a worker. variables:
+        names of environment variables that workers get on top of what libraries need. loads_once: the supervisor loads
+        and forks workers when calls need them, in milliseconds; else each of them loads for itself at the start.
         """
         self.what, self.is_ready, self.num_open, self._inbox = what, False, 0, b""
         passed = environment(variables)
@@ -128,8 +125,9 @@ class Workers:
     def poll(self, seconds: float = 0.0) -> list[dict[str, Any]]:
         """Outcomes that are there, or the first ones within `seconds`.
 
-        Each is `{call, value}` or `{call, failed, cause}`: why, in words, and one of supervisor.CAUSES. Raises
-        RuntimeError if no worker can be had any more, or the supervisor is gone.
+        Each is `{call, value}` or `{call, failed, cause}`: why, in words, and raised by what was called, memory (it
+        reached the limit), late or busy (its time was over while it waited or computed), or died (its process ended, or
+        wrote what no worker writes). Raises RuntimeError if the supervisor is gone, or no worker can load any more.
         """
         give_up_at = time.monotonic() + seconds
         while b"\n" not in self._inbox:
@@ -229,13 +227,20 @@ def children() -> set[int]:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return set(map(int, file.read().split()))
     except FileNotFoundError:  # a kernel without this file
-        return {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == os.getpid()}
+        pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+        return {pid for pid in pids if _stat(pid)[1:2] == [str(os.getpid()).encode()]}
 
 
-def _parent_of(pid: int) -> int | None:
+def cpu_seconds(pid: int) -> float:
+    """Seconds that a process and its children that have ended have computed; 0 if it is gone."""
+    return sum(map(int, _stat(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[bytes]:
+    """What the kernel says of a process behind its command, which may hold blanks; nothing if it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        # pid (command) state parent ...; the command may hold blanks and brackets
-        return int(file.read().rpartition(b")")[2].split()[1])
+        return file.read().rpartition(b")")[2].split()
+    return []
 
 
 def remove(folder: str) -> None:
@@ -245,12 +250,3 @@ def remove(folder: str) -> None:
         return
     command = 'chmod -R u+rwX "$0"; rm -rf "$0"'
     subprocess.run(["/bin/sh", "-c", command, folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Seconds that a process and its children that have ended have computed."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # pid (command) state ...; the command may hold blanks
-            return sum(map(int, file.read().rpartition(b")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        return 0.0

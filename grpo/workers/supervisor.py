@@ -6,9 +6,8 @@ A call that loops, crashes, allocates without end or kills itself costs its own 
 deadline and runs in a process that can be killed; what has not begun goes to another process. What a worker says is
 checked, because a completion may have taken it over. The supervisor never waits for a worker or for its owner to read.
 
-From the owner: what `Workers` pickles; then lines, `Call.as_line` or `{drop, conversation}`.
-To the owner: lines of JSON, `{ready}` once, and for each call `{call, value}` or `{call, failed, cause}`; or
-`{unusable}`, why, after which the supervisor ends.
+From the owner: what `Workers` pickles; then lines, `Call.as_line` or `{drop, conversation}`. To the owner: lines of
+JSON, `{ready}` once, and for each call what `Workers.poll` returns; or `{unusable}`, why, and the supervisor ends.
 """
 
 import contextlib
