@@ -1,8 +1,8 @@
 """Run a Python program that no person has read: what a policy wrote, to see whether it works.
 
-Each program is a child of its caller, under the one lockdown (lockdown.py), which is applied between fork and exec: a
-fresh interpreter (`-I`: no user site, no PYTHON* variables) with an empty environment, its own empty folder, and limits
-on wall clock, CPU time, address space, file size, open files, threads and output.
+Each is a child of its caller, under the one lockdown (lockdown.py) from between fork and exec on: a fresh interpreter
+(`-I`: no user site, no PYTHON* variables) with an empty environment, its own empty folder, and limits on wall clock,
+CPU time, address space, file size, open files, threads and output.
 
 What this does not stop: using the memory limit in several programs at once; filling a disk until its folder is looked
 at again (LOOK_SECONDS); `stat` of a known name; bugs of the kernel in the calls that remain; side channels. If somebody
@@ -27,8 +27,7 @@ from typing import Literal
 
 from grpo.workers import kernel, lockdown, processes
 
-# All that a program finds in its environment besides what the loader needs: one thread per BLAS, so that importing
-# numpy does not take as many threads, and address space for their stacks, as the machine has cores.
+# All that a program finds in its environment besides what the loader needs: BLAS with one thread, not one per core.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 # Files and folders that a program may make; they are looked at this often, in seconds.

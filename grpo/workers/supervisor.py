@@ -138,8 +138,7 @@ class Supervisor:
     def _on_worker(self, worker: Peer, line: bytearray) -> None:
         """Take in what became of the call that a worker runs."""
         outcome = worker.outcome(line)
-        cause = outcome and outcome.get("cause")
-        if outcome is None or (cause and worker.is_loading):
+        if outcome is None or (worker.is_loading and "failed" in outcome):
             self._end(worker, outcome["failed"] if outcome else INTRUDED)
             return
         if not worker.is_loading:
@@ -149,7 +148,7 @@ class Supervisor:
         if call.ends:
             worker.conversation = None
         # what filled the memory may still be there, and a conversation's object is not to be trusted after a failure
-        if cause == "memory" or (cause and call.conversation is not None):
+        if outcome.get("cause") == "memory" or ("failed" in outcome and call.conversation is not None):
             self._end(worker, None)
 
     def _tell(self, **message: Any) -> None:
