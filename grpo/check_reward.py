@@ -27,6 +27,7 @@ from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.rewards.worker import make_call
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.text import one_line, printable, shorten
+from grpo.workers.worker import describe
 
 NUM_ROWS = 3
 SHOWN_CHARACTERS = 70  # of a text, in a line
@@ -108,13 +109,14 @@ def call(
         columns["completion_ids"] = [[0] * count for count in columns["num_tokens"]]
     start = time.perf_counter()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        values = make_call(function, list(completions), columns)
-    seconds = (time.perf_counter() - start) / len(completions)
-    if isinstance(values, str):
-        if values.startswith("KeyboardInterrupt"):
-            raise KeyboardInterrupt
-        values = [f"FAILS: {values}{OF_MESSAGES if 'string indices must be' in values else ''}"] * len(completions)
-    return values, seconds, output.getvalue()
+        try:
+            values = make_call(function, list(completions), columns)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a user's function may raise anything
+            reason = describe(error)
+            values = [f"FAILS: {reason}{OF_MESSAGES if 'string indices must be' in reason else ''}"] * len(completions)
+    return values, (time.perf_counter() - start) / len(completions), output.getvalue()
 
 
 def _short(text: str) -> str:

@@ -1,91 +1,90 @@
 """The head's side of the environment processes: messages go out and replies come in without waiting for either.
 
 The processes live on the host of the head of each replica, so that nothing passes over the bridges between ranks while
-episodes are played.
+episodes are played. The user's file is imported once, in their supervisor, and processes are forked from it. An episode
+keeps its process until it has finished; where there are only functions as tools, any process answers any turn.
 """
 
-import contextlib
+import functools
 import json
-import os
-import selectors
-import socket
-import sys
 import time
 from collections.abc import Collection
-from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo.config import EnvironmentConfig
-from grpo.workers import processes
+from grpo.environments import worker
+from grpo.workers.processes import Call, Workers
 
-# For the supervisor to start and to load the user's file.
-LOAD_SECONDS = 120.0
+
+class Asked(NamedTuple):
+    """A message that waits for its reply."""
+
+    do: str
+    arguments: list[Any]
+    seconds: float
+    again: bool = False
 
 
 class EnvironmentHost:
-    """The environment processes of one replica, behind one socket."""
+    """The environment processes of one replica."""
 
     def __init__(self, config: EnvironmentConfig, style: str, num_processes: int, variables: Collection[str] = ()):
-        """Start the supervisor, which loads the user's file. Call it on the main thread.
+        """Have the user's file loaded. Call it on the main thread.
 
         style: how the model writes calls. variables: names of environment variables that the processes get. Raises
         ValueError if the file cannot be loaded.
         """
-        self.supervisor, self._socket = processes.start_parent("grpo.environments.supervisor", variables)
-        self._selector, self._inbox, self._outbox = selectors.PollSelector(), b"", bytearray()
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        first = {"config": asdict(config), "style": style, "num_processes": num_processes}
-        self._send(first | {"folder": os.getcwd(), "path": sys.path})
-        replies = self.poll(LOAD_SECONDS)
-        if not replies or "failed" in replies[0]:
-            self.close()
-            raise ValueError(replies[0]["failed"] if replies else f"loading took longer than {LOAD_SECONDS:g} s")
+        self.config = config
+        self._asked: dict[int, Asked] = {}
+        load = functools.partial(worker.load, config, style)
+        self.workers = Workers("environments", load, num_processes, config.memory_gib, variables, loads_once=True)
 
-    def ask(self, episode: int, do: str, arguments: list[Any], seconds: float) -> None:
+    def ask(self, episode: int, do: str, arguments: list[Any], seconds: float, again: bool = False) -> None:
         """Have an episode do `reset`, `turn` or `finish`, see worker.Episode; `poll` gives the reply.
 
         Within `seconds`, or it has failed; a message waits before that for a free process.
         """
-        self._send({"episode": episode, "do": do, "with": arguments, "seconds": seconds})
+        self._asked[episode] = Asked(do, arguments, seconds, again)
+        conversation = episode if self.config.all_classes else None
+        line = json.dumps([do, *arguments]).encode()
+        self.workers.submit([Call(episode, line, seconds, conversation=conversation, ends=do == "finish")])
 
     def drop(self, episode: int) -> None:
-        """End an episode that is given up; there may be a reply on its way."""
-        self._send({"episode": episode, "do": "drop"})
+        """End an episode that is given up."""
+        self.workers.drop(episode)
 
     def poll(self, seconds: float = 0.0) -> list[dict[str, Any]]:
-        """Replies that are there, or the first within `seconds`. Raises RuntimeError if the supervisor ended."""
-        give_up_at, replies = time.monotonic() + seconds, []
+        """Replies that are there, or the first within `seconds`. Raises RuntimeError if the supervisor ended.
+
+        `{episode, ...}`, what worker.py replied, or `{episode, failed, kind}`. `kind` is `hung` where the process was
+        computing when its time was over, which the policy's call has most likely caused; `lost` where it was waiting or
+        died, which the policy cannot have caused.
+        """
+        give_up_at = time.monotonic() + seconds
         while True:
-            self._selector.modify(self._socket, selectors.EVENT_READ | bool(self._outbox) * selectors.EVENT_WRITE)
             left = max(0.0, give_up_at - time.monotonic())
-            for _, events in self._selector.select(left):
-                if events & selectors.EVENT_WRITE:
-                    self._flush()
-                if events & selectors.EVENT_READ:
-                    replies += self._receive()
-            if replies or left <= 0:
+            outcomes = self.workers.poll(left)
+            if (replies := [reply for outcome in outcomes if (reply := self._reply(**outcome))]) or not outcomes:
                 return replies
 
-    def _receive(self) -> list[dict[str, Any]]:
-        data = b""
-        with contextlib.suppress(ConnectionError):
-            data = self._socket.recv(1 << 20)
-        if not data:
-            code = self.supervisor.wait(processes.CLOSE_SECONDS)
-            raise RuntimeError(f"the process that supervises the environments hung up; it ended with code {code}")
-        *lines, self._inbox = (self._inbox + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def _send(self, message: dict[str, Any]) -> None:
-        self._outbox += json.dumps(message).encode() + b"\n"
-        self._flush()
-
-    def _flush(self) -> None:
-        # without waiting, whoever of the two is busy: both would, for each other
-        with contextlib.suppress(BlockingIOError):
-            del self._outbox[: self._socket.send(self._outbox, socket.MSG_DONTWAIT)]
+    def _reply(self, call: int, value: Any = None, failed: str = "", cause: str = "") -> dict[str, Any] | None:
+        """What came of a message; None of a failed reset, which is tried once more in another process."""
+        asked = self._asked.pop(call)
+        if not cause:
+            return {"episode": call, **value}
+        if asked.do == "reset" and not asked.again:
+            self.ask(call, *asked[:3], again=True)
+            return None
+        is_late = asked.do == "turn" and cause in ("late", "busy")
+        if is_late and not self.config.all_classes:
+            answer = f"It took longer than {asked.seconds:g} s and was stopped."
+            counts = {"calls": 1, "hung_calls": 1}
+            return {"episode": call, "answers": [answer], "role": "", "ended": False, "counts": counts}
+        if cause == "memory":
+            failed = f"it took more than environment.memory_gib={self.config.memory_gib:g}"
+        is_hung = cause == "memory" or (is_late and cause == "busy")
+        return {"episode": call, "failed": f"{asked.do}: {failed}", "kind": "hung" if is_hung else "lost"}
 
     def close(self) -> None:
         """End all processes and wait until they are gone."""
-        self._selector.close()
-        processes.end_parent(self.supervisor, self._socket)
+        self.workers.close()

@@ -20,6 +20,7 @@ from grpo.config.user_files import load_function, near_miss
 from grpo.environments.builtin import calculator, python_tool
 from grpo.environments.calls import Call
 from grpo.workers.programs import ProgramError
+from grpo.workers.worker import Failure
 
 BUILT_INS = ("calculator", "python")
 # Public methods of a class that are no tools.
@@ -34,7 +35,7 @@ OUTAGE_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.
 OUTAGE_NUMBERS |= {errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT}
 
 
-class Lost(Exception):
+class Lost(Failure):
     """Something failed that the policy cannot have caused: the rollout has no reward and is left out of the loss."""
 
 

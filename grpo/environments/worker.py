@@ -1,52 +1,44 @@
 """What happens in one environment process: an object for each episode, its tools, its answers and its reward.
 
-A message is one line of JSON each way. Whatever the policy may have caused is an answer that it reads; what it cannot
-have caused is a failure, by which the episode has no reward. Left out: deadlines, which are the supervisor's.
+Whatever the policy may have caused is an answer that it reads; what it cannot have caused is raised, and the episode
+has no reward. Left out: deadlines, which are the supervisor's.
 """
 
 import json
-import os
-import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo.config import EnvironmentConfig
 from grpo.environments.calls import Call, parse
-from grpo.environments.tools import Lost, Toolbox, awaited, run_call
-from grpo.rewards.worker import describe, plain_values
+from grpo.environments.tools import Lost, Toolbox, awaited, load_toolboxes, run_call
 from grpo.text import shorten
+from grpo.workers.worker import Failure, plain_values
 
 # Of all answers to a turn, and of what `get_info` says: what a tool floods is cut here, before it fills a socket.
 MOST_CHARACTERS = 32_000
 
 
-def work(toolboxes: Mapping[str, Toolbox], config: EnvironmentConfig, style: str, connection: socket.socket) -> None:
-    """Do what the lines from the supervisor ask for until it is gone: `reset`, `turn`, `finish`.
+def load(config: EnvironmentConfig, style: str) -> Callable[..., dict[str, Any]]:
+    """Load the user's files; returns what does `reset`, `turn` or `finish` for the episode that a process is at.
 
-    toolboxes: by the names of environments. style: how the model writes calls, see calls.py.
+    style: how the model writes calls, see calls.py.
     """
-    pid, episode = os.getpid(), None
-    with connection.makefile("rb") as reader:
-        while line := reader.readline():
-            message = json.loads(line)
-            try:
-                if message["do"] == "reset":
-                    episode = Episode(toolboxes, config, style)
-                reply = getattr(episode or Episode(toolboxes, config, style), message["do"])(*message["with"])
-            except MemoryError:
-                reply = {"failed": f"it took more than environment.memory_gib={config.memory_gib:g}", "kind": "hung"}
-            except BaseException as error:  # a user's class may raise anything
-                reply = {"failed": str(error) if isinstance(error, Lost) else describe(error), "kind": "lost"}
-            if os.getpid() != pid:
-                os._exit(0)  # a forked child that came back from a tool: one voice per process
-            connection.sendall(json.dumps(reply).encode() + b"\n")
+    episode = Episode(load_toolboxes(config), style)
+
+    def answer(do: str, *arguments: Any) -> dict[str, Any]:
+        if do != "reset" and config.all_classes and episode.object is None:
+            raise Lost("its process ended between two turns")
+        return getattr(episode, do)(*arguments)
+
+    return answer
 
 
 class Episode:
     """One rollout's object, None where there are only functions as tools."""
 
-    def __init__(self, toolboxes: Mapping[str, Toolbox], config: EnvironmentConfig, style: str):
-        self.toolboxes, self.config, self.style = toolboxes, config, style
+    def __init__(self, toolboxes: Mapping[str, Toolbox], style: str):
+        """toolboxes: by the names of environments."""
+        self.toolboxes, self.style = toolboxes, style
         self.toolbox, self.object = toolboxes.get(""), None
 
     def reset(self, row: dict[str, Any], seed: int, rollout: int, environment: str = "") -> dict[str, Any]:
@@ -101,10 +93,10 @@ class Episode:
         """Raises Lost where `get_reward` gives no finite number."""
         if not self.toolbox.has_reward:
             return None
-        values = plain_values([awaited(self.object.get_reward())], 1)
-        if isinstance(values, str):
-            raise Lost(f"get_reward {values}")
-        return values[0]
+        try:
+            return plain_values([awaited(self.object.get_reward())], 1)[0]
+        except Failure as error:
+            raise Lost(f"get_reward {error}") from error
 
 
 def _plain_attributes(environment: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""From `config.reward` to functions that can be called: built-in ones and a user's own, with their options.
+"""From `config.reward` to functions that can be called, built-in ones and a user's own, with their options.
 
-A function's options are its arguments with a default or behind a `*`. They are checked here once, at the start of a
-run: against its signature, and, for a built-in function, by calling it with no completion at all.
+Options are checked at the start of a run: against the function's signature, and a built-in one is called with no
+completion at all.
 """
 
 import functools
@@ -72,22 +72,21 @@ def load_functions(
     it is refused. Raises ValueError if a name, a column or an option does not fit, or the user's file raises.
     """
     if columns is not None:
-        if taken := [name for name in columns if name in EXTRA_COLUMNS]:
+        for name in set(columns).intersection(EXTRA_COLUMNS):
             raise ValueError(
-                f"data.columns has {', '.join(taken)}, but reward functions get a column of that name anyway; "
-                f"give the data set's another name, such as --data.columns my_{taken[0]} {taken[0]}"
+                f"data.columns has {name}, but reward functions get a column of that name anyway; give the data set's "
+                f"another name, such as --data.columns my_{name} {name}"
             )
         columns = [*columns, *EXTRA_COLUMNS]
-    if unknown := [name for name in config.options if name not in config.functions]:
+    for name in config.options.keys() - config.functions.keys():
         raise ValueError(
-            f"reward.options has options of {unknown[0]!r}, which is not in reward.functions "
-            f"({', '.join(config.functions)}){near_miss(unknown[0], config.functions)}; add it there or drop its "
-            "options (--reward.options with nothing behind it drops all of a recipe's)"
+            f"reward.options has options of {name!r}, which is not in reward.functions ({', '.join(config.functions)})"
+            f"{near_miss(name, config.functions)}; add it there or drop its options (--reward.options with nothing "
+            "behind it drops all of a recipe's)"
         )
     facts = {"answer_format": config.answer_format, "call_timeout_seconds": config.timeout_seconds}
-    facts |= {"worker_memory_gib": config.memory_gib}
-    if max_completion_tokens is not None:
-        facts["max_completion_tokens"] = max_completion_tokens
+    facts |= {"worker_memory_gib": config.memory_gib, "max_completion_tokens": max_completion_tokens}
+    facts = {name: value for name, value in facts.items() if value is not None}
     functions = {}
     for name in config.functions:
         if name not in BUILT_INS and ":" not in name:
@@ -113,8 +112,8 @@ def _bind_options(
         raise ValueError(
             f"column {', '.join(taken)} is named like an option of {name}; rename it or leave it out of data.columns"
         )
-    given = {*bound, *(columns or ())}
-    missing = [option for option, p in known.items() if p.default is p.empty and option not in given]
+    needed = {option for option, parameter in known.items() if parameter.default is parameter.empty}
+    missing = sorted(needed - {*bound, *(columns or ())})
     if missing and (columns is not None or name in BUILT_INS):  # what a user's function needs may also be a column
         raise ValueError(
             f"reward function {name} needs {missing[0]}; give it with --reward.options {name} "

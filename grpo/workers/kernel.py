@@ -8,7 +8,7 @@ import errno
 import os
 import signal
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -64,9 +64,6 @@ class Unless(NamedTuple):
     mask: int = 0xFFFFFFFF
 
 
-Calls = Mapping[str, tuple[If | Unless, ...]]
-"""Names of system calls to deny; one with conditions is denied if any of them says so, one without always."""
-
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, AUDIT_ARCH
 # x86_64 has them all under these numbers, aarch64 under others or not at all (None).
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
@@ -121,7 +118,8 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
 _CLONE_THREAD, _CLONE_NEW_NAMESPACES = 0x00010000, 0x7E020000
 
-_DENIED: Calls = dict.fromkeys(_NUMBERS, ()) | {
+# A call without conditions is always denied, one with conditions if any of them says so.
+_DENIED: dict[str, tuple[If | Unless, ...]] = dict.fromkeys(_NUMBERS, ()) | {
     # Stream pairs remain: a pair of datagram sockets could send to any address.
     "socketpair": (Unless(0, _AF_UNIX), Unless(1, _SOCK_STREAM, _SOCK_TYPE)),
     "clone": (Unless(0, _CLONE_THREAD, _CLONE_THREAD), Unless(0, 0, _CLONE_NEW_NAMESPACES)),

@@ -1,15 +1,14 @@
 """What a process gives up for good before it runs what nobody has read: one lockdown, for rewards and for programs.
 
-`lock` is all of it, called by a process on itself; what it starts inherits it, and nothing takes it back. It is made of
-three measures of the kernel, none of which takes a privilege, so that they work for any user and in containers:
+`lock` is all of it, called by a process on itself; what it starts inherits it, and nothing takes it back. Its measures
+take no privilege, so that they work for any user and in containers:
 
 - Landlock (Linux 5.13), a whitelist of folders and files: the interpreter with its packages, and what the caller names;
 - seccomp (Linux 3.5), a blacklist of system calls: no network, no other process, no corner of the kernel;
 - capabilities and users: what root has called goes on as a user who owns nothing.
 
-Left out: limits (processes.py, programs.py) and namespaces. Landlock governs opening, making, renaming and removing
-files, but not stat: whether a file of a known name exists, and how large it is, stays visible. Nor does it govern
-changes of owner, mode, times or attributes; so those system calls are denied.
+Left out: limits (processes.py, programs.py) and namespaces. Landlock does not govern stat: whether a file of a known
+name exists, and its size, stay visible. Nor changes of owner, mode, times or attributes; so those calls are denied.
 """
 
 import ctypes
@@ -37,8 +36,7 @@ _FIRST_ID, NOBODY = 1 << 30, 65534
 def landlock_version() -> int:
     """Version (ABI) of this kernel's Landlock, 0 without.
 
-    1: files. 2: moves between folders. 3: truncation. 4: TCP. 5: ioctl of devices. 6: signals to others, abstract
-    sockets. Later ones add nothing that is used here.
+    Since 1: files, 2: moves between folders, 3: truncation, 4: TCP, 5: ioctl of devices, 6: signals, abstract sockets.
     """
     try:
         return kernel.libc("syscall", _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
@@ -56,11 +54,9 @@ def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> N
     """Take from the calling process all that this kernel lets it give up; from then on it dies with its `parent`.
 
     readable: files and folders that it may read and execute; those in `writable` it may also write, make and remove.
-    What root calls goes on as another user, who is given the folders in `writable`, with one capability at most: to
-    read what is closed to others (`is_closed`). The process keeps its one stretch of memory, its threads, what it
-    has open, and signals to itself; it cannot start processes.
-
-    Call it with a single thread. Raises OSError if the kernel refuses a measure that it offers.
+    Root goes on as another user, who is given the folders in `writable`, with one capability at most: to read what is
+    closed to others (`is_closed`). The process keeps its memory, threads, open files and signals to itself; it cannot
+    start processes. Call it with a single thread. Raises OSError if the kernel refuses a measure that it offers.
     """
     user, keep = identity(readable)
     if user is not None:
@@ -82,9 +78,8 @@ def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> N
 def identity(readable: tuple[str, ...]) -> tuple[int | None, list[int]]:
     """The user id that root's process goes on with, and the capabilities that it keeps; None is the id that it has.
 
-    A number that no other process has, or that of `nobody` in a container without such numbers. Who is not root, has
-    not the capabilities to change, has no other id (a user namespace may have a single one), or could not read any
-    more what is `readable`, stays what it is.
+    A number that no other process has, or that of `nobody` in a container without such numbers. Who is not root, cannot
+    change, has no other id (in some user namespaces), or could not read any more what is `readable`, stays what it is.
     """
     permitted, landlock = kernel.permitted_capabilities(), landlock_version() > 0
     needed = kernel.CAP_CHOWN, kernel.CAP_DAC_OVERRIDE, kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID
@@ -171,9 +166,8 @@ _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV  # what
 def restrict_files(readable: Iterable[str], writable: Iterable[str] = ()) -> None:
     """From now on only these files, and those below these folders, can be opened.
 
-    Paths that do not exist are left out; what is open stays open. As far as this kernel's Landlock goes
-    (`landlock_version`), TCP, ioctl of devices, and signals and abstract sockets to processes outside are refused as
-    well. Sets no_new_privs.
+    Paths that do not exist are left out; what is open stays open. What else this kernel's Landlock knows
+    (`landlock_version`) is refused as well. Sets no_new_privs.
     """
     version = landlock_version()
     handled = _ALL_OF_ABI_1

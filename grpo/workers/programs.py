@@ -1,13 +1,12 @@
 """Run a Python program that no person has read: what a policy wrote, to see whether it works.
 
-Each program is a child of its caller, under the one lockdown (lockdown.py), which is applied between fork and exec: a
-fresh interpreter (`-I`: no user site, no PYTHON* variables) with an empty environment, its own empty folder, and limits
-on wall clock, CPU time, address space, file size, open files, threads and output.
+Each is a child of its caller, under the one lockdown (lockdown.py) from between fork and exec on: a fresh interpreter
+(`-I`: no user site, no PYTHON* variables) with an empty environment, its own empty folder, and limits on wall clock,
+CPU time, address space, file size, open files, threads and output.
 
-What this does not stop: using the memory limit in several programs at once; filling a disk for a fifth of a second,
-which is how often its folder is looked at; seeing whether a file of a known name exists, and how large it is; bugs of
-the kernel in the calls that remain; side channels. For programs of somebody who studies the machine run the whole job
-in a container or virtual machine that has nothing to lose.
+What this does not stop: using the memory limit in several programs at once; filling a disk until its folder is looked
+at again (LOOK_SECONDS); `stat` of a known name; bugs of the kernel in the calls that remain; side channels. If somebody
+who studies the machine writes programs, run the whole job in a container or virtual machine that has nothing to lose.
 
 Call it from a small process, such as a worker: it forks. Linux on x86_64 or aarch64, standard library only.
 """
@@ -28,8 +27,7 @@ from typing import Literal
 
 from grpo.workers import kernel, lockdown, processes
 
-# All that a program finds in its environment besides what the loader needs: one thread per BLAS, so that importing
-# numpy does not take as many threads, and address space for their stacks, as the machine has cores.
+# All that a program finds in its environment besides what the loader needs: BLAS with one thread, not one per core.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 # Files and folders that a program may make; they are looked at this often, in seconds.
@@ -83,10 +81,9 @@ def check_programs(allow_without_landlock: bool) -> str:
     version = lockdown.landlock_version()
     if not version and not allow_without_landlock:
         raise ValueError(
-            f"programs (code_reward, the tool python) are refused because {release} has or allows no Landlock (version "
-            "0; version 1, of Linux 5.13, would do), so that they could open the files of this machine; use another "
-            "kernel or container, or, if this machine holds nothing that must stay private, set "
-            "--reward.allow-without-landlock"
+            f"programs (code_reward, the tool python) could open the files of this machine, because {release} has or "
+            "allows no Landlock (version 0 and not at least 1, of Linux 5.13); use another kernel or container or, if "
+            "nothing here must stay private, set --reward.allow-without-landlock"
         )
     # In a process of its own, since the caller may be large and have threads.
     command = [sys.executable, "-m", "grpo.workers.programs"]
@@ -129,11 +126,12 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
             while _read_some(pipe, written[pipe], limits.output_bytes):
                 pass  # what it wrote to the last
             os.close(pipe)
-        _remove(folder)
+        processes.remove(folder)
     stdout, stderr, failure = (text.decode(errors="replace") for text in written.values())
     if failure:
         raise ProgramError(failure.strip()[-2000:])
-    return Outcome(status or _status(code), stdout[: limits.output_bytes], stderr[: limits.output_bytes])
+    how = "failed" if code > 0 else {0: "ok", -signal.SIGXCPU: "timeout"}.get(code, "killed")
+    return Outcome(status or how, stdout[: limits.output_bytes], stderr[: limits.output_bytes])
 
 
 def _watch(program: int, written: dict[int, bytearray], folder: str, limits: Limits, deadline: float) -> str | None:
@@ -144,7 +142,7 @@ def _watch(program: int, written: dict[int, bytearray], folder: str, limits: Lim
             selector.register(pipe, selectors.EVENT_READ)
         while (now := time.monotonic()) < deadline:
             if now >= look_at:
-                if _has_too_many_files(program, folder, limits.file_bytes):
+                if _holds_too_much(program, folder, limits.file_bytes):
                     return "killed"
                 look_at = time.monotonic() + LOOK_SECONDS  # a look may take longer than that
             elif selector.get_map():
@@ -160,12 +158,6 @@ def _watch(program: int, written: dict[int, bytearray], folder: str, limits: Lim
     return "timeout"
 
 
-def _status(code: int) -> str:
-    if code == -signal.SIGXCPU:
-        return "timeout"
-    return "ok" if code == 0 else "failed" if code > 0 else "killed"
-
-
 def _read_some(pipe: int, written: bytearray, output_bytes: int) -> bool:
     """Read what is there; a character beyond the limit the rest is thrown away. False at the end."""
     chunk = os.read(pipe, 1 << 16)
@@ -173,9 +165,17 @@ def _read_some(pipe: int, written: bytearray, output_bytes: int) -> bool:
     return bool(chunk)
 
 
-def _has_too_many_files(program: int, folder: str, file_bytes: int) -> bool:
-    """More than `file_bytes` or MAX_FILES in all, or what cannot be counted: hidden, or deeper than a path can say."""
-    size, count, places = _unlinked_bytes(program, os.stat(folder).st_dev), 0, [folder]
+def _holds_too_much(program: int, folder: str, file_bytes: int) -> bool:
+    """More than `file_bytes` or MAX_FILES in all, or what cannot be counted: hidden, or deeper than a path can say.
+
+    Open files without a name count too, where the caller may see them.
+    """
+    size, count, places, disk = 0, 0, [folder], os.stat(folder).st_dev
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{program}/fd"):
+            with contextlib.suppress(OSError):
+                found = os.stat(f"/proc/{program}/fd/{name}")
+                size += found.st_blocks * 512 if found.st_dev == disk and not found.st_nlink else 0
     while places:
         place = places.pop()
         try:
@@ -191,25 +191,6 @@ def _has_too_many_files(program: int, folder: str, file_bytes: int) -> bool:
         if size > file_bytes or count + len(places) > MAX_FILES:
             return True
     return False
-
-
-def _unlinked_bytes(program: int, disk: int) -> int:
-    """What the program holds in open files of this disk without a name; 0 where the caller may not look."""
-    size = 0
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{program}/fd"):
-            with contextlib.suppress(OSError):
-                found = os.stat(f"/proc/{program}/fd/{name}")
-                size += found.st_blocks * 512 if found.st_dev == disk and not found.st_nlink else 0
-    return size
-
-
-def _remove(folder: str) -> None:
-    try:
-        os.unlink(f"{folder}/program.py")
-        os.rmdir(folder)
-    except OSError:  # it left more
-        processes.remove(folder)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from grpo.config import RewardConfig
 from grpo.rewards.worker import confine
 from grpo.workers import kernel, processes
 from grpo.workers.programs import Limits, run_python
@@ -438,7 +437,7 @@ def in_a_worker(job: dict[str, Any]) -> str:
             processes.limit(4.0, parent)
             os.dup2(given, 0)
             os.dup2(write, 1)
-            confine(RewardConfig(environment=()), parent)
+            confine()
             exec(_PROGRAM, {"__name__": "__main__"})
         os.close(write)
         with open(read) as results:

@@ -36,38 +36,17 @@ def test_what_a_reader_would_see_is_content(text):
 
 GOOD = "<think>2 + 3</think><answer>5</answer>"
 # Each replaces or joins a proper tag.
-MALFORMED = [
-    ("<think>", "<THINK>"),
-    ("<think>", "<Think>"),
-    ("<think>", "< think >"),
-    ("<think>", "<think\n>"),
-    ("<think>", '<think depth="3">'),
-    ("<think>", "<think/>"),
-    ("<think>", "<th\u200bink>"),
-    ("</think>", "</think></thi\u0301nk>"),
-    ("<think>", "<think\u200b>"),
-    ("<think>", "<think><think>"),
-    ("<think>", "<think>< THINK >"),
-    ("</think>", "</THINK>"),
-    ("</think>", "</ think>"),
-    ("</think>", "< / think >"),
-    ("</think>", "</think></Think>"),
-    ("</think>", "<think>"),
-    ("2", "< Think >2"),
-    ("2", "2</think x>"),
-]
-MALFORMED_ANSWER = [
-    ("<answer>", "<ANSWER>"),
-    ("<answer>", "< answer>"),
-    ("<answer>", '<answer lang="en">'),
-    ("</answer>", "</Answer>"),
-    ("</answer>", "</ answer>"),
-    ("</answer>", "</answer></ANSWER>"),
-    ("2", "<Answer>4</Answer>2"),
-]
+MALFORMED = {
+    "<think>": ["<THINK>", "<Think>", "< think >", "<think\n>", '<think depth="3">', "<think/>", "<th\u200bink>"],
+    "</think>": ["</think></thi\u0301nk>", "</THINK>", "</ think>", "< / think >", "</think></Think>", "<think>"],
+    "2": ["< Think >2", "2</think x>", "<Answer>4</Answer>2"],
+    "<answer>": ["<ANSWER>", "< answer>", '<answer lang="en">'],
+    "</answer>": ["</Answer>", "</ answer>", "</answer></ANSWER>"],
+}
+MALFORMED["<think>"] += ["<think\u200b>", "<think><think>", "<think>< THINK >"]
 
 
-@pytest.mark.parametrize(("old", "new"), MALFORMED + MALFORMED_ANSWER)
+@pytest.mark.parametrize(("old", "new"), [(old, new) for old, news in MALFORMED.items() for new in news])
 def test_tags_in_another_form_count_and_are_malformed(old, new):
     assert (thinking_reward([GOOD]), format_reward([GOOD])) == ([1.0], [1.0])
     text = GOOD.replace(old, new, 1)

@@ -233,7 +233,7 @@ def test_no_program_is_left_when_the_reward_processes_are_killed(killed, tmp_pat
         "from grpo.rewards.pool import RewardPool\n"
         "pool = RewardPool(RewardConfig(functions={'code_reward': 1.0}, num_workers=2, timeout_seconds=100,\n"
         "    options={'code_reward': {'timeout_seconds': 90}}), 10)\n"
-        "print(pool.supervisor.pid, flush=True)\n"
+        "print(pool.workers[False].supervisor.pid, flush=True)\n"
         f"code = '```python\\n' + {text!r} + '\\n```'\n"
         'prompt = types.SimpleNamespace(columns={\'tests\': \'[{"input": "", "output": ""}]\'}, content=\'\')\n'
         "completion = types.SimpleNamespace(num_tokens=1, truncated=False, episode=None)\n"

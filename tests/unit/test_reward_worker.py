@@ -16,10 +16,10 @@ import torch
 from grpo.config import RewardConfig
 from grpo.rewards import pool as reward_pool
 from grpo.rewards.pool import RewardPool
-from grpo.rewards.supervisor import part
-from grpo.rewards.worker import plain_values, readable_places
+from grpo.rewards.worker import part, readable_places
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers import kernel, processes
+from grpo.workers.worker import Failure, plain_values
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -42,13 +42,11 @@ class Level(enum.IntEnum):
     ("values", "plain"),
     [
         ([1.5, None, -0.0], [1.5, None, -0.0]),
-        ([True, False], [1.0, 0.0]),
-        ([1e9, -1e9], [1e9, -1e9]),
+        ([True, 1e9, -1e9], [1.0, 1e9, -1e9]),
         ([fractions.Fraction(1, 4), decimal.Decimal("0.5"), Level.HIGH], [0.25, 0.5, 2.0]),
         (np.array([0.5, 2.0]), [0.5, 2.0]),
         (np.array([1.0, None], dtype=object), [1.0, None]),
-        ([np.float64(0.5), np.float32(0.5), np.float16(0.5), np.longdouble(0.5)], [0.5] * 4),
-        ([np.int64(3), np.bool_(True), None], [3.0, 1.0, None]),
+        ([np.float16(0.5), np.longdouble(0.5), np.int64(3), np.bool_(True), None], [0.5, 0.5, 3.0, 1.0, None]),
         (torch.tensor([0.5, 2.0]), [0.5, 2.0]),
         ([torch.tensor(0.5), torch.tensor(True), torch.tensor(3)], [0.5, 1.0, 3.0]),
     ],
@@ -63,7 +61,6 @@ def test_what_is_a_number_becomes_a_float(values, plain):
     ("values", "failure"),
     [
         ([math.nan], "nan (float), not None or a finite number"),
-        ([math.inf], "inf (float), not"),
         ([1.1e9], "1100000000.0 (float), not None or a finite number of at most 1e+09"),
         ([10**6000], "a value that cannot be shown (int), not"),
         ([decimal.Decimal("sNaN")], "Decimal('sNaN') (Decimal), not"),
@@ -75,16 +72,15 @@ def test_what_is_a_number_becomes_a_float(values, plain):
         ([torch.tensor([1.0])], "tensor([1.]) (Tensor), not"),
         (np.array([np.nan]), "nan (float), not"),
         ([1.0, 2.0], "returned 2 values for 1 completions"),
-        (torch.ones(2), "returned 2 values for 1 completions"),
         (np.ones((1, 1)), "(ndarray), not a list with 1 values"),
         (1.0, "1.0 (float), not a list with 1 values"),
-        ({0: 1.0}, "(dict), not a list with 1 values"),
         (Unspeakable(), "a value that cannot be shown (Unspeakable), not a list with 1 values"),
     ],
 )
 def test_what_is_none_is_a_failure_that_says_what_came(values, failure):
-    found = plain_values(values, 1)
-    assert isinstance(found, str) and failure in found and len(found) < 700
+    with pytest.raises(Failure) as caught:
+        plain_values(values, 1)
+    assert failure in str(caught.value) and len(str(caught.value)) < 700
 
 
 # ---- Who gets what
@@ -160,17 +156,21 @@ def test_built_in_functions_and_the_users_own_run_in_different_processes(own, tm
     assert confined.options == {"thinking_reward": {}} and other.options == {}
 
     pool = RewardPool(config, 100)
-    children = pathlib.Path(f"/proc/{pool.supervisor.pid}/task/{pool.supervisor.pid}/children").read_text().split()
-    modes = [pathlib.Path(f"/proc/{pid}/status").read_text().partition("Seccomp:")[2].split()[0] for pid in children]
+    supervisors = [pool.workers[confined].supervisor.pid for confined in (True, False)]
+    children = [pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in supervisors]
+    modes = [filter_mode(pid) for pids in children for pid in pids]
     pool.close()
-    outside = pathlib.Path("/proc/self/status").read_text().partition("Seccomp:")[2].split()[0]
-    assert sorted(modes) == sorted([outside, "2" if kernel.can_deny_calls() else outside])
+    assert modes == ["2" if kernel.can_deny_calls() else filter_mode("self"), filter_mode("self")]
 
     code = "\n```python\nx = 1\n```"
     (scored,) = rewards(functions, f"<think>a</think><answer>5</answer>{code}", answer="5", tests="assert x == 1")
     assert scored.rewards == dict.fromkeys(functions, 1.0) and scored.failures == {}
     assert (tmp_path / "written").read_text().startswith("<think>")
     assert not os.path.exists((tmp_path / "temporary").read_text())  # temporary files end with the run
+
+
+def filter_mode(pid: str) -> str:
+    return pathlib.Path(f"/proc/{pid}/status").read_text().partition("Seccomp:")[2].split()[0]
 
 
 def test_a_kernel_without_landlock_runs_built_in_rewards_and_says_so(monkeypatch, capfd):

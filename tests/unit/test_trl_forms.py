@@ -1,5 +1,6 @@
 """What people write for TRL runs as it is: rewards, tools, the classes of `environment_factory`."""
 
+import contextlib
 import inspect
 import json
 import textwrap
@@ -203,26 +204,17 @@ def test_a_class_with_async_tools_and_its_reward_functions(folder):
     assert "sees no client of an environment" in scored.failures["vault.py:asks_too_much"]
 
 
-def scores(reward: RewardConfig, rollout: Rollout) -> list[Rollout]:
-    pool = RewardPool(reward, 16)
-    try:
-        pool.submit([rollout], 1)
+def scores(reward: RewardConfig, *rollouts: Rollout) -> list[Rollout]:
+    with contextlib.closing(RewardPool(reward, 16)) as pool:
+        pool.submit(rollouts, len(rollouts))
         return pool.collect()
-    finally:
-        pool.close()
 
 
 @pytest.mark.parametrize(
     ("member", "words"),
     [
-        (
-            "def reply(self, mail: int, text: str):",
-            "Mine.reply is no tool here: .* with a text, which it does not",
-        ),
-        (
-            "def close(self, file: str):",
-            "Mine.close is no tool here: .* with no arguments, .*; give a tool another",
-        ),
+        ("def reply(self, mail: int, text: str):", "Mine.reply is no tool here: .* with a text"),
+        ("def close(self, file: str):", "Mine.close is no tool here: .* with no arguments"),
     ],
 )
 def test_a_tool_whose_name_means_something_here_is_refused(folder, member, words):
@@ -237,10 +229,8 @@ def test_a_tool_called_done_ends_nothing(folder):
     code = "class Mine:\n    def reset(self, **kwargs):\n        pass\n    def done(self) -> str:\n        'Say so.'\n"
     (folder / "mine.py").write_text(code + "        return 'noted'\n")
     host = EnvironmentHost(EnvironmentConfig(name="mine.py:Mine"), "hermes", 1)
-    try:
+    with contextlib.closing(host):
         reply = played(host, {}, call("done"))[0][-1]
-    finally:
-        host.close()
     assert reply["answers"] == ["noted"] and not reply["ended"]
 
 
@@ -283,12 +273,7 @@ def test_reward_functions_of_conversational_rows(folder):
         completion = Completion.of(torch.tensor(ids), torch.zeros(len(ids)), truncated=False, index=i)
         prompt = Prompt(0, [1], {"solution": "7"}, content=[{"role": "user", "content": "3+4?"}])
         rollouts.append(Rollout(prompt, completion, text))
-    pool = RewardPool(reward, 16)
-    try:
-        pool.submit(rollouts, 2)
-        scored = pool.collect()
-    finally:
-        pool.close()
+    scored = scores(reward, *rollouts)
     found = [[rollout.rewards[name] for name in (*names[:3], "regex_match")] for rollout in scored]
     assert found == [[1.0, 1.0, 208.0, 1.0], [0.0, 0.0, 211.0, 0.0]]
     assert [r.failures for r in scored] == [{names[3]: "took longer than 1 s"}] * 2  # once, not for each
