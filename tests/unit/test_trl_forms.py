@@ -212,27 +212,6 @@ def scores(reward: RewardConfig, rollout: Rollout) -> list[Rollout]:
         pool.close()
 
 
-@pytest.mark.parametrize(
-    ("member", "words"),
-    [
-        (
-            "def reply(self, mail: int, text: str):",
-            "Mine.reply is no tool here: .* with a text, which it does not",
-        ),
-        (
-            "def close(self, file: str):",
-            "Mine.close is no tool here: .* with no arguments, .*; give a tool another",
-        ),
-    ],
-)
-def test_a_tool_whose_name_means_something_here_is_refused(folder, member, words):
-    code = f"class Mine:\n    def reset(self, **kwargs):\n        pass\n    {member}\n        'Do it.'\n"
-    (folder / "mine.py").write_text(code)
-    with pytest.raises(ValueError, match=words) as refused:
-        load_toolboxes(EnvironmentConfig(name="mine.py:Mine"))
-    assert "\n" not in str(refused.value)
-
-
 def test_a_tool_called_done_ends_nothing(folder):
     code = "class Mine:\n    def reset(self, **kwargs):\n        pass\n    def done(self) -> str:\n        'Say so.'\n"
     (folder / "mine.py").write_text(code + "        return 'noted'\n")
