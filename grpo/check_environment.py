@@ -132,7 +132,7 @@ def _prompt(number: int, examples: Sequence[Example], turns: Turns) -> Prompt:
 def play(player: Player, toolbox: Toolbox | None, style: str, stop: int) -> Episode:
     """One episode, whose turns are random calls of the tools, or what somebody types."""
     draw = random.Random(player.episodes[0].seed)
-    while player.collect([0], "all").turns:
+    while any(most for _, most, _ in player.collect([0], 1)):
         if toolbox is None:
             episode = player.episodes[0]
             opening = episode.opening or episode.prompt.content
