@@ -94,14 +94,11 @@ def without_thoughts(text: str) -> str:
     the prompt) hides all before it.
     """
     tags = list(_THINK_TAG.finditer(text)) if "<" in text else []
-    if not tags:
-        return text
-    closing = [number for number, tag in enumerate(tags) if tag["close"]]
-    shown, start = "", 0
-    if closing:
-        shown = "" if tags[0]["close"] else text[: tags[0].start()]
-        start, tags = tags[closing[-1]].end(), tags[closing[-1] + 1 :]
-    return shown + (text[start : tags[0].start()] if tags else text[start:])
+    closing = [tag for tag in tags if tag["close"]]
+    start = tags[0].start() if closing and not tags[0]["close"] else 0
+    end = closing[-1].end() if closing else 0
+    opened = next((tag.start() for tag in tags if tag.start() >= end), len(text))
+    return text[:start] + text[end:opened]
 
 
 def _tags(text: str) -> list[Span]:
