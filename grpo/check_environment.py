@@ -5,10 +5,10 @@
     python -m grpo.check_environment RECIPE.py [--field value ...]                            all that the recipe names
     python -m grpo.check_environment NAME RECIPE.py [--field value ...]                       one of its classes
 
-Three episodes by random calls, in processes and within the limits of a run: the conversation as token ids have it, what
-the model writes (and learns from) in green, with the reward, how it ended and the seconds of each turn; then the first
-one once more in a fresh process, whose texts must be the same. Chat template and rows are those of the recipe, if its
-model is a folder here; without one, a plain template and an empty row. Exit code 1 if an episode is lost or differs.
+Three episodes by random calls, within the limits of a run: the conversation as token ids have it, what the model writes
+in green, with the reward, how it ended and the seconds of each turn; then the first one once more in a fresh process,
+whose texts must be the same. Chat template and rows are the recipe's, if its model is a folder here; else a plain
+template and an empty row. Exit code 1 if an episode is lost or differs.
 """
 
 import inspect
@@ -16,7 +16,8 @@ import itertools
 import pathlib
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from rich.console import Console
@@ -68,16 +69,14 @@ def main(arguments: list[str]) -> int:
         tokenizer, stops, style = _words(config, toolboxes)
         turns = turns_of(tokenizer, config.environment, config.data, stops, toolboxes)
 
-        def episode(name: str, number: int) -> Episode:
-            """One by its seed, in a process of its own."""
-            host = EnvironmentHost(config.environment, style, 1, config.reward.environment)
-            try:
+        def episodes(name: str, numbers: Sequence[int]) -> Iterator[Episode]:
+            """Those of some seeds, in a process of their own."""
+            with closing(EnvironmentHost(config.environment, style, 1, config.reward.environment)) as host:
                 player = Player(config.environment, host, turns, tokenizer, config.max_sequence_tokens)
-                prompt = _prompt(number, examples.get(name), turns[name])
-                player.begin([Episode(prompt, 0, number, 0, name)], config.generator.max_completion_tokens)
-                return play(player, None if by_hand else toolboxes[name], style, stops[0])
-            finally:
-                host.close()
+                for number in numbers:
+                    prompt = _prompt(number, examples.get(name), turns[name])
+                    player.begin([Episode(prompt, 0, number, 0, name)], config.generator.max_completion_tokens)
+                    yield play(player, None if by_hand else toolboxes[name], style, stops[0])
 
         failed = False
         for name in toolboxes if is_recipe or is_file else [subject]:
@@ -87,12 +86,12 @@ def main(arguments: list[str]) -> int:
             console.print(f"{name or toolbox.name}: tools {', '.join(toolbox.tools) or 'none'}. {turns[name].line}")
             console.print_json(data=toolbox.schemas)
             played = []
-            for number in range(1 if by_hand else NUM_EPISODES):
-                played.append(episode(name, number))
-                show(console, played[-1], tokenizer)
+            for one in episodes(name, range(1 if by_hand else NUM_EPISODES)):
+                played.append(one)
+                show(console, one, tokenizer)
             failed |= (is_lost := any(one.failure for one in played))
             if not (by_hand or is_lost):
-                first, again = map(_texts, (played[0], episode(name, 0)))
+                first, again = ((one.opening, one.turns) for one in (played[0], *episodes(name, [0])))
                 verdict = "the same texts" if first == again else f"OTHER TEXTS: {first} and {again}"
                 console.print(f"seed 0 once more, in a fresh process: {verdict}")
                 failed |= first != again
@@ -100,11 +99,6 @@ def main(arguments: list[str]) -> int:
         print(f"error: {printable(str(error))}")
         return 1
     return int(failed)
-
-
-def _texts(episode: Episode) -> list[Any]:
-    """What an environment said."""
-    return [episode.opening, *(turn["answers"] for turn in episode.turns)]
 
 
 def _examples(config: GRPOConfig, toolboxes: Mapping[str, Toolbox]) -> dict[str, list[Example]]:
@@ -126,10 +120,10 @@ def _prompt(number: int, examples: Sequence[Example] | None, turns: Turns) -> Pr
 
 def play(player: Player, toolbox: Toolbox | None, style: str, stop: int) -> Episode:
     """One episode, whose turns are random calls of the tools, or what somebody types."""
-    draw = random.Random(player.episodes[0].seed)
+    (episode,) = player.episodes
+    draw = random.Random(episode.seed)
     while any(most for _, most, _ in player.collect([0], 1)):
         if toolbox is None:
-            episode = player.episodes[0]
             said = episode.turns[-1]["answers"] if episode.turns else [episode.opening or episode.prompt.content]
             print(*said, sep="\n")
             text = input("> ")

@@ -1,9 +1,9 @@
 """Episodes on the engine of one replica: a rollout whose turn has ended goes to its environment and comes back.
 
-Its answer's tokens are appended to its ids, and it joins the engine as a new request, while the others decode on. Ids
-only grow: nothing sampled is decoded and encoded again. When an answer joins is up to `environment.answer_steps`: 0, as
-soon as it is there; N, so many steps of the engine after its turn has ended, so that how fast a tool was changes no bit
-of what is sampled; with `environment.rounds`, when no other rollout runs any more.
+Its answer's tokens are appended to its ids, and it joins the engine as a new request, while the others decode on. When
+it joins is up to `environment.answer_steps`: 0, as soon as it is there; N, so many steps of the engine after its turn
+has ended, so that how fast a tool was changes no bit of what is sampled; with `environment.rounds`, when no other
+rollout runs any more.
 
 The head of a replica talks to the environments; its other ranks are told what to add, since all must add the same
 requests in the same order.
@@ -76,9 +76,9 @@ class Episode:
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
-    is_over: bool = False
     began: float = field(default_factory=time.monotonic)
-    asked_at: float = 0.0
+    asked_at: float | None = None
+    """When its environment was asked for what has not come yet."""
     waited: float = 0.0
     """Seconds that its environment took."""
     decided: Turn | None = None
@@ -155,7 +155,7 @@ class Player:
 
     def finish(self) -> list[Episode]:
         """Wait until each environment has told its reward."""
-        while not all(episode.is_over for episode in self.episodes):
+        while any(episode.asked_at is not None for episode in self.episodes):
             self._take_in(POLL_SECONDS)
         return self.episodes
 
@@ -167,6 +167,7 @@ class Player:
         for reply in self.host.poll(seconds):
             episode = self.episodes[reply["episode"]]
             episode.waited += time.monotonic() - episode.asked_at
+            episode.asked_at = None
             if "failed" in reply:
                 self._failed(episode, reply["failed"], reply["kind"])
             elif "text" in reply:
@@ -174,7 +175,7 @@ class Player:
             elif "answers" in reply:
                 self._answer(episode, reply)
             else:
-                episode.reward, episode.info, episode.is_over = reply["reward"], reply["info"], True
+                episode.reward, episode.info = reply["reward"], reply["info"]
 
     def _open(self, episode: Episode, text: str | None) -> None:
         """Begin the first turn. text: of `reset`, which stands at the end of the prompt."""
@@ -231,8 +232,6 @@ class Player:
         episode.end(ended_by)
         if self.config.all_classes:
             self._ask(episode, "finish", [], FINISH_SECONDS)
-        else:
-            episode.is_over = True
 
     def _failed(self, episode: Episode, reason: str, kind: str) -> None:
         """A hung environment is scored, because the policy has most likely caused it; a lost one has no reward."""
@@ -240,7 +239,6 @@ class Player:
         if is_lost := episode.reward is None:
             episode.failure = f"{reason} ({socket.gethostname()}, seed {episode.seed}, row {episode.prompt.row})"
         episode.end(kind if is_lost else episode.ended_by or kind)
-        episode.is_over = True
         self.host.drop(episode.number)
 
 

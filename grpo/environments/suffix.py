@@ -1,9 +1,8 @@
 """What stands between two turns of the model, as token ids: the chat template writes it once, around marks.
 
-A conversation with a mark in place of the model's text, and another in place of an answer, shows what the template
-writes behind a turn: its end, the answer, the opening of the next turn. Ids only grow by it, `ids + sampled + suffix`:
-nothing that was sampled is decoded and encoded again, and no part of an answer becomes a special token. Whether a
-template can carry that, six rules say, before the run.
+A mark in place of the model's text, and another in place of an answer, show what the template writes behind a turn: its
+end, the answer, the opening of the next turn. Ids only grow by it, `ids + sampled + suffix`: nothing sampled is decoded
+and encoded again, and no part of an answer becomes a special token. Six rules say whether a template can carry that.
 
 Left out: templates that need a call as data, with an id or a tool's name, beside the model's text.
 """
