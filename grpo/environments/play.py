@@ -100,20 +100,16 @@ class Episode:
         return {name: getattr(self, name) for name in names} | {"counts": dict(self.counts)}
 
 
+@dataclass(eq=False)
 class Player:
     """Plays episodes on the head of a replica: asks environments and makes token ids of what they answer."""
 
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        host: EnvironmentHost,
-        turns: Mapping[str, Turns],
-        tokenizer: PreTrainedTokenizerBase,
-        max_prompt_tokens: int,
-    ):
-        """turns: by the names of environments, see `Episode.environment`."""
-        self.config, self.host, self.turns = config, host, turns
-        self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
+    config: EnvironmentConfig
+    host: EnvironmentHost
+    turns: Mapping[str, Turns]
+    """By the names of environments, see `Episode.environment`."""
+    tokenizer: PreTrainedTokenizerBase
+    max_prompt_tokens: int
 
     def begin(self, episodes: list[Episode], max_tokens: int, turns_earn: bool = False) -> None:
         """Reset the environments.

@@ -60,8 +60,8 @@ def serving_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> 
         return ""
     own = tokenizer.get_chat_template(data.chat_template_kwargs.get("chat_template"))
     # markers of what is to be learned count characters of the whole, and mean nothing in a part
-    own = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", own)
-    own = re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", own)
+    for word, other in (("generation", "if true"), ("endgeneration", "endif")):
+        own = re.sub(rf"(\{{%[-+]?\s*){word}(\s*[-+]?%\}})", rf"\1{other}\2", own)
     thought = _thought(render(tokenizer, data, prompt_messages(data, "?"), opening=True)[0])
     written = [text.split(BEGIN)[:-1] for text in _chats(tokenizer, data, BEGIN)]
     others = sorted({_thought(before) for parts in written for before in parts} - {""}, key=len, reverse=True)

@@ -41,9 +41,6 @@ FILE = '''
             Args:
                 place: Place of the digit, from 0.
                 digit: The digit.
-
-            Returns:
-                Whether it fits.
             """
             if self.done:
                 raise ValueError("The vault is open.")
@@ -55,9 +52,6 @@ FILE = '''
         async def listen(self) -> list:
             """
             Listen at the door.
-
-            Returns:
-                What there is to hear.
             """
             if self.client is None:
                 self.client = asyncio.get_running_loop().create_future()
@@ -68,9 +62,6 @@ FILE = '''
         def photograph(self) -> list:
             """
             Photograph the door.
-
-            Returns:
-                The picture.
             """
             return [{"type": "image", "image": object()}]
 
