@@ -34,18 +34,24 @@ POLL_SECONDS = 1.0
 
 # What is decided about a rollout: its number, the most tokens of its next turn, and the ids behind those that it has;
 # 0 tokens if it has ended.
-Turn = tuple[int, int, list[int]]
+Decision = tuple[int, int, list[int]]
 
 
-def as_integers(turns: list[Turn]) -> list[int]:
-    """Turns as they go over the wire: their number, then each with the number of its ids."""
-    return [len(turns), *(value for number, most, ids in turns for value in (number, most, len(ids), *ids))]
+def as_integers(decisions: list[Decision]) -> list[int]:
+    """Decisions as they go over the wire: how many there are, then each, with how many ids it has."""
+    flat = [len(decisions)]
+    for number, most, ids in decisions:
+        flat += [number, most, len(ids), *ids]
+    return flat
 
 
-def from_integers(values: Iterable[int]) -> list[Turn]:
+def from_integers(flat: Iterable[int]) -> list[Decision]:
     """Undo `as_integers`."""
-    values = iter(values)
-    return [(next(values), next(values), [*islice(values, next(values))]) for _ in range(next(values))]
+    values, decisions = iter(flat), []
+    for _ in range(next(values)):
+        number, most, length = islice(values, 3)
+        decisions.append((number, most, list(islice(values, length))))
+    return decisions
 
 
 @dataclass(eq=False)
@@ -81,7 +87,7 @@ class Episode:
     """When its environment was asked for what has not come yet."""
     waited: float = 0.0
     """Seconds that its environment took."""
-    decided: Turn | None = None
+    decided: Decision | None = None
     """What is known of its next turn and was not told yet."""
 
     def write(self, ids: list[int]) -> None:
@@ -139,15 +145,15 @@ class Player:
         else:
             self._end(episode, "tokens")
 
-    def collect(self, due: list[int], least: int) -> list[Turn]:
+    def collect(self, due: list[int], least: int) -> list[Decision]:
         """What is decided about the rollouts that are `due`; waits until that is something about so many of them."""
         self._take_in(0.0)
         while len(decided := [self.episodes[number] for number in due if self.episodes[number].decided]) < least:
             self._take_in(POLL_SECONDS)
-        turns = [episode.decided for episode in decided]
+        decisions = [episode.decided for episode in decided]
         for episode in decided:
             episode.decided = None
-        return turns
+        return decisions
 
     def finish(self) -> list[Episode]:
         """Wait until each environment has told its reward."""
@@ -244,7 +250,7 @@ def play(
     num_rollouts: int,
     add: Callable[[int, list[int], int, int], None],
     player: Player | None,
-    tell: Callable[[list[Turn] | None], list[Turn]],
+    tell: Callable[[list[Decision] | None], list[Decision]],
 ) -> None:
     """Play rollouts 0 to `num_rollouts` - 1 until none of them samples any more. Every rank of the replica calls it.
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 QUESTION, TEXT, EARLIER, ANSWER, OTHER = "MARKquestion", "MARKtext", "MARKearlier", "MARKanswer", "MARKother"
 # What a template that trims, quotes or escapes answers changes.
 ODD = ' "a"\\b\n<c>&é{d} \n'
-# A thought that a template writes itself, at the end of an opening: empty, or to be filled in.
-OPENED_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
+# The thought that a template writes itself, at the end of an opening: empty, or to be filled in, or none.
+OPENED_THOUGHT = re.compile(r"(?:<think>\s*(?:</think>\s*)?)?\Z")
 # Characters shown of a text in a refusal, before and behind the place from which on it is another one.
 SHOWN_BEFORE, SHOWN_BEHIND = 20, 40
 

@@ -86,7 +86,5 @@ def test_styles_of_templates():
     assert style_of(templates.QWEN2) == style_of(templates.QWEN3) == "hermes"
     assert style_of(templates.LLAMA) == "llama3_json"
     for template in (templates.GEMMA, templates.PLAIN, templates.QWEN2 + "<function=", templates.QWEN2 + "<arg_key>"):
-        with pytest.raises(
-            ValueError, match="in no style that is known here .*hermes: <tool_call>.*--environment.calls"
-        ):
+        with pytest.raises(ValueError, match="hermes: <tool_call>.*--environment.calls"):
             style_of(template)
