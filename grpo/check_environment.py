@@ -144,8 +144,12 @@ def random_turn(toolbox: Toolbox, style: str, draw: random.Random) -> str:
 
 
 def _random_value(schema: dict[str, Any], draw: random.Random) -> Any:
-    number, is_true = draw.randint(1, 16), draw.random() < 0.5
-    values = {"integer": number, "number": number, "boolean": is_true, "array": []}
+    values = {
+        "integer": draw.randint(1, 16),
+        "number": draw.randint(1, 16),
+        "boolean": draw.random() < 0.5,
+        "array": [],
+    }
     return draw.choice(schema["enum"]) if "enum" in schema else values.get(schema.get("type"), draw.choice(WORDS))
 
 
