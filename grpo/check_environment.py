@@ -5,10 +5,10 @@
     python -m grpo.check_environment RECIPE.py [--field value ...]                            all that the recipe names
     python -m grpo.check_environment NAME RECIPE.py [--field value ...]                       one of its classes
 
-Three episodes by random calls, in processes and within the limits of a run: the conversation as token ids have it, what
-the model writes (and learns from) in green, with the reward, how it ended and the seconds of each turn; then the first
-one once more in a fresh process, whose texts must be the same. Chat template and rows are those of the recipe, if its
-model is a folder here; without one, a plain template and an empty row. Exit code 1 if an episode is lost or differs.
+Three episodes by random calls, within the limits of a run: the conversation as token ids have it, what the model writes
+in green, with the reward, how it ended and the seconds of each turn; then the first one once more in a fresh process,
+whose texts must be the same. Chat template and rows are the recipe's, if its model is a folder here; else a plain
+template and an empty row. Exit code 1 if an episode is lost or differs.
 """
 
 import inspect
@@ -16,7 +16,8 @@ import itertools
 import pathlib
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from rich.console import Console
@@ -51,77 +52,65 @@ WORDS = ["attic", "box", "cellar", "door", "east", "find", "go", "7", "42"]
 def main(arguments: list[str]) -> int:
     """Play and tell; returns the exit code."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    subject, rest = subject_of(__doc__, arguments)
-    plays = "--play" in rest
-    rest = [word for word in rest if word != "--play"]
-    has_recipe = bool(rest) and not rest[0].startswith("-")
+    subject, words = subject_of(__doc__, arguments)
+    by_hand = "--play" in words
+    words = [word for word in words if word != "--play"]
+    is_recipe, is_file = subject.endswith(".py"), ":" in subject
+    has_recipe = is_recipe or (bool(words) and not words[0].startswith("-"))
     try:
-        names_all = subject.endswith(".py")
-        given = _field_of(subject) if ":" in subject else []
-        words = [subject, *rest] if names_all else [*rest[:has_recipe], *given, *rest[has_recipe:]]
-        has_recipe |= names_all
-        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], words)
+        if is_file:  # in place of what a recipe names
+            is_class = inspect.isclass(load_function(subject, "environment"))
+            words += ["--environment.name" if is_class else "--environment.tools", subject]
+        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], [subject, *words] if is_recipe else words)
         toolboxes = load_toolboxes(config.environment)
-        if not (given or names_all or subject in toolboxes):
+        if not (is_recipe or is_file or subject in toolboxes):
             raise ValueError(f"environment.classes has no {subject!r}{near_miss(subject, toolboxes)}")
-        examples = _examples(config, toolboxes) if has_recipe else dict.fromkeys(toolboxes, ())
+        examples = _examples(config, toolboxes) if has_recipe else {}
         tokenizer, stops, style = _words(config, toolboxes)
         turns = turns_of(tokenizer, config.environment, config.data, stops, toolboxes)
+
+        def episodes(name: str, numbers: Sequence[int]) -> Iterator[Episode]:
+            """Those of some seeds, in a process of their own."""
+            with closing(EnvironmentHost(config.environment, style, 1, config.reward.environment)) as host:
+                player = Player(config.environment, host, turns, tokenizer, config.max_sequence_tokens)
+                for number in numbers:
+                    prompt = _prompt(number, examples.get(name), turns[name])
+                    player.begin([Episode(prompt, 0, number, 0, name)], config.generator.max_completion_tokens)
+                    yield play(player, None if by_hand else toolboxes[name], style, stops[0])
+
         failed = False
-        for name in toolboxes if given or names_all else [subject]:
+        for name in toolboxes if is_recipe or is_file else [subject]:
             toolbox = toolboxes[name]
             if not has_recipe:
                 toolbox.check_columns([])
             console.print(f"{name or toolbox.name}: tools {', '.join(toolbox.tools) or 'none'}. {turns[name].line}")
             console.print_json(data=toolbox.schemas)
-            told = []
-            for number in (0,) if plays else (*range(NUM_EPISODES), 0):  # the last one in a process of its own
-                prompt = _prompt(number, examples[name], turns[name])
-                host = EnvironmentHost(config.environment, style, 1, config.reward.environment)
-                player = Player(config.environment, host, turns, tokenizer, config.max_sequence_tokens)
-                player.begin([Episode(prompt, 0, number, 0, name)], config.generator.max_completion_tokens)
-                try:
-                    told.append(play(player, None if plays else toolbox, style, stops[0]))
-                finally:
-                    host.close()
-                if len(told) <= NUM_EPISODES:
-                    show(console, told[-1], tokenizer)
-            failed |= _is_wrong(told, console)
+            played = []
+            for one in episodes(name, range(1 if by_hand else NUM_EPISODES)):
+                played.append(one)
+                show(console, one, tokenizer)
+            failed |= (is_lost := any(one.failure for one in played))
+            if not (by_hand or is_lost):
+                first, again = ((one.opening, one.turns) for one in (played[0], *episodes(name, [0])))
+                verdict = "the same texts" if first == again else f"OTHER TEXTS: {first} and {again}"
+                console.print(f"seed 0 once more, in a fresh process: {verdict}")
+                failed |= first != again
     except (ValueError, OSError) as error:
         print(f"error: {printable(str(error))}")
         return 1
     return int(failed)
 
 
-def _is_wrong(told: list[Episode], console: Console) -> bool:
-    """Whether an episode was lost, or the last one, which is the first one again, has other texts."""
-    if len(told) == 1 or any(episode.failure for episode in told):
-        return any(episode.failure for episode in told)
-    first, again = ([one.opening, [turn["answers"] for turn in one.turns]] for one in (told[0], told[-1]))
-    verdict = "the same texts" if first == again else f"OTHER TEXTS: {first} and {again}"
-    console.print(f"seed 0 once more, in a fresh process: {verdict}")
-    return first != again
-
-
-def _field_of(subject: str) -> list[str]:
-    """`path/file.py:name` as words of a command line, in place of what a recipe names."""
-    if inspect.isclass(load_function(subject, "environment")):
-        return ["--environment.name", subject]
-    return ["--environment.tools", subject]
-
-
 def _examples(config: GRPOConfig, toolboxes: Mapping[str, Toolbox]) -> dict[str, list[Example]]:
-    """The first rows of each environment. Raises ValueError for a row whose column names none."""
+    """Rows of each environment, among the first ones. Raises ValueError for a row whose column names none."""
     found, read = {name: [] for name in toolboxes}, row_reader(config.data)
     for example in map(read, itertools.islice(load_rows(config.data.all_sources[0]), LOOKED_AT)):
-        if example and len(of := found[environment_of(example.columns, config.data, found)]) < NUM_EPISODES:
-            of.append(example)
-        if all(len(of) == NUM_EPISODES for of in found.values()):
-            break
+        if example:
+            found[environment_of(example.columns, config.data, found)].append(example)
     return found
 
 
-def _prompt(number: int, examples: Sequence[Example], turns: Turns) -> Prompt:
+def _prompt(number: int, examples: Sequence[Example] | None, turns: Turns) -> Prompt:
     """A row's prompt, an empty one without a row."""
     if not examples:
         return Prompt(number, turns.opening(""))
@@ -131,12 +120,12 @@ def _prompt(number: int, examples: Sequence[Example], turns: Turns) -> Prompt:
 
 def play(player: Player, toolbox: Toolbox | None, style: str, stop: int) -> Episode:
     """One episode, whose turns are random calls of the tools, or what somebody types."""
-    draw = random.Random(player.episodes[0].seed)
-    while player.collect([0], "all").turns:
+    (episode,) = player.episodes
+    draw = random.Random(episode.seed)
+    while any(most for _, most, _ in player.collect([0], 1)):
         if toolbox is None:
-            episode = player.episodes[0]
-            opening = episode.opening or episode.prompt.content
-            print("\n".join(episode.turns[-1]["answers"]) if episode.turns else opening)
+            said = episode.turns[-1]["answers"] if episode.turns else [episode.opening or episode.prompt.content]
+            print(*said, sep="\n")
             text = input("> ")
         else:
             text = random_turn(toolbox, style, draw)

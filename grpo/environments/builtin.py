@@ -22,17 +22,6 @@ PROGRAM_TIME = 0.8
 # Its folder has another name each time, and the same program shall print the same.
 IN_PROGRAM = re.compile(r'File "[^"\n]*program\.py"')
 
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
-
 
 def calculator(expression: str) -> str:
     """Calculate exactly.
@@ -73,26 +62,36 @@ def python_tool(config: EnvironmentConfig) -> Callable[[str], str]:
     return python
 
 
-def _value(node: ast.expr) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return Fraction(str(node.value))  # 0.1 as it is written, not as a float has it
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        value = _power(_value(node.left), _value(node.right))
-    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        value = Fraction(OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
-    elif isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        value = OPERATORS[type(node.op)](_value(node.operand))
-    else:
-        raise ValueError("only numbers, + - * / // % ** and parentheses are known")
-    if _bits(value) > MOST_BITS:
-        raise ValueError("the number has too many digits")
-    return value
-
-
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1 or abs(exponent) * _bits(base) > MOST_BITS:
         raise ValueError("the exponent must be a whole number, and the result must not have too many digits")
     return base ** int(exponent)
+
+
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))  # 0.1 as it is written, not as a float has it
+    operation = OPERATIONS.get(type(getattr(node, "op", None)))
+    if operation is None:
+        raise ValueError("only numbers, + - * / // % ** and parentheses are known")
+    parts = (getattr(node, name) for name in ("left", "right", "operand") if hasattr(node, name))
+    value = Fraction(operation(*map(_value, parts)))
+    if _bits(value) > MOST_BITS:
+        raise ValueError("the number has too many digits")
+    return value
 
 
 def _bits(value: Fraction) -> int:
@@ -102,5 +101,4 @@ def _bits(value: Fraction) -> int:
 def _written(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value)
-    with decimal.localcontext(decimal.Context(prec=DIGITS)):
-        return str((decimal.Decimal(value.numerator) / decimal.Decimal(value.denominator)).normalize())
+    return str(decimal.Context(prec=DIGITS).divide(*value.as_integer_ratio()).normalize())

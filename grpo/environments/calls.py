@@ -7,8 +7,10 @@
 Left out: styles that write each argument in a tag of its own, as GLM and Qwen3-Coder do.
 """
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +39,19 @@ def parse(text: str, style: str) -> list[Call | str]:
     A text in place of a call says why that one cannot be read, and how it is written.
     """
     text = text.rpartition(END_OF_THOUGHT)[2]
-    return _whole_turn(text) if style == "llama3_json" else _between(text, style)
+    found: list[Call | str] = []
+    for body in text.split(TAGS[style][0])[1:] if style in TAGS else _objects(text):
+        try:
+            if style in TAGS:
+                body, closed, _ = body.partition(TAGS[style][1])
+                if not closed:
+                    raise ValueError(f"it has no {TAGS[style][1]}")
+            found.append(_tagged(body) if style == "tag" else _from_json(body))
+        except (ValueError, RecursionError) as error:
+            is_json = isinstance(error, json.JSONDecodeError | RecursionError)
+            why = f"it is no JSON, {error}" if is_json else error
+            found.append(f"This call cannot be read: {why}. Write {STYLES[style]}.")
+    return found
 
 
 def written_call(name: str, arguments: dict[str, Any], style: str) -> str:
@@ -61,60 +75,36 @@ def style_of(template: str) -> str:
     )
 
 
-def _between(text: str, style: str) -> list[Call | str]:
-    opener, closer = TAGS[style]
-    found: list[Call | str] = []
-    for part in text.split(opener)[1:]:
-        body, closed, _ = part.partition(closer)
-        if not closed:
-            found.append(_unreadable(f"it has no {closer}", style))
-        elif style == "tag":
-            found.append(_tagged(body))
-        else:
-            found.append(_from_json(body, style))
-    return found
-
-
-def _whole_turn(text: str) -> list[Call | str]:
-    """Calls by a turn that is nothing else; text before the first, or behind the last, is no call."""
-    text, found = text.strip().removeprefix(PYTHON_TAG).strip(), []
+def _objects(text: str) -> Iterator[str]:
+    """The JSON objects of a turn that is nothing else; text before the first, or behind the last, is no call."""
+    text = text.strip().removeprefix(PYTHON_TAG).strip()
     while text.startswith("{"):
         try:
             _, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError):
             end = len(text)
-        if '"name"' in text[:end]:  # else a JSON object of its own, which may be an answer
-            found.append(_from_json(text[:end], "llama3_json"))
+        if '"name"' in text[:end]:  # else an object of its own, which may be an answer
+            yield text[:end]
         text = text[end:].lstrip("; \n\t,")
-    return found
 
 
-def _tagged(body: str) -> Call | str:
-    name, *more = body.split(maxsplit=1) or [""]
-    rest = more[0].strip() if more else ""
+def _tagged(body: str) -> Call:
+    name, rest = [*body.strip().split(maxsplit=1), "", ""][:2]
     if not name:
-        return _unreadable("it names no tool", "tag")
-    try:
-        arguments = json.loads(rest)
-    except (ValueError, RecursionError):
-        arguments = rest
-    return Call(name, arguments if isinstance(arguments, dict) else rest)
+        raise ValueError("it names no tool")
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(arguments := json.loads(rest), dict):
+            return Call(name, arguments)
+    return Call(name, rest)
 
 
-def _from_json(body: str, style: str) -> Call | str:
-    try:
-        call = json.loads(body)
-        arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
-        if isinstance(arguments, str):  # some models write the object as text
-            arguments = json.loads(arguments)
-    except (ValueError, RecursionError) as error:
-        return _unreadable(f"it is no JSON, {error}", style)
+def _from_json(body: str) -> Call:
+    call = json.loads(body)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return _unreadable("it names no tool", style)
+        raise ValueError("it names no tool")
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):  # some models write the object as text
+        arguments = json.loads(arguments)
     if not isinstance(arguments or {}, dict):
-        return _unreadable("its arguments are no object", style)
+        raise ValueError("its arguments are no object")
     return Call(call["name"], arguments or {})
-
-
-def _unreadable(why: str, style: str) -> str:
-    return f"This call cannot be read: {why}. Write {STYLES[style]}."

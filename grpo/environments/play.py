@@ -1,9 +1,9 @@
 """Episodes on the engine of one replica: a rollout whose turn has ended goes to its environment and comes back.
 
-Its answer's tokens are appended to its ids, and it joins the engine as a new request, while the others decode on. Ids
-only grow: nothing sampled is decoded and encoded again. When an answer joins is up to `environment.answer_steps`: 0, as
-soon as it is there; N, so many steps of the engine after its turn has ended, so that how fast a tool was changes no bit
-of what is sampled; with `environment.rounds`, when no other rollout runs any more.
+Its answer's tokens are appended to its ids, and it joins the engine as a new request, while the others decode on. When
+it joins is up to `environment.answer_steps`: 0, as soon as it is there; N, so many steps of the engine after its turn
+has ended, so that how fast a tool was changes no bit of what is sampled; with `environment.rounds`, when no other
+rollout runs any more.
 
 The head of a replica talks to the environments; its other ranks are told what to add, since all must add the same
 requests in the same order.
@@ -13,9 +13,10 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import islice
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -31,31 +32,26 @@ FINISH_SECONDS = 60.0
 # Waited for replies at once; the supervisor has the deadlines.
 POLL_SECONDS = 1.0
 
+# What is decided about a rollout: its number, the most tokens of its next turn, and the ids behind those that it has;
+# 0 tokens if it has ended.
+Decision = tuple[int, int, list[int]]
 
-@dataclass(frozen=True)
-class Decisions:
-    """What the head of a replica tells its other ranks; rollouts are numbered as they are played."""
 
-    decided: list[int]
-    """Rollouts of which it is known whether they go on."""
-    turns: list[tuple[int, int, list[int]]]
-    """Turns that begin, in order: rollout, most tokens, and the ids behind those that it has."""
+def as_integers(decisions: list[Decision]) -> list[int]:
+    """Decisions as they go over the wire: how many there are, then each, with how many ids it has."""
+    flat = [len(decisions)]
+    for number, most, ids in decisions:
+        flat += [number, most, len(ids), *ids]
+    return flat
 
-    def flat(self) -> list[int]:
-        """As integers alone, for the wire."""
-        turns = [value for number, most, ids in self.turns for value in (number, most, len(ids), *ids)]
-        return [len(self.decided), *self.decided, *turns]
 
-    @classmethod
-    def of(cls, flat: list[int]) -> "Decisions":
-        """Undo `flat`."""
-        first, turns = 1 + flat[0], []
-        decided, at = flat[1:first], first
-        while at < len(flat):
-            number, most, length = flat[at : at + 3]
-            turns.append((number, most, flat[at + 3 : at + 3 + length]))
-            at += 3 + length
-        return cls(decided, turns)
+def from_integers(flat: Iterable[int]) -> list[Decision]:
+    """Undo `as_integers`."""
+    values, decisions = iter(flat), []
+    for _ in range(next(values)):
+        number, most, length = islice(values, 3)
+        decisions.append((number, most, list(islice(values, length))))
+    return decisions
 
 
 @dataclass(eq=False)
@@ -70,6 +66,8 @@ class Episode:
     version: int
     environment: str = ""
     """Which of `environment.classes` it has; empty if there is one."""
+    number: int = 0
+    """Its place among those that are played together."""
     ids: list[int] = field(default_factory=list)
     """The prompt's and what followed; only appended to."""
     pieces: list[Piece] = field(default_factory=list)
@@ -84,13 +82,23 @@ class Episode:
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
-    is_over: bool = False
     began: float = field(default_factory=time.monotonic)
-    asked_at: float = 0.0
+    asked_at: float | None = None
+    """When its environment was asked for what has not come yet."""
     waited: float = 0.0
     """Seconds that its environment took."""
-    next_turn: tuple[int, int, list[int]] | None = None
-    """Ready to begin, see `Decisions.turns`."""
+    decided: Decision | None = None
+    """What is known of its next turn and was not told yet."""
+
+    def write(self, ids: list[int]) -> None:
+        """Append what was not sampled."""
+        self.ids += ids
+        mask_T = torch.zeros(len(ids), dtype=torch.bool)
+        self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version))
+
+    def end(self, ended_by: str) -> None:
+        """No further turn begins."""
+        self.ended_by, self.decided = ended_by, (self.number, 0, [])
 
     def note(self) -> dict[str, Any]:
         """What the driver learns of it besides the tokens; JSON."""
@@ -98,20 +106,16 @@ class Episode:
         return {name: getattr(self, name) for name in names} | {"counts": dict(self.counts)}
 
 
+@dataclass(eq=False)
 class Player:
     """Plays episodes on the head of a replica: asks environments and makes token ids of what they answer."""
 
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        host: EnvironmentHost,
-        turns: Mapping[str, Turns],
-        tokenizer: PreTrainedTokenizerBase,
-        max_prompt_tokens: int,
-    ):
-        """turns: by the names of environments, see `Episode.environment`."""
-        self.config, self.host, self.turns = config, host, turns
-        self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
+    config: EnvironmentConfig
+    host: EnvironmentHost
+    turns: Mapping[str, Turns]
+    """By the names of environments, see `Episode.environment`."""
+    tokenizer: PreTrainedTokenizerBase
+    max_prompt_tokens: int
 
     def begin(self, episodes: list[Episode], max_tokens: int, turns_earn: bool = False) -> None:
         """Reset the environments.
@@ -120,11 +124,12 @@ class Player:
         """
         self.episodes, self.max_tokens, self.turns_earn = episodes, max_tokens, turns_earn
         for number, episode in enumerate(episodes):
+            episode.number = number
             if self.config.all_classes:
                 arguments = [episode.prompt.columns, episode.seed, episode.rollout, episode.environment]
-                self._ask(number, "reset", arguments, self.config.reset_seconds)
+                self._ask(episode, "reset", arguments, self.config.reset_seconds)
             else:
-                self._open(number, None)
+                self._open(episode, None)
 
     def ended(self, number: int, ids: list[int], logprobs: list[float], reason: str) -> None:
         """Take in a turn that the engine has ended. A turn that ran out of tokens ends the episode."""
@@ -136,96 +141,84 @@ class Player:
         text = self.tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False)
         episode.turns.append({"text": text, "tokens": len(ids), "answers": []})
         if is_whole:
-            self._ask(number, "turn", [text, self.turns_earn], self.config.call_seconds)
+            self._ask(episode, "turn", [text, self.turns_earn], self.config.call_seconds)
         else:
-            self._end(number, "tokens")
+            self._end(episode, "tokens")
 
-    def collect(self, due: list[int], wait: Literal["all", "one", "none"]) -> Decisions:
-        """What is decided about the rollouts that are `due`; waits until that is something about all or one of them."""
+    def collect(self, due: list[int], least: int) -> list[Decision]:
+        """What is decided about the rollouts that are `due`; waits until that is something about so many of them."""
         self._take_in(0.0)
-        while True:
-            decided = [n for n in due if self.episodes[n].next_turn or self.episodes[n].ended_by]
-            enough = len(decided) == len(due) if wait == "all" else decided or wait == "none"
-            if enough:
-                break
+        while len(decided := [self.episodes[number] for number in due if self.episodes[number].decided]) < least:
             self._take_in(POLL_SECONDS)
-        turns = [self.episodes[n].next_turn for n in decided if self.episodes[n].next_turn]
-        for number in decided:
-            self.episodes[number].next_turn = None
-        return Decisions(decided, turns)
+        decisions = [episode.decided for episode in decided]
+        for episode in decided:
+            episode.decided = None
+        return decisions
 
     def finish(self) -> list[Episode]:
         """Wait until each environment has told its reward."""
-        while not all(episode.is_over for episode in self.episodes):
+        while any(episode.asked_at is not None for episode in self.episodes):
             self._take_in(POLL_SECONDS)
         return self.episodes
 
-    def _ask(self, number: int, do: str, arguments: list[Any], seconds: float) -> None:
-        self.episodes[number].asked_at = time.monotonic()
-        self.host.ask(number, do, arguments, seconds)
+    def _ask(self, episode: Episode, do: str, arguments: list[Any], seconds: float) -> None:
+        episode.asked_at = time.monotonic()
+        self.host.ask(episode.number, do, arguments, seconds)
 
     def _take_in(self, seconds: float) -> None:
         for reply in self.host.poll(seconds):
-            number = reply["episode"]
-            episode = self.episodes[number]
+            episode = self.episodes[reply["episode"]]
             episode.waited += time.monotonic() - episode.asked_at
+            episode.asked_at = None
             if "failed" in reply:
-                self._failed(number, reply["failed"], reply["kind"])
+                self._failed(episode, reply["failed"], reply["kind"])
             elif "text" in reply:
-                self._open(number, reply["text"])
+                self._open(episode, reply["text"])
             elif "answers" in reply:
-                self._answer(number, reply)
+                self._answer(episode, reply)
             else:
-                episode.reward, episode.info, episode.is_over = reply["reward"], reply["info"], True
+                episode.reward, episode.info = reply["reward"], reply["info"]
 
-    def _open(self, number: int, text: str | None) -> None:
-        """Begin the first turn."""
-        episode = self.episodes[number]
-        episode.opening, episode.ids = text, list(episode.prompt.ids)
-        if text is not None:
+    def _open(self, episode: Episode, text: str | None) -> None:
+        """Begin the first turn. text: of `reset`, which stands at the end of the prompt."""
+        if text is None:
+            episode.ids = list(episode.prompt.ids)
+        else:
             *earlier, last = as_messages(episode.prompt.content)
             episode.opening = last["content"] + text
-            episode.ids = self.turns[episode.environment].opening([*earlier, last | {"content": episode.opening}])
-            episode.pieces.append(_written(episode.ids, episode.version))
-        episode.num_prompt_tokens = len(episode.ids)
-        if len(episode.ids) > self.max_prompt_tokens:
-            self._failed(
-                number,
-                f"reset: the prompt has {len(episode.ids)} tokens, more than data.max_prompt_tokens="
-                f"{self.max_prompt_tokens}",
-                "lost",
-            )
-            return
-        self._next_turn(number, [])
+            messages = [*earlier, last | {"content": episode.opening}]
+            episode.write(self.turns[episode.environment].opening(messages))
+        episode.num_prompt_tokens = number = len(episode.ids)
+        if number > self.max_prompt_tokens:
+            why = f"reset: the prompt has {number} tokens, more than data.max_prompt_tokens={self.max_prompt_tokens}"
+            self._failed(episode, why, "lost")
+        else:
+            self._next_turn(episode, episode.ids)
 
-    def _answer(self, number: int, reply: dict[str, Any]) -> None:
+    def _answer(self, episode: Episode, reply: dict[str, Any]) -> None:
         """Take in what the environment said to a turn; the next one begins, or the episode ends."""
-        config, episode = self.config, self.episodes[number]
+        config, turn = self.config, episode.turns[-1]
         episode.counts.update(reply["counts"])
-        turn = episode.turns[-1]
         turn["answers"] = [self._cut(answer, episode.counts) for answer in reply["answers"]]
         if "earned" in reply:
             turn["earned"] = reply["earned"]
         if reply["ended"]:
-            self._end(number, "done")
+            self._end(episode, "done")
         elif len(episode.turns) == config.max_turns:
-            self._end(number, "turns")
+            self._end(episode, "turns")
         elif config.rollout_seconds and time.monotonic() - episode.began > config.rollout_seconds:
-            self._end(number, "seconds")
+            self._end(episode, "seconds")
         else:
             suffix = self.turns[episode.environment].ids(turn["answers"], episode.ids[-1], reply["role"])
             if len(episode.ids) + len(suffix) - episode.num_prompt_tokens >= self.max_tokens:
-                self._end(number, "tokens")
+                self._end(episode, "tokens")
             else:
-                episode.pieces.append(_written(suffix, episode.version))
-                episode.ids += suffix
-                self._next_turn(number, suffix)
+                episode.write(suffix)
+                self._next_turn(episode, suffix)
 
-    def _next_turn(self, number: int, suffix: list[int]) -> None:
-        episode = self.episodes[number]
+    def _next_turn(self, episode: Episode, further: list[int]) -> None:
         room = self.max_tokens - (len(episode.ids) - episode.num_prompt_tokens)
-        most = min(room, self.config.max_turn_tokens or room)
-        episode.next_turn = number, most, list(suffix or episode.ids)
+        episode.decided = episode.number, min(room, self.config.max_turn_tokens or room), list(further)
 
     def _cut(self, answer: str, counts: Counter) -> str:
         """An answer of at most `max_answer_tokens` tokens: what is cut out of its middle is said."""
@@ -237,30 +230,18 @@ class Player:
         first, last = self.tokenizer.decode(ids[: most // 2]), self.tokenizer.decode(ids[len(ids) - most // 2 :])
         return f"{first}\n[.. {len(ids) - 2 * (most // 2)} tokens left out ..]\n{last}"
 
-    def _end(self, number: int, ended_by: str) -> None:
-        episode = self.episodes[number]
-        episode.ended_by = ended_by
+    def _end(self, episode: Episode, ended_by: str) -> None:
+        episode.end(ended_by)
         if self.config.all_classes:
-            self._ask(number, "finish", [], FINISH_SECONDS)
-        else:
-            episode.is_over = True
+            self._ask(episode, "finish", [], FINISH_SECONDS)
 
-    def _failed(self, number: int, reason: str, kind: str) -> None:
+    def _failed(self, episode: Episode, reason: str, kind: str) -> None:
         """A hung environment is scored, because the policy has most likely caused it; a lost one has no reward."""
-        episode, config = self.episodes[number], self.config
-        hung = kind == "hung" and config.hung_reward is not None
-        episode.reward = config.hung_reward if hung else None
-        if not hung:
-            where = f"{socket.gethostname()}, seed {episode.seed}, row {episode.prompt.row}"
-            episode.failure = f"{reason} ({where})"
-        if not episode.ended_by or not hung:
-            episode.ended_by = kind
-        episode.is_over, episode.next_turn = True, None
-        self.host.drop(number)
-
-
-def _written(ids: list[int], version: int) -> Piece:
-    return Piece(torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids), dtype=torch.bool), version=version)
+        episode.reward = self.config.hung_reward if kind == "hung" else None
+        if is_lost := episode.reward is None:
+            episode.failure = f"{reason} ({socket.gethostname()}, seed {episode.seed}, row {episode.prompt.row})"
+        episode.end(kind if is_lost else episode.ended_by or kind)
+        self.host.drop(episode.number)
 
 
 def play(
@@ -269,7 +250,7 @@ def play(
     num_rollouts: int,
     add: Callable[[int, list[int], int, int], None],
     player: Player | None,
-    tell: Callable[[Decisions | None], Decisions],
+    tell: Callable[[list[Decision] | None], list[Decision]],
 ) -> None:
     """Play rollouts 0 to `num_rollouts` - 1 until none of them samples any more. Every rank of the replica calls it.
 
@@ -287,15 +268,14 @@ def play(
         if idle:
             step = max(step, min(due.values()))
         if now := sorted(number for number, at in due.items() if at <= step):
-            wait = "all" if delay else "one" if idle else "none"
-            decisions = tell(player.collect(now, wait) if player else None)
-            for number in decisions.decided:
+            least = len(now) if delay else int(idle)
+            for number, max_tokens, further in tell(player.collect(now, least) if player else None):
                 del due[number]
-            for number, max_tokens, further in decisions.turns:
                 if not ids[number]:
                     num_prompt_tokens[number] = len(further)
                 ids[number] += further
-                add(number, list(ids[number]), len(ids[number]) - num_prompt_tokens[number], max_tokens)
+                if max_tokens:
+                    add(number, list(ids[number]), len(ids[number]) - num_prompt_tokens[number], max_tokens)
         if loop.num_running:
             step = 1.0 if math.isinf(step) else step + 1  # with rounds, each begins anew
             for stretch in sorted(loop.step(), key=lambda stretch: stretch.request):

@@ -60,11 +60,11 @@ def serving_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> 
         return ""
     own = tokenizer.get_chat_template(data.chat_template_kwargs.get("chat_template"))
     # markers of what is to be learned count characters of the whole, and mean nothing in a part
-    own = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", own)
-    own = re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", own)
-    thought = _thought(render(tokenizer, data, prompt_messages(data, "?"), opening=True)[0])
-    written = [text.split(BEGIN)[:-1] for text in _chats(tokenizer, data, BEGIN)]
-    others = sorted({_thought(before) for parts in written for before in parts} - {""}, key=len, reverse=True)
+    for word, other in (("generation", "if true"), ("endgeneration", "endif")):
+        own = re.sub(rf"(\{{%[-+]?\s*){word}(\s*[-+]?%\}})", rf"\1{other}\2", own)
+    thought = OPENED_THOUGHT.search(render(tokenizer, data, prompt_messages(data, "?"), opening=True)[0])[0]
+    written = [before for text in _chats(tokenizer, data, BEGIN) for before in text.split(BEGIN)[:-1]]
+    others = sorted({OPENED_THOUGHT.search(before)[0] for before in written} - {""}, key=len, reverse=True)
     fields = {"THOUGHT": repr(thought), "OTHERS": repr(others), "BEGIN": BEGIN, "END": END, "OWN": own}
     template = re.sub("|".join(fields), lambda found: fields[found.group()], TEMPLATE)
     kwargs = dict(data.chat_template_kwargs) | {"chat_template": template}
@@ -88,9 +88,3 @@ def _chats(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, turn: str) ->
         with contextlib.suppress(Refused):
             found.append(render(tokenizer, data, chat, opening=False)[0])
     return found
-
-
-def _thought(text: str) -> str:
-    """The opened thought at the end of a text, empty if there is none."""
-    found = OPENED_THOUGHT.search(text)
-    return found.group() if found else ""

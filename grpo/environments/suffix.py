@@ -1,9 +1,8 @@
 """What stands between two turns of the model, as token ids: the chat template writes it once, around marks.
 
-A conversation with a mark in place of the model's text, and another in place of an answer, shows what the template
-writes behind a turn: its end, the answer, the opening of the next turn. Ids only grow by it, `ids + sampled + suffix`:
-nothing that was sampled is decoded and encoded again, and no part of an answer becomes a special token. Whether a
-template can carry that, six rules say, before the run.
+A mark in place of the model's text, and another in place of an answer, show what the template writes behind a turn: its
+end, the answer, the opening of the next turn. Ids only grow by it, `ids + sampled + suffix`: nothing sampled is decoded
+and encoded again, and no part of an answer becomes a special token. Six rules say whether a template can carry that.
 
 Left out: templates that need a call as data, with an id or a tool's name, beside the model's text.
 """
@@ -11,7 +10,7 @@ Left out: templates that need a call as data, with an id or a tool's name, besid
 import os.path
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
 from grpo.data.chat import Refused, prompt_messages, render, template_name
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 QUESTION, TEXT, EARLIER, ANSWER, OTHER = "MARKquestion", "MARKtext", "MARKearlier", "MARKanswer", "MARKother"
 # What a template that trims, quotes or escapes answers changes.
 ODD = ' "a"\\b\n<c>&é{d} \n'
-# A thought that a template writes itself, at the end of an opening: empty, or to be filled in.
-OPENED_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
+# The thought that a template writes itself, at the end of an opening: empty, or to be filled in, or none.
+OPENED_THOUGHT = re.compile(r"(?:<think>\s*(?:</think>\s*)?)?\Z")
 # Characters shown of a text in a refusal, before and behind the place from which on it is another one.
 SHOWN_BEFORE, SHOWN_BEHIND = 20, 40
 
@@ -56,7 +55,11 @@ class Turns:
             try:
                 self.frames[role] = self._frame(role)
             except Refused as error:
-                self._refuse(role, str(error))
+                hint = "--environment.reply-as user, or with " if role == "tool" else ""
+                raise ValueError(
+                    f"{template_name(tokenizer, data)} cannot carry several turns with answers of role {role}: {error}"
+                    f"; try it with {hint}another template (--data.prompt-template FILE.jinja)"
+                ) from error
         scaffolds = [self._write(self.start), *(text for frame in self.frames.values() for text in frame)]
         self.special_ids = self._special_ids("".join(scaffolds))
         self.rewrites = {role: ODD not in self._behind(role, [ODD]) for role in self.frames}
@@ -99,82 +102,52 @@ class Turns:
             ids += self._plain_ids(answer)
         return ids + self._encode(behind)
 
-    # ---- Rules
-
     def _frame(self, role: str) -> tuple[str, str, str]:
-        """The texts before, between and behind answers. Raises ValueError if a rule does not hold."""
-        suffix = self._behind(role, [ANSWER])
+        """The texts before, between and behind answers. Raises Refused if a rule does not hold."""
+        suffix, between = self._behind(role, [ANSWER]), ""
         before, answer, behind = suffix.partition(ANSWER)
-        if not answer:
-            self._refuse(role, "an answer is not written", ANSWER, suffix)
-        between = ""
+        _must(answer == ANSWER, "an answer is not written", ANSWER, suffix)
         if role != "user":
             between = self._behind(role, [ANSWER, OTHER]).removeprefix(before + ANSWER).partition(OTHER)[0]
-            self._same(
-                role,
-                "a row of three answers",
-                between.join([before + ANSWER, OTHER, ANSWER + behind]),
-                self._behind(role, [ANSWER, OTHER, ANSWER]),
-            )
-        another = [*self.start, {"role": "assistant", "content": EARLIER}, {"role": "user", "content": EARLIER}]
-        for name, history in (("in the second round", self._history(role, EARLIER)), ("in a longer chat", another)):
-            self._same(role, f"what follows a turn {name}", suffix, self._behind(role, [ANSWER], history))
+            three = before + between.join([ANSWER, OTHER, ANSWER]) + behind
+            found = self._behind(role, [ANSWER, OTHER, ANSWER])
+            _must(found == three, "a row of three answers is written otherwise", three, found)
+        for name, other in (("in the second round", role), ("in a longer chat", "user")):
+            found = self._behind(role, [ANSWER], self._chat(self.start, EARLIER, other, [ANSWER]))
+            _must(found == suffix, f"what follows a turn {name} is written otherwise", suffix, found)
         first = self._encode(before)[:1]
-        if not self.stop_token_ids.issuperset(first) or not first:
-            name = f"{self.tokenizer.convert_ids_to_tokens(first)[0]!r} ({first[0]})" if first else "nothing"
-            self._refuse(
-                role,
-                f"what follows a turn begins with {name}, at which the model does not stop (generator.stop_token_ids)",
-            )
+        name = f"{self.tokenizer.convert_ids_to_tokens(first)[0]!r} ({first[0]})" if first else "nothing"
+        what = f"what follows a turn begins with {name}, at which the model does not stop (generator.stop_token_ids)"
+        _must(self.stop_token_ids.issuperset(first or [None]), what)
         opened, closed = self._write(self.start), self._write(self.start, opening=False)
         closed = os.path.commonprefix([closed, opened])  # some write a token at the end of closed chats
         opening = opened.removeprefix(closed) or opened.partition(QUESTION)[2]  # the end of a question opens, in some
-        if not behind.endswith(opening):
-            self._refuse(role, "a turn is not opened as the first one is", opening, behind)
-        whole = self._write(self._history(role, TEXT))
-        self._same(role, "the prompt, once a turn follows,", closed, whole[: len(closed)])
-        asked = OPENED_THOUGHT.sub("", opened), OPENED_THOUGHT.sub("", whole.partition(TEXT)[0])
-        self._same(role, "what stands before a turn", *asked)
+        _must(behind.endswith(opening), "a turn is not opened as the first one is", opening, behind)
+        whole = self._write(self._chat(self.start, TEXT, role, [ANSWER]))
+        start = whole[: len(closed)]
+        _must(start == closed, "the prompt, once a turn follows, is written otherwise", closed, start)
+        asked, found = OPENED_THOUGHT.sub("", opened), OPENED_THOUGHT.sub("", whole.partition(TEXT)[0])
+        _must(found == asked, "what stands before a turn is written otherwise", asked, found)
         return before, between, behind
 
-    def _same(self, role: str, what: str, expected: str, found: str) -> None:
-        if found != expected:
-            self._refuse(role, f"{what} is written otherwise", expected, found)
+    def _chat(self, history: list[Message], text: str, role: str, answers: list[str]) -> list[Message]:
+        answered = [{"role": role, "content": answer} for answer in answers]
+        return [*history, {"role": "assistant", "content": text}, *answered]
 
-    def _refuse(self, role: str, what: str, expected: str = "", found: str = "") -> NoReturn:
-        """Show where two texts part."""
-        shown = ""
-        if expected or found:
-            at = max(0, len(os.path.commonprefix([expected, found])) - SHOWN_BEFORE)
-            texts = [text[at : at + SHOWN_BEFORE + SHOWN_BEHIND] for text in (expected, found)]
-            shown = f": {texts[0]!r} is expected, {texts[1]!r} is there"
-        reply_as = "--environment.reply-as user, or with " if role == "tool" else ""
-        raise ValueError(
-            f"{template_name(self.tokenizer, self.data)} cannot carry several turns with answers of role {role}: {what}"
-            f"{shown}; try it with {reply_as}another template (--data.prompt-template FILE.jinja)"
-        )
-
-    # ---- What the template writes
-
-    def _history(self, role: str, text: str) -> list[dict[str, str]]:
-        return [*self.start, {"role": "assistant", "content": text}, {"role": role, "content": ANSWER}]
-
-    def _write(self, messages: list[dict[str, str]], opening: bool = True) -> str:
+    def _write(self, messages: list[Message], opening: bool = True) -> str:
         return render(self.tokenizer, self.data, messages, opening, self.schemas or None)[0]
 
-    def _behind(self, role: str, answers: list[str], history: list[dict[str, str]] | None = None) -> str:
+    def _behind(self, role: str, answers: list[str], history: list[Message] | None = None) -> str:
         """What stands behind a turn of the model that is answered so."""
-        turn = [{"role": "assistant", "content": TEXT}, *({"role": role, "content": answer} for answer in answers)]
-        return self._write([*(history or self.start), *turn]).partition(TEXT)[2]
+        return self._write(self._chat(history or self.start, TEXT, role, answers)).partition(TEXT)[2]
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _special_ids(self, scaffold: str) -> set[int]:
         """Special tokens, and other added ones with which the template sets answers apart; not the unknown one."""
-        added = {token for token, entry in self.tokenizer.added_tokens_decoder.items() if entry.special}
-        added |= self.tokenizer.added_tokens_decoder.keys() & {*self._encode(scaffold)}
-        own = self.tokenizer
+        own, written = self.tokenizer, {*self._encode(scaffold)}
+        added = {token for token, entry in own.added_tokens_decoder.items() if entry.special or token in written}
         unknown = {own.unk_token_id} - {own.eos_token_id, own.bos_token_id, own.pad_token_id}
         return (added | {*own.all_special_ids}) - unknown
 
@@ -186,6 +159,17 @@ class Turns:
             return [token for token in ids if token not in self.special_ids]
         half = len(text) // 2
         return self._plain_ids(text[:half]) + self._plain_ids(text[half:])
+
+
+def _must(holds: bool, what: str, expected: str = "", found: str = "") -> None:
+    """Raise Refused for a rule that does not hold, and show where two texts part."""
+    if holds:
+        return
+    if expected or found:
+        at = max(0, len(os.path.commonprefix([expected, found])) - SHOWN_BEFORE)
+        texts = [text[at : at + SHOWN_BEFORE + SHOWN_BEHIND] for text in (expected, found)]
+        what += f": {texts[0]!r} is expected, {texts[1]!r} is there"
+    raise Refused(what)
 
 
 def _cut(written: str, before: str, behind: str, text: str) -> str:

@@ -18,7 +18,7 @@ _THINK_TAG = re.compile(r"<\s*(?P<close>/\s*)?think\b[^<>]*>", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<\s*(?P<close>/\s*)?answer\s*>", re.IGNORECASE)
 _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9]+(?:[.,/][0-9]+)*))|\\.|[{}]", re.DOTALL)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
-_LINE = re.compile(r"####\s*(.*)")
+_LINE = re.compile(r"(?s:.*)####\s*(.*)")  # the last one
 _BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 # Between two answers that are a choice: a joining sign, or "or" in the same sentence.
 _JOINED = re.compile(r"[\s,;$.*]*+(?:and|/)?[\s,;$.*]*+|[^.!?\n]*\bor\b[^.!?\n]*", re.IGNORECASE)
@@ -70,9 +70,8 @@ def extract_answer(text: str, answer_format: str) -> str | None:
         text = _last(text, tags)
     boxes = _boxes(text)
     if answer_format == "hashes":
-        start = text.rfind("####")
-        line = _LINE.match(text, start) if start >= 0 else None
-        answer = _last(text, [(start, line.end(), line[1])]) if line else ""
+        line = _LINE.match(text)
+        answer = _last(text, [(*line.span(1), line[1])]) if line else ""
     elif boxes and (tags or answer_format == "boxed"):
         several = bool(tags) and len({content.strip() for _, _, content in boxes}) > 1
         answer = "" if several or not _last(text, boxes) else _with_neighbours(text, boxes)
@@ -96,12 +95,11 @@ def without_thoughts(text: str) -> str:
     tags = list(_THINK_TAG.finditer(text)) if "<" in text else []
     if not tags:
         return text
-    closing = [number for number, tag in enumerate(tags) if tag["close"]]
-    shown, start = "", 0
-    if closing:
-        shown = "" if tags[0]["close"] else text[: tags[0].start()]
-        start, tags = tags[closing[-1]].end(), tags[closing[-1] + 1 :]
-    return shown + (text[start : tags[0].start()] if tags else text[start:])
+    closing = [tag for tag in tags if tag["close"]]
+    start = tags[0].start() if closing and not tags[0]["close"] else 0
+    end = closing[-1].end() if closing else 0
+    opened = next((tag.start() for tag in tags if tag.start() >= end), len(text))
+    return text[:start] + text[end:opened]
 
 
 def _tags(text: str) -> list[Span]:

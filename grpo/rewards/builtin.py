@@ -1,16 +1,16 @@
 """The built-in reward functions, text to float.
 
 A reward function is `f(completions: list[str], **columns: list) -> list[float | None]`: the texts, then each column of
-the data set as a list of the same length, and those that every call gets, `num_tokens` (EOS included) and `truncated`
-among them. None means "no reward for this completion". It is called with one completion at a time; one marked
-`@group_level` with all completions of one prompt.
+the data set as a list of the same length, and those that every call gets. None means "no reward for this completion".
+It is called with one completion at a time; one marked `@group_level` with all completions of one prompt.
 
-Its arguments with a default or behind a `*` are options: `reward.options` sets them, and what the run knows itself
-(loading.py lists it) is filled in. Each built-in function checks its options before it looks at a completion, and is
-called with none at the start of a run. None imports torch: worker processes must start fast.
+Its arguments with a default or behind a `*` are options: `reward.options` sets them, and what the run knows itself is
+filled in. Each built-in function checks its options before it looks at a completion, and is called with none at the
+start of a run. None imports torch: worker processes must start fast.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import secrets
@@ -45,11 +45,10 @@ def math_reward(
     partial_credit: float = 0.0,
     **columns: list,
 ) -> list[float | None]:
-    """1.0 where the completion's answer equals the reference in `answer`, else 0.0.
+    """1.0 where the completion's answer equals the reference in `answer`, else 0.0: the rule of configs/ANSWERS.md.
 
-    configs/ANSWERS.md has the rule and examples: where the answer stands in each `answer_format`, and when two are the
-    same. With answer_format="boxed" expressions are compared, which needs the process's main thread. A reference with
-    #### (GSM8K's solutions) counts from the last one on, one with a box is what stands in the last box.
+    With answer_format="boxed" expressions are compared, which needs the process's main thread. A reference with ####
+    (GSM8K's solutions) counts from the last one on, one with a box is what stands in the last box.
 
     Returns `partial_credit` (0 to 1) for a wrong answer in the right form, None where the reference is empty or None.
     """
@@ -57,23 +56,20 @@ def math_reward(
     latex = answer_format == "boxed"
     if latex:
         load_math_verify()  # at the start, not within the deadline of the first comparison
-    rewards = []
-    for text, reference in zip(completions, map(_reference_answer, answer), strict=True):
-        given = extract_answer(text, answer_format)
-        if reference is None:
-            rewards.append(None)
-        elif given is None:
-            rewards.append(0.0)
-        else:
-            rewards.append(1.0 if same_answer(given, reference, tolerance, latex) else partial_credit)
-    return rewards
 
+    def reward(text: str, reference: Any) -> float | None:
+        reference = "" if reference is None else str(reference).strip()
+        if "####" in reference:
+            reference = extract_answer(reference, "hashes")
+        elif box := last_box(reference):
+            reference = box
+        if not reference:
+            return None
+        if (given := extract_answer(text, answer_format)) is None:
+            return 0.0
+        return 1.0 if same_answer(given, reference, tolerance, latex) else partial_credit
 
-def _reference_answer(reference: Any) -> str | None:
-    text = "" if reference is None else str(reference).strip()
-    if "####" in text:
-        return extract_answer(text, "hashes")
-    return last_box(text) or text or None
+    return [reward(*pair) for pair in zip(completions, answer, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,7 +94,7 @@ def code_reward(
       - or a list of {"input": .., "output": ..}, or its JSON: the program runs once per pair and must read the one from
         stdin, print the other except for blanks at line ends and empty lines at the end, and exit with 0.
     `timeout_seconds` is wall clock for all tests of one completion together, and CPU time of each process;
-    `memory_gib` the address space of each. They keep within the run's `reward.timeout_seconds` and `reward.memory_gib`.
+    `memory_gib` the address space of each.
 
     Python tests run in the program's own process, so a program that walks the interpreter's frames for the success
     marker, or returns objects that equal everything, can win. Pairs are compared outside, and the program never sees
@@ -108,21 +104,19 @@ def code_reward(
     """
     if not 0 < timeout_seconds < call_timeout_seconds:
         raise ValueError(
-            f"timeout_seconds is {timeout_seconds}, but a call is ended, without a reward, after "
-            f"reward.timeout_seconds = {call_timeout_seconds}; set the first above 0 and below the second"
+            f"timeout_seconds is {timeout_seconds}; set it above 0 and below reward.timeout_seconds = "
+            f"{call_timeout_seconds}, after which a call is ended without a reward"
         )
     if not 0 < memory_gib <= worker_memory_gib:
         raise ValueError(
-            f"memory_gib is {memory_gib}, but must be above 0 and not exceed reward.memory_gib = {worker_memory_gib}, "
-            "which the process that starts the code has itself; lower the first or raise the second"
+            f"memory_gib is {memory_gib}; set it above 0 and to at most reward.memory_gib = {worker_memory_gib}, which "
+            "the process that starts the code has itself"
         )
     rewards = []
-    for text, test in zip(completions, tests, strict=True):
-        code, test = _last_program(text), _read_tests(test)
-        if not test:
-            rewards.append(None)
-        else:
-            rewards.append(1.0 if code is not None and _passes(code, test, timeout_seconds, memory_gib) else 0.0)
+    for text, test in zip(completions, map(_read_tests, tests), strict=True):
+        code = _last_program(text)
+        passes = bool(test and code) and _passes(code, test, Limits(timeout_seconds, memory_gib))
+        rewards.append(float(passes) if test else None)
     return rewards
 
 
@@ -155,11 +149,9 @@ def _read_tests(tests: Any) -> str | list[tuple[str, str]]:
     if isinstance(tests, list | tuple):
         if all(isinstance(test, str) for test in tests):
             return "\n".join(tests).strip()
-        if all(
-            isinstance(test, dict) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str)
-            for test in tests
-        ):
-            return [(test["input"], test["output"]) for test in tests]
+        pairs = [(test.get("input"), test.get("output")) for test in tests if isinstance(test, dict)]
+        if len(pairs) == len(tests) and all(isinstance(text, str) for pair in pairs for text in pair):
+            return pairs
     raise ValueError(
         f"cannot read tests of type {type(tests).__name__}: {str(tests)[:200]!r}; give Python source or a "
         'list (or its JSON) of {"input": text, "output": text}'
@@ -186,19 +178,18 @@ run()
 """
 
 
-def _passes(code: str, tests: str | list[tuple[str, str]], timeout_seconds: float, memory_gib: float) -> bool:
-    """Whether the program passes all tests. Seconds are for all of them together, GiB of address space per process."""
+def _passes(code: str, tests: str | list[tuple[str, str]], limits: Limits) -> bool:
+    """Whether the program passes all tests. The seconds are for all of them together."""
     if isinstance(tests, str):
         marker = secrets.token_hex(16)
-        job = json.dumps({"program": code, "tests": tests, "marker": marker})
-        outcome = run_python(_HARNESS, job, Limits(timeout_seconds, memory_gib))
+        outcome = run_python(_HARNESS, json.dumps({"program": code, "tests": tests, "marker": marker}), limits)
         return outcome.status == "ok" and marker in outcome.stdout
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + limits.timeout_seconds
     for given, expected in tests:
         seconds_left = deadline - time.monotonic()
         if seconds_left <= 0:
             return False
-        outcome = run_python(code, given, Limits(seconds_left, memory_gib))
+        outcome = run_python(code, given, dataclasses.replace(limits, timeout_seconds=seconds_left))
         if outcome.status != "ok" or _lines(outcome.stdout) != _lines(expected):
             return False
     return True
@@ -227,8 +218,8 @@ def overlong_penalty(
     """
     if not 0 <= tokens <= max_completion_tokens or max_completion_tokens == 0:
         raise ValueError(
-            f"tokens is {tokens}, but completions end at generator.max_completion_tokens = {max_completion_tokens}; "
-            "set at most that, or 0 for a quarter of it"
+            f"tokens is {tokens}; set at most generator.max_completion_tokens = {max_completion_tokens}, or 0 for a "
+            "quarter of it"
         )
     cache = tokens or max_completion_tokens / 4
     free = max_completion_tokens - cache

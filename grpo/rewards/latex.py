@@ -1,12 +1,11 @@
 """Whether two LaTeX expressions are equal, by math-verify, without letting a text run code or restate its question.
 
-sympy's numerical evaluation of a sum prints the names of symbols into Python source that it compiles, and LaTeX can
-make anything a name (`\\hat{..}`). So a completion of nothing but LaTeX could run Python wherever an expression is
-evaluated, also while parsing. Two things stand against that, for references too, because a data set may be poisoned:
-`load` takes the compiler away from sympy, and `is_plain` lets only numbers, short names and a list of commands be
-parsed, among them none for sums.
+sympy evaluates a sum by compiling Python source into which it prints the names of symbols, and LaTeX can make anything
+a name (`\\hat{..}`). So a completion could run Python wherever an expression is evaluated, also while parsing. Two
+things stand against that, for references too, because a data set may be poisoned: `load` takes the compiler away from
+sympy, and `is_plain` lets only numbers, short names and a list of commands be parsed, among them none for sums.
 
-The parser, the comparison and their time limits (SIGALRM, so the process's main thread) are the libraries'. sympy takes
+The parser, the comparison and their time limits (SIGALRM, so the process's main thread) are the libraries', which take
 a second to load: `load` imports them where an expression is first needed.
 """
 
@@ -18,8 +17,7 @@ from typing import Any
 # Longest LaTeX answer compared as an expression, and seconds for each parse and comparison.
 LATEX_CHARACTERS = 300
 LATEX_SECONDS = 2
-# Digits of the largest number that an expression may be worth on the way; Python's powers of integers cannot be
-# interrupted by an alarm.
+# Of the largest number on the way to an expression's value: no alarm interrupts Python's powers of integers.
 LATEX_DIGITS = 2000
 
 
@@ -61,8 +59,7 @@ def parse_expression(text: str) -> Any | None:
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from math_verify.grader import should_treat_as_complex
 
-    # The library's own clean-up first, so that the text checked here is the text parsed. Without its list of units,
-    # by which "5t" is 5.
+    # the library's own clean-up first: the text checked is the text parsed; without its units, by which "5t" is 5
     cleanup = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     text = normalize_latex(text, cleanup)
     if not text or not is_plain(text):
@@ -78,7 +75,7 @@ def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | Non
 
     try:
         return timeout(LATEX_SECONDS)(function)(*arguments, **options)
-    # The parser raises plain Exception for a syntax error, and sympy nearly any class for what it cannot handle.
+    # the parser raises plain Exception for a syntax error, and sympy nearly any class for what it cannot handle
     except (Exception, TimeoutException) as error:
         if isinstance(error, ValueError) and "main thread" in str(error):
             raise
@@ -194,29 +191,22 @@ def _work(expression: Any) -> set[str]:
     with sympy.evaluate(False):
         written = expression.xreplace({power: sympy.Symbol("ten") for power in powers if power.base == 10})
     sizes = [len(_COUNTED.findall(str(form))) for form in (written, written.doit())]
-    worked_out = [
-        power.exp == -1 or power.base.is_NumberSymbol or power.base == 10 for power in powers if power.is_number
-    ]
-    return kinds if all(worked_out) and sizes[1] >= sizes[0] else kinds | {"arithmetic"}
+    left = [p for p in powers if p.is_number and not (p.exp == -1 or p.base.is_NumberSymbol or p.base == 10)]
+    return kinds | {"arithmetic"} if left or sizes[1] < sizes[0] else kinds
 
 
 def _equal(given: Any, reference: Any, tolerance: float) -> bool:
     from math_verify.grader import sympy_expr_eq
-    from sympy import Eq, simplify
+    from sympy import Eq, Expr, simplify
 
     if isinstance(given, Eq) and isinstance(reference, Eq):
-        # The library compares solutions, and no solution equals no solution.
+        # the library compares solutions, and no solution equals no solution
         ratio = simplify((given.lhs - given.rhs) / (reference.lhs - reference.rhs))
         return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
-    # What math_verify.verify does with one expression a side, within a time limit of its own: six decimals, 15 digits.
-    same = sympy_expr_eq(reference, given, float_rounding=6, numeric_precision=15)
-    return same and _close(given, reference, tolerance)
-
-
-def _close(given: Any, reference: Any, tolerance: float) -> bool:
-    """False for two numbers that math-verify rounded to the same six decimals, but that differ by more."""
-    from sympy import Expr
-
+    # what math_verify.verify does with one expression a side: six decimals, 15 digits
+    if not sympy_expr_eq(reference, given, float_rounding=6, numeric_precision=15):
+        return False
+    # two numbers may have the same six decimals and differ by more than the tolerance
     if not all(isinstance(side, Expr) and side.is_number for side in (given, reference)):
         return True
     distance, size = abs((given - reference).evalf(30)), abs(reference.evalf(30))

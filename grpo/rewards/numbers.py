@@ -5,12 +5,13 @@ number. Values are fractions, because 10000000000000001 and ..02 are the same fl
 """
 
 import functools
+import operator
 import re
 import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-# Longer texts are no numbers. With the bound, no pattern below can cost more than a few microseconds.
+# Longer texts are no numbers, so that no pattern below costs more than a few microseconds.
 NUMBER_CHARACTERS = 200
 # Powers of ten beyond a float's are refused: 1e999999999 would fill the memory.
 LARGEST_EXPONENT = 308
@@ -33,11 +34,11 @@ class Number(NamedTuple):
     """A number as written: `unit` is what stands around it, known units by one name (`cm`, `$/h`), "" without one."""
 
     value: Fraction
-    unit: str = ""
-    has_known_unit: bool = True
+    unit: str
+    has_known_unit: bool
     """Whether the unit is none or in UNITS, so that it may be missing on the other side."""
-    is_rounded: bool = False  # ≈12
-    is_division: bool = False  # work left to do: a fraction that is whole (96/2), not in lowest terms, or of decimals
+    is_rounded: bool  # ≈12
+    is_division: bool  # work left to do: a fraction that is whole (96/2), not in lowest terms, or of decimals
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -61,10 +62,10 @@ _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("(", ")"
 
 @functools.lru_cache(maxsize=4096)  # the completions of a group have one reference, and often one answer
 def clean_text(text: str) -> str:
-    """The text as a reader sees it, on one line.
+    """The text as a reader sees it, on one line, full-width characters as ASCII, ½ as 1/2.
 
     Without LaTeX's marks of text, spacing and size, Markdown, the dollars or brackets of a formula, parentheses around
-    the whole, and a final period. Full-width characters are ASCII, ½ is 1/2, a fraction of digits `\\frac{1}{2}`.
+    the whole, and a final period.
     """
     text = " ".join(text.split())
     if not text.isascii():
@@ -134,7 +135,7 @@ def arithmetic(text: str) -> Fraction | None:
     left, right = map(_decimal, match.group(1, 3)) if match else (None, None)
     if left is None or right is None or (match[2] == "/" and not right):
         return None
-    return {"+": left + right, "-": left - right, "/": right and left / right}.get(match[2], left * right)
+    return {"+": operator.add, "-": operator.sub, "/": operator.truediv}.get(match[2], operator.mul)(left, right)
 
 
 def _with_slashes(text: str) -> str:
@@ -142,16 +143,12 @@ def _with_slashes(text: str) -> str:
 
 
 def _value(match: re.Match) -> Fraction | None:
-    if match["exponent"]:
-        factor, power = _decimal(match["factor"] or "1"), _decimal(f"1e{match['exponent']}")
-        return None if factor is None or power is None else factor * power
     if match["whole"]:
         part, parts = int(match["part"]), int(match["parts"])
         return int(match["whole"]) + Fraction(part, parts) if 0 < part < parts else None
-    if match["top"]:
-        top, bottom = _decimal(match["top"]), _decimal(match["bottom"])
-        return top / bottom if top is not None and bottom else None
-    return _decimal(match["decimal"])
+    digits = match["factor"] or match["top"] or match["decimal"] or "1"
+    value, power, bottom = map(_decimal, (digits, f"1e{match['exponent'] or 0}", match["bottom"] or "1"))
+    return None if value is None or power is None or not bottom else value * power / bottom
 
 
 def _decimal(digits: str) -> Fraction | None:

@@ -14,7 +14,7 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.rows import environment_of
 from grpo.environments.calls import style_of
 from grpo.environments.host import EnvironmentHost
-from grpo.environments.play import Decisions, Episode, Player, play
+from grpo.environments.play import Decision, Episode, Player, as_integers, from_integers, play
 from grpo.environments.suffix import Turns
 from grpo.environments.tools import Toolbox, load_toolboxes
 from grpo.roles import engine
@@ -78,10 +78,10 @@ class Episodes:
         play(self.config, loop, len(rollouts), add, self.player, self._tell)
         return self.player.finish() if self.player else []
 
-    def _tell(self, decisions: Decisions | None) -> Decisions:
+    def _tell(self, decisions: list[Decision] | None) -> list[Decision]:
         if len(self.roles.replicas[self.roles.replica]) == 1:
             return decisions
-        return Decisions.of(engine.tell_replica(decisions.flat() if decisions else None))
+        return from_integers(engine.tell_replica(None if decisions is None else as_integers(decisions)))
 
     def close(self) -> None:
         """End the environment processes."""

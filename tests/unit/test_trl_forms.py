@@ -42,9 +42,6 @@ FILE = '''
             Args:
                 place: Place of the digit, from 0.
                 digit: The digit.
-
-            Returns:
-                Whether it fits.
             """
             if self.done:
                 raise ValueError("The vault is open.")
@@ -56,9 +53,6 @@ FILE = '''
         async def listen(self) -> list:
             """
             Listen at the door.
-
-            Returns:
-                What there is to hear.
             """
             if self.client is None:
                 self.client = asyncio.get_running_loop().create_future()
@@ -69,9 +63,6 @@ FILE = '''
         def photograph(self) -> list:
             """
             Photograph the door.
-
-            Returns:
-                The picture.
             """
             return [{"type": "image", "image": object()}]
 
@@ -137,7 +128,7 @@ def test_the_prompt_is_the_one_that_trl_writes(folder):
         host = HostOf({"text": said})
         player = Player(EnvironmentConfig(name=NAME), host, {"": turns}, tokenizer, 10_000)
         player.begin([Episode(Prompt(0, [1], content=prompt), 0, 0, 0)], 10)
-        (turn,) = player.collect([0], "all").turns
+        (turn,) = player.collect([0], 1)
         assert turn[2] == expected and said in tokenizer.decode(expected)
 
 
@@ -208,21 +199,6 @@ def scores(reward: RewardConfig, *rollouts: Rollout) -> list[Rollout]:
     with contextlib.closing(RewardPool(reward, 16)) as pool:
         pool.submit(rollouts, len(rollouts))
         return pool.collect()
-
-
-@pytest.mark.parametrize(
-    ("member", "words"),
-    [
-        ("def reply(self, mail: int, text: str):", "Mine.reply is no tool here: .* with a text"),
-        ("def close(self, file: str):", "Mine.close is no tool here: .* with no arguments"),
-    ],
-)
-def test_a_tool_whose_name_means_something_here_is_refused(folder, member, words):
-    code = f"class Mine:\n    def reset(self, **kwargs):\n        pass\n    {member}\n        'Do it.'\n"
-    (folder / "mine.py").write_text(code)
-    with pytest.raises(ValueError, match=words) as refused:
-        load_toolboxes(EnvironmentConfig(name="mine.py:Mine"))
-    assert "\n" not in str(refused.value)
 
 
 def test_a_tool_called_done_ends_nothing(folder):

@@ -132,50 +132,37 @@ def test_a_turn_stays_as_it_was_sampled(
 @pytest.mark.parametrize("number", range(len(CARRIED)), ids=lambda number: "-".join(CARRIED[number][:2]))
 def test_an_opening_is_the_prompt_of_a_row(number: int):
     turns = case(number)
-    assert (
-        turns.opening("Where?")
-        == turns.tokenizer(
-            render(turns.tokenizer, turns.data, prompt_messages(turns.data, "Where?"), True, SCHEMAS)[0],
-            add_special_tokens=False,
-        )["input_ids"]
-    )
+    written, _ = render(turns.tokenizer, turns.data, prompt_messages(turns.data, "Where?"), True, SCHEMAS)
+    assert turns.opening("Where?") == turns.tokenizer(written, add_special_tokens=False)["input_ids"]
 
 
 QWEN2 = templates.QWEN2
 REFUSED = {
     "roles take turns": (templates.GEMMA, "tool", "user and assistant take turns; try .* --environment.reply-as user"),
-    "a call's id": (
-        templates.MISTRAL,
-        "tool",
-        "TemplateError: a call has an id; try it with --environment.reply-as user",
-    ),
+    "a call's id": (templates.MISTRAL, "tool", "a call has an id; try it with --environment.reply-as user"),
     "left out": (templates.PHI, "tool", r"answer is not written: 'MARKanswer' is expected, '<\|end\|>.n<\|assist"),
     "changed": (templates.COHERE, "tool", "answer is not written: 'MARKanswer' is expected, .*<results>MARKANSWER<"),
-    "tools move": (
-        templates.MISTRAL,
-        "user",
-        r"the prompt, once a turn follows,.*: '<bos>\[AV.* expected, '<bos>\[INST",
-    ),
+    "tools move": (templates.MISTRAL, "user", r"the prompt, .*: '<bos>\[AV.* expected, '<bos>\[INST"),
     "no opening": (templates.DEEPSEEK, "tool", r"is not opened as .*: '<\|Assistant\|>' is expected, '<\|/tool\|>' is"),
     "another second round": (
         QWEN2.replace("<tool_response>\n", "<tool_response>\n{{ 'Now ' if loop.index > 3 }}"),
         "tool",
-        "in the second round is written otherwise: .*nMARKanswer.* is expected, .*nNow MARKanswer",
+        "in the second round .*: .*nMARKanswer.* is expected, .*nNow MARKanswer",
     ),
     "two answers at most": (
         QWEN2.replace("{% if m.role == 'tool' %}", "{% if loop.index > 4 %}{% elif m.role == 'tool' %}"),
         "tool",
-        "a row of three answers is written otherwise: '.*MARKanswer.*' is expected, '.*assistant.n' is there",
+        "a row of three answers .*: '.*MARKanswer.*' is expected, '.*assistant.n' is there",
     ),
     "something before a turn": (
         QWEN2.replace("{{ m.content }}<|im_end|>", "{{ 'Final: ' if m.role == 'assistant' }}{{ m.content }}<|im_end|>"),
         "tool",
-        "what stands before a turn is written otherwise: '.*assistant.n' is expected, '.*assistant.nFinal: ' is",
+        "what stands before a turn .*: '.*assistant.n' is expected, '.*assistant.nFinal: ' is",
     ),
     "a line break before the end": (
         QWEN2.replace("{{ m.content }}<|im_end|>", "{{ m.content }}{{ '\n' }}<|im_end|>"),
         "tool",
-        r"what follows a turn begins with '.*' \(\d+\), at which the model does not stop \(generator.stop_token_ids\)",
+        r"begins with '.*' \(\d+\), at which the model does not stop \(generator.stop_token_ids\)",
     ),
 }
 
@@ -185,9 +172,7 @@ def test_templates_that_cannot_carry_turns(name: str):
     template, role, words = REFUSED[name]
     with pytest.raises(ValueError, match=words) as refused:
         turns_for(template, role)
-    assert "\n" not in str(refused.value) and "another template (--data.prompt-template FILE.jinja)" in str(
-        refused.value
-    )
+    assert "\n" not in str(refused.value) and "--data.prompt-template FILE.jinja" in str(refused.value)
 
 
 def test_stop_tokens_that_are_missing():
