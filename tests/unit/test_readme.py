@@ -89,7 +89,7 @@ def section(page: str, heading: str) -> str:
 
 
 def documented_metrics() -> set[str]:
-    return {row[0].strip("`") for row in table("Metric")}
+    return {name for row in table("Metric") for name in re.findall(r"`([^`]+)`", row[0])}
 
 
 def phases() -> set[str]:
