@@ -216,7 +216,7 @@ def anchors(path: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, "configs/RESULTS.md"])
+@pytest.mark.parametrize("page", [*PAGES, "configs/RESULTS.md", "configs/ENVIRONMENTS.md"])
 def test_every_link_resolves(page):
     path = ROOT / page
     links = [link for link in re.findall(r"\]\(([^)]+)\)", path.read_text()) if "://" not in link]
