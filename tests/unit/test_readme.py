@@ -17,7 +17,7 @@ from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.builtin import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
-OF_CONFIGS = ("README", "DATA", "METHODS", "SFT", "RUNNING", "COMING_FROM", "ANSWERS")
+OF_CONFIGS = ("README", "DATA", "METHODS", "ENVIRONMENTS", "SFT", "RUNNING", "COMING_FROM", "ANSWERS")
 PAGES = {
     name: (ROOT / name).read_text()
     for name in (
@@ -52,9 +52,11 @@ INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 
 # Files that a user writes, and those of another project.
 OTHER_FILES = {
+    "my.py",
     "my_score.py",
     "rewards.py",
     "score.py",
+    "tools.py",
     "path/file.py",
     "config-step-N.py",
     "configs/my_run.py",
@@ -216,7 +218,7 @@ def anchors(path: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, "configs/RESULTS.md", "configs/ENVIRONMENTS.md"])
+@pytest.mark.parametrize("page", [*PAGES, "configs/RESULTS.md"])
 def test_every_link_resolves(page):
     path = ROOT / page
     links = [link for link in re.findall(r"\]\(([^)]+)\)", path.read_text()) if "://" not in link]
