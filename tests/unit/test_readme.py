@@ -17,7 +17,7 @@ from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.builtin import BUILT_INS
 
 ROOT = pathlib.Path(__file__).parents[2]
-OF_CONFIGS = ("README", "DATA", "METHODS", "SFT", "RUNNING", "COMING_FROM", "ANSWERS")
+OF_CONFIGS = ("README", "DATA", "METHODS", "ENVIRONMENTS", "SFT", "RUNNING", "COMING_FROM", "ANSWERS")
 PAGES = {
     name: (ROOT / name).read_text()
     for name in (
@@ -52,9 +52,11 @@ INGREDIENTS = {"mismatch/weight", "mismatch/weight_squared"}
 
 # Files that a user writes, and those of another project.
 OTHER_FILES = {
+    "my.py",
     "my_score.py",
     "rewards.py",
     "score.py",
+    "tools.py",
     "path/file.py",
     "config-step-N.py",
     "configs/my_run.py",
@@ -89,7 +91,7 @@ def section(page: str, heading: str) -> str:
 
 
 def documented_metrics() -> set[str]:
-    return {row[0].strip("`") for row in table("Metric")}
+    return {name for row in table("Metric") for name in re.findall(r"`([^`]+)`", row[0])}
 
 
 def phases() -> set[str]:
