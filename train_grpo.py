@@ -18,7 +18,7 @@ prompts, has completions scored, decides and logs.
 
     line                        works                              who waits for it
     driver.plan                 rank 0: draws prompts              all
-    check_sync, if it is due    generators, then trainers          all
+    check_sync, if due          generators, then trainers          all
     sample                      generators, then rank 0            all
     send_batch                  rank 0                             references, trainers
     add_ref_logprobs            references; workers score          trainers
@@ -89,8 +89,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             break
         kl_coef = config.algorithm.kl_coef  # a schedule goes here, as a function of the step
         timer.enter("sync")
-        if plan.probe:  # every sync_check_interval steps: do trainers and generators hold the same weights?
-            check_sync(plan.probe, trainer, generator, config.largest_mismatch, roles)
+        check_sync(plan.probe, trainer, generator, config.largest_mismatch, roles)  # every sync_check_interval steps
 
         timer.enter("generate")
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins

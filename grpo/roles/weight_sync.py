@@ -60,10 +60,12 @@ def check_sync(
 ) -> None:
     """Complete `prompts` once each and compare the log-probs of generator and trainer; leaves nothing behind.
 
-    Collective over all ranks, while both hold the same version. Raises RuntimeError on the trainers if they differ by
-    more than `tolerance` (nats) on average. A difference that is not finite is the policy's own, since other tokens are
-    excluded, and no fault of the sync: the step's update will be skipped.
+    Without prompts no check is due. Collective over all ranks, while both hold the same version. Raises RuntimeError on
+    the trainers if they differ by more than `tolerance` (nats) on average. A difference that is not finite is the
+    policy's own, since other tokens are excluded, and no fault of the sync: the step's update will be skipped.
     """
+    if not prompts:
+        return
     completions = None
     if generator:
         completions = generator.generate(Requests(prompts), 1, max_tokens=PROBE_TOKENS)

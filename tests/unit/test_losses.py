@@ -85,18 +85,18 @@ def run(name, inputs, config=CONFIG, **options):
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
 def test_clipped_by_hand(name):
-    # advantage +1: 1.5 is cut at 1.28, 0.5 is not; advantage -1: 1.5 is not, 0.5 is cut at 0.8
-    loss, gradient, metrics = run(name, inputs_of([1.5, 0.5, 1.5, 0.5, 1.0], [1.0, 1.0, -1.0, -1.0, 2.0]))
-    assert loss == approx([-1.28, -0.5, 1.5, 0.8, -2.0])
+    # advantage above 0: 1.5 is cut at 1.28, 0.5 is not; below 0: 1.5 is not, 0.5 is cut at 0.8
+    ratios = [1.5, 0.5, 1.5, 0.5, 1.0, 0.5]
+    loss, gradient, metrics = run(name, inputs_of(ratios, [1.0, 1.0, -1.0, -1.0, 2.0, 0.5]))
+    assert loss == approx([-1.28, -0.5, 1.5, 0.8, -2.0, -0.25])
     # d(-ratio * A)/d logprob = -ratio * A; nothing where it is cut
-    assert gradient == approx([0.0, -0.5, 1.5, 0.0, -2.0])
-    assert metrics.pop("ratio_mean") == approx([1.5, 0.5, 1.5, 0.5, 1.0])
-    assert metrics.pop("ratio_max") == approx([1.5, 0.5, 1.5, 0.5, 1.0])
+    assert gradient == approx([0.0, -0.5, 1.5, 0.0, -2.0, -0.25])
+    assert metrics.pop("ratio_mean") == approx(ratios) and metrics.pop("ratio_max") == approx(ratios)
     assert metrics == {
-        "clip_low_frac": [False, False, False, True, False],
-        "clip_high_frac": [True, False, False, False, False],
-        "clip_frac": [True, False, False, True, False],
-        "active_frac": [False, True, True, False, True],
+        "clip_low_frac": [False, False, False, True, False, False],
+        "clip_high_frac": [True, False, False, False, False, False],
+        "clip_frac": [True, False, False, True, False, False],
+        "active_frac": [False, True, True, False, True, True],
     }
 
 
@@ -160,9 +160,9 @@ def test_gspo_token_form_has_the_gradient_of_the_sequence_ratio():
 
 
 def test_cispo_by_hand():
-    # weights held in [0.8, 5]: 10 -> 5, 0.5 -> 0.8, for either sign of A; logp = -1, so -w * A * logp = w * A
+    # weights held in [0.8, 5]: 10 and 5.5 -> 5, 0.5 -> 0.8, for either sign of A; logp = -1, so -w * A * logp = w * A
     config = AlgorithmConfig(clip_low=0.2, clip_high=4.0)
-    ratios = [10.0, 0.5, 10.0, 0.5, 3.0, 0.9, 10.0]
+    ratios = [5.5, 0.5, 10.0, 0.5, 3.0, 0.9, 10.0]
     inputs = inputs_of(ratios, [1.0, 1.0, -1.0, -1.0, 2.0, 1.0, 0.0])
     loss, gradient, metrics = run("cispo", inputs, config)
     assert loss == approx([5.0, 0.8, -5.0, -0.8, 6.0, 0.9, 0.0])
@@ -188,6 +188,16 @@ def test_sapo_by_hand():
     assert metrics["gate_mean"] == approx([1.0, 0.75, 0.75, 0.0])
     assert metrics["ratio_mean"] == approx([1.0, above, below, 1e4])
     assert metrics["active_frac"] == [True, True, True, False]
+
+
+def test_papers_own_options():
+    """Without options SAPO has the temperatures 1 and 1.05, and the dual clip the bound 3, as in their papers."""
+    inputs = inputs_of([4.0, 4.0], [1.0, -1.0])
+    for name, options in (
+        ("sapo", {"temperature_positive": 1.0, "temperature_negative": 1.05}),
+        ("dual_clip", {"bound": 3.0}),
+    ):
+        assert run(name, inputs) == run(name, inputs, **options)
 
 
 def test_reinforce_by_hand():
