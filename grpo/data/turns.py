@@ -68,8 +68,8 @@ def write_example(
     prompts only (`data.prompt_template` as text, say) is followed by the answer and EOS; the chat then has one
     question.
 
-    Raises Refused for a chat that the template does not take, or whose turns cannot be told apart because the template
-    writes them otherwise when more messages follow.
+    Raises Refused for a chat that the template does not take, whose tool calls it does not write, or whose turns cannot
+    be told apart because it writes them otherwise when more messages follow.
     """
     if not example.chat:
         return Written(example.text, [(0, len(example.text))], bos=True, eos=True)
@@ -83,6 +83,12 @@ def write_example(
         return render(tokenizer, data, messages[:num_messages], opening, example.tools)
 
     text, marked = write(len(messages))
+    calls = [call.get("function", call).get("name") for message in messages for call in message.get("tool_calls", ())]
+    if lost := [name for name in calls if str(name) not in text]:
+        raise Refused(
+            f"{template_name(tokenizer, data)} leaves out the call of {lost[0]!r}; give a template that writes "
+            "tool_calls as data.prompt_template FILE.jinja, or put calls into the content"
+        )
     bos, num_messages = data.is_text_template, len(messages)
     if messages[-1]["role"] != "assistant":
         return Written(text, [(0, len(text))] if train_on == "all" else [], bos, eos=False)

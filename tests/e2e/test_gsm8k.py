@@ -31,7 +31,7 @@ def unigram_entropy(run_dir: pathlib.Path) -> float:
     tokenizer = load_tokenizer(str(run_dir / "model"), config.data)
     stream = ChatStream(usable_chats(load_chat_sources(config), config, tokenizer), config)
     examples = stream.draw(config.num_steps * config.sequences_per_step)
-    labels = torch.cat([torch.tensor(ids)[torch.tensor(mask)] for ids, mask, _ in examples])
+    labels = torch.cat([torch.tensor(one.ids)[torch.tensor(one.mask)] for one in examples])
     shares = torch.bincount(labels).double() / len(labels)
     return -torch.special.xlogy(shares, shares).sum().item()
 

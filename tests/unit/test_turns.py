@@ -281,6 +281,8 @@ def test_tools_and_tool_calls():
         '<|im_start|>assistant\n[{"name": "add", "arguments": {"a": 2}}<|im_end|>]\n'
         "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n[four.<|im_end|>]\n"
     )
+    with pytest.raises(Refused, match="leaves out the call of 'add'"):
+        encoded(tokenizer_for(*FAMILIES["chatml"]), messages)
 
 
 def test_an_example_without_a_label():
