@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 ROOT = pathlib.Path(__file__).parents[2]
 NUM_PROCESSES = 2
 LIMIT = 60  # seconds of a core for one mutant's tests, which take 2 to 15
-SCRIPT_TESTS = ("test_objective", "test_losses", "test_updates")
+SCRIPT_TESTS = ("test_objective", "test_advantages", "test_losses", "test_updates")
 # file: unit tests that cover it, the fastest first
 TESTS = {
     "grpo/algorithm/advantages.py": ("test_advantages", "test_objective"),

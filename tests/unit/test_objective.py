@@ -35,6 +35,7 @@ def step(
     objective = grpo_objective(config, batch, algorithm.kl_coef, first)
     loss, metrics = objective(micro, logprobs_BT, torch.full((1, 4), entropy))
     loss.backward()
+    assert not any(values_BT.requires_grad for values_BT in metrics.values())
     return loss.item(), {name: x[0, :2].tolist() for name, x in metrics.items()}, logprobs_BT.grad[0, :2].tolist()
 
 
@@ -57,18 +58,33 @@ def test_corrections_weigh_the_gradient(correction, weights, active):
     assert metrics["mismatch/mean"] == pytest.approx([0, math.log(10)])
 
 
-def test_the_kl_and_the_entropy_join_the_loss():
-    # log ratio to the reference: log 2 and 0, k2: log(2)^2 / 2 and 0, its gradient log(2) and 0; each token weighs 1/2
-    log2 = math.log(2)
-    reference = torch.tensor([0.0, -1.0 - log2, -2.0])
-    kl = {"kl_coef": 0.1, "kl_estimator": "k2", "importance_correction": "none"}
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),  # at log ratio log 2; all are 0 at log ratio 0, and so is every slope but k1's
+    [
+        ("k1", math.log(2), 1),
+        ("k2", math.log(2) ** 2 / 2, math.log(2)),
+        ("k3", math.log(2) - 1 / 2, 1 / 2),  # exp(-x) - 1 + x, whose slope is 1 - exp(-x)
+        ("k3_k2_gradient", math.log(2) - 1 / 2, math.log(2)),
+    ],
+)
+def test_the_kl_joins_the_loss(estimator, value, slope):
+    # policy over reference is 2 for the first token and 1 for the second; each token weighs 1/2
+    reference = torch.tensor([0.0, -1.0 - math.log(2), -2.0])
+    kl = {"kl_coef": 0.1, "kl_estimator": estimator, "importance_correction": "none"}
     loss, metrics, gradient = step(AlgorithmConfig(**kl), ref_logprobs_N=reference)
-    assert metrics["kl"] == pytest.approx([log2**2 / 2, 0], abs=1e-6)
-    assert loss == pytest.approx(-1 + 0.1 * log2**2 / 4)
-    assert gradient == pytest.approx([(-1 + 0.1 * log2) / 2, -1 / 2])
+    assert metrics["kl"] == pytest.approx([value, 0], abs=1e-6)
+    assert loss == pytest.approx(-1 + 0.1 * value / 2)
+    assert gradient == pytest.approx([(-1 + 0.1 * slope) / 2, (-1 + 0.1 * (estimator == "k1")) / 2])
     # in the reward, it is measured here and nothing more
     loss, metrics, _ = step(AlgorithmConfig(**kl, kl_in="reward"), ref_logprobs_N=reference)
-    assert loss == -1 and metrics["kl"] == pytest.approx([log2**2 / 2, 0], abs=1e-6)
+    assert loss == -1 and metrics["kl"] == pytest.approx([value, 0], abs=1e-6)
+
+
+def test_a_token_that_the_reference_gives_no_chance_costs_a_bounded_kl():
+    # log ratio held at 20: exp(-20) - 1 + 20 = 19
+    algorithm = AlgorithmConfig(kl_coef=0.1, importance_correction="none")
+    loss, metrics, _ = step(algorithm, ref_logprobs_N=torch.tensor([0.0, -1.0, -1e4]))
+    assert metrics["kl"] == pytest.approx([0, 19]) and loss == pytest.approx(-1 + 0.1 * 19 / 2)
 
 
 def test_entropy_above_makes_the_loss_smaller():
@@ -103,6 +119,12 @@ def test_a_loss_of_ones_own_may_log_active_frac_as_numbers(tmp_path: pathlib.Pat
     )
     _, metrics, _ = step(AlgorithmConfig(loss=f"{tmp_path}/loss.py:f", importance_correction="mask_tokens"))
     assert metrics["loss/active_frac"] == [0.5, 0]
+
+
+def test_what_a_loss_says_of_other_positions_does_not_count(tmp_path: pathlib.Path):
+    (tmp_path / "loss.py").write_text("def f(x, config):\n    return 1 - x.logprobs_BT, {}\n")
+    loss, _, _ = step(AlgorithmConfig(loss=f"{tmp_path}/loss.py:f", importance_correction="none"))
+    assert loss == ((1 + 1) + (1 + 2)) / 2
 
 
 def test_a_later_update_does_not_take_training_for_a_mismatch():

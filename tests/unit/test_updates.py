@@ -70,11 +70,13 @@ def test_weight_decay_takes_its_share_of_each_weight(folder):
         torch.testing.assert_close(other, one - 0.01 * 0.5 * start, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("num_epochs", [1, 2])
 @pytest.mark.parametrize("old_logprobs", ["policy", "generator"])
-def test_all_updates_of_a_step_compare_with_one_policy(folder, old_logprobs, monkeypatch):
+def test_all_updates_of_a_step_compare_with_one_policy(folder, old_logprobs, num_epochs, monkeypatch):
     """With that at the start of the step, or with the generator: not with the one that the update before left."""
     trainer, batch, found = trainer_of(folder), step_batch(), []
-    start_N = trainer.logprobs(batch) if old_logprobs == "policy" else batch.generator_logprobs_N
+    policy_N = trainer.logprobs(batch)
+    start_N = policy_N if old_logprobs == "policy" else batch.generator_logprobs_N
     real = trainer.forward_backward
 
     def forward_backward(mini_batch, *arguments):
@@ -82,11 +84,14 @@ def test_all_updates_of_a_step_compare_with_one_policy(folder, old_logprobs, mon
         real(mini_batch, *arguments)
 
     monkeypatch.setattr(trainer, "forward_backward", forward_backward)
-    algorithm = dataclasses.replace(TWO_BY_TWO, old_logprobs=old_logprobs)
-    take_step(trainer, algorithm)
-    mask_N = batch.loss_mask_N
-    assert len(found) == 4 and all(len(old_N) == 8 for old_N in found)
-    for epoch in (found[:2], found[2:]):
+    algorithm = AlgorithmConfig(num_mini_batches=2, num_epochs=num_epochs, old_logprobs=old_logprobs)
+    metrics, mask_N = take_step(trainer, algorithm), batch.loss_mask_N
+    assert len(found) == 2 * num_epochs and all(len(old_N) == 8 for old_N in found)
+    for epoch in (found[:2], found[2:])[:num_epochs]:
         assert torch.equal(torch.cat(epoch)[mask_N], start_N[mask_N])
+    # the policy at the start is known in every update, or, if it is the generator's, in the first alone
+    apart_N = (policy_N - batch.generator_logprobs_N).abs().view(2, 8)
+    apart_N = apart_N if old_logprobs == "policy" else apart_N[:1]
+    assert metrics["mismatch/mean"] == pytest.approx(apart_N[mask_N.view(2, 8)[: len(apart_N)]].mean().item(), rel=1e-5)
     moved_N = (trainer.logprobs(batch) - start_N)[mask_N].abs()
     assert moved_N.min() > 1e-3  # the comparison means something
