@@ -10,7 +10,7 @@ completions,
 
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
 
-`algorithm.loss`, `.advantages` and `.aggregation` name others, built in (grpo/algorithm/) or `path/file.py:function`.
+`algorithm.loss`, `.advantages` and `.aggregation` name other formulas, built in (grpo/algorithm/) or `path/file.py:function`.
 
 Every rank runs this script and holds the objects of its roles (`trainer`, `reference`, `generator`), None for the
 others. A rank has one role, or several where roles share GPUs. Rank 0 is a trainer and the driver: it alone draws
@@ -83,7 +83,7 @@ def train(config: GRPOConfig, session: Session) -> None:
 
     for step in session.steps():
         source_weights = config.data.weights  # a curriculum goes here, as a function of the step
-        plan = driver.plan(step, source_weights)  # for all ranks; a filter on prompts: in there
+        plan = driver.plan(step, source_weights)  # the same on all ranks; a filter on prompts: in there
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, driver.state)
             break
@@ -93,7 +93,7 @@ def train(config: GRPOConfig, session: Session) -> None:
 
         timer.enter("generate")
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
-        ahead = launch(driver.request_ahead(), config.group_size, generator)  # for the next step
+        ahead = launch(driver.request_ahead(), config.group_size, generator)  # for the next step, with overlap_steps
         batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
 
         timer.enter("reference")  # meanwhile worker processes of the driver score
@@ -133,7 +133,7 @@ def sample(
 ) -> list[Rollout] | None:
     """Complete groups of `config.group_size` until the step is full. Returns the rollouts on the driver, else None."""
     requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
-    while requests:  # one pass; with sampling.dynamic, which waits for rewards, until enough groups have unequal ones
+    while requests:  # once; with sampling.dynamic until enough groups have rewards that differ
         completions = generator.generate(requests, config.group_size) if generator else None
         requests = driver.land(gather_completions(completions, roles))
     if generator:
@@ -165,7 +165,7 @@ def add_advantages(
     if algorithm.kl_in == "reward" and batch.ref_logprobs_N is not None:
         penalty_S = kl_coef * sequence_kl(batch, algorithm.kl_estimator)  # of the sampled tokens
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
-        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # if not, the trainer skips the update
+        rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # not finite: the trainer skips the update
 
     rewards_PG, has_PG = by_group(rewards_S, has_reward_S, config.group_size)
     if algorithm.advantages == "group_std":
@@ -175,8 +175,9 @@ def add_advantages(
         advantages_PG = named_advantages(algorithm.advantages)(rewards_PG, has_PG)
     advantages_S = advantages_PG.where(has_PG, 0).flatten().float()
 
-    advantages_N, trained_S = advantages_S[batch.owner_N], has_reward_S
-    if config.turns_earn:  # each turn of an episode is compared with the others' same turn
+    advantages_N = advantages_S[batch.owner_N]
+    trained_S = has_reward_S
+    if config.turns_earn:  # in place of the above, each turn of an episode is compared with the others' same turn
         advantages_N = return_to_go(batch, rewards_S, has_reward_S, config.group_size)
     if algorithm.distill_coef:  # on-policy distillation: the reference is a teacher, who judges every token
         teacher_N, trained_S = teacher_advantages(batch), torch.ones_like(has_reward_S)
@@ -204,28 +205,28 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
 
 
 def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
-    """Return the loss of one update as a function that is called per micro-batch; losses and gradients are summed.
+    """Return the loss of one update as a function that is called per micro-batch; all ranks' losses and gradients add up.
 
     Three versions of the policy meet in it, besides the frozen reference: as it is now (`logprobs`), when the step
     began (`old_logprobs`; the generator's if `algorithm.old_logprobs` says so), and the one that sampled
     (`generator_logprobs`).
     """
     algorithm = config.algorithm.resolved
-    # tokens and sequences that count in the whole mini-batch, so that micro-batches, packing and ranks change nothing
+    # loss tokens and their sequences in the whole mini-batch, so that micro-batches, packing and ranks change nothing
     totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)
 
     def objective(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tuple[torch.Tensor, dict]:
         x = LossInputs.of(micro, logprobs_BT, entropy_BT)  # log-probs and advantages are 0 where the mask is False
         loss_BT, metrics = policy_loss(x, algorithm)
-        loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # by the policy at the start / generator
-        if first_update or algorithm.old_logprobs == "policy":  # policy at the start against generator; else unknown
+        loss_BT, metrics = correct_importance(loss_BT, metrics, x, algorithm)  # x policy at the start / generator
+        if first_update or algorithm.old_logprobs == "policy":  # the policy at the start of the step is known
             metrics |= mismatch(x, algorithm)
         if x.ref_logprobs_BT is not None:
             gap_BT = clamped(x.ref_logprobs_BT - x.logprobs_BT)
             kl_BT = gap_BT.expm1() - gap_BT if algorithm.kl_estimator == "k3" else kl(-gap_BT, algorithm.kl_estimator)
             metrics["kl"] = kl_BT.detach()
             if algorithm.kl_in == "loss":
-                loss_BT = loss_BT + kl_coef * kl_BT  # the correction does not weigh it
+                loss_BT = loss_BT + kl_coef * kl_BT  # which correct_importance does not weigh
         if algorithm.entropy_coef:
             loss_BT = loss_BT - algorithm.entropy_coef * x.entropy_BT
         loss_BT = loss_BT.where(x.loss_mask_BT, 0)
