@@ -10,7 +10,7 @@ completions,
 
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + beta * KL(policy || reference)
 
-`algorithm.loss`, `.advantages` and `.aggregation` name other formulas, built in (grpo/algorithm/) or `path/file.py:function`.
+`algorithm.loss`, `.advantages` and `.aggregation` name others: built in (grpo/algorithm/), or `path/file.py:function`.
 
 Every rank runs this script and holds the objects of its roles (`trainer`, `reference`, `generator`), None for the
 others. A rank has one role, or several where roles share GPUs. Rank 0 is a trainer and the driver: it alone draws
@@ -205,7 +205,7 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
 
 
 def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
-    """Return the loss of one update as a function that is called per micro-batch; all ranks' losses and gradients add up.
+    """Return the loss of one update as a function of a micro-batch; values and gradients add up, over all ranks too.
 
     Three versions of the policy meet in it, besides the frozen reference: as it is now (`logprobs`), when the step
     began (`old_logprobs`; the generator's if `algorithm.old_logprobs` says so), and the one that sampled
