@@ -90,7 +90,7 @@ def test_templates_that_cannot_be_used(base, tmp_path):
 @pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig])
 def test_a_text_without_the_question_is_refused_with_the_config(config_type):
     wrong = config_type(data=data("Q: {problem} A:", prompt_column="problem"))
-    with pytest.raises(ValueError, match=r"'Q: {problem} A:' has no {question} .* column 'problem'; add it"):
+    with pytest.raises(ValueError, match=r"'Q: {problem} A:' has no {question}; add it"):
         validate(wrong)
     validate(config_type(data=data("Q: {question} A:", prompt_column="problem")))
 
