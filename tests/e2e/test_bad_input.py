@@ -113,7 +113,7 @@ BAD_FLAGS = {
     "--reward.functions {here}/no.py:f 1": "no.py does not exist",
     "--reward.functions {here}/files.py:f 1": "functions there: one_argument, mean, unpacks",
     "--reward.functions regex_match 1": "regex_match needs pattern; give it with --reward.options regex_match",
-    OVERLONG + ' overlong_penalty {{"tokens":13}}': "tokens is 13, but completions end at .* = 12",
+    OVERLONG + ' overlong_penalty {{"tokens":13}}': "tokens is 13; .* = 12",
     OVERLONG + ' overlong_penalty {{"token":5}}': "no option 'token' .did you mean tokens",
     OVERLONG + ' overlong {{"tokens":5}}': "'overlong', which is not in reward.functions .overlong_penalty",
     "--algorithm.loss {here}/no.py:f": "no.py does not exist",
