@@ -9,7 +9,6 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
@@ -75,7 +74,7 @@ def run(
         if os.environ.get("RANK", "0") == "0":
             with refuse_bad_input(), tempfile.TemporaryDirectory() as toy_dir:
                 session = Session(config, script, read, toy_dir=toy_dir)
-                session.read()
+                read(session)
                 fits = tell_what_fits(config, session.model_folder)
             if session.scorer:
                 session.scorer.pool.close()
@@ -102,7 +101,8 @@ class Session:
     ) -> None:
         """See `run`. toy_dir: of a dry run, without roles, the one place where it may write."""
         self.config, self.script, self.roles, self.toy_dir = config, script, roles, toy_dir
-        self.read, self.layout = partial(read, self), layout or config.roles
+        # not bound to this object: in a notebook a cycle would keep its process groups until a forked child collects them
+        self.read, self.layout = read, layout or config.roles
         self.timer = StepTimer(roles is not None and roles.is_driver)
         # on rank 0, what `read` finds; the prompts later on all ranks
         self.saved_state: dict[str, Any] = {}  # the driver's, in the checkpoint to continue from
@@ -130,7 +130,7 @@ class Session:
         """Refuse bad input, then begin to write: only here may an earlier run be deleted."""
         config, trains = self.config, self.layout.num_trainers > 0
         with refuse_bad_input():
-            self.read()
+            self.read(self)
             step = self.first_step
             self.lock = begin_run(config, self.script, step)  # another run may have begun there meanwhile
             forget_old_stop(config.run_dir)
