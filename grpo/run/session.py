@@ -101,7 +101,7 @@ class Session:
     ) -> None:
         """See `run`. toy_dir: of a dry run, without roles, the one place where it may write."""
         self.config, self.script, self.roles, self.toy_dir = config, script, roles, toy_dir
-        # not bound to this object: in a notebook a cycle would keep its process groups until a forked child collects them
+        # not bound to this object: a notebook's next run would fork a child that collects the cycle, and hangs in it
         self.read, self.layout = read, layout or config.roles
         self.timer = StepTimer(roles is not None and roles.is_driver)
         # on rank 0, what `read` finds; the prompts later on all ranks
