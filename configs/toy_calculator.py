@@ -25,6 +25,6 @@ config = c.GRPOConfig(
     ),
     evaluation=c.EvaluationConfig(interval=20, num_prompts=128, num_samples=4),
     run_dir="runs/toy_calculator",
-    num_steps=60,
+    num_steps=80,
     prompts_per_step=16,
 )

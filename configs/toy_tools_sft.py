@@ -20,7 +20,7 @@ config = c.SFTConfig(
     ),
     num_trainers=2,
     run_dir="runs/toy_tools_sft",
-    num_steps=400,
+    num_steps=600,
     sequences_per_step=64,
     max_sequence_tokens=256,
 )
