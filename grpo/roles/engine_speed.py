@@ -4,6 +4,10 @@ A third of a small model's sampling is what vLLM makes of its numbers: for each 
 an object of its log-prob, and another object for the engine's front. Here the numbers of a step are kept as they come
 from the sampler, and handed out once; and a completion goes to the front once, when it has ended.
 
+For each of these tokens the scheduler also asks the KV cache whether a block must be allocated or has become full.
+Mostly neither is so, which two comparisons tell. A fast host does that while the GPU computes; a slow one keeps it
+waiting: 256 sequences of a model of 1.7B parameters took 1.24 times as long without them.
+
 This is fitted to TESTED_VERSION alone and left out with any other: sampling is then slower, and the same. What gave
 less than 5 % of the sampling of a model of 1.7B parameters is not here.
 """
@@ -27,7 +31,10 @@ def change_engine(llm: Any, reads_texts: bool) -> "SampledTokens | None":
     reads_texts: for stop texts, vLLM must see each token. Returns where tokens and log-probs are to be taken from; None
     if they are in vLLM's own outputs.
     """
-    return SampledTokens(llm, whole=not reads_texts) if is_tested_version() else None
+    if not is_tested_version():
+        return None
+    skip_settled_slots(llm)
+    return SampledTokens(llm, whole=not reads_texts)
 
 
 class SampledTokens:
@@ -80,3 +87,36 @@ class SampledTokens:
         There may be more than the completion has: those behind a stop text.
         """
         return self._by_request.pop(request, ([], []))
+
+
+def skip_settled_slots(llm: Any) -> None:
+    """Answer without the KV cache's managers where a decoding request needs no block and fills none.
+
+    This holds for models whose layers are all of full attention, with one block table; others are left alone. Full
+    blocks are then entered into the prefix cache up to one block later.
+    """
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    manager, *others = cache.coordinator.single_type_managers
+    if others or type(manager) is not FullAttentionManager or manager.block_size != manager.block_pool.hash_block_size:
+        return
+    block_size = manager.block_size
+    blocks_of, cached_of, nothing = manager.req_to_blocks, manager.num_cached_block, cache.empty_kv_cache_blocks
+    allocate_slots, cache_blocks = cache.allocate_slots, cache.cache_blocks
+
+    def allocate(request: Any, num_new_tokens: int, *arguments: Any, **options: Any) -> Any:
+        if num_new_tokens == 1 and not arguments and options == {"num_lookahead_tokens": 0}:
+            request_id, num_tokens = request.request_id, request.num_computed_tokens + 1
+            fills_none = min(num_tokens, request.num_tokens) // block_size <= cached_of.get(request_id, 0)
+            if num_tokens <= len(blocks_of.get(request_id, ())) * block_size and (
+                fills_none or not cache.enable_caching
+            ):
+                return nothing
+        return allocate_slots(request, num_new_tokens, *arguments, **options)
+
+    def cache_full_blocks(request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens // block_size > cached_of.get(request.request_id, 0):
+            cache_blocks(request, num_computed_tokens)
+
+    cache.allocate_slots, cache.cache_blocks = allocate, cache_full_blocks
