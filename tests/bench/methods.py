@@ -1,0 +1,80 @@
+"""Learning runs on the toy task, through the real stack on a CPU: methods as rows, over some seeds, and their table.
+
+    python tests/bench/methods.py [--methods grpo dapo ...] [--seeds 0 1 2] [--jobs 2] [-- --num-steps 60 ...]
+
+Needs `runs/toy_sft/model` (`bash launch/quickstart.sh` leaves it). What is behind `--` goes to every run. Each run
+leaves `runs/methods/METHOD-SEED`; one that is finished there is not run again. Every step makes two updates, so that
+the policy leaves the one that sampled, and the losses differ.
+"""
+
+import argparse
+import concurrent.futures
+import pathlib
+import statistics
+
+from toy_runs import ALONE, ROOT, accuracies, is_finished, records, train
+
+FLAGS = ["--overwrite", "--checkpoint.no-export", "--algorithm.kl-coef", "0", "--algorithm.num-mini-batches", "2"]
+FLAGS += ["--num-steps", "100", "--evaluation.interval", "10"]
+LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
+# By name, what is a method's own on one process, colocated on one core.
+METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
+    "gentle": ["--algorithm.loss", "configs/examples/my_loss.py:gentle"],
+    "maxrl": ["--algorithm.advantages", "maxrl"],
+    "gdpo": ["--algorithm.advantages", "gdpo"],  # the recipe has two reward functions
+}
+# By name, a loss and how many steps its generator is behind, on 1 trainer + 1 generator, a core each. Both lags have
+# the importance correction that overlap requires, here the default (truncate).
+LAGS = {f"{loss}-lag{lag}": (loss, lag) for loss in ("grpo", "dppo") for lag in (0, 1)}
+SPLIT = ["--roles.num-trainers", "1", "--roles.num-references", "0", "--roles.num-generators", "1"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *LAGS], default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("flags", nargs="*", help="behind --: for every run")
+    options = parser.parse_args()
+    # seed after seed, so that an interrupted bench has something of every method
+    runs = [(method, seed) for seed in options.seeds for method in options.methods]
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda chosen: run(*chosen, options.flags), runs))
+    print(table(options.methods, options.seeds))
+
+
+def folder_of(method: str, seed: int) -> pathlib.Path:
+    return ROOT / "runs" / "methods" / f"{method}-{seed}"
+
+
+def run(method: str, seed: int, flags: list[str]) -> None:
+    if method in LAGS:
+        loss, lag = LAGS[method]
+        own = [*SPLIT, "--algorithm.loss", loss, "--overlap-steps", str(lag)]
+    else:
+        own = [*ALONE, *METHODS[method]]
+    arguments = ["configs/toy_arithmetic.py", *FLAGS, *own, "--seed", str(seed), *flags]
+    train(folder_of(method, seed), arguments, num_ranks=2 if method in LAGS else 1)
+
+
+def table(methods: list[str], seeds: list[int]) -> str:
+    rows = ["| method | start | end | best | end, mean (std) | last reward/mean | mismatch/ess, lowest |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    for method in methods:
+        folders = [folder_of(method, seed) for seed in seeds if is_finished(folder_of(method, seed))]
+        if not folders:
+            continue
+        curves = [list(accuracies(folder).values()) for folder in folders]
+        steps = [[line for line in records(folder) if "reward/mean" in line] for folder in folders]
+        columns = [[curve[0] for curve in curves], [curve[-1] for curve in curves], [max(curve) for curve in curves]]
+        spread = statistics.stdev(columns[1]) if len(folders) > 1 else 0
+        cells = [" ".join(f"{x:.3f}" for x in values) for values in columns]
+        cells.append(f"{statistics.mean(columns[1]):.3f} ({spread:.3f})")
+        cells.append(f"{statistics.mean(lines[-1]['reward/mean'] for lines in steps):.2f}")
+        cells.append(" ".join(f"{min(line['mismatch/ess'] for line in lines):.2f}" for lines in steps))
+        rows.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()
