@@ -1,7 +1,7 @@
 """The sampling engine: one vLLM engine per replica, inside its torchrun ranks.
 
 Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. engine.py starts
-engines, engine_loop.py steps them, engine_speed.py changes them; only these three import vllm.
+engines, engine_loop.py steps them; only these two import vllm.
 """
 
 import collections
@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
-from grpo.roles import engine, engine_speed
+from grpo.roles import engine
 from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
 from grpo.roles.episodes import Episodes, completion_of
 from grpo.roles.process_groups import Roles
@@ -54,7 +54,7 @@ class Generator:
         self._parameters = partial(engine.sampling_params, config, list(stop_token_ids), more)
         self.least_tokens = more.get("min_tokens", 0)
         self.llm = engine.start_engine(config, model, data, seed, folder, roles)
-        self.loop = EngineLoop(self.llm, engine_speed.change_engine(self.llm, engine.needs_texts(config)))
+        self.loop = EngineLoop(self.llm, engine.needs_texts(config))
 
     def generate(
         self,

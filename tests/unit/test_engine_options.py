@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import types
 
 import pytest
 
@@ -16,7 +17,7 @@ from grpo.config.engine_options import (
     argument_names,
 )
 from grpo.config.recipes import load
-from grpo.roles.engine import in_vllms_types
+from grpo.roles.engine import import_vllm, in_vllms_types
 
 DEFAULT = str(pathlib.Path(__file__).parents[2] / "configs" / "qwen3_1_7b_gsm8k.py")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -117,3 +118,12 @@ def test_sampling_values_from_json_get_vllms_types():
     assert in_vllms_types({}) == {}
     with pytest.raises(ValueError, match="^generator.sampling .*'many'.*: vLLM says: Expected `int`, got"):
         in_vllms_types({"min_tokens": "many"})
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch):
+    monkeypatch.setattr("grpo.roles.engine._set_environment", lambda device: None)
+    monkeypatch.setattr("importlib.import_module", lambda name: types.SimpleNamespace(__version__="0.33.1+cpu"))
+    with pytest.raises(
+        RuntimeError, match=r"vLLM 0.33.1\+cpu is installed, and it must be 0.32.0: bash launch/setup.sh"
+    ):
+        import_vllm(types.SimpleNamespace(device=None))
