@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo.config.sources import KINDS, Source
-from grpo.data.columns import BadRow, Row
-from grpo.data.rows import Example, RowReader
+from grpo.data.rows import BadRow, Example, Row, RowReader
 from grpo.text import reason_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from grpo.config import RewardConfig
-from grpo.data.columns import as_messages
+from grpo.data.rows import as_messages
 from grpo.rewards import worker
 from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.text import shorten

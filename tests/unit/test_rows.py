@@ -8,10 +8,9 @@ import datasets
 import pytest
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
-from grpo.data.columns import BadRow, value_at
 from grpo.data.encode import EncodedRows, as_prompt
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
-from grpo.data.rows import row_reader
+from grpo.data.rows import BadRow, row_reader, value_at
 from tests.unit.test_data import word_tokenizer
 
 GOOD = {"question": "1+2", "answer": "3"}
