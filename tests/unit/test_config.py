@@ -21,9 +21,8 @@ from grpo.config import (
     change,
     fields,
 )
-from grpo.config.checks import cautions, check_effects, validate
+from grpo.config.checks import cautions, check_effects, check_world_size, suggest_roles, validate
 from grpo.config.recipes import as_recipe, load, load_recipe
-from grpo.config.roles import check_world_size, suggest_roles
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
