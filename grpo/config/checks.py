@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from operator import attrgetter
 
-from grpo.config.bounds import check_fields, field_paths
 from grpo.config.engine_options import RESHAPING, check_engine_options, needing_texts
 from grpo.config.fields import (
     PAPER_DEFAULTS,
@@ -18,6 +17,7 @@ from grpo.config.fields import (
     SFTConfig,
 )
 from grpo.config.user_files import near_miss
+from grpo.config.values import check_fields, field_paths
 
 # Sampling options that read more of a completion than its next token
 READING = "generator.stop, or generator.sampling other than top_p, top_k and min_p,"

@@ -9,9 +9,9 @@ import functools
 import importlib.util
 import pathlib
 
-from grpo.config.bounds import fits
 from grpo.config.fields import GeneratorConfig, Table
 from grpo.config.user_files import near_miss
+from grpo.config.values import fits
 
 FILES = "an engine reads the folder of model.path as the trainer does"
 REPLICA = "a replica is generator.tensor_parallel neighbouring ranks of torchrun"

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from grpo.config.bounds import Harmless, check_fields, field_paths
 from grpo.config.checks import cautions, check_effects, validate
 from grpo.config.fields import OWN_LOSS_DEFAULTS, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, run_file
+from grpo.config.values import Harmless, check_fields, field_paths
 
 # They were meant for one start, and would continue, delete or slow down the run that a saved config describes
 FOR_ONE_START = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig, SFTConfig, TrainOn
-from grpo.config.sources import Source
+from grpo.config.values import Source
 from grpo.data.chat import template_bounds, template_name
 from grpo.data.rows import BadRow, Example, Row, RowReader, environment_of, kinds_of
 from grpo.data.sources import Rows
