@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from operator import attrgetter
 
-from grpo.config.engine_options import RESHAPING, check_engine_options, needing_texts
+from grpo.config.engine_options import check_engine_options, needing_texts
 from grpo.config.fields import (
     PAPER_DEFAULTS,
     SHARED_GPU,
@@ -245,13 +245,6 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     data, found = config.data, []
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
         found.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
-    names = [name for name in config.generator.sampling if name in RESHAPING]
-    if isinstance(config, GRPOConfig) and names:
-        found.append(
-            f"generator.sampling {', '.join(names)}: tokens are drawn from another distribution than the one that is "
-            "trained; mismatch/mean says by how much, and the sync check may stop the run (--sync-check-interval 0 "
-            "turns it off)"
-        )
     return found
 
 

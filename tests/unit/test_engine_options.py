@@ -7,13 +7,13 @@ import types
 
 import pytest
 
-from grpo.config import GeneratorConfig, GRPOConfig, change
-from grpo.config.checks import cautions, validate
+from grpo.config import GRPOConfig, change
+from grpo.config.checks import validate
 from grpo.config.engine_options import (
     ENGINE_SET_HERE,
     ONLINE_QUANTIZATION,
-    RESHAPING,
     SAMPLING_SET_HERE,
+    TRUNCATING,
     argument_names,
 )
 from grpo.config.recipes import load
@@ -71,18 +71,8 @@ def test_names_are_those_of_the_installed_vllm():
     assert set(engine) == {f.name for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
     assert set(sampling) == {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     assert set(engine) >= set(ENGINE_SET_HERE)
-    assert set(sampling) >= {*SAMPLING_SET_HERE, *RESHAPING} and not set(SAMPLING_SET_HERE) & set(RESHAPING)
+    assert set(sampling) >= {*SAMPLING_SET_HERE, *TRUNCATING}
     assert set(ONLINE_QUANT_SHORTHAND_NAMES) >= set(ONLINE_QUANTIZATION)
-
-
-def test_another_distribution_gets_a_warning():
-    sampling = {"repetition_detection": {"max_pattern_size": 8, "min_count": 4}}
-    assert cautions(GRPOConfig(generator=GeneratorConfig(sampling=sampling))) == []
-    sampling = sampling | {"top_p": 0.9, "min_tokens": 8, "bad_words": ["the"]}
-    (warning,) = cautions(GRPOConfig(generator=GeneratorConfig(sampling=sampling)))
-    assert warning.startswith(
-        "generator.sampling top_p, min_tokens, bad_words: tokens are drawn from another distribution"
-    )
 
 
 def test_values_are_json_where_they_parse_and_else_text():
