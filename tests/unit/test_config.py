@@ -336,10 +336,10 @@ def test_without_arguments_the_default_recipe_runs():
 
 
 def test_warnings_are_printed_by_the_first_rank_only(monkeypatch, capsys):
-    load(GRPOConfig, DEFAULT, ["--generator.sampling", "top_p", "0.9"])
-    assert "\nwarning: generator.sampling top_p" in capsys.readouterr().out
+    load(GRPOConfig, DEFAULT, ["--data.prompt-template", "{question}"])
+    assert "\nwarning: data.system_prompt is not used" in capsys.readouterr().out
     monkeypatch.setenv("RANK", "1")
-    load(GRPOConfig, DEFAULT, ["--generator.sampling", "top_p", "0.9"])
+    load(GRPOConfig, DEFAULT, ["--data.prompt-template", "{question}"])
     assert capsys.readouterr().out == ""
 
 
