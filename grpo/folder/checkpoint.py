@@ -69,8 +69,7 @@ def is_same_run(config: GRPOConfig | SFTConfig) -> bool:
     That is what `run.json` says, which is data; its config.py is not run. Raises ValueError, unless `allow_changes` is
     set, if the result depends on one of them.
     """
-    changes = changes_since(read_marker(config.run_dir)["config"], config)
-    told = {f"{change.path}: {change.old} -> {change.new}": change.breaks_exactness for change in changes}
+    told = changes_since(read_marker(config.run_dir)["config"], config)
     refused = [text for text, breaks_exactness in told.items() if breaks_exactness]
     if refused and not config.allow_changes:
         raise ValueError(
