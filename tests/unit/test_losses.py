@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
-from grpo.algorithm.importance import importance_weights, mismatch, with_effective_sample_size
+from grpo.algorithm.importance import importance_weights, kl, mismatch, sequence_kl, with_effective_sample_size
 from grpo.algorithm.inputs import LossInputs, clamped
-from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import load_loss
 from grpo.algorithm.trial import check_loss_output, try_algorithm
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
