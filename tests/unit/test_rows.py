@@ -89,13 +89,6 @@ def test_a_path_that_leads_nowhere(path):
     assert value_at(row, path, None) is None
 
 
-def test_rows_of_a_table_are_looked_at_too():
-    rows = [GOOD | {"more": "x"}, GOOD | {"answer": None}, GOOD | {"question": "  "}, *[GOOD] * 2500]
-    found = checked(*rows, table=True, bad_rows="skip")
-    assert found.usable[:3] == [0, 3, 4] and len(found.usable) == 2501
-    assert found.left_out == "2 that cannot be used"
-
-
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize(
     ("missing", "fields"),
