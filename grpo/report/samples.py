@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo.rewards.answers import extract_answer
-from grpo.text import number_or_none, one_line, printable, shorten, without_surrogates
+from grpo.text import compact_number, one_line, printable, shorten, without_surrogates
 from grpo.types import Rollout
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -
     columns = {name: x for name, x in record["columns"].items() if name == "answer" or not _is_in(x, prompt)}
     numbers = [("reward", record["reward"]), *record["rewards"].items()]
     numbers += [(name, record[name]) for name in ("advantage", "mismatch")]
-    facts = [f"{name} {number_or_none(value)}" for name, value in numbers]
+    facts = [f"{name} {'none' if value is None else compact_number(value)}" for name, value in numbers]
     facts += [f"{name} {record[name]}" for name in ("row", "source", "kind") if name in record]
     lines = [
         f"--- {' | '.join(facts)} | {record['num_tokens']} tokens, finish reason {record['finish_reason']}",
