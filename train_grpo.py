@@ -48,9 +48,8 @@ import torch
 
 from grpo.algorithm.advantages import by_group, group_mean_std, named_advantages, return_to_go, teacher_advantages
 from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
-from grpo.algorithm.importance import correct_importance, mismatch
+from grpo.algorithm.importance import correct_importance, kl, mismatch, sequence_kl
 from grpo.algorithm.inputs import LossInputs, clamped
-from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
 from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, land, launch, send_batch

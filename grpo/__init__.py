@@ -1,3 +1,1 @@
 """PlainRL: GRPO and SFT as plain torchrun scripts: trainer, reference and generator ranks in one torchrun."""
-
-__version__ = "0.1.0"

@@ -3,7 +3,6 @@
     python -m grpo.check_environment path/file.py:Class [RECIPE.py] [--field value ...]       or :function, a tool
     python -m grpo.check_environment path/file.py:Class --play                                you are the model
     python -m grpo.check_environment RECIPE.py [--field value ...]                            all that the recipe names
-    python -m grpo.check_environment NAME RECIPE.py [--field value ...]                       one of its classes
 
 Three episodes by random calls, within the limits of a run: the conversation as token ids have it, what the model writes
 in green, with the reward, how it ended and the seconds of each turn; then the first one once more in a fresh process,
@@ -25,7 +24,7 @@ from rich.text import Text
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.config.user_files import load_function, near_miss
+from grpo.config.user_files import load_function
 from grpo.data.chat import load_tokenizer
 from grpo.data.encode import Encoded
 from grpo.data.rows import Example, environment_of, row_reader
@@ -37,7 +36,7 @@ from grpo.environments.play import Episode, Player
 from grpo.environments.suffix import Turns
 from grpo.environments.tools import Toolbox, load_toolboxes
 from grpo.models.hf_folder import stop_token_ids
-from grpo.report.examples import show_chat
+from grpo.report.samples import show_chat
 from grpo.roles.episodes import call_style, turns_of
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.text import printable
@@ -55,16 +54,14 @@ def main(arguments: list[str]) -> int:
     subject, words = subject_of(__doc__, arguments)
     by_hand = "--play" in words
     words = [word for word in words if word != "--play"]
-    is_recipe, is_file = subject.endswith(".py"), ":" in subject
-    has_recipe = is_recipe or (bool(words) and not words[0].startswith("-"))
+    is_file = ":" in subject
+    has_recipe = not is_file or (bool(words) and not words[0].startswith("-"))
     try:
         if is_file:  # in place of what a recipe names
             is_class = inspect.isclass(load_function(subject, "environment"))
             words += ["--environment.name" if is_class else "--environment.tools", subject]
-        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], [subject, *words] if is_recipe else words)
+        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], words if is_file else [subject, *words])
         toolboxes = load_toolboxes(config.environment)
-        if not (is_recipe or is_file or subject in toolboxes):
-            raise ValueError(f"environment.classes has no {subject!r}{near_miss(subject, toolboxes)}")
         examples = _examples(config, toolboxes) if has_recipe else {}
         tokenizer, stops, style = _words(config, toolboxes)
         turns = turns_of(tokenizer, config.environment, config.data, stops, toolboxes)
@@ -79,8 +76,7 @@ def main(arguments: list[str]) -> int:
                     yield play(player, None if by_hand else toolboxes[name], style, stops[0])
 
         failed = False
-        for name in toolboxes if is_recipe or is_file else [subject]:
-            toolbox = toolboxes[name]
+        for name, toolbox in toolboxes.items():
             if not has_recipe:
                 toolbox.check_columns([])
             console.print(f"{name or toolbox.name}: tools {', '.join(toolbox.tools) or 'none'}. {turns[name].line}")

@@ -23,8 +23,7 @@ from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.loading import argument_names, called_with, load_functions
-from grpo.rewards.worker import make_call
+from grpo.rewards.loading import argument_names, called_with, load_functions, make_call
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.text import one_line, printable, shorten
 from grpo.workers.worker import describe

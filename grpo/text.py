@@ -66,10 +66,5 @@ def compact_duration(seconds: float) -> str:
     return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
-def number_or_none(value: float | None) -> str:
-    """The number, or `none`."""
-    return "none" if value is None else compact_number(value)
-
-
 def _escape(found: re.Match) -> str:
     return found[0].encode("unicode_escape").decode()

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from grpo.algorithm.importance import kl
 from grpo.algorithm.inputs import clamped
-from grpo.algorithm.kl import kl
 from grpo.config.user_files import load_function
 from grpo.types import TrainBatch
 

@@ -1,12 +1,23 @@
-"""What fields of a config ask of each other. What a single field takes is written at the field."""
+"""What fields of a config ask of each other and of torchrun; what a single field takes is written at the field."""
 
 import math
+from dataclasses import replace
 from operator import attrgetter
 
-from grpo.config.bounds import check_fields, field_paths
-from grpo.config.engine_options import RESHAPING, check_engine_options, needing_texts
-from grpo.config.fields import PAPER_DEFAULTS, AlgorithmConfig, DataConfig, EnvironmentConfig, GRPOConfig, SFTConfig
+from grpo.config.engine_options import check_engine_options, needing_texts
+from grpo.config.fields import (
+    PAPER_DEFAULTS,
+    SHARED_GPU,
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    EnvironmentConfig,
+    GRPOConfig,
+    RolesConfig,
+    SFTConfig,
+)
 from grpo.config.user_files import near_miss
+from grpo.config.values import check_fields, field_paths
 
 # Sampling options that read more of a completion than its next token
 READING = "generator.stop, or generator.sampling other than top_p, top_k and min_p,"
@@ -234,11 +245,65 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     data, found = config.data, []
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
         found.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
-    names = [name for name in config.generator.sampling if name in RESHAPING]
-    if isinstance(config, GRPOConfig) and names:
-        found.append(
-            f"generator.sampling {', '.join(names)}: tokens are drawn from another distribution than the one that is "
-            "trained; mismatch/mean says by how much, and the sync check may stop the run (--sync-check-interval 0 "
-            "turns it off)"
-        )
     return found
+
+
+# ---- Who runs where
+
+
+def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
+    """Compare torchrun's number of processes with the config's. Raises ValueError that names both and a way out."""
+    if world_size == config.num_ranks:
+        return
+    raise ValueError(
+        f"the layout ({describe_roles(config.roles)}) needs {config.num_ranks} processes, but torchrun started "
+        f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
+        f"{suggest_roles(config, world_size)}"
+    )
+
+
+def for_one_process(config: Config) -> Config:
+    """Return the config with all roles on one rank, which is what a script is without torchrun.
+
+    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest. A config that needs one
+    rank is returned as it is.
+    """
+    if config.num_ranks == 1:
+        return config
+    if isinstance(config, SFTConfig):
+        return replace(config, num_trainers=1)
+    memory = min(config.generator.gpu_memory_utilization, SHARED_GPU)
+    return replace(
+        config,
+        roles=replace(config.roles, colocated=True, num_trainers=1, num_references=0),
+        generator=replace(config.generator, gpu_memory_utilization=memory),
+        overlap_steps=0,
+    )
+
+
+def describe_roles(roles: RolesConfig) -> str:
+    """Name the ranks of each role in one phrase, such as `2 trainer + 1 reference + 1 generator`."""
+    if roles.colocated:
+        return f"{roles.num_trainers} colocated"
+    parts = [(roles.num_trainers, "trainer"), (roles.num_references, "reference"), (roles.num_generators, "generator")]
+    return " + ".join(f"{count} {name}" for count, name in parts if count)
+
+
+def suggest_roles(config: GRPOConfig | SFTConfig, world_size: int) -> str:
+    """Return command-line flags of roles that `world_size` ranks can have with this config's parallel degrees."""
+    if isinstance(config, SFTConfig):
+        return f"--num-trainers {world_size}"
+    shards = config.trainer.tensor_parallel * config.trainer.data_replicas
+    for references in dict.fromkeys([config.roles.num_references, 0]):
+        for generators in range(config.generator.tensor_parallel, world_size, config.generator.tensor_parallel):
+            trainers = world_size - references - generators
+            fits = 0 < trainers <= max(generators, shards) and trainers % shards == 0
+            if fits and config.completions_per_step % (trainers // config.trainer.tensor_parallel) == 0:
+                return (
+                    f"--roles.no-colocated --roles.num-trainers {trainers} --roles.num-references {references} "
+                    f"--roles.num-generators {generators}"
+                )
+    if world_size % shards == 0 and world_size % config.generator.tensor_parallel == 0:
+        overlap = " --overlap-steps 0" if config.overlap_steps else ""
+        return f"--roles.colocated --roles.num-trainers {world_size} --roles.num-references 0{overlap}"
+    return "no layout fits these tensor_parallel degrees; lower them"

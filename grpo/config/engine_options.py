@@ -9,9 +9,9 @@ import functools
 import importlib.util
 import pathlib
 
-from grpo.config.bounds import fits
 from grpo.config.fields import GeneratorConfig, Table
 from grpo.config.user_files import near_miss
+from grpo.config.values import fits
 
 FILES = "an engine reads the folder of model.path as the trainer does"
 REPLICA = "a replica is generator.tensor_parallel neighbouring ranks of torchrun"
@@ -46,14 +46,6 @@ SAMPLING_SET_HERE = {
 }
 # SamplingParams that choose among the tokens of one distribution, whatever came before
 TRUNCATING = ("top_p", "top_k", "min_p")
-# SamplingParams after which tokens are drawn from another distribution than the model's. vLLM's log-probs stay those of
-# the distribution sampled from, but the trainer's are the model's.
-RESHAPING = (
-    *TRUNCATING,
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "thinking_token_budget"),
-    *("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
-    *("watermarking", "extra_args", "trace_decode_token_ids"),
-)
 # vLLM quantizes the checkpoint's weights itself, at the start and again in every weight sync. Under its other names
 # ("fp8" among them) it expects a checkpoint that is quantized already, which a policy's new weights are not.
 ONLINE_QUANTIZATION = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4", "online")

@@ -1,7 +1,7 @@
 """The configuration a user fills in: every field with its type, bounds, default and one sentence; derived values below.
 
 A recipe is a Python file that binds `config`; recipes.py reads it and lets the command line override any field;
-bounds.py holds the fields against types and bounds, checks.py against each other.
+values.py holds the fields against types and bounds, checks.py against each other.
 """
 
 import math
@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal, TypeVar, get_args
 
-from grpo.config.bounds import Above, AtLeast, AtMost, Below, Harmless
-from grpo.config.sources import Source, parse_source
+from grpo.config.values import Above, AtLeast, AtMost, Below, Harmless, Source, parse_source
 
 Value = TypeVar("Value")
 # A dict from names. Of `dict` tyro would make one flag per name of the recipe's; of this it makes

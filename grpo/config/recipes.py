@@ -13,12 +13,12 @@ import re
 import sys
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from grpo.config.bounds import Harmless, check_fields, field_paths
 from grpo.config.checks import cautions, check_effects, validate
 from grpo.config.fields import OWN_LOSS_DEFAULTS, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, run_file
+from grpo.config.values import Harmless, check_fields, field_paths
 
 # They were meant for one start, and would continue, delete or slow down the run that a saved config describes
 FOR_ONE_START = {"resume": False, "allow_changes": False, "overwrite": False, "profile": 0}
@@ -210,23 +210,17 @@ def written_fields(config: GRPOConfig | SFTConfig) -> dict[str, str]:
     return {path: repr(value) for path, value in settings(dataclasses.replace(config, **FOR_ONE_START)).items()}
 
 
-class Change(NamedTuple):
-    """A field that the saved config writes in another way, and whether what the run samples or learns depends on it."""
+def changes_since(before: dict[str, str], config: GRPOConfig | SFTConfig) -> dict[str, bool]:
+    """Return `path: old -> new` for what differs from the config of which `before` are the `written_fields`.
 
-    path: str
-    old: str
-    new: str
-    breaks_exactness: bool
-
-
-def changes_since(before: dict[str, str], config: GRPOConfig | SFTConfig) -> list[Change]:
-    """Return what `config` has other than the config of which `before` are the `written_fields`."""
+    True where what the run samples or learns depends on that field.
+    """
     now = written_fields(config)
-    return [
-        Change(path, old, new, path not in now or not is_harmless(path, config))
+    return {
+        f"{path}: {old} -> {new}": path not in now or not is_harmless(path, config)
         for path in dict.fromkeys([*now, *before])
         if (old := before.get(path, "not there")) != (new := now.get(path, "not there"))
-    ]
+    }
 
 
 def is_harmless(path: str, config: GRPOConfig | SFTConfig) -> bool:

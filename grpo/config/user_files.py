@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from grpo.config.bounds import fits
+from grpo.config.values import fits
 
 
 def load_function(spec: str, what: str) -> Callable:

@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
-from grpo.data.columns import BadRow, Message, as_messages
+from grpo.data.rows import BadRow, Message, as_messages
 from grpo.text import reason_of
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig, SFTConfig, TrainOn
-from grpo.config.sources import Source
+from grpo.config.values import Source
 from grpo.data.chat import template_bounds, template_name
-from grpo.data.columns import BadRow, Row, kinds_of
-from grpo.data.rows import Example, RowReader, environment_of
+from grpo.data.rows import BadRow, Example, Row, RowReader, environment_of, kinds_of
 from grpo.data.sources import Rows
 from grpo.data.turns import Written, longest_token, tokenize, write_example, write_prompt
 from grpo.text import printable

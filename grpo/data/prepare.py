@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
-from grpo.config.sources import Source
-from grpo.data.columns import ABSENT, value_at
+from grpo.config.values import Source
 from grpo.data.encode import Encoded, EncodedRows, Encoder, Fate, as_prompt, chat_encoder, encode_rows, prompt_encoder
-from grpo.data.rows import ChatColumns, chat_reader, detect_format, no_format, row_reader
+from grpo.data.rows import ABSENT, ChatColumns, chat_reader, detect_format, no_format, row_reader, value_at
 from grpo.data.sources import Rows, load_rows
 from grpo.text import printable
 from grpo.types import Prompt

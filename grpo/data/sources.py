@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from grpo.config.sources import KINDS, Source
-from grpo.data.columns import BadRow, Row
-from grpo.data.rows import Example, RowReader
+from grpo.config.values import FILE_KINDS, Source
+from grpo.data.rows import BadRow, Example, Row, RowReader
 from grpo.text import reason_of
 
 if TYPE_CHECKING:
@@ -138,20 +137,20 @@ def _files_of(source: Source) -> tuple[str, dict[str, list[str]]]:
         # names say which split a file is of; all are train if none does
         folder, files = str(path.absolute()), {}
         with contextlib.suppress(FileNotFoundError):
-            found = DataFilesDict.from_patterns(get_data_patterns(folder), folder, allowed_extensions=list(KINDS))
+            found = DataFilesDict.from_patterns(get_data_patterns(folder), folder, allowed_extensions=list(FILE_KINDS))
             files = {split: [str(file) for file in names] for split, names in found.items()}
     else:
         return "", {}
     kinds = {_kind_of(path) for path in itertools.chain(*files.values())}
     if len(kinds) != 1:
-        there = f"files of several kinds ({', '.join(sorted(kinds))})" if kinds else f"no {', '.join(KINDS)} file"
+        there = f"files of several kinds ({', '.join(sorted(kinds))})" if kinds else f"no {', '.join(FILE_KINDS)} file"
         raise ValueError(f"data folder {source.path} has {there}; give one with files of one kind, or a single file")
     return kinds.pop(), files
 
 
 def _kind_of(path: str) -> str:
     """What a file holds: that of its name, or `list` for a .json file with one list of all rows."""
-    kind = KINDS.get(pathlib.Path(path).suffix, "json")
+    kind = FILE_KINDS.get(pathlib.Path(path).suffix, "json")
     with open(path, "rb") as file:
         if (beginning := file.read(max(map(len, PACKED_OR_BROKEN)))).startswith(PACKED_OR_BROKEN):
             raise ValueError(f"data file {path} is compressed or broken: it begins with {beginning}; unpack it")

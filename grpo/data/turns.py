@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo.config import DataConfig, TrainOn
 from grpo.data.chat import Refused, Span, check_one_question, prompt_messages, render, template_name
-from grpo.data.columns import Message
-from grpo.data.rows import Example
+from grpo.data.rows import Example, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

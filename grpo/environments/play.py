@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import EnvironmentConfig
-from grpo.data.columns import as_messages
+from grpo.data.rows import as_messages
 from grpo.environments.host import EnvironmentHost
 from grpo.environments.suffix import Turns
 from grpo.types import Piece, Prompt

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.config import DataConfig
 from grpo.data.chat import Refused, prompt_messages, render, template_name
-from grpo.data.columns import Message, as_messages
+from grpo.data.rows import Message, as_messages
 from grpo.text import without_surrogates
 
 if TYPE_CHECKING:

@@ -135,14 +135,6 @@ def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
         names = [*(function.__name__ for function in functions), *toolbox.methods]
         if twice := [name for name in toolbox.tools if names.count(name) > 1]:
             raise ValueError(f"two tools of a class and environment.tools are called {twice[0]}; rename one")
-    has_tools = any(toolbox.tools for toolbox in found.values())
-    has_reward = not config.all_classes or any(toolbox.has_reward for toolbox in found.values())
-    needs = ("calls", has_tools, "tools"), ("reply_as", has_tools, "tools"), ("weight", has_reward, "get_reward")
-    for name, is_there, what in needs:
-        value = getattr(config, name)
-        if not is_there and value != getattr(EnvironmentConfig, name):
-            names = " and ".join(toolbox.name for toolbox in found.values())
-            raise ValueError(f"environment.{name}={value!r} does nothing: {names} has no {what}; drop it")
     return found
 
 

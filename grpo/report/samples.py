@@ -1,13 +1,23 @@
-"""Completions to read: records for the .jsonl files, readable text, and why reward functions failed."""
+"""What a person reads: completions as records and as text, why reward functions failed, examples of SFT in colour."""
 
 import collections
+import itertools
 import json
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
 
 from grpo.rewards.answers import extract_answer
-from grpo.text import number_or_none, one_line, printable, shorten, without_surrogates
+from grpo.text import compact_number, one_line, printable, shorten, without_surrogates
 from grpo.types import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo.data.encode import Encoded
 
 SAMPLE_CHARACTERS = 600  # of prompts and their columns (an answer, test cases, ...) in samples
 QUOTED_CHARACTERS = 200  # of what is quoted of a failed reward function, in one line
@@ -70,7 +80,7 @@ def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -
     columns = {name: x for name, x in record["columns"].items() if name == "answer" or not _is_in(x, prompt)}
     numbers = [("reward", record["reward"]), *record["rewards"].items()]
     numbers += [(name, record[name]) for name in ("advantage", "mismatch")]
-    facts = [f"{name} {number_or_none(value)}" for name, value in numbers]
+    facts = [f"{name} {'none' if value is None else compact_number(value)}" for name, value in numbers]
     facts += [f"{name} {record[name]}" for name in ("row", "source", "kind") if name in record]
     lines = [
         f"--- {' | '.join(facts)} | {record['num_tokens']} tokens, finish reason {record['finish_reason']}",
@@ -117,6 +127,30 @@ def failure_lines(rollouts: list[Rollout]) -> list[str]:
         where = f"{len(failed)} of {len(rollouts)} completions"
         lines.append(f"reward function {function} failed for {where}: {told}; first completion: {first}")
     return lines
+
+
+def show_examples(examples: "Iterable[Encoded]", tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Print examples of SFT as the model sees them, each with its length and its labels in colour."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for number, example in enumerate(examples, start=1):
+        console.rule(f"example {number}: {len(example.ids)} tokens, {sum(example.mask)} of them labels", align="left")
+        console.print(show_chat(example, tokenizer))
+
+
+def show_chat(example: "Encoded", tokenizer: "PreTrainedTokenizerBase") -> Text:
+    """Text of an example for rich's console, labels in bold green; a line break that is a label shows as ↵ too.
+
+    Special tokens are shown; what would act on a terminal is escaped.
+    """
+    shown, start, before = Text(), 0, ""
+    for is_label, run in itertools.groupby(example.mask):
+        start += len(list(run))
+        # From the beginning each time: some tokenizers drop a blank at the beginning of what they decode.
+        decoded = tokenizer.decode(example.ids[:start], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        piece = printable(decoded[len(before) :])
+        shown.append(piece.replace("\n", "↵\n") if is_label else piece, "bold green" if is_label else "dim")
+        before = decoded
+    return shown
 
 
 def finite_or_none(value: float | None) -> float | None:

@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from grpo.config import RewardConfig
-from grpo.data.columns import as_messages
-from grpo.rewards import worker
+from grpo.data.rows import as_messages
+from grpo.rewards import loading
 from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.text import shorten
 from grpo.types import Rollout
@@ -45,8 +45,8 @@ class RewardPool:
         self.workers: dict[bool, Workers] = {}  # confined ones, and others
         try:
             for confined, variables in ((True, ()), (False, config.environment)):
-                if (part := worker.part(config, confined)).functions:
-                    load = functools.partial(worker.load, part, confined, max_completion_tokens)
+                if (part := loading.part(config, confined)).functions:
+                    load = functools.partial(loading.load, part, confined, max_completion_tokens)
                     sizes = config.num_workers, config.memory_gib
                     self.workers[confined] = Workers("reward functions", load, *sizes, variables)
         except BaseException:
@@ -86,7 +86,7 @@ class RewardPool:
                 arguments = _as_json([self.opening + r.answer for r in together]), _as_json(columns)
                 for name in names:
                     line = b"[%s, %s, %s]" % (_as_json(name), *arguments)
-                    calls[worker.is_confined(name)].append(Call(len(parts), line, seconds, num_values=size))
+                    calls[loading.is_confined(name)].append(Call(len(parts), line, seconds, num_values=size))
                     parts.append((name, start, size))
         for confined, workers in self.workers.items():
             workers.submit(calls[confined])
@@ -147,7 +147,7 @@ def episode_columns(rollouts: list[Rollout]) -> dict[str, list]:
         columns["turns"].append([turn["text"] for turn in episode["turns"]])
         columns["messages"].append(messages)
         columns["environment"].append(episode["info"])
-        columns["environments"].append(episode["info"])  # with attributes, see worker.Snapshot
+        columns["environments"].append(episode["info"])  # with attributes, see loading.Snapshot
     return columns
 
 

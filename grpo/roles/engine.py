@@ -16,6 +16,7 @@ from grpo.data.chat import load_tokenizer
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
+VLLM_VERSION = "0.32.0"  # whose scheduler engine_loop.py takes tokens from
 CPU_KV_CACHE_GIB = 1 / 16
 # Attention on a CPU goes through whole blocks: 160 tokens are sampled 1.3 times as fast as with vLLM's default, 128
 CPU_BLOCK_TOKENS = 32
@@ -44,9 +45,15 @@ def check_engine(config: GeneratorConfig, head_dim: int) -> None:
 
 
 def import_vllm(roles: Roles) -> None:
-    """Import vLLM, which takes seconds. Not collective: ranks that wait for another one do it meanwhile."""
+    """Import vLLM, which takes seconds. Not collective: ranks that wait for another one do it meanwhile.
+
+    Raises RuntimeError if it is another version than the pinned one.
+    """
     _set_environment(roles.device)  # before, because vLLM reads some of it then
     importlib.import_module("vllm.entrypoints.llm")  # which the package itself leaves for the first use
+    found = importlib.import_module("vllm").__version__
+    if found.partition("+")[0] != VLLM_VERSION:
+        raise RuntimeError(f"vLLM {found} is installed, and it must be {VLLM_VERSION}: bash launch/setup.sh")
 
 
 def start_engine(config: GeneratorConfig, model: ModelConfig, data: DataConfig, seed: int, folder: str, roles: Roles):

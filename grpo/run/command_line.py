@@ -14,10 +14,9 @@ import sys
 import warnings
 from functools import partial
 
-from grpo.config.checks import validate
+from grpo.config.checks import check_world_size, for_one_process, validate
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
 from grpo.config.recipes import load
-from grpo.config.roles import check_world_size, for_one_process
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.watch.stopping import end_with_launcher
 

@@ -29,8 +29,8 @@ from grpo.environments.tools import load_toolboxes
 from grpo.models import hf_folder
 from grpo.models.families import head_dim_of
 from grpo.models.hf_folder import ChatForm
-from grpo.report.examples import show_examples
 from grpo.report.rollout_metrics import evaluation_names
+from grpo.report.samples import show_examples
 from grpo.rewards.loading import load_functions
 from grpo.rewards.pool import EPISODE_COLUMNS
 from grpo.roles.engine import check_engine

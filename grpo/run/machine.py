@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
+from grpo.config.checks import describe_roles, suggest_roles
 from grpo.config.fields import Config
-from grpo.config.roles import describe_roles, suggest_roles
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
 from grpo.models import memory
 from grpo.models.hf_folder import read_hf_config

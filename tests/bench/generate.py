@@ -1,14 +1,13 @@
 """Sampling alone: tokens per second of our generator beside plain `LLM.generate`, in turns within one process each.
 
-    python tests/bench/generate.py [--shape qwen3-0.6b] [--variants ours plain plain-nologprobs unchanged]
+    python tests/bench/generate.py [--shape qwen3-0.6b] [--variants ours plain plain-nologprobs]
         [--prompts 32] [--group-size 8] [--tokens 256] [--rounds 5] [--gib 20] [--profile]
 
-`ours` is grpo/roles/generator.py; `unchanged` the same without what engine_speed.py changes; `plain` is vllm.LLM with
-log-probs as a user would call it, no seeds, prefix caching on; `plain-nologprobs` asks for none. Behind `/` may stand
-an argument of the engine in JSON: `ours/block_size=64`, `'ours/attention_config={"flash_attn_version": 2}'`. All sample
-every token up to the limit, so that the work is equal. A step of 0 rounds only starts the engine. With `--profile`, the
-Python functions of one more round by their own time (cProfile, which slows everything), and on a GPU the kernels of
-another.
+`ours` is grpo/roles/generator.py; `plain` is vllm.LLM with log-probs as a user would call it, no seeds, prefix caching
+on; `plain-nologprobs` asks for none. Behind `/` may stand an argument of the engine in JSON: `ours/block_size=64`,
+`'ours/attention_config={"flash_attn_version": 2}'`. All sample every token up to the limit, so that the work is equal.
+A step of 0 rounds only starts the engine. With `--profile`, the Python functions of one more round by their own time
+(cProfile, which slows everything), and on a GPU the kernels of another.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from speed import ROOT, checkpoint, report, run_child, spread
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-0.6b")
-    parser.add_argument("--variants", nargs="+", default=["ours", "plain", "plain-nologprobs", "unchanged"])
+    parser.add_argument("--variants", nargs="+", default=["ours", "plain", "plain-nologprobs"])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
@@ -96,16 +95,13 @@ def show_kernels(generate: Callable[[], int]) -> None:
     print(kernels.table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90))
 
 
-def own_engine(variant: str, engine: dict[str, Any], options: argparse.Namespace):
+def own_engine(_variant: str, engine: dict[str, Any], options: argparse.Namespace):
     """Prompts, round -> tokens sampled, by a Generator as the loop has it."""
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig
-    from grpo.roles import engine_speed
     from grpo.roles.generator import Generator
     from grpo.roles.process_groups import setup_roles
     from grpo.types import Prompt, Requests
 
-    if variant == "unchanged":
-        engine_speed.is_tested_version = lambda: False
     folder = str(checkpoint(options.shape))
     config = GRPOConfig(
         roles=RolesConfig(colocated=True, num_trainers=1),

@@ -127,7 +127,7 @@ def length_of(index: int, options: argparse.Namespace) -> int:
 
 def asked_of(requests, options: argparse.Namespace) -> list[tuple[int, int]]:
     """(Index in the run, tokens that it has already) of each completion of the one replica, in the order they begin."""
-    from grpo.roles.requests import share_out
+    from grpo.roles.generator import share_out
 
     [mine] = share_out(requests, options.group_size, 1)
     return [(r.index, len(r.begun)) for r in mine]

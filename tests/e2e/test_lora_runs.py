@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from grpo.config import GRPOConfig
 from grpo.config.recipes import load
-from grpo.folder.safe_reader import SafeReader
+from grpo.folder.checkpoint import SafeReader
 from grpo.run.inputs import read_grpo
 from grpo.run.session import Session
 from grpo.watch.failures import BadInput

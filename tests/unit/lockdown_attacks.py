@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from grpo.rewards.worker import confine
+from grpo.rewards.loading import confine
 from grpo.workers import kernel, processes
 from grpo.workers.programs import Limits, run_python
 

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from grpo.config import CheckpointConfig, GRPOConfig
 from grpo.export import find_checkpoint
 from grpo.folder import checkpoint
+from grpo.folder.checkpoint import SafeReader
 from grpo.folder.run_folder import begin_run, step_folders, step_of
-from grpo.folder.safe_reader import SafeReader
 from grpo.watch.failures import BadInput
 
 pytestmark = pytest.mark.usefixtures("one_rank")

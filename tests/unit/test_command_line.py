@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from grpo.config import GeneratorConfig, GRPOConfig, RolesConfig, SFTConfig
-from grpo.config.checks import validate
-from grpo.config.roles import SHARED_GPU, check_world_size, for_one_process
+from grpo.config.checks import check_world_size, for_one_process, validate
+from grpo.config.fields import SHARED_GPU
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig
 from grpo.data.chat import load_tokenizer
-from grpo.data.prepare import load_chat_sources, load_eval_prompts, load_sources, usable_chats, usable_prompts
-from grpo.data.streams import ChatStream, PromptStream
+from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
+from grpo.data.streams import PromptStream
 from grpo.data.turns import tokenize, write_prompt
 from grpo.run.inputs import resumed_stream
 
@@ -101,12 +101,6 @@ def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer, tmp_path):
 def prompts_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
     config = GRPOConfig(data=data, seed=seed, **{"prompts_per_step": 1} | fields)
     return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config)
-
-
-def chats_of(data: DataConfig, tokenizer, max_sequence_tokens=20, seed=0, completion_column="completion") -> ChatStream:
-    fields = {"max_sequence_tokens": max_sequence_tokens, "completion_column": completion_column}
-    config = SFTConfig(data=data, seed=seed, sequences_per_step=1, **fields)
-    return ChatStream(usable_chats(load_chat_sources(config), config, tokenizer), config)
 
 
 def test_prompts_have_ids_columns_and_a_running_index(tokenizer, ten_rows):
@@ -225,19 +219,6 @@ def test_rows_that_cannot_be_used_are_never_drawn_and_keep_their_numbers(tokeniz
 
 def rows_of(prompts) -> list[int]:
     return [prompt.row for prompt in prompts]
-
-
-# ---- chat stream
-
-
-def test_the_limit_of_chats_is_on_prompt_plus_completion(tokenizer, ten_rows):
-    # Each is 4 + 3 tokens; max_prompt_tokens does not count here.
-    config = config_of(ten_rows, max_prompt_tokens=1)
-    assert len(chats_of(config, tokenizer, max_sequence_tokens=7, seed=0).draw(3)) == 3
-    with pytest.raises(
-        ValueError, match="0 of 10 rows of .*: 10 longer than max_sequence_tokens=6; .* 95% have at most 7; "
-    ):
-        chats_of(config, tokenizer, max_sequence_tokens=6, seed=0).draw(1)
 
 
 # ---- evaluation

@@ -3,20 +3,21 @@
 import dataclasses
 import os
 import pathlib
+import types
 
 import pytest
 
-from grpo.config import GeneratorConfig, GRPOConfig, change
-from grpo.config.checks import cautions, validate
+from grpo.config import GRPOConfig, change
+from grpo.config.checks import validate
 from grpo.config.engine_options import (
     ENGINE_SET_HERE,
     ONLINE_QUANTIZATION,
-    RESHAPING,
     SAMPLING_SET_HERE,
+    TRUNCATING,
     argument_names,
 )
 from grpo.config.recipes import load
-from grpo.roles.engine import in_vllms_types
+from grpo.roles.engine import import_vllm, in_vllms_types
 
 DEFAULT = str(pathlib.Path(__file__).parents[2] / "configs" / "qwen3_1_7b_gsm8k.py")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -70,18 +71,8 @@ def test_names_are_those_of_the_installed_vllm():
     assert set(engine) == {f.name for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
     assert set(sampling) == {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     assert set(engine) >= set(ENGINE_SET_HERE)
-    assert set(sampling) >= {*SAMPLING_SET_HERE, *RESHAPING} and not set(SAMPLING_SET_HERE) & set(RESHAPING)
+    assert set(sampling) >= {*SAMPLING_SET_HERE, *TRUNCATING}
     assert set(ONLINE_QUANT_SHORTHAND_NAMES) >= set(ONLINE_QUANTIZATION)
-
-
-def test_another_distribution_gets_a_warning():
-    sampling = {"repetition_detection": {"max_pattern_size": 8, "min_count": 4}}
-    assert cautions(GRPOConfig(generator=GeneratorConfig(sampling=sampling))) == []
-    sampling = sampling | {"top_p": 0.9, "min_tokens": 8, "bad_words": ["the"]}
-    (warning,) = cautions(GRPOConfig(generator=GeneratorConfig(sampling=sampling)))
-    assert warning.startswith(
-        "generator.sampling top_p, min_tokens, bad_words: tokens are drawn from another distribution"
-    )
 
 
 def test_values_are_json_where_they_parse_and_else_text():
@@ -117,3 +108,12 @@ def test_sampling_values_from_json_get_vllms_types():
     assert in_vllms_types({}) == {}
     with pytest.raises(ValueError, match="^generator.sampling .*'many'.*: vLLM says: Expected `int`, got"):
         in_vllms_types({"min_tokens": "many"})
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch):
+    monkeypatch.setattr("grpo.roles.engine._set_environment", lambda device: None)
+    monkeypatch.setattr("importlib.import_module", lambda name: types.SimpleNamespace(__version__="0.33.1+cpu"))
+    with pytest.raises(
+        RuntimeError, match=r"vLLM 0.33.1\+cpu is installed, and it must be 0.32.0: bash launch/setup.sh"
+    ):
+        import_vllm(types.SimpleNamespace(device=None))

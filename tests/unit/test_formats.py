@@ -2,8 +2,7 @@
 
 import pytest
 
-from grpo.data.columns import BadRow
-from grpo.data.rows import ChatColumns, Example, detect_format, no_format, read_chat
+from grpo.data.rows import BadRow, ChatColumns, Example, detect_format, no_format, read_chat
 
 USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
 

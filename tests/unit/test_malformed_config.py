@@ -6,10 +6,10 @@ import pathlib
 import pytest
 
 from grpo.config import GRPOConfig, SFTConfig, change
-from grpo.config.bounds import check_fields
 from grpo.config.checks import validate
 from grpo.config.recipes import field_paths, load, load_recipe
 from grpo.config.user_files import load_function
+from grpo.config.values import check_fields
 
 MOST_CHARACTERS = 2000  # of a message
 HUGE = 10**30

@@ -10,8 +10,8 @@ import pytest
 import transformers
 
 from grpo import config as c
+from grpo.config.checks import describe_roles
 from grpo.config.recipes import load, load_recipe
-from grpo.config.roles import describe_roles
 from grpo.models.memory import Sizes, fit_trainer, generator_gib, reference_gib, sizes_of, trainer_gib, trainer_peak
 from grpo.run.command_line import DEFAULT_RECIPES
 from tests.unit.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B

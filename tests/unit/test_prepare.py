@@ -2,28 +2,24 @@
 
 import itertools
 import json
-import pathlib
 import re
 
 import pytest
 
 from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig, ValidationConfig
-from grpo.data import encode, toy
-from grpo.data.chat import Refused, check_template
+from grpo.data import encode
+from grpo.data.chat import check_template
 from grpo.data.prepare import (
     load_chat_sources,
     load_eval_prompts,
     load_sources,
     load_validation,
     reward_columns,
-    texts_of,
     usable_chats,
     usable_prompts,
 )
 from grpo.data.streams import ChatStream, PromptStream
-from tests.unit.test_data import config_of, encode_prompt, long_rows, word_tokenizer, write_rows
-
-GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
+from tests.unit.test_data import config_of, long_rows, word_tokenizer, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -172,31 +168,7 @@ def test_sources_whose_own_columns_differ_are_refused(two_sources, tmp_path):
 # ---- real rows
 
 
-@pytest.fixture(scope="module")
-def gsm8k():
-    if not GSM8K.exists():
-        pytest.skip(f"{GSM8K} is not there")
-    sources = load_sources(DataConfig(path=str(GSM8K)))
-    return sources, toy.trained_tokenizer(texts_of(sources))
-
-
-def test_all_of_gsm8k_is_used(gsm8k, capsys):
-    sources, tokenizer = gsm8k
-    (found,) = usable_prompts(sources, GRPOConfig(data=DataConfig(path=str(GSM8K)), prompts_per_step=64), tokenizer)
-    assert len(found.usable) == 7473 and found.left_out == ""
-    assert re.search("7,473 of 7,473 rows of .*; an epoch is 116.8 steps", capsys.readouterr().out)
-
-
 # ---- message lists
-
-
-def test_a_text_template_takes_one_question(tokenizer):
-    data = DataConfig(prompt_template="{system_prompt} add {question} yes", system_prompt="Be brief")
-    user = {"role": "user", "content": "n1"}
-    assert tokenizer.decode(encode_prompt(tokenizer, data, [user])) == "Be brief add n1 yes"
-    assert encode_prompt(tokenizer, data, [user]) == encode_prompt(tokenizer, data, "n1")
-    with pytest.raises(Refused, match="one question for one answer, and this chat has user, assistant, user"):
-        encode_prompt(tokenizer, data, [user, {"role": "assistant", "content": "yes"}, user])
 
 
 # ---- what SFT learns

@@ -10,9 +10,8 @@ import shlex
 import pytest
 
 from grpo import config as c
-from grpo.config.checks import validate
+from grpo.config.checks import check_world_size, describe_roles, validate
 from grpo.config.recipes import field_paths, load, load_recipe
-from grpo.config.roles import check_world_size, describe_roles
 from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.builtin import BUILT_INS
 

@@ -15,8 +15,8 @@ import torch
 
 from grpo.config import RewardConfig
 from grpo.rewards import pool as reward_pool
+from grpo.rewards.loading import part, readable_places
 from grpo.rewards.pool import RewardPool
-from grpo.rewards.worker import part, readable_places
 from grpo.types import Completion, Prompt, Rollout
 from grpo.workers import kernel, processes
 from grpo.workers.worker import Failure, plain_values

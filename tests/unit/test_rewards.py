@@ -358,9 +358,6 @@ def test_the_library_that_compares_latex_is_loaded_at_the_start():
             r"your own is written path/file.py:function",
         ),
         ("mine.py", "unknown reward function 'mine.py'"),
-        ("absent.py:words", r"reward file /.*/absent.py does not exist"),
-        ("mine.py:word", r"mine.py has no function 'word'; functions there: words, strict"),
-        ("mine.py:LIMIT", r"mine.py has no function 'LIMIT'"),
         (
             "mine.py:strict",
             r"mine.py:strict cannot be called with completions and the columns question, answer, num_tokens, "
@@ -371,10 +368,7 @@ def test_the_library_that_compares_latex_is_loaded_at_the_start():
 )
 def test_load_functions_refuses(name, message, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
-        "LIMIT = 3\n"
-        "def words(completions, solution, **columns): return []\n"
-        "def strict(completions, answer): return []\n"
-        "def _hidden(completions, **columns): return []\n"
+        "def words(completions, solution, **columns): return []\ndef strict(completions, answer): return []\n"
     )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):

@@ -8,10 +8,9 @@ import datasets
 import pytest
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
-from grpo.data.columns import BadRow, value_at
 from grpo.data.encode import EncodedRows, as_prompt
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
-from grpo.data.rows import row_reader
+from grpo.data.rows import BadRow, row_reader, value_at
 from tests.unit.test_data import word_tokenizer
 
 GOOD = {"question": "1+2", "answer": "3"}
@@ -88,13 +87,6 @@ def test_a_path_that_leads_nowhere(path):
     with pytest.raises(BadRow, match=f"column '{path}' is missing"):
         value_at(row, path)
     assert value_at(row, path, None) is None
-
-
-def test_rows_of_a_table_are_looked_at_too():
-    rows = [GOOD | {"more": "x"}, GOOD | {"answer": None}, GOOD | {"question": "  "}, *[GOOD] * 2500]
-    found = checked(*rows, table=True, bad_rows="skip")
-    assert found.usable[:3] == [0, 3, 4] and len(found.usable) == 2501
-    assert found.left_out == "2 that cannot be used"
 
 
 @pytest.mark.parametrize("table", [False, True])

@@ -100,9 +100,5 @@ def test_the_command_plays_all_that_a_recipe_names(data, tmp_path, capsys):
     )
     assert main(["recipe.py"]) == 0
     shown = capsys.readouterr().out
-    assert "wet: tools dive" in shown and "dry: tools none" in shown and shown.count("the same texts") == 2
-    assert main(["dry", "recipe.py"]) == 0
-    shown = capsys.readouterr().out
-    assert "Up: Where is number 1?" in shown and "dive" not in shown and shown.count("the same texts") == 1
-    assert main(["drey", "recipe.py"]) == 1
-    assert "error: environment.classes has no 'drey' (did you mean dry?)" in capsys.readouterr().out
+    assert "wet: tools dive" in shown and "dry: tools none" in shown and "Up: Where is number 1?" in shown
+    assert shown.count("the same texts") == 2

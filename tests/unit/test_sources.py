@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from grpo.config import DataConfig, EvaluationConfig
-from grpo.config.sources import Source, parse_source
+from grpo.config.values import Source, parse_source
 from grpo.data.sources import load_rows
 
 

@@ -1,7 +1,7 @@
 """What one engine samples, as JSON lines of index, token ids, log-probs, truncated.
 
-Arguments: FOLDER as|unchanged OUTPUT. With `unchanged` vLLM is left as it is. The KV cache holds a part of the
-sequences, so that some are preempted; their number is printed.
+Arguments: FOLDER changed|unchanged OUTPUT. With `unchanged` tokens and log-probs are those of vLLM's own outputs. The
+KV cache holds a part of the sequences, so that some are preempted; their number is printed.
 """
 
 import json
@@ -9,9 +9,9 @@ import pathlib
 import sys
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig
-from grpo.roles import engine_speed
+from grpo.roles import generator as roles_generator
 from grpo.roles.engine import CPU_BLOCK_TOKENS
-from grpo.roles.generator import Generator
+from grpo.roles.engine_loop import Stretch
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.types import Prompt, Requests
 
@@ -19,9 +19,38 @@ STOP_TOKENS = [1]  # of about 20, so that lengths differ
 CACHED_SEQUENCES, BYTES_PER_TOKEN = 3, 1024  # of a tiny model in float32
 
 
+class PlainLoop:
+    """Requests as vLLM itself answers them."""
+
+    def __init__(self, llm, reads_texts: bool):
+        self.engine, self.requests = llm.llm_engine, {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: int, ids: list[int], params) -> None:
+        self.requests[str(request)] = request
+        self.engine.add_request(str(request), {"type": "token", "prompt_token_ids": ids}, params)
+
+    def step(self) -> list[Stretch]:
+        ended = []
+        for output in self.engine.step():
+            if output.finished:
+                (sample,) = output.outputs
+                ids = list(sample.token_ids)
+                logprobs = [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
+                ended.append(Stretch(self.requests.pop(output.request_id), ids, logprobs, sample.finish_reason))
+        return ended
+
+    def end(self) -> list[Stretch]:
+        assert not self.requests
+        return []
+
+
 def main(folder: str, how: str, output: str) -> None:
     if how == "unchanged":
-        engine_speed.is_tested_version = lambda: False
+        roles_generator.EngineLoop = PlainLoop
     config = GRPOConfig(
         roles=RolesConfig(colocated=True, num_trainers=1),
         model=ModelConfig(path=folder, dtype="float32"),
@@ -33,7 +62,9 @@ def main(folder: str, how: str, output: str) -> None:
         ),
     )
     roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
-    generator = Generator(config.generator, config.model, config.data, config.seed, folder, STOP_TOKENS, roles)
+    generator = roles_generator.Generator(
+        config.generator, config.model, config.data, config.seed, folder, STOP_TOKENS, roles
+    )
     num_preempted, scheduler = 0, generator.llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request
 
