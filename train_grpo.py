@@ -47,7 +47,7 @@ CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # before t
 import torch
 
 from grpo.algorithm.advantages import by_group, group_mean_std, named_advantages, return_to_go, teacher_advantages
-from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
+from grpo.algorithm.aggregation import UpdateTotals, echo_loss, named_aggregation
 from grpo.algorithm.importance import correct_importance, kl, mismatch, sequence_kl
 from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
@@ -211,7 +211,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
     (`generator_logprobs`).
     """
     algorithm = config.algorithm.resolved
-    # loss tokens and their sequences in the whole mini-batch, so that micro-batches, packing and ranks change nothing
+    # counted over the whole mini-batch, so that micro-batches, packing and ranks change nothing
     totals = UpdateTotals.of(mini_batch, config.generator.max_completion_tokens)
 
     def objective(micro: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -233,7 +233,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
             loss = (loss_BT / x.num_loss_tokens_BT).sum() / totals.num_sequences
         else:
             loss = named_aggregation(algorithm.aggregation)(loss_BT, x, totals)
-        return loss, metrics
+        return loss + algorithm.echo_coef * echo_loss(micro, logprobs_BT, totals), metrics
 
     return objective
 

@@ -4,9 +4,8 @@ A suffix on a tensor's name spells its dimensions: B rows of a micro-batch, T po
 sequence, S sequences of a step, N tokens of all sequences laid end to end, P prompts, G completions of a group,
 V vocabulary, D hidden size, K keys that documents attend to, R of them in several documents, U uses of these.
 
-Everything that is trained on is a sequence of tokens in which each token carries what is known about it. These
-per-token fields stay aligned from where they are made (`Sample`) over the wire (`TrainBatch`) to the loss
-(`MicroBatch`): rollouts and supervised examples are different ways to fill them.
+Everything that is trained on, rollout or supervised example, is a sequence of tokens, each with what is known about it.
+These fields stay aligned from where they are made (`Sample`) over the wire (`TrainBatch`) to the loss (`MicroBatch`).
 """
 
 import functools
@@ -46,6 +45,8 @@ class Piece:
     """float32: natural log-prob under the distribution sampled from; None: they were written, not sampled."""
     version: int = 0
     """Steps in the weights that sampled it."""
+    observed: bool = False
+    """An environment or a tool answered it, behind the prompt; False for what the chat template writes around that."""
 
     @classmethod
     def sampled(cls, ids_T: torch.Tensor, logprobs_T: torch.Tensor, version: int) -> "Piece":
@@ -193,6 +194,8 @@ class Sample:
     """int64: which turn of an episode sampled the token, from 1; 0: none. None where turns have no credit."""
     earned_T: torch.Tensor | None = None
     """float32: the environment's weighted reward when that turn began."""
+    observed_T: torch.Tensor | None = None
+    """bool: an environment or a tool answered the token; None where the policy does not learn to predict answers."""
     prompt_tokens: int = 0
     """How many of the first tokens are the prompt, of which none counts; 0 if there is none (SFT)."""
     temperature: float = 1.0
@@ -233,6 +236,8 @@ class TrainBatch:
     """int64: which turn of an episode sampled the token, from 1; 0: none. None where turns have no credit."""
     earned_N: torch.Tensor | None = None
     """float32: the environment's weighted reward when that turn began."""
+    observed_N: torch.Tensor | None = None
+    """bool: an environment or a tool answered the token; None where the policy does not learn to predict answers."""
     advantages_N: torch.Tensor | None = None
     """float32."""
 
@@ -302,20 +307,21 @@ class MicroBatch:
     sequence_BT: torch.Tensor
     """int64: index in the step of this position's sequence, of a shared prompt the first one's; -1 on padding."""
     temperatures_BT: torch.Tensor
-    """float32: what the sequence was sampled with; 1 on padding."""
+    """float32: what the sequence was sampled with; 1 on padding, and where an observed token is predicted."""
     loss_mask_BT: torch.Tensor
     """bool."""
     num_loss_tokens_BT: torch.Tensor
     """int64: tokens of this position's sequence that count in the loss; at least 1."""
     generator_logprobs_BT: torch.Tensor | None
-    """float32, as the next five, of which `turn_BT` is int64: None where the batch has None."""
+    """float32, as the next six, of which `turn_BT` is int64 and `observed_BT` bool: None where the batch has None."""
     old_logprobs_BT: torch.Tensor | None
     ref_logprobs_BT: torch.Tensor | None
     turn_BT: torch.Tensor | None
     earned_BT: torch.Tensor | None
+    observed_BT: torch.Tensor | None
     advantages_BT: torch.Tensor | None
     scored_M: torch.Tensor
-    """int64: places b * T + t, in order, at which log-probs are computed: the loss tokens, and some for kernels."""
+    """int64: places b * T + t, in order, with log-probs: those of loss and observed tokens, and some for kernels."""
     document_starts: torch.Tensor
     """int32 [documents + 1]: places b * T + t at which documents (sequences, shared prompts, ...) begin, and B * T."""
     longest_document: int

@@ -40,6 +40,7 @@ NEEDS = {
     ("generator.sleep", "roles.colocated"): "it leaves the memory to a trainer on the same GPU",
     ("roles.num_references", "algorithm.kl_coef or distill_coef"): "else they idle; set --roles.num-references 0",
     ("algorithm.distill_coef", "model.reference_path"): "name the teacher",
+    ("algorithm.echo_coef", "an environment"): "it learns what one answers; set --algorithm.echo-coef 0",
     ("algorithm.advantages=return_to_go", "an environment"): "it compares turns; without them use rloo",
     ("environment.classes", "data.environment_column"): "it says which class a row gets",
     ("data.environment_column", "environment.classes"): "its values are their names",

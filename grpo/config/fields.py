@@ -404,6 +404,9 @@ class AlgorithmConfig:
     The teacher is `model.reference_path`. Rewards may be left out (`--reward.functions` with nothing)."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
+    echo_coef: Annotated[float, AtLeast(0)] = 0.0
+    """ECHO: weight of the cross-entropy of what environment and tools answered, at temperature 1, the mean over such
+    tokens of an update; 0 leaves it out, the paper (arXiv:2605.24517) has 0.05."""
     mask_truncated: bool = False
     """Exclude truncated completions from the loss (DAPO's overlong filtering); the group still compares with them."""
     num_mini_batches: Annotated[int, AtLeast(1)] = 1
@@ -592,7 +595,7 @@ class GRPOConfig(RunConfig):
 
 
 # Which tokens of an example are labels, see grpo/data/turns.py.
-TrainOn = Literal["all", "assistant", "last"]
+TrainOn = Literal["all", "assistant", "assistant_and_tools", "last"]
 # What the columns of a row mean, see grpo/data/rows.py.
 RowFormat = Literal["auto", "prompt_completion", "messages", "alpaca", "text"]
 
@@ -618,8 +621,8 @@ class SFTConfig(RunConfig):
     completion_column: str = "completion"
     """Column that holds the answer to learn for `data.prompt_column`."""
     train_on: TrainOn = "assistant"
-    """Tokens that are labels. assistant: all assistant turns, with the token that ends each; last: the last such turn;
-    all: every token, as always in plain text."""
+    """Tokens that are labels. assistant: all assistant turns, with the token that ends each; assistant_and_tools: these
+    and what tools answered between them; last: the last assistant turn; all: every token, as always in plain text."""
     too_long: Literal["leave_out", "truncate"] = "leave_out"
     """Examples of more than `max_sequence_tokens`. leave_out: they are not drawn; truncate: their first tokens are."""
     show: Annotated[int, AtLeast(0), Harmless] = 0

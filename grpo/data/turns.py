@@ -24,6 +24,8 @@ Writer = Callable[..., tuple[str, list[Span] | None]]
 
 # Of the text around the place where two writings of a chat part.
 SHOWN_CHARACTERS = 30
+# Stands for what a tool answered: no template writes it.
+MARK = "MARKanswer"
 # Tokenized together, about: 300 bytes of memory for each.
 TOKENIZED_CHARACTERS = 500_000
 
@@ -61,14 +63,14 @@ def write_example(
 ) -> Written:
     """A chat or a plain text, and the characters of it that are labels.
 
-    train_on: `assistant` every assistant turn, `last` the last one, `all` every token. If the template writes no token
-    that ends a turn, EOS follows the last one. Messages after the last assistant turn are left out, except with `all`;
-    a chat without one has no label. In a plain text every token is one, and EOS comes last. A template that writes
-    prompts only (`data.prompt_template` as text, say) is followed by the answer and EOS; the chat then has one
-    question.
+    train_on: `assistant` every assistant turn, `assistant_and_tools` also what tools answered before the last one,
+    `last` the last one, `all` every token. If the template writes no token that ends a turn, EOS follows the last one.
+    Messages after the last assistant turn are left out, except with `all`; a chat without one has no label. In a plain
+    text every token is one, and EOS comes last. A template that writes prompts only (`data.prompt_template` as text,
+    say) is followed by the answer and EOS; the chat then has one question.
 
-    Raises Refused for a chat that the template does not take, whose tool calls it does not write, or whose turns cannot
-    be told apart because it writes them otherwise when more messages follow.
+    Raises Refused for a chat that the template does not take, whose tool calls it does not write, or whose turns or
+    answers cannot be told apart because it writes other messages otherwise with them.
     """
     if not example.chat:
         return Written(example.text, [(0, len(example.text))], bos=True, eos=True)
@@ -100,9 +102,11 @@ def write_example(
         num_before = len(write(num_messages - 1)[1]) if train_on == "last" and num_messages > 1 else 0
         spans = _marked_spans(text, marked, num_before, ends)
     elif train_on != "all":
-        trained = turns if train_on == "assistant" else turns[-1:]
+        trained = turns[-1:] if train_on == "last" else turns
         spans = _prefix_spans(write, text, trained, num_messages, template_name(tokenizer, data))
     spans = [(0, len(text))] if train_on == "all" else [_cut_after_end(text, span, ends) for span in spans]
+    if train_on == "assistant_and_tools":
+        spans += _tool_spans(tokenizer, data, messages, example.tools, text)
     return Written(text, spans, bos, eos=not text.rstrip().endswith(ends))
 
 
@@ -141,6 +145,24 @@ def _prefix_spans(write: Writer, text: str, turns: list[int], num_messages: int,
         )
 
     return [(length_of(turn, True), length_of(turn + 1, False)) for turn in turns]
+
+
+def _tool_spans(
+    tokenizer: "PreTrainedTokenizerBase", data: DataConfig, messages: list[Message], tools: list[Any] | None, text: str
+) -> list[Span]:
+    """What each tool answered, without what the template writes around it: the chat with a mark in its place tells.
+
+    Raises Refused if the template does not write the mark, or something else in another way too.
+    """
+    spans = []
+    for index in (index for index, message in enumerate(messages) if message["role"] == "tool"):
+        marked = [*messages[:index], messages[index] | {"content": MARK}, *messages[index + 1 :]]
+        before, mark, behind = render(tokenizer, data, marked, False, tools)[0].partition(MARK)
+        if not (mark and text.startswith(before) and text.endswith(behind) and len(text) >= len(before + behind)):
+            name = template_name(tokenizer, data)
+            raise Refused(f"{name} does not write message {index + 1}, a tool's answer, as it is; train_on assistant")
+        spans.append((len(before), len(text) - len(behind)))
+    return spans
 
 
 def _cut_after_end(text: str, span: Span, ends: tuple[str, ...]) -> Span:

@@ -90,11 +90,11 @@ class Episode:
     decided: Decision | None = None
     """What is known of its next turn and was not told yet."""
 
-    def write(self, ids: list[int]) -> None:
-        """Append what was not sampled."""
+    def write(self, ids: list[int], observed: bool = False) -> None:
+        """Append what was not sampled; `observed`, if it is an answer, and no text of the chat template."""
         self.ids += ids
         mask_T = torch.zeros(len(ids), dtype=torch.bool)
-        self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version))
+        self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version, observed=observed))
 
     def end(self, ended_by: str) -> None:
         """No further turn begins."""
@@ -209,11 +209,14 @@ class Player:
         elif config.rollout_seconds and time.monotonic() - episode.began > config.rollout_seconds:
             self._end(episode, "seconds")
         else:
-            suffix = self.turns[episode.environment].ids(turn["answers"], episode.ids[-1], reply["role"])
+            turns = self.turns[episode.environment]
+            stretches = turns.stretches(turn["answers"], episode.ids[-1], reply["role"])
+            suffix = [token for ids, _ in stretches for token in ids]
             if len(episode.ids) + len(suffix) - episode.num_prompt_tokens >= self.max_tokens:
                 self._end(episode, "tokens")
             else:
-                episode.write(suffix)
+                for ids, is_answer in stretches:
+                    episode.write(ids, observed=is_answer)
                 self._next_turn(episode, suffix)
 
     def _next_turn(self, episode: Episode, further: list[int]) -> None:

@@ -4,7 +4,7 @@ Left out: pipeline and context parallelism, quantized checkpoints.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,7 +129,8 @@ class ShardedModel:
         count in the loss; of others it may be 0. Collective over the role's ranks.
         """
         logprobs_N = torch.zeros(batch.num_tokens)
-        found = [(micro, self.logprobs(micro)[0]) for micro, _ in self.micro_batches(self.pack(batch, trainer))]
+        packing = self.pack(replace(batch, observed_N=None), trainer)  # what was observed has no ratio and no KL
+        found = [(micro, self.logprobs(micro)[0]) for micro, _ in self.micro_batches(packing)]
         for micro, logprobs_BT in found if self.tensor_parallel_rank == 0 else ():
             index_M, logprobs_M = take_out(logprobs_BT, micro)
             logprobs_N[index_M.cpu()] = logprobs_M.cpu()

@@ -1,7 +1,7 @@
 """What a step's updates measured, as numbers that do not depend on how the step was split.
 
 A metric is the mean over all loss tokens of the step, or their maximum where its name ends in `max`: over
-micro-batches, ranks and updates alike.
+micro-batches, ranks and updates alike. One metric, OF_OBSERVED, is the mean over the observed tokens.
 """
 
 import math
@@ -14,6 +14,7 @@ from grpo.types import MicroBatch
 
 # Kept for each sequence too, for the tables of completions.
 PER_SEQUENCE = "mismatch/mean"
+OF_OBSERVED = "echo/loss"
 
 
 class StepMetrics:
@@ -43,11 +44,13 @@ class StepMetrics:
             raise ValueError(f"the loss logged {sorted(names)} and then {sorted(metrics)}; log the same each time")
         mask_BT = micro.loss_mask_BT
         for name, values_BT in metrics.items():
-            values_BT = values_BT.double().where(mask_BT, 0)
+            counts_BT = micro.observed_BT if name == OF_OBSERVED else mask_BT
+            values_BT = values_BT.double().where(counts_BT, 0)
             if name.endswith("max"):
                 self._maxima[name] = torch.maximum(self._maxima.get(name, values_BT.new_zeros(())), values_BT.max())
             else:
-                self._sums[name] = self._sums.get(name, 0) + values_BT.sum()
+                sum_and_number = torch.stack([values_BT.sum(), counts_BT.sum().double()])
+                self._sums[name] = self._sums.get(name, 0) + sum_and_number
             if name == PER_SEQUENCE:
                 if self._sequence_S2 is None:  # the last one is for padding
                     self._sequence_S2 = loss.new_zeros(self.num_sequences + 1, 2, dtype=torch.float64)
@@ -59,7 +62,7 @@ class StepMetrics:
 
     def reduce(self, group: ProcessGroup | None) -> None:
         """End an update: sums and maxima over the data-parallel ranks (None: there is one). Collective over them."""
-        sums = torch.stack([self._loss, self._num_tokens, *self._sums.values()])
+        sums = torch.cat([torch.stack([self._loss, self._num_tokens]), *self._sums.values()])
         maxima = torch.stack([*self._maxima.values()]) if self._maxima else sums.new_zeros(0)
         if group is not None:
             dist.all_reduce(sums, group=group)
@@ -67,10 +70,10 @@ class StepMetrics:
             if self._sequence_S2 is not None:
                 dist.all_reduce(self._sequence_S2, group=group)
         loss, num_tokens, *rest = torch.cat([sums, maxima]).tolist()  # one transfer from the device
-        for name, total in zip(self._sums, rest, strict=False):
-            so_far, tokens_so_far = self._totals.get(name, (0.0, 0.0))
-            self._totals[name] = so_far + total, tokens_so_far + num_tokens
-        for name, highest in zip(self._maxima, rest[len(self._sums) :], strict=True):
+        for name, total, number in zip(self._sums, rest[::2], rest[1::2], strict=False):
+            so_far, number_so_far = self._totals.get(name, (0.0, 0.0))
+            self._totals[name] = so_far + total, number_so_far + number
+        for name, highest in zip(self._maxima, rest[2 * len(self._sums) :], strict=True):
             self._highest[name] = max(self._highest.get(name, -math.inf), highest if num_tokens else -math.inf)
         if self._sequence_S2 is not None:
             self._sequence_totals_S2 += self._sequence_S2[:-1].cpu()

@@ -129,7 +129,8 @@ class Driver:
         if not any(r.completion.loss_mask_T.any() for r in rollouts):
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         turn_weight = self.config.environment.weight if self.config.turns_earn else None
-        return make_batch([sample_of(r.prompt, r.completion, turn_weight) for r in rollouts])
+        observes = self.config.algorithm.echo_coef > 0
+        return make_batch([sample_of(r.prompt, r.completion, turn_weight, observes) for r in rollouts])
 
     @on_driver_for_learners
     def collect_rewards(self) -> list[Rollout]:

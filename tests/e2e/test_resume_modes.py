@@ -32,7 +32,7 @@ OVERLAP = ("--overlap-steps", 1)
 CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
 TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environment.answer-steps", 4)
 TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-tokens", 48)
-TURNS += ("--algorithm.advantages", "return_to_go")
+TURNS += ("--algorithm.advantages", "return_to_go", "--algorithm.echo-coef", 0.1)
 SAVED = ("--checkpoint.interval", 3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher} is a folder
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)

@@ -91,6 +91,7 @@ REFUSED_IN_GRPO = [
     (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template .* with an environment: it has no turns"),
     (TOOLS | {"reward.functions": {}}, "reward.functions is empty; name one, .* or an environment"),
     (EACH_TURN, "return_to_go needs an environment: .* use rloo"),
+    ({"algorithm.echo_coef": 0.05}, "echo_coef needs an environment: .*--algorithm.echo-coef 0"),
     (TOOLS | EACH_TURN | {"algorithm.loss": "gspo"}, "gspo does not go with .*return_to_go: .* or rloo"),
     ({"profile": 201}, "profile=201 is no step of a run of num_steps=200"),
 ]

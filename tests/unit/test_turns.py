@@ -103,6 +103,9 @@ BY_HAND = {
 for family in ("chatml", "llama3", "plain"):  # the last labels of those by hand
     before, bracket, last = BY_HAND[family, "assistant"].rpartition("[")
     BY_HAND[family, "last"] = before.replace("[", "").replace("]", "") + bracket + last
+    # what the tool answered, without what the template writes around it
+    tool_too = BY_HAND[family, "assistant"].replace("\n4<", "\n[4]<").replace("Tool: 4", "Tool: [4]")
+    BY_HAND[family, "assistant_and_tools"] = tool_too
 FAMILIES = {"chatml": (CHATML, "<|im_end|>"), "llama3": (LLAMA3, "<|eot|>"), "plain": (PLAIN, "<eos>")}
 # The same with generation markers, the token that ends a turn inside or behind them.
 ANSWER = "{% if m.role == 'assistant' %}{% generation %}ANSWER{% endgeneration %}BEHIND{% else %}OTHER{% endif %}"
@@ -187,7 +190,7 @@ def test_ids_are_those_of_the_whole_text(family):
     assert ids[: mask.index(True)] == encode_prompt(tokenizer, DATA, "1+1?")
 
 
-@pytest.mark.parametrize("train_on", ["assistant", "last"])
+@pytest.mark.parametrize("train_on", ["assistant", "assistant_and_tools", "last"])
 @pytest.mark.parametrize("end_inside", [True, False])
 @pytest.mark.parametrize("family", MARKED)
 def test_generation_markers_give_the_same_as_prefixes(family, end_inside, train_on):
@@ -283,6 +286,24 @@ def test_tools_and_tool_calls():
     )
     with pytest.raises(Refused, match="leaves out the call of 'add'"):
         encoded(tokenizer_for(*FAMILIES["chatml"]), messages)
+
+
+def test_what_tools_answered_is_a_label_as_the_template_writes_it():
+    """Trimmed and quoted, each of several in a row; what comes behind the last turn is left out."""
+    template = PLAIN.replace("m.content }}", "m.content | trim | tojson if m.role == 'tool' else m.content }}")
+    tool, turn = {"role": "tool", "content": ' 4 "or" four\n'}, {"role": "assistant", "content": "call:"}
+    chat = [TALK[1], turn, tool, tool, turn, tool]
+    answer = 'Tool: "[4 \\"or\\" four]"\n'
+    written = f"User: 1+1?\nAssistant:[ call:\n]{answer}{answer}Assistant:[ call:\n<eos>]"
+    assert encoded(tokenizer_for(template, "<eos>"), chat, "assistant_and_tools") == written
+
+
+def test_a_tools_answer_whose_place_cannot_be_told_is_refused():
+    """The template writes it twice, or its beginning, or how long it is."""
+    for content in ("{{ m.content }}{{ m.content }}", "{{ m.content[:3] }}", "{{ m.content | length }}"):
+        tokenizer = tokenizer_for(PLAIN.replace("{{ m.content }}", content), "<eos>")
+        with pytest.raises(Refused, match="message 6, a tool's answer.*train_on assistant"):
+            encode_chat(tokenizer, DATA, TALK, "assistant_and_tools")
 
 
 def test_an_example_without_a_label():
