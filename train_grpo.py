@@ -46,7 +46,7 @@ CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # before t
 
 import torch
 
-from grpo.algorithm.advantages import by_group, group_mean_std, named_advantages, return_to_go, teacher_advantages
+from grpo.algorithm.advantages import AdvantageInputs, group_mean_std, named_advantages, teacher_advantages
 from grpo.algorithm.aggregation import UpdateTotals, echo_loss, named_aggregation
 from grpo.algorithm.importance import correct_importance, kl, mismatch, sequence_kl
 from grpo.algorithm.inputs import LossInputs, clamped
@@ -151,11 +151,13 @@ def add_advantages(
     batch: TrainBatch,
     rewards_S: torch.Tensor,
     has_reward_S: torch.Tensor,
+    parts_FS: torch.Tensor,
     kl_coef: float,
     metrics: StepMetrics,
 ) -> TrainBatch:
     """Compare each reward with its group's. Every token gets its completion's advantage, plus its teacher's, if any.
 
+    `parts_FS` has the values of F reward functions, NaN for None, of which `rewards_S` are the weighted sums.
     The loss mask has been True for what the policy sampled, never for a prompt or a tool's answer. It becomes False for
     sequences with neither reward nor teacher and, with `mask_truncated`, for the truncated ones, whose rewards still
     count in their group.
@@ -166,18 +168,15 @@ def add_advantages(
         metrics.record(**{"reward/kl_penalty": penalty_S[has_reward_S].mean().item()})
         rewards_S = rewards_S - penalty_S.where(penalty_S.isfinite(), 0)  # not finite: the trainer skips the update
 
-    rewards_PG, has_PG = by_group(rewards_S, has_reward_S, config.group_size)
+    x = AdvantageInputs.of(batch, rewards_S, has_reward_S, parts_FS, config)
     if algorithm.advantages == "group_std":
-        mean_P1, std_P1 = group_mean_std(rewards_PG, has_PG)
-        advantages_PG = (rewards_PG - mean_P1) / (std_P1 + 1e-4)
+        mean_P1, std_P1 = group_mean_std(x.rewards_PG, x.has_PG)
+        advantages = (x.rewards_PG - mean_P1) / (std_P1 + 1e-4)
     else:
-        advantages_PG = named_advantages(algorithm.advantages)(rewards_PG, has_PG)
-    advantages_S = advantages_PG.where(has_PG, 0).flatten().float()
+        advantages = named_advantages(algorithm.advantages)(x)
+    advantages_N = x.per_token(advantages)  # given for completions [P, G], or for tokens already; 0 without a reward
 
-    advantages_N = advantages_S[batch.owner_N]
     trained_S = has_reward_S
-    if config.turns_earn:  # in place of the above, each turn of an episode is compared with the others' same turn
-        advantages_N = return_to_go(batch, rewards_S, has_reward_S, config.group_size)
     if algorithm.distill_coef:  # on-policy distillation: the reference is a teacher, who judges every token
         teacher_N, trained_S = teacher_advantages(batch), torch.ones_like(has_reward_S)
         metrics.record(**{"distill/reverse_kl": -teacher_N[batch.loss_mask_N].mean().item()})

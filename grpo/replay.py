@@ -137,7 +137,8 @@ def replay(recorded: str, config: GRPOConfig, session: Session) -> None:
 def train_on(found: RecordedStep, config: GRPOConfig, trainer: Trainer) -> tuple[TrainBatch, StepMetrics]:
     """Take a recorded step; returns its batch with advantages, and what the updates measured."""
     metrics, kl_coef = StepMetrics(found.batch.num_sequences), config.algorithm.kl_coef
-    batch = add_advantages(config, found.batch, found.rewards_S, found.has_reward_S, kl_coef, metrics)
+    rewards = found.rewards_S, found.has_reward_S, found.parts_FS
+    batch = add_advantages(config, found.batch, *rewards, kl_coef, metrics)
     update(config, trainer, batch, kl_coef, metrics)
     return batch, metrics
 
@@ -180,7 +181,7 @@ def compare(recorded: str, configs: dict[str, GRPOConfig], config: GRPOConfig, s
     vocab_size, rows = read_hf_config(first.model.folder).vocab_size, []
     for name, of_method in configs.items():
         print("\n  ".join([f"method {name}", *derived(of_method)]))
-    if config.updates_per_step == 1 and config.algorithm.old_logprobs == "policy":
+    if config.updates_per_step == 1 and config.algorithm.resolved.old_logprobs == "policy":
         print(RATIO_IS_1)
     print(line("step", "method", {name: name for name in COLUMNS}), flush=True)
     for step in session.steps():
@@ -218,7 +219,7 @@ def take_step(found: RecordedStep, config: GRPOConfig, trainer: Trainer) -> tupl
     hook = trainer.optimizer.optimizers[0].register_step_pre_hook(add)
     batch, metrics = train_on(found, config, trainer)
     hook.remove()
-    means = metrics.means() | policy_metrics(trainer, batch, config.algorithm)
+    means = metrics.means() | policy_metrics(trainer, batch, config.algorithm.resolved)
     return {name: means[there] for name, there in COLUMNS.items() if there in means}, gradient
 
 

@@ -1,24 +1,79 @@
 """Rewards of a group -> advantages; a teacher's log-probs -> advantages.
 
-The S sequences of a step lie group after group, so rewards are a [P, G] matrix. `algorithm.advantages` names a function
+`algorithm.advantages` names a function
 
-    advantages(rewards_PG, has_PG) -> advantages_PG
+    advantages(x: AdvantageInputs) -> advantages_PG
 
-where `has_PG` (bool) says which rewards there are; the others are 0 in `rewards_PG` (float64), have no advantage
-whatever is returned for them, and must not count in a statistic. `group_std`, GRPO's, stands in train_grpo.py; one of
-your own is named `path/file.py:function`.
+or, where tokens of a completion differ, advantages_N. What it returns for a completion without a reward is not used.
+`group_std`, GRPO's, stands in train_grpo.py; one of your own is named `path/file.py:function`.
 """
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from grpo.algorithm.importance import kl
 from grpo.algorithm.inputs import clamped
+from grpo.config import GRPOConfig
 from grpo.config.user_files import load_function
 from grpo.types import TrainBatch
 
-Advantages = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+@dataclass(frozen=True, eq=False)
+class AdvantageInputs:
+    """What a function of advantages sees of one step: P groups of G completions, scored by F reward functions.
+
+    Values that are missing are 0 and must not count in a statistic; the fields `has_` say which there are.
+    """
+
+    rewards_PG: torch.Tensor
+    """float64: weighted sums; with `algorithm.kl_in` reward less the penalty."""
+    has_PG: torch.Tensor
+    """bool: the completion has a reward."""
+    parts_FPG: torch.Tensor
+    """float64: each reward function's unweighted value, the environment's first."""
+    has_FPG: torch.Tensor
+    """bool: the function gave a value, and the completion has a reward."""
+    weights_F: torch.Tensor
+    """float64: of the functions in the sum."""
+    batch: TrainBatch
+    """The step's N tokens and S = P * G sequences, group after group; `batch.owner_N` is each token's sequence."""
+
+    @classmethod
+    def of(
+        cls,
+        batch: TrainBatch,
+        rewards_S: torch.Tensor,
+        has_reward_S: torch.Tensor,
+        parts_FS: torch.Tensor,
+        config: GRPOConfig,
+    ) -> "AdvantageInputs":
+        """Return a step's rewards by group; NaN in `parts_FS` is no value. Raises what `by_group` does.
+
+        Raises ValueError too if the config has another number of reward functions.
+        """
+        weights = config.reward_weights
+        if len(parts_FS) != len(weights):
+            raise ValueError(
+                f"the step has values of {len(parts_FS)} reward functions, and the config has {len(weights)} "
+                f"({', '.join(weights)}); name those that scored it"
+            )
+        rewards_PG, has_PG = by_group(rewards_S, has_reward_S, config.group_size)
+        has_FS = ~parts_FS.isnan() & has_reward_S
+        parts_FPG = parts_FS.double().where(has_FS, 0.0).view(-1, *has_PG.shape)
+        weights_F = torch.tensor(list(weights.values()), dtype=torch.float64)
+        return cls(rewards_PG, has_PG, parts_FPG, has_FS.view(parts_FPG.shape), weights_F, batch)
+
+    def per_token(self, advantages: torch.Tensor) -> torch.Tensor:
+        """Return float32 [N]: each token's advantage, of [P, G] its completion's; 0 for a completion without reward."""
+        owner_N = self.batch.owner_N
+        advantages_N = advantages.flatten()[owner_N] if advantages.ndim == 2 else advantages
+        return advantages_N.where(self.has_PG.flatten()[owner_N], 0).float()
+
+
+Advantages = Callable[[AdvantageInputs], torch.Tensor]
 
 
 def by_group(rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,32 +119,58 @@ def equal_rewards(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tenso
     return lowest_P >= highest_P  # inf and -inf in a group without a reward
 
 
-def group_mean(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+def group_mean(x: AdvantageInputs) -> torch.Tensor:
     """Return reward - mean of the group, which does not blow up easy and hard prompts (arXiv:2503.20783)."""
-    mean_P1, _ = group_mean_std(rewards_PG, has_PG)
-    return rewards_PG - mean_P1
+    mean_P1, _ = group_mean_std(x.rewards_PG, x.has_PG)
+    return x.rewards_PG - mean_P1
 
 
-def batch_std(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+def batch_std(x: AdvantageInputs) -> torch.Tensor:
     """Return (reward - mean of the group) / (std of all rewards of the step + 1e-4) (Lite PPO, arXiv:2508.08221)."""
-    num = has_PG.sum()
-    squares_PG = (rewards_PG - rewards_PG.sum() / num.clamp(min=1)).square().where(has_PG, 0.0)
-    return group_mean(rewards_PG, has_PG) / ((squares_PG.sum() / (num - 1).clamp(min=1)).sqrt() + 1e-4)
+    num = x.has_PG.sum()
+    squares_PG = (x.rewards_PG - x.rewards_PG.sum() / num.clamp(min=1)).square().where(x.has_PG, 0.0)
+    return group_mean(x) / ((squares_PG.sum() / (num - 1).clamp(min=1)).sqrt() + 1e-4)
 
 
-def rloo(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+def rloo(x: AdvantageInputs) -> torch.Tensor:
     """Return reward - mean of the OTHER rewards of the group (Ahmadian et al. 2024, arXiv:2402.14740).
 
     For n rewards this is n / (n - 1) * (reward - mean of the group).
     """
-    num_P1 = has_PG.sum(dim=1, keepdim=True)
-    return group_mean(rewards_PG, has_PG) * num_P1 / (num_P1 - 1).clamp(min=1)
+    num_P1 = x.has_PG.sum(dim=1, keepdim=True)
+    return group_mean(x) * num_P1 / (num_P1 - 1).clamp(min=1)
 
 
-def return_to_go(
-    batch: TrainBatch, rewards_S: torch.Tensor, has_reward_S: torch.Tensor, group_size: int
-) -> torch.Tensor:
-    """Return float32 [N]: of each token the return of its turn - mean of that return over the OTHERS of the group.
+def gdpo(x: AdvantageInputs) -> torch.Tensor:
+    """Return each reward function's (value - mean) / (std + 1e-4) of the group, weighted and summed, over its std.
+
+    GDPO (Liu et al. 2026, arXiv:2601.05242): functions of different scale or spread keep their weights, where the sum
+    of rewards would drown one in the other. The sums are divided by (std of all sums of the step + 1e-4); their mean is
+    0 already. A None counts in no statistic of its function, and adds 0 to the sum of its completion.
+    """
+    mean, std = group_mean_std(x.parts_FPG.flatten(0, 1), x.has_FPG.flatten(0, 1))  # [F * P, 1]
+    scaled_FPG = ((x.parts_FPG.flatten(0, 1) - mean) / (std + 1e-4)).view(x.parts_FPG.shape).where(x.has_FPG, 0)
+    sums_PG = torch.einsum("f,fpg->pg", x.weights_F, scaled_FPG)
+    return sums_PG / ((sums_PG.square().sum() / (x.has_PG.sum() - 1).clamp(min=1)).sqrt() + 1e-4)
+
+
+def maxrl(x: AdvantageInputs) -> torch.Tensor:
+    """Return (reward - mean) / mean of the group, 0 in a group of mean 0 (MaxRL, Tajwar et al. 2026, arXiv:2602.02710).
+
+    For rewards of 0 and 1 the mean estimates the pass rate p, and the gradient is that of log p, in its expansion up to
+    pass@(G - 1), in place of p's: a prompt that is rarely solved weighs more. Raises ValueError for a reward below 0.
+    """
+    if (x.rewards_PG < 0).any():
+        raise ValueError(
+            f"algorithm.advantages=maxrl divides by a group's mean reward, which must be a pass rate, and a reward is "
+            f"{x.rewards_PG.min().item():g}; leave out reward functions that give less than 0, or use group_mean"
+        )
+    mean_P1, _ = group_mean_std(x.rewards_PG, x.has_PG)
+    return (x.rewards_PG - mean_P1) / mean_P1.where(mean_P1 > 0, 1.0)
+
+
+def return_to_go(x: AdvantageInputs) -> torch.Tensor:
+    """Return float64 [N]: of each token the return of its turn - mean of that return over the OTHERS of the group.
 
     The return of turn k is what its rollout earned from then on, r - e_k: r is the whole reward, e_k what
     `get_reward` had given when the turn began, times its weight (e_1 = 0). So a turn's reward is what it adds to
@@ -101,26 +182,30 @@ def return_to_go(
     does not depend on what the rollout itself did, so it leaves the expected gradient as it is. Rewards that are
     centred for each turn and then summed do not: the mean of the later turns, which going on costs or earns, drops out.
     """
+    batch = x.batch
     if batch.turn_N is None:
         raise ValueError("algorithm.advantages=return_to_go needs episodes, whose turns have rewards; use rloo")
     shape = int(batch.turn_N.max()) + 1, batch.num_sequences  # [turn, S]; no turn is 0
     place = batch.turn_N, batch.owner_N
     earned = torch.zeros(shape).index_put(place, batch.earned_N).double()
     reached = torch.zeros(shape, dtype=torch.bool).index_put(place, batch.turn_N > 0)
-    returns_PG, has_PG = by_group((rewards_S - earned).flatten(), (reached & has_reward_S).flatten(), group_size)
-    return rloo(returns_PG, has_PG).where(has_PG, 0).view(shape)[place].float()
+    returns, has = x.rewards_PG.flatten() - earned, reached & x.has_PG.flatten()
+    returns_PG, has_PG = by_group(returns.flatten(), has.flatten(), x.has_PG.shape[1])  # a group for each turn
+    return rloo(replace(x, rewards_PG=returns_PG, has_PG=has_PG)).where(has_PG, 0).view(shape)[place]
 
 
-def none(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
+def none(x: AdvantageInputs) -> torch.Tensor:
     """Return the reward as it is."""
-    return rewards_PG
+    return x.rewards_PG
 
 
 ADVANTAGES: dict[str, Advantages] = {
     "group_mean": group_mean,
     "batch_std": batch_std,
     "rloo": rloo,
-    "return_to_go": rloo,  # of whole rollouts; train_grpo.py goes on to their turns
+    "gdpo": gdpo,
+    "maxrl": maxrl,
+    "return_to_go": return_to_go,
     "none": none,
 }
 
@@ -128,19 +213,29 @@ ADVANTAGES: dict[str, Advantages] = {
 def named_advantages(name: str) -> Advantages:
     """Return the advantages of that name, or the user's `path/file.py:function`, whose result is checked.
 
-    Raises what `load_function` raises. The user's function raises ValueError when it is called, unless it returns
-    finite numbers [P, G].
+    Raises ValueError if it does not take one argument, and what `load_function` raises. The user's function raises
+    ValueError when it is called, unless it returns finite numbers [P, G] or [N].
     """
     if name in ADVANTAGES:
         return ADVANTAGES[name]
     function = load_function(name, "advantages")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"advantages {name} cannot be called with one argument: {error}; "
+            "write it as def advantages(x: AdvantageInputs), which has x.rewards_PG and x.has_PG"
+        ) from error
 
-    def checked(rewards_PG: torch.Tensor, has_PG: torch.Tensor) -> torch.Tensor:
-        advantages_PG = function(rewards_PG, has_PG)
-        shape = getattr(advantages_PG, "shape", type(advantages_PG).__name__)
-        if shape != rewards_PG.shape or not advantages_PG[has_PG].isfinite().all():
-            raise ValueError(f"advantages {name} returned {shape}; return finite numbers of shape {rewards_PG.shape}")
-        return advantages_PG
+    def checked(x: AdvantageInputs) -> torch.Tensor:
+        advantages, allowed = function(x), (x.has_PG.shape, x.batch.owner_N.shape)
+        shape = getattr(advantages, "shape", type(advantages).__name__)
+        if shape not in allowed or not x.per_token(advantages).isfinite().all():
+            raise ValueError(
+                f"advantages {name} returned {shape}; return finite numbers, of shape {tuple(allowed[0])} for "
+                f"completions or {tuple(allowed[1])} for tokens"
+            )
+        return advantages
 
     return checked
 

@@ -161,11 +161,55 @@ def reinforce(
     return -weights_BT * x.advantages_BT * x.logprobs_BT, metrics
 
 
+def dppo(
+    x: LossInputs, config: AlgorithmConfig, *, divergence: str = "tv", threshold: float | None = None
+) -> tuple[torch.Tensor, Metrics]:
+    """Compute DPPO: -ratio * A, without the tokens by which the policy goes on leaving the sampler's trust region.
+
+    Qi et al. 2026, arXiv:2602.04879. The ratio is policy / old, and old is the sampler (`old_logprobs` generator). A
+    token is left out if ratio > 1 and A > 0, or ratio < 1 and A < 0, while the two distributions of "this token or
+    another" differ by more than `threshold`. With p the policy's probability of the token and q the old one,
+    `divergence` tv: |p - q|, threshold 0.15; kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p)), threshold 0.05, the
+    paper's. A rare token may so change its ratio many times over, a likely one less than a clip would allow.
+
+    Metrics, each of a token: `clip_low_frac` (left out, A < 0), `clip_high_frac` (left out, A > 0), `clip_frac`
+    (either), `divergence_mean`, `ratio_mean`, `ratio_max`, `active_frac` (A is not 0, and it is not left out or held).
+    """
+    thresholds = {"tv": 0.15, "kl": 0.05}
+    if divergence not in thresholds:
+        raise ValueError(f"{divergence=} is unknown; use tv or kl")
+    threshold = thresholds[divergence] if threshold is None else threshold
+    if not threshold > 0:
+        raise ValueError(f"{threshold=} must be above 0")
+    log_ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT)
+    ratio_BT = log_ratio_BT.exp()
+    logprobs_BT, old_BT = x.logprobs_BT.detach().clamp(max=0), x.old_logprobs_BT.clamp(max=0)
+    if divergence == "tv":
+        divergence_BT = (logprobs_BT.exp() - old_BT.exp()).abs()
+    else:
+        other_BT, old_other_BT = ((-p.expm1()).clamp(min=torch.finfo(p.dtype).tiny) for p in (logprobs_BT, old_BT))
+        divergence_BT = old_other_BT * (old_other_BT.log() - other_BT.log()) - old_BT.exp() * log_ratio_BT.detach()
+    far_BT = divergence_BT > threshold
+    low_BT = far_BT & (log_ratio_BT.detach() < 0) & (x.advantages_BT < 0)
+    high_BT = far_BT & (log_ratio_BT.detach() > 0) & (x.advantages_BT > 0)
+    cut_BT = low_BT | high_BT
+    return (-ratio_BT * x.advantages_BT).where(~cut_BT, 0), {
+        "clip_low_frac": low_BT,
+        "clip_high_frac": high_BT,
+        "clip_frac": cut_BT,
+        "divergence_mean": divergence_BT,
+        "ratio_mean": ratio_BT.detach(),
+        "ratio_max": ratio_BT.detach(),
+        "active_frac": (x.advantages_BT != 0) & ~cut_BT & ~is_held(ratio_BT.detach()),
+    }
+
+
 LOSSES: dict[str, PolicyLoss] = {
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
     "dual_clip": dual_clip,
+    "dppo": dppo,
     "reinforce": reinforce,
 }
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
-from grpo.algorithm.advantages import ADVANTAGES, named_advantages
+from grpo.algorithm.advantages import ADVANTAGES, AdvantageInputs, named_advantages
 from grpo.algorithm.aggregation import AGGREGATIONS, UpdateTotals, named_aggregation
 from grpo.algorithm.inputs import LossInputs, Metrics
 from grpo.algorithm.losses import CLIPPED_LOSSES, named_loss
 from grpo.config import AlgorithmConfig
 from grpo.config.user_files import cause_and_line
+from grpo.types import TrainBatch
 
 
 def try_algorithm(config: AlgorithmConfig) -> None:
@@ -26,9 +27,7 @@ def try_algorithm(config: AlgorithmConfig) -> None:
     elif options := config.loss_options:
         raise ValueError(f"loss {config.loss} has no options, but loss_options is {options}; dual_clip has a bound")
     if config.advantages not in ("group_std", *ADVANTAGES):
-        has_PG = torch.tensor([[True, True, False], [True, True, True]])
-        rewards_PG = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]).double()
-        _call(f"advantages {config.advantages}", named_advantages(config.advantages), rewards_PG, has_PG)
+        _call(f"advantages {config.advantages}", named_advantages(config.advantages), some_rewards())
     if config.aggregation not in ("sequence_mean", *AGGREGATIONS):
         check_aggregation(config.aggregation, x)
 
@@ -55,6 +54,27 @@ def some_tokens(with_reference: bool) -> LossInputs:
         num_loss_tokens_BT=torch.tensor([[2, 2, 1, 1]]),
         num_sequences=2,
     )
+
+
+def some_rewards() -> AdvantageInputs:
+    """Return two groups of three completions of two tokens; a function gave None twice, and one has no reward."""
+    has_FPG = torch.tensor([[[True, True, False], [True, True, True]], [[True, False, False], [True, True, False]]])
+    parts_FPG = torch.tensor([[[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]], [[0.5, 0.0, 0.0], [0.0, 1.0, 0.0]]]).double()
+    weights_F = torch.tensor([1.0, 0.5]).double()
+    whole_S, falses_S, ids_N = torch.ones(6).long(), torch.zeros(6, dtype=torch.bool), torch.ones(12).long()
+    batch = TrainBatch(
+        ids_N=ids_N,
+        loss_mask_N=ids_N > 0,
+        lengths_S=2 * whole_S,
+        sequence_S=torch.arange(6),
+        temperatures_S=whole_S.float(),
+        versions_S=0 * whole_S,
+        truncated_S=falses_S,
+        prompt_lengths_S=0 * whole_S,
+        generator_logprobs_N=-ids_N.float(),
+    )
+    rewards_PG = torch.einsum("f,fpg->pg", weights_F, parts_FPG)
+    return AdvantageInputs(rewards_PG, has_FPG.any(dim=0), parts_FPG, has_FPG, weights_F, batch)
 
 
 def check_aggregation(name: str, x: LossInputs) -> None:

@@ -31,8 +31,12 @@ CLASHES = {
     (READING, "an environment"): "it would see each turn alone; use generator.stop_token_ids",
     ("a text as data.prompt_template", "an environment"): "it has no turns; give a .jinja file",
     ("environment.rounds", "environment.answer_steps"): "both say when an answer joins; drop one",
-    ("algorithm.loss=gspo", "algorithm.advantages=return_to_go"): "one ratio for a sequence would mix its turns; use "
-    "another loss, or rloo",
+    (
+        "algorithm.kl_in=reward",
+        "algorithm.advantages=gdpo",
+    ): "the penalty is part of no reward function; set kl_in loss",
+    ("algorithm.kl_in=reward", "algorithm.advantages=maxrl"): "less a penalty, rewards of 0 fall below it; set kl_in "
+    "loss",
 }
 # Features that need another one: why, or what to do
 NEEDS = {
@@ -198,12 +202,13 @@ def _check_corrections(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         )
     if kind in ("mask_tokens", "mask_sequences") and not low <= 1 <= high:
         raise ValueError(f"1 must lie between importance_correction_low={low} and importance_correction_high={high}")
-    # a mask of whole sequences weighs nothing, so the ratio must
-    if (overlap or carried) and not weighs and not (from_generator and kind == "mask_sequences"):
+    # a mask of whole sequences weighs nothing, so the ratio must; dppo's leaves out no token that comes back
+    by_ratio = from_generator and (kind == "mask_sequences" or algorithm.loss == "dppo")
+    if (overlap or carried) and not weighs and not by_ratio:
         raise ValueError(
             f"overlap_steps={overlap} and sampling.carry_over={carried} train on completions of older weights, which "
             f"algorithm.importance_correction={kind} with old_logprobs={algorithm.old_logprobs} does not make up for; "
-            "use truncate or mask_tokens with policy, or mask_sequences with generator"
+            "use truncate or mask_tokens with policy, mask_sequences with generator, or the loss dppo"
         )
 
 

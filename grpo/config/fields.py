@@ -374,11 +374,13 @@ class AlgorithmConfig:
     """
 
     loss: str = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, sapo, dual_clip, reinforce, or your own `path/file.py:function`."""
+    """grpo, dr_grpo, dapo, gspo, cispo, sapo, dual_clip, dppo, reinforce, or your own `path/file.py:function`."""
     advantages: str | None = None
     """How a reward r becomes an advantage. group_std: (r - mean) / std of its group; group_mean: r - mean;
     batch_std: (r - mean) / std of all rewards of the step; rloo: r - mean of the others in its group;
-    none: r as it is; or your own `path/file.py:function`. With an environment also return_to_go, an advantage for each
+    gdpo: each reward function's (value - mean) / std of its group, weighted, summed and divided by their std over the
+    step; maxrl: (r - mean) / mean of its group, for rewards of 0 and 1; none: r as it is;
+    or your own `path/file.py:function`. With an environment also return_to_go, an advantage for each
     turn: what its rollout earned from that turn on - mean of that over the others in its group that reached the turn;
     a turn earns what it adds to `get_reward`, the last one also the reward functions' sum."""
     aggregation: str | None = None
@@ -391,7 +393,8 @@ class AlgorithmConfig:
     """The ratio is clipped from above at 1 + clip_high."""
     loss_options: Table[Json] = field(default_factory=dict)
     """Keyword arguments of the loss. dual_clip: `bound 3`; reinforce: `max_importance_weight 2`;
-    sapo: `temperature_positive 1 temperature_negative 1.05`; your own function: what it takes."""
+    sapo: `temperature_positive 1 temperature_negative 1.05`; dppo: `divergence kl threshold 0.05`, or tv and 0.15;
+    your own function: what it takes."""
     kl_coef: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL to the reference; 0 leaves it out."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = "k3"
@@ -413,8 +416,9 @@ class AlgorithmConfig:
     """Mini-batches into which a step's groups are split, each one optimizer update."""
     num_epochs: Annotated[int, AtLeast(1)] = 1
     """Passes over a step's groups, so a step has `num_mini_batches` x `num_epochs` updates."""
-    old_logprobs: Literal["policy", "generator"] = "policy"
-    """Denominator of the ratio. policy: the trainer's log-probs at the start of the step; generator: those sampled."""
+    old_logprobs: Literal["policy", "generator"] | None = None
+    """Denominator of the ratio. policy: the trainer's log-probs at the start of the step; generator: those sampled.
+    None takes generator for dppo, else policy."""
     importance_correction: Literal["none", "truncate", "mask_tokens", "mask_sequences"] | None = None
     """Makes up for a generator that differs from the policy, by weights w = policy / generator.
     none: no correction; truncate: a token's loss x min(w, high); mask_tokens: x w, or x 0 where w is not within low and
@@ -435,8 +439,9 @@ class AlgorithmConfig:
                     f"algorithm.{slot}={name!r} is unknown; use {', '.join(built_in)}, or write your own as "
                     "path/file.py:function"
                 )
-        correction = "truncate" if self.old_logprobs == "policy" else "none"
-        defaults = PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS) | {"importance_correction": correction}
+        defaults = {"old_logprobs": "policy"} | PAPER_DEFAULTS.get(self.loss, OWN_LOSS_DEFAULTS)
+        by_policy = (self.old_logprobs or defaults["old_logprobs"]) == "policy"
+        defaults["importance_correction"] = "truncate" if by_policy else "none"
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
@@ -451,11 +456,13 @@ PAPER_DEFAULTS = {
     "sapo": {"advantages": "group_std", "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
     "dual_clip": {"advantages": "group_std", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
     "reinforce": {"advantages": "group_mean", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2},
+    "dppo": {"advantages": "group_mean", "aggregation": "fixed_horizon", "clip_low": 0.2, "clip_high": 0.2}
+    | {"old_logprobs": "generator"},
 }
 OWN_LOSS_DEFAULTS = PAPER_DEFAULTS["grpo"]  # of a loss from a user's file
 
 
-ADVANTAGES = ("group_std", "group_mean", "batch_std", "rloo", "return_to_go", "none")
+ADVANTAGES = ("group_std", "group_mean", "batch_std", "rloo", "gdpo", "maxrl", "return_to_go", "none")
 AGGREGATIONS = ("sequence_mean", "token_mean", "fixed_horizon")
 
 
@@ -572,6 +579,12 @@ class GRPOConfig(RunConfig):
     def turns_earn(self) -> bool:
         """Whether each turn of an episode has a reward and an advantage of its own."""
         return self.algorithm.advantages == "return_to_go"
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weight of whatever gives a part of the reward: the environment, then the reward functions."""
+        of_class = {self.environment.reward_name: self.environment.weight} if self.environment.all_classes else {}
+        return of_class | self.reward.functions
 
     @property
     def needs_reference(self) -> bool:

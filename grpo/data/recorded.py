@@ -17,7 +17,7 @@ from safetensors.torch import save
 from grpo.types import TrainBatch
 
 BATCHES = "batches"
-REWARDS = ("rewards_S", "has_reward_S")
+REWARDS = ("rewards_S", "has_reward_S", "parts_FS")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,8 @@ class RecordedStep:
     """float32."""
     has_reward_S: torch.Tensor
     """bool."""
+    parts_FS: torch.Tensor
+    """float32: each reward function's unweighted values; NaN is None."""
     group_size: int
     metrics: dict[str, float]
     """What was measured of the sampling: rewards, lengths, groups."""
@@ -65,7 +67,7 @@ def read_step(run_dir: str, step: int, vocab_size: int | None = None) -> Recorde
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
         lengths_S = tensors["lengths_S"]
         sizes = {"S": len(lengths_S), "N": int(lengths_S.sum())}  # a field's last letter says what it is laid out by
-        if wrong := {name: list(x.shape) for name, x in tensors.items() if x.shape != (sizes[name[-1]],)}:
+        if wrong := {name: list(x.shape) for name, x in tensors.items() if x.shape[-1:] != (sizes[name[-1]],)}:
             raise ValueError(f"of {sizes['S']} sequences and {sizes['N']} tokens it has {wrong}")
         rewards = [tensors.pop(name) for name in REWARDS]
         metrics, group_size = json.loads(facts["metrics"]), int(facts["group_size"])

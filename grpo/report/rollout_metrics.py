@@ -177,6 +177,12 @@ def reward_tensors(rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]
     return rewards_S, torch.tensor([r.reward is not None for r in rollouts])
 
 
+def part_tensor(rollouts: list[Rollout], functions: Iterable[str]) -> torch.Tensor:
+    """float32 [F, S]: each reward function's unweighted values, which are finite; NaN where it gave None."""
+    values = ([math.nan if r.rewards[name] is None else r.rewards[name] for r in rollouts] for name in functions)
+    return torch.tensor(list(values)).view(-1, len(rollouts))
+
+
 def _mean(values: Iterable[float | None]) -> float:
     """Of the values that are not None; NaN if there are none."""
     values = [value for value in values if value is not None]

@@ -17,6 +17,7 @@ from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
     nonfinite_frac,
+    part_tensor,
     reward_tensors,
     rollout_metrics,
     sequence_advantages,
@@ -143,12 +144,12 @@ class Driver:
         return flight.rollouts()
 
     @on_driver_for_learners
-    def reward_tensors(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(float32 [S], bool [S]): rewards, and which there are."""
-        return reward_tensors(rollouts)
+    def reward_tensors(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(float32 [S], bool [S], float32 [F, S]): rewards, which there are, and the values of each reward function."""
+        return *reward_tensors(rollouts), part_tensor(rollouts, self.config.reward_weights)
 
     @on_driver_for_learners
-    def record(self, rollouts: list[Rollout], batch: TrainBatch, rewards: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def record(self, rollouts: list[Rollout], batch: TrainBatch, rewards: tuple[torch.Tensor, ...]) -> None:
         """Write what the trainers get in this step, for a replay; rewards as `reward_tensors` gives them."""
         metrics = self._sampling_metrics(rollouts, batch)
         save_step(self.config.run_dir, self.step + 1, RecordedStep(batch, *rewards, self.config.group_size, metrics))

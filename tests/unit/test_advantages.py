@@ -1,27 +1,30 @@
 """Advantages against numbers worked out by hand."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
 from grpo.algorithm.advantages import by_group, equal_rewards
-from grpo.config import AlgorithmConfig, GRPOConfig
+from grpo.config import AlgorithmConfig, GRPOConfig, RewardConfig
 from grpo.data.batches import make_batch
 from grpo.roles.metrics import StepMetrics
 from grpo.types import Sample
 from train_grpo import add_advantages
 
 NONE = math.nan  # in this file: no reward, or no advantage; a number that would show if it were used
-COMPARING = ("group_std", "group_mean", "batch_std", "rloo")
+COMPARING = ("group_std", "group_mean", "batch_std", "rloo", "gdpo", "maxrl")
 
 
 def compare(rewards_S, group_size, kind):
     """Advantages as a tensor, NONE where there is no reward: there it must be exactly 0."""
     has_reward_S = ~rewards_S.isnan()
     sample = Sample(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))
-    config = GRPOConfig(group_size=group_size, algorithm=AlgorithmConfig(advantages=kind))
-    batch = add_advantages(config, make_batch([sample] * len(rewards_S)), rewards_S, has_reward_S, 0.0, StepMetrics(1))
+    reward, algorithm = RewardConfig(functions={"math_reward": 1.0}), AlgorithmConfig(advantages=kind)
+    config = GRPOConfig(group_size=group_size, algorithm=algorithm, reward=reward)
+    rewards = rewards_S, has_reward_S, rewards_S[None]  # of one function
+    batch = add_advantages(config, make_batch([sample] * len(rewards_S)), *rewards, 0.0, StepMetrics(1))
     advantages_S = batch.advantages_N  # of sequences of one token
     assert (advantages_S[~has_reward_S] == 0).all() and torch.equal(batch.loss_mask_N, has_reward_S)
     return advantages_S.masked_fill(~has_reward_S, NONE)
@@ -66,6 +69,61 @@ def test_rloo_by_hand():
     assert advantages([8.0, 1.0], 2, "rloo") == [7.0, -7.0]
 
 
+def test_maxrl_by_hand():
+    # mean 1/4: 0.75 / 0.25 = 3 and -1; all solved and none solved teach nothing
+    assert advantages([1.0, 0.0, 0.0, 0.0, *[1.0] * 4, *[0.0] * 4], 4, "maxrl") == [3.0, -1.0, -1.0, -1.0, *[0.0] * 8]
+    # mean 1/2 of the two rewards that there are
+    found = advantages([1.0, 0.0, NONE], 3, "maxrl")
+    assert found[:2] == [1.0, -1.0] and math.isnan(found[2])
+    with pytest.raises(ValueError, match="maxrl divides by a group's mean .* a reward is -0.5; leave out .*group_mean"):
+        advantages([1.0, -0.5], 2, "maxrl")
+
+
+def test_maxrl_has_in_expectation_the_gradient_of_the_expansion_of_log_p():
+    """The mean over all outcomes of three completions, each right with probability p = sigmoid(t) = 1/4.
+
+    With q = 1 - p, log p = -(q + q^2 / 2 + q^3 / 3 + ...), of which three completions have the first two terms; by hand
+    d/dt -(q + q^2 / 2) = p q (1 + q) = 3/16 * 7/4 = 21/64.
+    """
+    expected, p = 0.0, 1 / 4
+    for outcome in itertools.product([1.0, 0.0], repeat=3):
+        chance = math.prod(p if right else 1 - p for right in outcome)
+        scores = [1 - p if right else -p for right in outcome]  # d/dt of the log-probability
+        gradient = sum(a * score for a, score in zip(advantages(list(outcome), 3, "maxrl"), scores, strict=True)) / 3
+        expected += chance * gradient
+    assert expected == pytest.approx(21 / 64, rel=1e-6)
+
+
+def decoupled(parts, group_size, has=None):
+    """GDPO's advantages of two reward functions with the weights 1 and 0.5; NONE in `parts` is None."""
+    reward, algorithm = RewardConfig(functions={"a": 1.0, "b": 0.5}), AlgorithmConfig(advantages="gdpo")
+    config = GRPOConfig(group_size=group_size, algorithm=algorithm, reward=reward)
+    parts_FS = torch.tensor(parts)
+    rewards_S, has_S = parts_FS.nan_to_num(0.0).sum(0), torch.tensor(has or [True] * parts_FS.shape[1])
+    batch = make_batch([Sample(torch.ones(1).long(), torch.ones(1).bool(), torch.zeros(1))] * len(rewards_S))
+    return add_advantages(config, batch, rewards_S, has_S, parts_FS, 0.0, StepMetrics(1)).advantages_N.tolist()
+
+
+def test_gdpo_by_hand():
+    # first group: a = 1 0 -> +-0.5 / std 0.7071 = +-0.7071; b = 0 4 -> -+0.7071, weighs half: sums +-0.3536.
+    # second group: equal values, nothing. Over the step sqrt(2 * 0.125 / 3) = 0.2887; 0.3536 / 0.2887 = 1.2247
+    found = decoupled([[1.0, 0.0, 1.0, 1.0], [0.0, 4.0, 2.0, 2.0]], 2)
+    assert found[:2] == pytest.approx([1.2247, -1.2247], abs=2e-3) and found[2:] == [0.0, 0.0]
+    # the scale of a function changes nothing, where the sum of rewards would be all b
+    assert decoupled([[1.0, 0.0, 1.0, 1.0], [0.0, 4e3, 2e3, 2e3]], 2) == pytest.approx(found, abs=2e-3)
+
+
+def test_in_gdpo_a_none_counts_in_no_statistic_and_adds_nothing():
+    # a: mean 1/3, std 0.57735 -> 1.1547 -0.57735 -0.57735. b = 4 None 0: mean 2, std 2.8284 -> +-0.70711, weighs half
+    # sums 1.50825 -0.57735 -0.93090: sqrt(3.47473 / 2) = 1.31809
+    expected = [1.50825 / 1.31809, -0.57735 / 1.31809, -0.93090 / 1.31809]
+    assert decoupled([[1.0, 0.0, 0.0], [4.0, NONE, 0.0]], 3) == pytest.approx(expected, abs=1e-3)
+    # a completion without a reward, since b failed, counts nowhere with the value that a gave
+    alone = decoupled([[1.0, 0.0, 7.0], [0.0, 3.0, NONE]], 3, [True, True, False])
+    assert alone == decoupled([[1.0, 0.0, -9.0], [0.0, 3.0, NONE]], 3, [True, True, False])
+    assert alone == pytest.approx([math.sqrt(1 / 2), -math.sqrt(1 / 2), 0], abs=1e-3)  # as a step of two
+
+
 def test_none_is_the_reward_itself():
     by_none = advantages([0.5, 0.5, NONE, -3.0], 2, "none")
     assert by_none[:2] == [0.5, 0.5] and math.isnan(by_none[2]) and by_none[3] == -3.0
@@ -81,6 +139,10 @@ def test_none_is_the_reward_itself():
         ("batch_std", 1 / 1.0001),
         # the mean of the others is the other one: 1 - 3
         ("rloo", 2.0),
+        # z = +-1 / (sqrt(2) + 1e-4), over sqrt(2 z^2 / 3) + 1e-4 of the four rewards
+        ("gdpo", 1 / (math.sqrt(2 / 3) + 1e-4 * (math.sqrt(2) + 1e-4))),
+        # mean 2
+        ("maxrl", 0.5),
     ],
 )
 def test_no_reward_is_left_out_of_every_statistic(kind, scale):
@@ -124,11 +186,11 @@ def test_group_of_one(kind):
 
 
 @pytest.mark.parametrize("kind", COMPARING)
-def test_arguments_stay_and_only_batch_std_looks_at_other_groups(kind):
+def test_arguments_stay_and_only_batch_std_and_gdpo_look_at_other_groups(kind):
     rewards_S = torch.tensor([0.0, 1.0, 100.0, 300.0])
     kept = rewards_S.clone()
     alone = [compare(rewards_S[:2], 2, kind), compare(rewards_S[2:], 2, kind)]
-    assert torch.equal(compare(rewards_S, 2, kind), torch.cat(alone)) == (kind != "batch_std")
+    assert torch.equal(compare(rewards_S, 2, kind), torch.cat(alone)) == (kind not in ("batch_std", "gdpo"))
     assert torch.equal(rewards_S, kept)
 
 
@@ -155,16 +217,22 @@ def test_equal_rewards_are_where_no_advantage_differs_from_zero(kind):
         ("rewards_PG / rewards_PG", "finite"),  # 0 / 0 of one of three
         ("rewards_PG[:, :1]", "of shape"),
         ("None", "NoneType"),
+        ("x.batch.owner_N - 0.25", ""),  # of each token
+        ("x.batch.owner_N[1:]", r"\[3\]\); return finite numbers, of shape \(2, 2\) for completions or \(4,\) for"),
     ],
 )
 def test_advantages_of_ones_own(body, refused, tmp_path):
-    (tmp_path / "mine.py").write_text(f"def f(rewards_PG, has_PG):\n    return {body}\n")
+    (tmp_path / "mine.py").write_text(
+        f"def f(x):\n    rewards_PG, has_PG = x.rewards_PG, x.has_PG\n    return {body}\n"
+    )
     if refused:
         with pytest.raises(ValueError, match=refused):
             advantages([1.0, 0.0, 0.5, NONE], 2, f"{tmp_path}/mine.py:f")
     else:
         found = advantages([1.0, 0.0, 0.5, NONE], 2, f"{tmp_path}/mine.py:f")
-        assert found[:3] == ([0.75, -0.25, 0.25] if "-" in body else [1.0, 0.0, 0.5])
+        assert found[:3] == (
+            [0.75, -0.25, 0.25] if "PG -" in body else [-0.25, 0.75, 1.75] if "owner" in body else [1.0, 0.0, 0.5]
+        )
 
 
 def test_bad_input_is_refused():

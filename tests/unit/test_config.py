@@ -43,6 +43,7 @@ MAX_WEIGHT = {"algorithm.loss": "reinforce", "algorithm.loss_options": {"max_imp
 CLASSES = {"environment.classes": {"a": "x.py:A", "b": "x.py:B"}}
 KIND = {"data.environment_column": "kind"}
 TOOLS = {"environment.tools": ("calculator",)}
+PENALTY = {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1}
 EACH_TURN = {"algorithm.advantages": "return_to_go"}
 CARRY_8 = {"sampling.carry_over": 8}
 CORRECTION, LOW = "algorithm.importance_correction", "algorithm.importance_correction_low"
@@ -92,7 +93,13 @@ REFUSED_IN_GRPO = [
     (TOOLS | {"reward.functions": {}}, "reward.functions is empty; name one, .* or an environment"),
     (EACH_TURN, "return_to_go needs an environment: .* use rloo"),
     ({"algorithm.echo_coef": 0.05}, "echo_coef needs an environment: .*--algorithm.echo-coef 0"),
-    (TOOLS | EACH_TURN | {"algorithm.loss": "gspo"}, "gspo does not go with .*return_to_go: .* or rloo"),
+    (PENALTY | {"algorithm.advantages": "gdpo"}, "kl_in=reward does not go with .*=gdpo: the penalty is part of no"),
+    (PENALTY | {"algorithm.advantages": "maxrl"}, "kl_in=reward does not go with .*=maxrl: .* fall below it"),
+    ({"algorithm.loss": "dppo", CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
+    (
+        {"algorithm.loss": "dppo", "algorithm.old_logprobs": "policy", CORRECTION: "none", "overlap_steps": 1},
+        "none with old_logprobs=policy",
+    ),
     ({"profile": 201}, "profile=201 is no step of a run of num_steps=200"),
 ]
 BEST = {"checkpoint.interval": 4, "checkpoint.keep_best": "accuracy"}
@@ -404,10 +411,16 @@ def test_a_loss_brings_its_papers_defaults(loss):
         ({"old_logprobs": "generator"}, "none"),  # the ratio has the generator in it already
         ({"importance_correction": "none"}, "none"),
         ({"old_logprobs": "generator", "importance_correction": "mask_sequences"}, "mask_sequences"),
+        ({"loss": "dppo"}, "none"),  # so does its paper's
+        ({"loss": "dppo", "old_logprobs": "policy"}, "truncate"),
     ],
 )
 def test_default_correction(given, expected):
     assert AlgorithmConfig(**given).resolved.importance_correction == expected
+
+
+def test_dppo_needs_no_correction_for_older_weights():
+    validate(change(GRPOConfig(), {"algorithm.loss": "dppo", "overlap_steps": 1, **CARRY_8}))
 
 
 def test_recipe_text_neither_continues_nor_deletes_the_run_it_describes():

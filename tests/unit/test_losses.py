@@ -199,6 +199,34 @@ def test_papers_own_options():
         assert run(name, inputs) == run(name, inputs, **options)
 
 
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_by_hand(divergence):
+    # sampler -> policy  ratio  |p - q|  KL      A     leaves the region?
+    # 0.5  -> 0.8            1.6    0.3      0.2231  +1    yes
+    # 0.5  -> 0.8                                    -1    no: it comes back
+    # 0.5  -> 0.6            1.2    0.1      0.0204  +1    no: near
+    # 0.5  -> 0.2            0.4    0.3      0.2231  -1    yes
+    # 0.5  -> 0.2                                    +1    no: it comes back
+    # 1e-5 -> 1e-3           100    0.001    0.0009  +1    no: rare, whatever the ratio
+    # 0.99 -> 0.8            0.81   0.19     0.1810  -1    yes, where a ratio above 0.8 is not clipped
+    old, new = [0.5] * 5 + [1e-5, 0.99], [0.8, 0.8, 0.6, 0.2, 0.2, 1e-3, 0.8]
+    inputs = inputs_of([1.0] * 7, [1.0, -1.0, 1.0, -1.0, 1.0, 1.0, -1.0])
+    logprobs = {"logprobs_BT": row(new).log().requires_grad_(), "old_logprobs_BT": row(old).log()}
+    loss, gradient, metrics = run("dppo", dataclasses.replace(inputs, **logprobs), divergence=divergence)
+    assert loss == approx([0.0, 1.6, -1.2, 0.0, -0.4, -100.0, 0.0])
+    assert gradient == approx([0.0, 1.6, -1.2, 0.0, -0.4, -100.0, 0.0])  # -ratio * A where it is in the loss
+    assert metrics["clip_high_frac"] == [True] + [False] * 6
+    assert metrics["clip_low_frac"] == [False, False, False, True, False, False, True]
+    expected = [0.3, 0.3, 0.1, 0.3, 0.3, 0.00099, 0.19]
+    if divergence == "kl":
+        bernoulli = [q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) for q, p in zip(old, new, strict=True)]
+        expected = bernoulli
+    assert metrics["divergence_mean"] == approx(expected)
+    # another threshold: 0.6 leaves it too
+    loss, _, _ = run("dppo", dataclasses.replace(inputs, **logprobs), divergence=divergence, threshold=0.02)
+    assert loss[2] == 0 and loss[5] == approx(-100.0)
+
+
 def test_reinforce_by_hand():
     # logp = -3: -A * logp = 3 A, gradient -A, whatever the ratio
     inputs = inputs_of([1.0, 5.0, 0.5, 3.0, 5.0], [2.0, -1.0, 1.0, 1.0, 0.0], logprob=-3.0)
@@ -216,6 +244,7 @@ def test_reinforce_by_hand():
 # --- what holds for every loss ---------------------------------------------------------------------------------------
 
 EVERYTHING_ON = {name: {} for name in LOSSES} | {"reinforce": {"max_importance_weight": 2.0}}
+EVERYTHING_ON |= {"dppo": {"divergence": "kl"}}
 
 
 @pytest.mark.parametrize("everything_on", [False, True], ids=["plain", "everything_on"])
@@ -535,11 +564,14 @@ def square_root(loss_BT, x, totals):  # a sequence of n tokens weighs sqrt(n)
 def of_this_call(loss_BT, x, totals):
     return loss_BT.sum() / (loss_BT != 0).sum()
 
-def ranks(rewards_PG, has_PG):
-    return rewards_PG.argsort(1).argsort(1).double()
+def ranks(x):
+    return x.rewards_PG.argsort(1).argsort(1).double()
 
-def by_the_mean(rewards_PG, has_PG):
-    return rewards_PG / rewards_PG.mean(1)
+def by_the_mean(x):
+    return x.rewards_PG / x.rewards_PG.mean(1)
+
+def of_two(rewards_PG, has_PG):
+    return rewards_PG
 """
 
 
@@ -555,6 +587,12 @@ def test_advantages_and_aggregation_of_ones_own_are_tried_before_the_run(tmp_pat
         attempt(aggregation="of_this_call")
     with pytest.raises((ValueError, RuntimeError)):
         attempt(advantages="by_the_mean")
+    with pytest.raises(
+        ValueError, match=r"of_two cannot be called with one argument: .* advantages\(x: AdvantageInputs"
+    ):
+        attempt(advantages="of_two")
+    with pytest.raises(ValueError, match="algorithm.advantages='grup_std' is unknown; use group_std"):
+        assert AlgorithmConfig(advantages="grup_std").resolved
 
 
 # --- a user's own loss -----------------------------------------------------------------------------------------------
@@ -608,6 +646,8 @@ def complete_of(**fields):
         ("cispo", {"bound": 3}, "loss cispo has no option 'bound'; its options .* are: none"),
         ("dual_clip", {"bound": 0.5}, "bound=0.5 must be above 1"),
         ("sapo", {"temperature_negative": 0}, "temperature_negative=0 must be above 0"),
+        ("dppo", {"divergence": "js"}, "divergence='js' is unknown; use tv or kl"),
+        ("dppo", {"threshold": 0}, "threshold=0 must be above 0"),
         ("reinforce", {"max_importance_weight": -1}, "max_importance_weight=-1 must not be negative"),
     ],
 )

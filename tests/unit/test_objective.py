@@ -143,7 +143,7 @@ def test_a_later_update_does_not_take_training_for_a_mismatch():
 
 # ---- Advantages
 
-REWARDS = torch.tensor([1.0, 0.0, 3.0, 5.0]), torch.tensor([True, True, True, False])
+REWARDS = torch.tensor([1.0, 0.0, 3.0, 5.0]), torch.tensor([True, True, True, False]), torch.zeros(2, 4)
 
 
 def advantages(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
@@ -212,7 +212,7 @@ def distilled(algorithm: AlgorithmConfig, teacher: list[float], has_reward: list
     batch = make_batch(samples(2))
     batch = dataclasses.replace(batch, ref_logprobs_N=torch.tensor([math.nan, *teacher] * 2))
     config, metrics = GRPOConfig(algorithm=algorithm, group_size=2), StepMetrics(2)
-    rewards = torch.tensor([1.0, 0.0]), torch.tensor(has_reward)
+    rewards = torch.tensor([1.0, 0.0]), torch.tensor(has_reward), torch.zeros(2, 2)
     return add_advantages(config, batch, *rewards, algorithm.kl_coef, metrics), metrics.means()
 
 
@@ -252,7 +252,7 @@ def test_its_gradient_is_that_of_the_reverse_kl_on_a_vocabulary_of_two(loss):
         logprob = policy[token].item()
         sample = Sample(torch.tensor([5, token]), torch.tensor([False, True]), torch.tensor([0.0, logprob]))
         batch = dataclasses.replace(make_batch([sample]), ref_logprobs_N=torch.tensor([0.0, teacher]))
-        no_reward = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
+        no_reward = torch.zeros(1), torch.zeros(1, dtype=torch.bool), torch.zeros(2, 1)
         batch = add_advantages(config, batch, *no_reward, 0.0, StepMetrics(1))
         micro = build_micro_batch(batch, [[0]], row_length=2)
         logprobs_BT = torch.stack([policy[token], torch.tensor(0.0)])[None]

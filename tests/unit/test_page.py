@@ -55,7 +55,9 @@ def recorded_run(tmp_path) -> pathlib.Path:
     sample = Sample(torch.tensor(ids), mask, logprobs, prompt_tokens=len(prompt))
     batch = make_batch([sample, sample])
     batch = replace(batch, ref_logprobs_N=batch.generator_logprobs_N - 1)
-    save_step(str(tmp_path), 2, RecordedStep(batch, torch.ones(2), torch.ones(2, dtype=torch.bool), 2, {}))
+    save_step(
+        str(tmp_path), 2, RecordedStep(batch, torch.ones(2), torch.ones(2, dtype=torch.bool), torch.ones(1, 2), 2, {})
+    )
     both = {"row": 7, "completion": "12345", "num_tokens": len(ids) - len(prompt) - len(answer)}
     records = [both | {"step": step, "reward": 1.0, "advantage": 0.5} for step in (1, 2)]
     records.append(both | {"step": 2, "reward": None, "advantage": None})

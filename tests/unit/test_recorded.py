@@ -30,7 +30,14 @@ def recorded(with_reference: bool = True) -> RecordedStep:
     batch = make_batch(samples)
     if with_reference:
         batch = replace(batch, ref_logprobs_N=torch.arange(5.0) / 3)
-    return RecordedStep(batch, torch.tensor([1.0, 0.0]), torch.tensor([True, False]), 2, {"reward/mean": 1.0})
+    return RecordedStep(
+        batch,
+        torch.tensor([1.0, 0.0]),
+        torch.tensor([True, False]),
+        torch.tensor([[1.0, torch.nan]]),
+        2,
+        {"reward/mean": 1.0},
+    )
 
 
 def test_a_step_comes_back_as_it_was(tmp_path):
@@ -41,6 +48,7 @@ def test_a_step_comes_back_as_it_was(tmp_path):
         mine, theirs = getattr(step.batch, field.name), getattr(back.batch, field.name)
         assert mine is theirs is None or torch.equal(mine, theirs) and mine.dtype == theirs.dtype, field.name
     assert torch.equal(back.rewards_S, step.rewards_S) and torch.equal(back.has_reward_S, step.has_reward_S)
+    assert torch.equal(back.parts_FS.nan_to_num(-1), step.parts_FS.nan_to_num(-1))
     assert (back.group_size, back.metrics) == (2, {"reward/mean": 1.0})
     assert [path.name for path in (tmp_path / "batches").iterdir()] == ["step-00000007.safetensors"]
 

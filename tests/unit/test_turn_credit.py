@@ -69,7 +69,9 @@ def batch_of(group_size: int, episodes: list[Played], kind: str, loss: str = "gr
     ]
     rewards_S = torch.tensor([episode.reward or 0.0 for episode in episodes])
     has_S = torch.tensor([episode.reward is not None for episode in episodes])
-    return config, add_advantages(config, make_batch(samples), rewards_S, has_S, 0.0, StepMetrics(len(samples)))
+    parts_FS = rewards_S.expand(3, -1)  # of the environment and two functions; nobody reads them
+    batch = add_advantages(config, make_batch(samples), rewards_S, has_S, parts_FS, 0.0, StepMetrics(len(samples)))
+    return config, batch
 
 
 def by_turn(batch: TrainBatch) -> list[list[float]]:
@@ -211,10 +213,10 @@ def test_a_recorded_step_has_the_same_advantages_and_one_without_turns_is_refuse
     draw = random.Random(3)
     config, batch = batch_of(4, [played(draw) for _ in range(16)], "return_to_go")
     rewards_S = torch.tensor([draw.gauss(0, 1) for _ in range(16)])
-    rewards = rewards_S, rewards_S > -1
+    rewards = rewards_S, rewards_S > -1, rewards_S.expand(3, -1)
     save_step(str(tmp_path), 1, RecordedStep(batch, *rewards, 4, {}))
     found = read_step(str(tmp_path), 1)
-    again = (found.batch, found.rewards_S, found.has_reward_S)
+    again = (found.batch, found.rewards_S, found.has_reward_S, found.parts_FS)
     one, other = (add_advantages(config, *step, 0.0, StepMetrics(16)) for step in ((batch, *rewards), again))
     assert torch.equal(one.advantages_N, other.advantages_N) and one.advantages_N.any()
     check_recorded(str(tmp_path), [1], 4, needs_turns=True)

@@ -1,0 +1,159 @@
+"""Methods whole, from rewards to gradients: three sequences, against plain autograd written down token by token."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from grpo.config import AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig, RewardConfig
+from grpo.data.batches import build_micro_batch, make_batch
+from grpo.roles.metrics import StepMetrics
+from grpo.types import Sample
+from train_grpo import add_advantages, grpo_objective
+
+NONE = math.nan
+# Three completions of a prompt: log-probs by the sampler and by the policy
+SAMPLER = [[-0.7], [-1.2, -0.3], [-2.0, -0.1, -0.9]]
+POLICY = [[-0.2], [-0.4, -1.5], [-2.5, -0.1, -0.3]]
+FUNCTIONS = {"a": 1.0, "b": 0.5}
+LONGEST = 8
+
+
+def gradients(algorithm, values, turns=None, earned=None):
+    """What the project takes as gradient, of each sequence's log-probs.
+
+    values: of each reward function, of each sequence. turns: of each token, with what had been earned before it.
+    """
+    environment = EnvironmentConfig(name="made.py:Up" if turns else "")
+    config = GRPOConfig(
+        group_size=3,
+        algorithm=dataclasses.replace(algorithm, old_logprobs="generator"),
+        reward=RewardConfig(functions=FUNCTIONS),
+        environment=environment,
+        generator=GeneratorConfig(max_completion_tokens=LONGEST),
+    )
+    samples = []
+    for number, sampled in enumerate(SAMPLER):  # behind a prompt of one token
+        mask_T = torch.arange(len(sampled) + 1) > 0
+        of_turns = (
+            {"turn_T": torch.tensor([0, *turns[number]]), "earned_T": torch.tensor([0.0, *earned[number]])}
+            if turns
+            else {}
+        )
+        samples.append(Sample(mask_T.long(), mask_T, torch.tensor([0.0, *sampled]), **of_turns))
+    parts_FS = torch.tensor(values)
+    weights = torch.tensor([*([1.0] if turns else []), *FUNCTIONS.values()])
+    rewards_S, has_S = (parts_FS.nan_to_num(0) * weights[:, None]).sum(0), torch.ones(3, dtype=torch.bool)
+    batch = add_advantages(config, make_batch(samples), rewards_S, has_S, parts_FS, 0.0, StepMetrics(3))
+    batch = dataclasses.replace(batch, old_logprobs_N=batch.generator_logprobs_N)
+    policy_N = torch.tensor([x for sequence in POLICY for x in (0.0, *sequence)]).double().requires_grad_()
+    objective = grpo_objective(config, batch, 0.0, first_update=True)
+    for rows in ([[0, 2]], [[1]]):  # two micro-batches
+        micro = build_micro_batch(batch, rows, row_length=6)
+        logprobs_BT = policy_N[micro.token_BT.clamp(min=0)].where(micro.loss_mask_BT, 0)
+        objective(micro, logprobs_BT, torch.zeros_like(logprobs_BT))[0].backward()
+    return policy_N.grad[batch.loss_mask_N].tolist()
+
+
+def plain(loss_of_token, average):
+    """The gradient of the average of a loss of each token, a function of (sequence, token, policy, all policies)."""
+    leaves = [torch.tensor(sequence).double().requires_grad_() for sequence in POLICY]
+    losses = [[loss_of_token(s, t, leaf[t], leaf) for t in range(len(leaf))] for s, leaf in enumerate(leaves)]
+    average(losses).backward()
+    return [x for leaf in leaves for x in leaf.grad.tolist()]
+
+
+def by_sequence(losses):
+    return sum(sum(of_tokens) / len(of_tokens) for of_tokens in losses) / len(losses)
+
+
+def by_token(losses):
+    return sum(sum(of_tokens) for of_tokens in losses) / 6
+
+
+def by_horizon(losses):
+    return sum(sum(of_tokens) for of_tokens in losses) / (3 * LONGEST)
+
+
+def surrogate(advantages, low=0.2, high=0.2):
+    def loss(s, t, policy, _):
+        ratio = (policy - SAMPLER[s][t]).exp()
+        return -torch.minimum(ratio * advantages[s], ratio.clamp(1 - low, 1 + high) * advantages[s])
+
+    return loss
+
+
+@pytest.mark.parametrize("divergence, threshold", [("tv", 0.15), ("kl", 0.05)])
+def test_dppo(divergence, threshold):
+    kept = []
+
+    def loss(s, t, policy, _):
+        p, q = math.exp(policy.item()), math.exp(SAMPLER[s][t])
+        far = {"tv": abs(p - q), "kl": q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))}[divergence]
+        advantage = [2 / 3, -1 / 3, -1 / 3][s]  # rewards 1 0 0 less their mean 1/3
+        leaves = far > threshold and (p > q if advantage > 0 else p < q)
+        kept.append(not leaves)
+        return -(policy - SAMPLER[s][t]).exp() * advantage * (not leaves)
+
+    found = gradients(AlgorithmConfig(loss="dppo", loss_options={"divergence": divergence}), [[1.0, 0, 0], [0.0] * 3])
+    assert found == pytest.approx(plain(loss, by_horizon), abs=1e-7)
+    # probabilities 0.50 -> 0.82 up, 0.74 -> 0.22 down, as their advantages say; 0.30 -> 0.67 against its own
+    assert kept == [False, True, False, True, True, True]
+
+
+def test_maxrl():
+    # rewards 1 1 0, mean 2/3: (1/3) / (2/3) = 1/2, 1/2 and -1
+    found = gradients(AlgorithmConfig(advantages="maxrl", aggregation="token_mean"), [[1.0, 1, 0], [0.0] * 3])
+    assert found == pytest.approx(plain(surrogate([0.5, 0.5, -1.0]), by_token), abs=1e-7)
+
+
+def test_gdpo():
+    a, b = torch.tensor([1.0, 0.0, 0.0]).double(), torch.tensor([2.0, 6.0]).double()  # b says None of the second
+    sums = (a - a.mean()) / (a.std() + 1e-4)
+    b = 0.5 * (b - b.mean()) / (b.std() + 1e-4)
+    sums = sums + torch.stack([b[0], torch.zeros(()), b[1]])
+    advantages = (sums - sums.mean()) / (sums.std() + 1e-4)
+    found = gradients(AlgorithmConfig(advantages="gdpo"), [a.tolist(), [2.0, NONE, 6.0]])
+    assert found == pytest.approx(plain(surrogate(advantages.tolist()), by_sequence), abs=1e-7)
+
+
+def gspo_token(advantages, low, high):
+    """Zheng et al. 2025, eq. 13 to 15: the ratio at a token is sg[s] * policy / sg[policy], s that of the sequence."""
+
+    def loss(s, t, policy, policies):
+        of_sequence = (policies - torch.tensor(SAMPLER[s]).double()).mean().exp().detach()
+        ratio, advantage = of_sequence * (policy - policy.detach()).exp(), advantages[s][t]
+        return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+    return loss
+
+
+EACH_TOKEN = """
+import torch
+
+def by_place(x):
+    return 1 - torch.arange(len(x.batch.owner_N)) % 3
+"""
+
+
+def test_gspo_with_an_advantage_for_each_token(tmp_path):
+    (tmp_path / "own.py").write_text(EACH_TOKEN)
+    advantages = [[0.0], [1.0, 0.0], [1.0, 0.0, -1.0]]  # of tokens 1, 3 and 4, 6 to 8 of the batch
+    # ratios of the sequences: exp(0.5), exp(-0.2), exp(0.0333)
+    for low, high in ((0.9, 9.0), (0.0003, 0.0004)):
+        algorithm = AlgorithmConfig(loss="gspo", advantages=f"{tmp_path}/own.py:by_place", clip_low=low, clip_high=high)
+        found = gradients(algorithm, [[1.0, 0, 0], [0.0] * 3])
+        assert found == pytest.approx(plain(gspo_token(advantages, low, high), by_sequence), abs=1e-7)
+        assert sum(x != 0 for x in found) == (3 if high > 1 else 2)  # that of the sixth token is cut
+
+
+def test_gspo_with_the_turns_of_episodes():
+    # turns 1; 1 2; 1 1 2, rewards 3 1 5; before their second turn the second had earned 2, the third 1.
+    # first turns: 3 - (1 + 5) / 2, 1 - (3 + 5) / 2, 5 - (3 + 1) / 2; second turns: (1 - 2) - (5 - 1), and the opposite
+    turns, earned = [[1], [1, 2], [1, 1, 2]], [[0.0], [0.0, 2.0], [0.0, 0.0, 1.0]]
+    advantages = [[0.0], [-3.0, -5.0], [3.0, 3.0, 5.0]]
+    algorithm = AlgorithmConfig(loss="gspo", advantages="return_to_go", clip_low=0.9, clip_high=9.0)
+    found = gradients(algorithm, [[3.0, 1.0, 5.0], [0.0] * 3, [NONE] * 3], turns, earned)
+    assert found == pytest.approx(plain(gspo_token(advantages, 0.9, 9.0), by_sequence), abs=1e-7)
+    assert sum(x != 0 for x in found) == 5
