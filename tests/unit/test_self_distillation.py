@@ -1,6 +1,5 @@
 """Self-distillation: the prompt that a teacher reads, its log-probs behind that prompt, and the gradient they give."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
