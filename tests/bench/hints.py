@@ -2,7 +2,7 @@
 
 import zlib
 
-PLAIN_FRAC = 0.1
+PLAIN_FRAC = 0.5
 
 
 def some_hinted(row: dict[str, str]) -> dict[str, str]:
