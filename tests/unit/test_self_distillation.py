@@ -31,14 +31,17 @@ def rows_of(tmp_path, *rows: dict) -> str:
 
 
 def test_it_goes_the_way_of_the_prompt_with_columns_of_the_row(tmp_path):
-    tokenizer, path = word_tokenizer(), rows_of(tmp_path, {"extra": "n7"}, {"extra": "{answer} {question}"})
+    tokenizer, path = (
+        word_tokenizer(),
+        rows_of(tmp_path, {"extra": "n7"}, {"question": "{hint}", "extra": "{answer} {question}"}),
+    )
     data = config_of(path, system_prompt="Be brief", shuffle=False, columns={"hint": "extra"})
     algorithm = hinted("{hint} {question} {answer}")
     first, second = prompts_of(data, tokenizer, algorithm=algorithm).draw(2)
-    assert first.ids == second.ids == ids_of("<system> Be brief <user> add n1 <assistant>")
+    assert first.ids == ids_of("<system> Be brief <user> add n1 <assistant>")
     assert first.teacher_ids == ids_of("<system> Be brief <user> n7 add n1 n2 <assistant>")
     # nothing within a value is taken for a placeholder
-    assert second.teacher_ids == ids_of("<system> Be brief <user> <unk> <unk> add n1 n2 <assistant>")
+    assert second.teacher_ids == ids_of("<system> Be brief <user> <unk> <unk> <unk> n2 <assistant>")
     (plain,) = load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=1), tokenizer)
     assert plain.ids == first.ids and not plain.teacher_ids
     assert not prompts_of(data, tokenizer).draw(1)[0].teacher_ids
