@@ -94,9 +94,10 @@ def train(config: GRPOConfig, session: Session) -> None:
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
         ahead = launch(driver.request_ahead(), config.group_size, generator)  # for the next step, with overlap_steps
         batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
+        read = send_batch(driver.make_batch(rollouts, True), roles) if config.algorithm.teacher_template else batch
 
         timer.enter("reference")  # meanwhile worker processes of the driver score
-        batch = add_ref_logprobs(batch, reference, roles)  # references -> trainers
+        batch = add_ref_logprobs(batch, reference, roles, read)  # references, or a teacher with its prompts -> trainers
 
         timer.enter("reward")
         rollouts = driver.collect_rewards()
@@ -205,9 +206,8 @@ def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: flo
 def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, first_update: bool) -> Objective:
     """Return the loss of one update as a function of a micro-batch; values and gradients add up, over all ranks too.
 
-    Three versions of the policy meet in it, besides the frozen reference: as it is now (`logprobs`), when the step
-    began (`old_logprobs`; the generator's if `algorithm.old_logprobs` says so), and the one that sampled
-    (`generator_logprobs`).
+    Three versions of the policy meet in it besides the reference: as it is (`logprobs`), as it was when the step began
+    (`old_logprobs`, unless `algorithm.old_logprobs` is generator) and as it sampled (`generator_logprobs`).
     """
     algorithm = config.algorithm.resolved
     # counted over the whole mini-batch, so that micro-batches, packing and ranks change nothing

@@ -31,6 +31,8 @@ class Prompt:
     """Name of its source or held-out set; empty where there is only one."""
     content: str | list[dict[str, Any]] = ""
     """The prompt as the data has it: a text, or a list of messages."""
+    teacher_ids: list[int] = field(default_factory=list)
+    """Token ids of the prompt that the teacher reads in its place (`algorithm.teacher_template`); else empty."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,14 +37,20 @@ CLASHES = {
     ): "the penalty is part of no reward function; set kl_in loss",
     ("algorithm.kl_in=reward", "algorithm.advantages=maxrl"): "less a penalty, rewards of 0 fall below it; set kl_in "
     "loss",
+    ("algorithm.teacher_template", "algorithm.kl_coef"): "the reference would read two prompts; set kl_coef to 0",
+    ("algorithm.teacher_template", "environment.name or classes"): "reset writes other prompts; use tools without it",
+    ("algorithm.teacher=policy", "model.reference_path"): "nobody would read it; drop one",
+    ("algorithm.teacher=policy", "roles.num_references"): "the trainers hold the policy; set --roles.num-references 0",
 }
 # Features that need another one: why, or what to do
 NEEDS = {
     ("sampling.dynamic", "a group_size of at least 2"): "it drops groups of equal rewards",
     ("generator.sleep", "roles.colocated"): "it leaves the memory to a trainer on the same GPU",
     ("roles.num_references", "algorithm.kl_coef or distill_coef"): "else they idle; set --roles.num-references 0",
-    ("algorithm.distill_coef", "model.reference_path"): "name the teacher",
     ("algorithm.echo_coef", "an environment"): "it learns what one answers; set --algorithm.echo-coef 0",
+    ("algorithm.teacher=policy", "algorithm.teacher_template"): "with the same prompt the policy agrees with itself",
+    ("algorithm.teacher_template", "algorithm.distill_coef"): "it weighs what the teacher says; set it, such as to 1",
+    ("algorithm.distill_coef", "model.reference_path or teacher_template"): "name the teacher, or what it reads",
     ("algorithm.advantages=return_to_go", "an environment"): "it compares turns; without them use rloo",
     ("environment.classes", "data.environment_column"): "it says which class a row gets",
     ("data.environment_column", "environment.classes"): "its values are their names",
@@ -162,6 +168,8 @@ def _is_on(feature: str, config: GRPOConfig) -> bool:
         return attrgetter(path)(config) == value
     others = {
         "an environment": config.environment.enabled,
+        "environment.name or classes": config.environment.all_classes,
+        "model.reference_path or teacher_template": config.model.reference_path or config.algorithm.teacher_template,
         READING: config.generator.stop or needing_texts(config.generator.sampling),
         "a text as data.prompt_template": config.data.is_text_template,
         "algorithm.kl_coef or distill_coef": config.needs_reference,

@@ -404,7 +404,13 @@ class AlgorithmConfig:
     """Where the KL goes. loss: a token's is added to its loss; reward: a completion's sum is taken off its reward."""
     distill_coef: Annotated[float, AtLeast(0)] = 0.0
     """On-policy distillation: weight of log teacher - log policy in each token's advantage; 0 is none.
-    The teacher is `model.reference_path`. Rewards may be left out (`--reward.functions` with nothing)."""
+    Rewards may be left out (`--reward.functions` with nothing)."""
+    teacher: Literal["reference", "policy"] = "reference"
+    """Who the teacher is. reference: `model.reference_path`, or with `teacher_template` the policy's start;
+    policy: the policy itself at the start of the step, which must read another prompt."""
+    teacher_template: str = ""
+    """Self-distillation: the user's message as the teacher reads it, such as '{question} Solution: {answer}';
+    {question} is the message itself, another {name} a column that rewards get. Empty: what the policy reads."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
     echo_coef: Annotated[float, AtLeast(0)] = 0.0
@@ -588,8 +594,13 @@ class GRPOConfig(RunConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any rank holds a frozen reference."""
+        """Whether any rank scores as the reference, or teacher."""
         return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
+
+    @property
+    def reference_has_model(self) -> bool:
+        """Whether the reference holds weights of its own, and is not the policy, as it is or without its adapters."""
+        return self.needs_reference and not self.reference_is_base and self.algorithm.teacher == "reference"
 
     @property
     def reference_tensor_parallel(self) -> int:
@@ -647,7 +658,7 @@ class SFTConfig(RunConfig):
     max_sequence_tokens: Annotated[int, AtLeast(1)] = 2048
     """Longest example in tokens."""
 
-    needs_reference = turns_earn = False  # without an annotation it is no field
+    needs_reference = reference_has_model = turns_earn = False  # without an annotation it is no field
     environment = EnvironmentConfig()
 
     @property

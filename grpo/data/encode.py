@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from grpo.config import DataConfig, SFTConfig, TrainOn
 from grpo.config.values import Source
 from grpo.data.chat import template_bounds, template_name
-from grpo.data.rows import BadRow, Example, Row, RowReader, environment_of, kinds_of
+from grpo.data.rows import BadRow, Example, Row, RowReader, environment_of, kinds_of, teacher_prompt
 from grpo.data.sources import Rows
 from grpo.data.turns import Written, longest_token, tokenize, write_example, write_prompt
 from grpo.text import printable
@@ -62,8 +63,11 @@ class Encoded:
     reason: str = ""
     """Why it is BAD."""
     num_tokens: int = 0
-    """All tokens of the row, also of one that is too long or was cut off; perhaps a lower bound there."""
+    """All tokens of the row, also of one that is too long or was cut off; perhaps a lower bound there. Of a prompt that
+    a teacher reads otherwise, those of the longer one."""
     ids: list[int] = dataclasses.field(default_factory=list)
+    teacher_ids: list[int] = dataclasses.field(default_factory=list)
+    """The prompt as its teacher reads it; empty if that is no other one."""
     mask: list[bool] = dataclasses.field(default_factory=list)
     """For each token whether it is a label; empty for prompts."""
     values: str = ""
@@ -87,6 +91,7 @@ def features() -> "datasets.Features":
         reason=text,
         num_tokens=Value("int64"),
         ids=List(Value("int32")),
+        teacher_ids=List(Value("int32")),
         mask=List(Value("bool")),
         values=text,
         kinds=text,
@@ -108,6 +113,8 @@ class Encoder:
     """What else of the config decides about tokens: what is looked for in a row, where `data` does not say it."""
     tools: Mapping[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Of each environment by its name, JSON schemas, for prompts whose rows bring none."""
+    teacher_template: str = ""
+    """What a teacher reads in place of the user's message; empty: the same."""
 
     @property
     def limit(self) -> str:
@@ -125,35 +132,44 @@ class Encoder:
                     written.append((encoded, self._write(example, encoded)))
             except BadRow as error:
                 encoded.fate, encoded.reason = Fate.BAD, str(error)
-        tokens = tokenize(self.tokenizer, [text for _, text in written])
-        for (encoded, _), (ids, mask) in zip(written, tokens, strict=True):
-            encoded.num_tokens = len(ids)
+        tokens = tokenize(self.tokenizer, [text for _, texts in written for text in texts])
+        for encoded, texts in written:
+            (ids, mask), *teacher = itertools.islice(tokens, len(texts))
+            teacher_ids = teacher[0][0] if teacher else []
+            encoded.num_tokens = max(len(ids), len(teacher_ids))
             if self.truncates:
                 ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
-            if len(ids) > self.max_tokens:  # before labels are looked for: of a huge text they may be cut off
+            elif encoded.num_tokens > self.max_tokens:  # before labels are looked for: a huge text's may be cut off
                 encoded.fate = Fate.TOO_LONG
-            elif self.train_on and not any(mask):
+                continue
+            if self.train_on and not any(mask):
                 encoded.fate = Fate.UNLABELLED
             else:
-                encoded.ids, encoded.mask = ids, mask if self.train_on else []
+                encoded.ids, encoded.mask, encoded.teacher_ids = ids, mask if self.train_on else [], teacher_ids
         return found
 
-    def _write(self, example: Example, encoded: Encoded) -> Written:
-        """What is to be tokenized: of a very long text its beginning, which is more than is drawn or counted.
+    def _write(self, example: Example, encoded: Encoded) -> list[Written]:
+        """What is to be tokenized, then the same for a teacher: of a very long text its beginning, which is more than
+        is drawn or counted.
 
         What is kept of a prompt besides its tokens goes into `encoded`. Raises BadRow.
         """
         bounds = template_bounds(template_name(self.tokenizer, self.data))
         if self.train_on:
             with bounds:
-                written = write_example(self.tokenizer, self.data, example, self.train_on)
+                written = [write_example(self.tokenizer, self.data, example, self.train_on)]
         else:
             encoded.values, encoded.kinds = _as_json([example.prompt, example.columns]), kinds_of(example.columns)
             tools = self.tools[environment_of(example.columns, self.data, self.tools)] if self.tools else None
+            prompts = [example.prompt]
+            if self.teacher_template:
+                prompts.append(teacher_prompt(example, self.teacher_template))
+            offered = example.tools or tools or None
             with bounds:
-                written = write_prompt(self.tokenizer, self.data, example.prompt, example.tools or tools or None)
+                written = [write_prompt(self.tokenizer, self.data, prompt, offered) for prompt in prompts]
         most_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
-        return written._replace(text=written.text[: most_tokens * longest_token(self.tokenizer)])
+        most_characters = most_tokens * longest_token(self.tokenizer)
+        return [one._replace(text=one.text[:most_characters]) for one in written]
 
 
 def _as_json(values: list) -> str:
@@ -164,10 +180,13 @@ def _as_json(values: list) -> str:
 
 
 def prompt_encoder(
-    tokenizer: "PreTrainedTokenizerBase", data: DataConfig, tools: Mapping[str, list[dict[str, Any]]] | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    tools: Mapping[str, list[dict[str, Any]]] | None = None,
+    teacher_template: str = "",
 ) -> Encoder:
     """The encoder of GRPO's rows. tools: of each environment, by its name."""
-    return Encoder(tokenizer, data, data.max_prompt_tokens, tools=tools or {})
+    return Encoder(tokenizer, data, data.max_prompt_tokens, tools=tools or {}, teacher_template=teacher_template)
 
 
 def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig) -> Encoder:
@@ -235,6 +254,7 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     text = [
         *(rows.table._fingerprint, rows.source.text),
         repr((data, encoder.max_tokens, encoder.train_on, encoder.truncates, encoder.columns, encoder.tools)),
+        encoder.teacher_template,
         *(tokenizer.backend_tokenizer.to_str(), tokenizer.name_or_path, str(tokenizer.chat_template)),
         *(repr(tokenizer.special_tokens_map), repr(tokenizer.init_kwargs)),
         *(f"{name} {version(name)}" for name in LIBRARIES),
@@ -266,4 +286,4 @@ class EncodedRows:
 def as_prompt(encoded: Encoded, index: int, row: int, label: str) -> Prompt:
     """A prompt as GRPO samples it. label: the name of its source or held-out set."""
     content, columns = json.loads(encoded.values)
-    return Prompt(index, encoded.ids, columns, row, label, content)
+    return Prompt(index, encoded.ids, columns, row, label, content, encoded.teacher_ids)

@@ -129,7 +129,8 @@ def usable_prompts(
     tools: of each environment, JSON schemas, which the chat template shows to the model. Raises ValueError if rows
     cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
     """
-    return _training_rows(sources, prompt_encoder(tokenizer, config.data, tools), config.prompts_per_step)
+    encoder = prompt_encoder(tokenizer, config.data, tools, config.algorithm.teacher_template)
+    return _training_rows(sources, encoder, config.prompts_per_step)
 
 
 def usable_chats(sources: list[Rows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> list[EncodedRows]:

@@ -54,6 +54,8 @@ class Example:
 
 
 RowReader = Callable[[Row], Example | None]
+# Of a text as template: the name of what stands there.
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,6 +86,27 @@ def _read_prompt(prompt_column: str, columns: dict[str, str], tools_column: str,
         )
     values = {name: prompt if path == prompt_column else column_of(row, path) for name, path in columns.items()}
     return Example(prompt, values, tools=tools_of(row, tools_column) if tools_column else None)
+
+
+def teacher_prompt(example: Example, template: str) -> list[Message]:
+    """The example's prompt as its teacher reads it: `template` stands in place of the last message of the user.
+
+    {question} in it is that message, another {name} the column that rewards get by it. Raises BadRow for another name.
+    """
+    messages = as_messages(example.prompt)
+    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if not places:
+        raise BadRow("algorithm.teacher_template stands in place of a user's message, and the prompt has none")
+    question = messages[places[-1]]
+    values = example.columns | {"question": question["content"]}
+    if unknown := [name for name in PLACEHOLDER.findall(template) if name not in values]:
+        raise BadRow(
+            f"algorithm.teacher_template has {{{unknown[0]}}}, which is none of {', '.join(values)}; name the column "
+            "in data.columns"
+        )
+    # in one pass, so that nothing within a value is taken for a placeholder
+    text = PLACEHOLDER.sub(lambda found: str(values[found[1]]), template)
+    return [*messages[: places[-1]], question | {"content": text}, *messages[places[-1] + 1 :]]
 
 
 def environment_of(columns: Mapping[str, Any], data: DataConfig, names: Collection[str]) -> str:

@@ -103,7 +103,7 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
         **_of_a_forward(sizes, config, roles.num_trainers, trainer.tensor_parallel, trains=True),
         "activations": activations,
     }
-    if config.needs_reference and not roles.num_reference_ranks and not config.reference_is_base:
+    if config.reference_has_model and not roles.num_reference_ranks:
         parts["reference"] = dtype_bytes * sizes.parameters / roles.num_trainers
     return _gib(parts)
 

@@ -139,16 +139,23 @@ def send_batch(batch: TrainBatch | None, roles: Roles) -> TrainBatch | None:
     return TrainBatch(*tensors) if roles.learns else None
 
 
-def add_ref_logprobs(batch: TrainBatch | None, reference: "Reference | None", roles: Roles) -> TrainBatch | None:
+def add_ref_logprobs(
+    batch: TrainBatch | None, reference: "Reference | None", roles: Roles, read: TrainBatch | None = None
+) -> TrainBatch | None:
     """Compute the reference's log-probs and join them into every learner's batch, if there is a reference.
 
-    Collective over `roles.learners`: reference ranks pass theirs, the others None. Each computes its part of the tokens
-    that count in the loss and has 0 where others do, so that the sum over ranks is the whole and exact.
+    read: what the reference reads, if not the batch: the same completions behind other prompts, so that the tokens that
+    count in the loss are the same in the same order. Collective over `roles.learners`: reference ranks pass theirs, the
+    others None. Each computes its part of those tokens and has 0 where others do, so that the sum over ranks is the
+    whole and exact.
     """
     if not roles.reference_ranks or not roles.learns:
         return batch
-    total_N = reference.logprobs(batch) if reference else torch.zeros(batch.num_tokens)
+    read = read or batch
+    total_N = reference.logprobs(read) if reference else torch.zeros(read.num_tokens)
     dist.all_reduce(total_N, group=roles.learners)
+    if read is not batch:
+        total_N = torch.zeros(batch.num_tokens).masked_scatter(batch.loss_mask_N, total_N[read.loss_mask_N])
     return replace(batch, ref_logprobs_N=total_N)
 
 

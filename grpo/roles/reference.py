@@ -1,4 +1,6 @@
-"""The frozen reference, or teacher: log-probs only, without gradients or optimizer memory."""
+"""The reference, or teacher: log-probs only, without gradients or optimizer memory."""
+
+import contextlib
 
 import torch
 
@@ -10,7 +12,7 @@ from grpo.types import TrainBatch
 
 
 class Reference:
-    """A frozen model over the reference ranks (or the trainer ranks, where there are no others)."""
+    """A frozen model over the reference ranks (or the trainer ranks, where there are no others), or the policy."""
 
     def __init__(
         self,
@@ -19,14 +21,17 @@ class Reference:
         folder: str,
         tensor_parallel: int,
         roles: Roles,
-        adapted: ShardedModel | None = None,
+        policy: ShardedModel | None = None,
+        as_trained: bool = False,
     ):
-        """Load `folder` in the compute dtype, or take the base of an `adapted` model (LoRA), which holds it already.
+        """Load `folder` in the compute dtype, or take the `policy`, which holds the reference already.
 
-        trainer: how rows are made and computed, which is the policy's way. Collective over the reference ranks.
+        as_trained: the policy with the weights that it has by then, its own teacher; else its base, which with LoRA
+        stays as it was. trainer: how rows are made and computed, which is the policy's way. Collective over the
+        reference ranks.
         """
-        self.trainer = trainer
-        self.model = adapted or build_model(
+        self.trainer, self.as_trained = trainer, as_trained
+        self.model = policy or build_model(
             model, trainer, folder, device=roles.device, tensor_parallel=tensor_parallel, frozen=True
         )
 
@@ -35,5 +40,5 @@ class Reference:
 
         At the sampling temperatures. Collective over the reference ranks.
         """
-        with adapters_off(self.model.module):
+        with contextlib.nullcontext() if self.as_trained else adapters_off(self.model.module):
             return self.model.token_logprobs(batch, self.trainer)

@@ -125,12 +125,14 @@ class Driver:
         return self.flight.rollouts() if self.roles.is_driver else None
 
     @on_driver_for_learners
-    def make_batch(self, rollouts: list[Rollout]) -> TrainBatch:
-        """The step's rollouts laid end to end."""
+    def make_batch(self, rollouts: list[Rollout], for_teacher: bool = False) -> TrainBatch:
+        """The step's rollouts laid end to end; for a teacher that reads other prompts, behind those."""
         if not any(r.completion.loss_mask_T.any() for r in rollouts):
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         turn_weight = self.config.environment.weight if self.config.turns_earn else None
         observes = self.config.algorithm.echo_coef > 0
+        if for_teacher:
+            rollouts = [replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts]
         return make_batch([sample_of(r.prompt, r.completion, turn_weight, observes) for r in rollouts])
 
     @on_driver_for_learners

@@ -171,9 +171,10 @@ class Session:
             if roles.trains:
                 trainer = Trainer(config.model, begun.trainer, folder, config.num_steps, roles, config.seed)
             if roles.references:
-                base = trainer.model if trainer and config.reference_is_base else None  # LoRA: without its adapters
+                policy = None if config.reference_has_model else trainer.model
                 ranks = config.reference_tensor_parallel
-                reference = Reference(config.model, config.trainer, reference_folder, ranks, roles, base)
+                shared = policy, config.algorithm.teacher == "policy"
+                reference = Reference(config.model, config.trainer, reference_folder, ranks, roles, *shared)
         with timer.startup("waiting for the other ranks"):
             wait_for_all(roles)
         if begun.checkpoint is not None:

@@ -1,10 +1,16 @@
 """On-policy distillation beside GRPO on additions: held-out accuracy of both, over some seeds, and steps to reach it.
 
-    python tests/bench/distill.py [--methods grpo distill mixed] [--seeds 0 1 2] [-- --num-steps 60 ...]
+    python tests/bench/distill.py [--methods grpo distill mixed hint hint_policy] [--seeds 0 1 2] [-- --num-steps 60]
 
 Needs what `bash launch/quickstart.sh` leaves: both start from runs/toy_sft/model, the teacher is
 runs/toy_arithmetic/model. One process per run, colocated on one core, 256 completions per step; what is behind `--`
 goes to every run. Each run leaves `runs/distill/METHOD-SEED`; one that is finished there is not run again.
+
+`hint` and `hint_policy` are self-distillation with the answer in the prompt of the teacher, which is the start or the
+policy. That start cannot read such a prompt. One that can, for all methods (`-- --model.path runs/toy_hint/model`):
+
+    python train_sft.py configs/toy_sft.py --num-trainers 1 --data.row tests/bench/hints.py:some_hinted
+        --stop-at-loss 0.06 --run-dir runs/toy_hint
 """
 
 import argparse
@@ -15,10 +21,13 @@ from toy_runs import ALONE, ROOT, accuracies, is_finished, train
 COMMON = [*ALONE, "--evaluation.interval", "10"]
 MIXED = ["--reward.functions", "math_reward", "1", "thinking_reward", "0.1", "--prompts-per-step", "32"]
 MIXED += ["--group-size", "8"]
+HINT = ["--model.reference-path", "", "--algorithm.teacher-template", "{answer};{question}"]
 METHODS = {
     "grpo": ["configs/toy_arithmetic.py"],
     "distill": ["configs/toy_distill.py"],
     "mixed": ["configs/toy_distill.py", *MIXED],
+    "hint": ["configs/toy_distill.py", *HINT],
+    "hint_policy": ["configs/toy_distill.py", *HINT, "--algorithm.teacher", "policy"],
 }
 TEACHER = ROOT / "runs" / "toy_arithmetic"
 LEVELS = (0.75, 0.8, 0.85, 0.9)

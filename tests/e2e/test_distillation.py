@@ -1,4 +1,4 @@
-"""On-policy distillation in whole runs: a teacher alone, and beside rewards; who may be a teacher."""
+"""On-policy distillation in whole runs: a teacher alone, beside rewards, and the policy behind another prompt."""
 
 import pathlib
 
@@ -57,3 +57,24 @@ def test_a_teacher_beside_rewards(model: pathlib.Path, teacher: pathlib.Path, tm
         added += both["num_tokens"] * (both["advantage"] - reward["advantage"])
     assert abs(mixed["distill/reverse_kl"]) > 0.1
     assert added / num_tokens == pytest.approx(-0.5 * mixed["distill/reverse_kl"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_start_and_the_policy_teach_the_same_until_the_policy_moves(model: pathlib.Path, tmp_path: pathlib.Path):
+    """With the answer in the teacher's prompt; the start on a rank of its own, the policy in the only rank there is."""
+    hint = ("--algorithm.distill-coef", 1, "--algorithm.teacher-template", "{answer};{question}")
+    runs = {
+        "reference": (4, ("--roles.num-trainers", 2, "--roles.num-references", 1)),
+        "policy": (1, ONE_RANK),
+    }
+    found = []
+    for teacher, (nproc, layout) in runs.items():
+        arguments = (TINY, *layout, "--model.path", model, *hint, "--algorithm.teacher", teacher)
+        arguments += ("--algorithm.kl-coef", 0, "--run-dir", tmp_path / teacher)
+        torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
+        found.append([m["distill/reverse_kl"] for m in read_metrics(tmp_path / teacher)])
+    (start_1, start_2), (policy_1, policy_2) = found
+    assert start_1 == pytest.approx(policy_1, abs=1e-5) and abs(start_1) > 0.01
+    assert abs(start_2 - policy_2) > 1e-4
+    advantages = [[line["advantage"] for line in read_completions(tmp_path / teacher)[:16]] for teacher in runs]
+    assert advantages[0] == pytest.approx(advantages[1], abs=1e-4)

@@ -27,6 +27,7 @@ SCHEDULE = ("--trainer.schedule", "cosine", "--trainer.warmup-steps", 3)
 EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)
 LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
 TEACHER = ("--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5)
+HINT = ("--algorithm.distill-coef", 0.5, "--algorithm.teacher-template", "{{answer}};{{question}}")
 NO_KL = ("--algorithm.kl-coef", 0)
 OVERLAP = ("--overlap-steps", 1)
 CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
@@ -91,6 +92,9 @@ MODES = {
     "LoRA, FSDP 2": Mode(3, (*split(2, 0, 1), *LORA, *UPDATES), rank=1),
     "LoRA, colocated": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *LORA, *DYNAMIC)),
     "a teacher beside rewards": Mode(3, (*split(1, 1, 1), *TEACHER), rank=1),
+    "self-distillation by the policy, overlap": Mode(
+        3, (*split(2, 0, 1), *HINT, "--algorithm.teacher", "policy", *OVERLAP, *NO_KL), phase="reference"
+    ),
     "SFT, mixed, packed, validation": Mode(2, (*MIXED, *PACKED, *VALIDATION, *SCHEDULE), rank=1, recipe=SFT),
     "SFT, mixed, packed, further checkpoints": Mode(2, (*MIXED, *PACKED, *SAVED, *VALIDATION), recipe=SFT),
     "SFT, TP 2": Mode(2, (*PACKED, "--trainer.tensor-parallel", 2), rank=1, recipe=SFT),

@@ -37,6 +37,8 @@ def read(path: pathlib.Path) -> GRPOConfig | SFTConfig:
 
 TEACHER = {"model.reference_path": "teacher"}
 ONLY_TEACHER = TEACHER | {"reward.functions": {}, "algorithm.distill_coef": 1.0}
+HINT = {"algorithm.teacher_template": "{question} {answer}", "algorithm.distill_coef": 1.0}
+SELF = {"algorithm.teacher": "policy"}
 OWN_SETS = {"data.sources": {"a": "a.jsonl"}}
 OLD_GENERATOR = {"algorithm.old_logprobs": "generator"}
 MAX_WEIGHT = {"algorithm.loss": "reinforce", "algorithm.loss_options": {"max_importance_weight": 2}}
@@ -66,7 +68,13 @@ REFUSED_IN_GRPO = [
     (OLD_GENERATOR | {CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
     (OLD_GENERATOR | MAX_WEIGHT | {CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
     ({CORRECTION: "mask_tokens", LOW: 1.5}, "1 must lie between .*low=1.5 and .*high=2.0"),
-    ({"algorithm.distill_coef": 1.0}, "distill_coef needs model.reference_path"),
+    ({"algorithm.distill_coef": 1.0}, "distill_coef needs model.reference_path or teacher_template"),
+    (SELF | {"algorithm.distill_coef": 1.0}, "teacher=policy needs algorithm.teacher_template: with the same prompt"),
+    (HINT | {"algorithm.distill_coef": 0.0}, "teacher_template needs algorithm.distill_coef: it weighs"),
+    (HINT | {"algorithm.kl_coef": 0.1}, "teacher_template does not go with algorithm.kl_coef: .* set kl_coef to 0"),
+    (HINT | {"environment.name": "x.py:A"}, "teacher_template does not go with environment.name or classes: reset"),
+    (HINT | SELF | TEACHER, "teacher=policy does not go with model.reference_path: nobody would read it"),
+    (HINT | SELF | {"roles.num_references": 1}, "policy does not go with roles.num_references: .* --roles.num-ref"),
     ({"group_size": 1, "algorithm.advantages": "rloo"}, "advantages=rloo makes"),
     (TEACHER | {"algorithm.distill_coef": 1.0, "group_size": 1}, "advantages=group_std makes every advantage 0"),
     ({"sampling.dynamic": True, "group_size": 1, "algorithm.advantages": "none"}, "dynamic needs a group_size of at"),
@@ -219,6 +227,16 @@ def test_a_teacher_needs_neither_rewards_nor_groups():
     validate(config := change(GRPOConfig(), ONLY_TEACHER | {"group_size": 1}))
     assert config.needs_reference
     validate(change(config, {"reward.functions": {"math_reward": 0.0}, "evaluation.interval": 1}))
+
+
+def test_self_distillation_holds_a_start_and_no_second_policy():
+    """Its start is a model of its own, except with LoRA on the trainers; the policy never is. Tools go with it."""
+    hint = HINT | {"roles.num_trainers": 2, "prompts_per_step": 4}
+    lora, apart = {"trainer.lora_rank": 8}, {"roles.num_references": 1}
+    for changes, has_model in [({}, True), (lora, False), (lora | apart, True), (SELF, False), (SELF | lora, False)]:
+        validate(config := change(GRPOConfig(), hint | changes))
+        assert config.needs_reference and config.reference_has_model == has_model
+    validate(change(GRPOConfig(), hint | TOOLS | {"reward.functions": {"math_reward": 0.0}}))
 
 
 # ---- Layouts

@@ -101,6 +101,10 @@ def test_parts_of_a_trainer_by_hand():
     assert with_kl["reference"] == pytest.approx(1_720_574_976 * 2 / 2 / 2**30)
     apart = config_of("--roles.num-trainers", 2, "--roles.num-references", 1, "--algorithm.kl-coef", 0.1)
     assert "reference" not in trainer_gib(sizes(QWEN3_1_7B), apart)
+    hint = ("--algorithm.distill-coef", 1, "--algorithm.teacher-template", "{answer}", "--roles.num-trainers", 2)
+    assert trainer_gib(sizes(QWEN3_1_7B), config_of(*hint))["reference"] == with_kl["reference"]
+    by_itself = trainer_gib(sizes(QWEN3_1_7B), config_of(*hint, "--algorithm.teacher", "policy"))
+    assert "reference" not in by_itself  # the policy is its own teacher
     weights, logits = pytest.approx(1_720_574_976 * 2 / 2**30), pytest.approx(4096 * 151936 * 2 / 2**30)
     forward = {"gathered weights": 0, "logits of a chunk": logits}  # a single rank gathers nothing
     assert reference_gib(sizes(QWEN3_1_7B), apart) == {"weights": weights} | forward
