@@ -14,7 +14,7 @@ import statistics
 
 from toy_runs import ALONE, ROOT, accuracies, is_finished, records, train
 
-LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "reinforce", "configs/examples/my_loss.py:gentle"]
+LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "reinforce", "configs/examples/my_method.py:gentle"]
 FLAGS = [*ALONE, "--algorithm.kl-coef", "0", "--algorithm.num-mini-batches", "2"]
 FLAGS += ["--num-steps", "100", "--evaluation.interval", "10"]
 
