@@ -28,6 +28,7 @@ PolicyLoss = Callable[[LossInputs, AlgorithmConfig], tuple[torch.Tensor, Metrics
 # clip_high above clip_low, DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 8). They differ in clips, advantages and
 # aggregation (`config.PAPER_DEFAULTS`).
 CLIPPED_LOSSES = ("grpo", "dr_grpo", "dapo")
+DPPO_THRESHOLDS = {"tv": 0.15, "kl": 0.05}  # by divergence, the paper's
 # A ratio beyond it, or below its inverse, was clamped (up to the rounding of exp)
 HELD_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
 
@@ -175,10 +176,9 @@ def dppo(
     Metrics, each of a token: `clip_low_frac` (left out, A < 0), `clip_high_frac` (left out, A > 0), `clip_frac`
     (either), `divergence_mean`, `ratio_mean`, `ratio_max`, `active_frac` (A is not 0, and it is not left out or held).
     """
-    thresholds = {"tv": 0.15, "kl": 0.05}
-    if divergence not in thresholds:
+    if divergence not in DPPO_THRESHOLDS:
         raise ValueError(f"{divergence=} is unknown; use tv or kl")
-    threshold = thresholds[divergence] if threshold is None else threshold
+    threshold = DPPO_THRESHOLDS[divergence] if threshold is None else threshold
     if not threshold > 0:
         raise ValueError(f"{threshold=} must be above 0")
     log_ratio_BT = clamped(x.logprobs_BT - x.old_logprobs_BT)

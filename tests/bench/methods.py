@@ -19,7 +19,7 @@ FLAGS += ["--num-steps", "100", "--evaluation.interval", "10"]
 LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
 # By name, what is a method's own on one process, colocated on one core.
 METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
-    "gentle": ["--algorithm.loss", "configs/examples/my_loss.py:gentle"],
+    "gentle": ["--algorithm.loss", "configs/examples/my_method.py:gentle"],
     "maxrl": ["--algorithm.advantages", "maxrl"],
     "gdpo": ["--algorithm.advantages", "gdpo"],  # the recipe has two reward functions
 }

@@ -34,7 +34,7 @@ def test_own_loss_and_rewards_and_an_evaluation_that_training_does_not_notice(
         "configs/examples/my_reward.py:shorter_than_most",
         1,
     )
-    flags = ("--algorithm.loss", "configs/examples/my_loss.py:gentle", *rewards, "--num-steps", 3)
+    flags = ("--algorithm.loss", "configs/examples/my_method.py:gentle", *rewards, "--num-steps", 3)
     evaluation = ("--evaluation.interval", 1, "--evaluation.num-prompts", 6, "--evaluation.num-samples", 3)
     with_evaluation = run(tmp_path, model, *flags, *evaluation, name="with")
     without = run(tmp_path, model, *flags, name="without")

@@ -15,7 +15,7 @@ from grpo.types import Sample
 from tests.e2e.runs import TINY, read_metrics
 from tests.torchrun import finish, run_python, start_python
 
-GENTLE = "configs/examples/my_loss.py:gentle"
+GENTLE = "configs/examples/my_method.py:gentle"
 METHODS = (*PAPER_DEFAULTS, GENTLE)
 NUM_STEPS, GROUP_SIZE = 3, 4
 # At ratio 1 the surrogates are the plain policy gradient: what is left is how advantages and averages are taken.

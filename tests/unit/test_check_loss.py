@@ -51,7 +51,7 @@ def failing_checks(loss: str, capsys: pytest.CaptureFixture) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "loss", [*PAPER_DEFAULTS, str(pathlib.Path(__file__).parents[2] / "configs/examples/my_loss.py:gentle")]
+    "loss", [*PAPER_DEFAULTS, str(pathlib.Path(__file__).parents[2] / "configs/examples/my_method.py:gentle")]
 )
 def test_right_losses_pass(loss: str, capsys: pytest.CaptureFixture):
     assert not failing_checks(loss, capsys)

@@ -1,4 +1,7 @@
-"""Methods whole, from rewards to gradients: three sequences, against plain autograd written down token by token."""
+"""Methods whole, from rewards to gradients: three sequences, against plain autograd written down token by token.
+
+And the table of methods, whose rows say what follows from their flags.
+"""
 
 import dataclasses
 import math
@@ -6,10 +9,12 @@ import math
 import pytest
 import torch
 
-from grpo.config import AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig, RewardConfig
+from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, EnvironmentConfig, GeneratorConfig, GRPOConfig, RewardConfig
+from grpo.config.fields import ADVANTAGES
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.roles.metrics import StepMetrics
 from grpo.types import Sample
+from tests.methods import methods
 from train_grpo import add_advantages, grpo_objective
 
 NONE = math.nan
@@ -157,3 +162,15 @@ def test_gspo_with_the_turns_of_episodes():
     found = gradients(algorithm, [[3.0, 1.0, 5.0], [0.0] * 3, [NONE] * 3], turns, earned)
     assert found == pytest.approx(plain(gspo_token(advantages, 0.9, 9.0), by_sequence), abs=1e-7)
     assert sum(x != 0 for x in found) == 5
+
+
+def test_every_method_is_listed_with_what_follows_from_its_flags():
+    losses, advantages = set(), set()
+    for algorithm, cells in methods().values():
+        resolved = algorithm.resolved
+        slots = resolved.loss, resolved.advantages, resolved.aggregation
+        assert ["path/file.py:function" if ":" in name else name for name in slots] == cells[:3]
+        assert cells[3] in ("-", f"{resolved.clip_low} / {resolved.clip_high}"), cells
+        losses.add(resolved.loss)
+        advantages.add(resolved.advantages)
+    assert losses > set(PAPER_DEFAULTS) and advantages > set(ADVANTAGES) - {"none"}  # and those of one's own

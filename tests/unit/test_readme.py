@@ -321,19 +321,9 @@ def test_every_message_is_one_of_the_code():
 def test_own_loss_and_reward_are_the_files_that_run_end_to_end():
     page = section("configs/METHODS.md", "Your own loss and reward")
     loss, reward = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert loss == (ROOT / "configs/examples/my_loss.py").read_text()
+    assert loss == (ROOT / "configs/examples/my_method.py").read_text()
     assert reward == (ROOT / "configs/examples/my_reward.py").read_text()
-    assert max(len(loss.splitlines()), len(reward.splitlines())) <= 25
-
-
-def test_losses_and_their_defaults_are_listed():
-    rows = {row[0].strip("`"): row[2:] for row in table("Loss")}
-    assert rows.keys() == {*c.PAPER_DEFAULTS, "path/file.py:function"}
-    for loss, (advantages, aggregation, clip) in rows.items():
-        defaults = c.PAPER_DEFAULTS.get(loss, c.OWN_LOSS_DEFAULTS)
-        assert (advantages, aggregation) == (f"`{defaults['advantages']}`", f"`{defaults['aggregation']}`"), loss
-        if clip != "-":
-            assert [float(x) for x in clip.split(" / ")] == [defaults["clip_low"], defaults["clip_high"]], loss
+    assert len(loss.splitlines()) < 40 and len(reward.splitlines()) <= 25
 
 
 def test_every_built_in_reward_is_listed_with_its_options():

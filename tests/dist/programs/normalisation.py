@@ -46,7 +46,7 @@ ALGORITHMS = {name: AlgorithmConfig(loss=name) for name in PAPER_DEFAULTS} | {
     "gspo, wide, token_mean": AlgorithmConfig(loss="gspo", aggregation="token_mean", clip_low=0.9, clip_high=9.0),
     "cispo, fixed_horizon": AlgorithmConfig(loss="cispo", aggregation="fixed_horizon"),
     "grpo, mask_sequences": AlgorithmConfig(importance_correction="mask_sequences", kl_estimator="k3_k2_gradient"),
-    "a user's": AlgorithmConfig(loss="configs/examples/my_loss.py:gentle", aggregation="token_mean"),
+    "a user's": AlgorithmConfig(loss="configs/examples/my_method.py:gentle", aggregation="token_mean"),
     "reinforce, weighted": AlgorithmConfig(
         loss="reinforce", loss_options={"max_importance_weight": 2.0}, kl_estimator="k2"
     ),

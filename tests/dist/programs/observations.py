@@ -46,7 +46,7 @@ def step() -> TrainBatch:
     batch = make_batch([conversation(number) for number in range(4)])
     batch = dataclasses.replace(batch, ref_logprobs_N=batch.generator_logprobs_N - 0.1)
     rewards_S = torch.tensor([3.0 * number**2 for number in range(4)])
-    rewards = rewards_S, torch.ones(4, dtype=torch.bool), rewards_S.expand(2, -1)
+    rewards = rewards_S, torch.ones(4, dtype=torch.bool), rewards_S.expand(3, -1)
     return add_advantages(CONFIG, batch, *rewards, 0.1, StepMetrics(4))
 
 

@@ -1,4 +1,8 @@
-"""REINFORCE in which a mistake weighs half, and tokens the policy is sure of are left alone."""
+"""A method of one's own: REINFORCE that forgives mistakes, with advantages that one lucky completion does not spoil.
+
+FILE=configs/examples/my_method.py
+torchrun --nproc_per_node=8 train_grpo.py --algorithm.loss $FILE:gentle --algorithm.advantages $FILE:over_median
+"""
 
 import torch
 
@@ -16,3 +20,13 @@ def gentle(x, config, *, sure=0.999):
     loss_BT = -weights_BT * x.advantages_BT * x.logprobs_BT
     metrics = {"weight_mean": weights_BT, "sure_frac": sure_BT}  # logged as loss/weight_mean, ...: means over tokens
     return loss_BT.where(~sure_BT, 0), metrics
+
+
+def over_median(x):
+    """Return each reward less the median of its group [P, G].
+
+    `x` has rewards_PG and has_PG, which rewards there are; parts_FPG, has_FPG and weights_F of the reward functions;
+    and `batch`, the step's tokens. An advantage for each token, [N], may be returned too.
+    """
+    medians_P1 = x.rewards_PG.where(x.has_PG, torch.nan).nanmedian(dim=1, keepdim=True).values
+    return x.rewards_PG - medians_P1

@@ -1,0 +1,35 @@
+"""Every row of the table of methods takes two steps, and a method of older weights samples a step ahead."""
+
+import itertools
+import math
+
+from grpo.data.recorded import read_step
+from tests.e2e.runs import TINY, read_metrics
+from tests.e2e.test_environments import DIGITS, ROOM
+from tests.e2e.test_layouts import split
+from tests.methods import methods
+from tests.torchrun import run_python, torchrun
+
+# Rows that at the weights of the sampler have one gradient: clips cannot act, so advantages and averages say all
+ALIKE = [{"GRPO", "GSPO", "SAPO"}, {"DAPO", "CISPO", "Dual clip"}, {"Dr. GRPO", "DPPO"}]
+
+
+def test_every_method_takes_two_steps(model, tmp_path):
+    """On two steps of episodes that DPPO sampled ahead, without a correction, and whose turns have rewards."""
+    words = TINY, "--model.path", model, "--run-dir", tmp_path / "live", *DIGITS, *ROOM, *split(1, 0, 1), "--record"
+    method = "--algorithm.loss", "dppo", "--algorithm.advantages", "return_to_go", "--algorithm.kl-coef", 0
+    torchrun("train_grpo.py", *words, *method, "--overlap-steps", 1, nproc=2, deadline=120)
+    parts_FS = read_step(str(tmp_path / "live"), 1).parts_FS
+    assert parts_FS.shape == (2, 16) and (parts_FS > 0).any(1).all()  # the environment's, and a reward function's
+
+    run_python("-m", "tests.e2e.each_method", tmp_path / "live", tmp_path, deadline=120)
+    first = {}
+    for name in methods():
+        steps = [record for record in read_metrics(tmp_path / name) if "loss" in record]
+        assert [record["step"] for record in steps] == [1, 2], name
+        assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in steps), name
+        first[name] = steps[0]["grad_norm"]
+    assert "loss/divergence_mean" in read_metrics(tmp_path / "DPPO")[0]
+    for one, other in itertools.combinations(first, 2):
+        alike = any({one, other} <= names for names in ALIKE)
+        assert math.isclose(first[one], first[other], rel_tol=1e-4) == alike, (one, other)
