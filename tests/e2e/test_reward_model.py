@@ -1,0 +1,70 @@
+"""A reward model in whole runs: the same scores in every layout, those of transformers, in steps and evaluations."""
+
+import json
+import pathlib
+
+import pytest
+
+from grpo.data.toy import trained_tokenizer
+from tests.e2e.runs import TINY, read_completions, read_metrics
+from tests.e2e.test_layouts import COLOCATED, split
+from tests.reward_scores import scores_by_transformers
+from tests.tiny_models import make_reward_model
+from tests.torchrun import torchrun
+
+ALONE = ("--reward.functions", "--algorithm.kl-coef", 0)  # neither a function nor a reference beside it
+LAYOUTS = {  # ranks, flags, whether there is a reference
+    "colocated on one rank": (1, (*COLOCATED, "--roles.num-trainers", 1, *ALONE), False),
+    "on the trainers": (3, (*split(2, 0, 1), *ALONE), False),
+    "on ranks of its own": (4, (*split(1, 2, 1), *ALONE), False),
+    "beside a reference, a step ahead": (3, (*split(1, 1, 1), "--overlap-steps", 1), True),
+}
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another family than the policy's, with other tokens; some completions are too long for it."""
+    folder, tokenizer = tmp_path_factory.mktemp("reward_model"), trained_tokenizer(["1 + 1 = 2"], 300)
+    return make_reward_model(folder, "llama3", tokenizer, max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_in_every_layout(layout: str, model: pathlib.Path, reward_model: str, tmp_path: pathlib.Path):
+    nproc, flags, has_reference = LAYOUTS[layout]
+    run = tmp_path / "run"
+    evaluation = ("--evaluation.interval", 2, "--evaluation.num-prompts", 4, "--evaluation.num-samples", 2)
+    weights = ("--reward.model", reward_model, "--reward.model-weight", 0.5)
+    arguments = (TINY, "--model.path", model, *flags, *weights, *evaluation, "--run-dir", run)
+    output = torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
+
+    trained = read_completions(run)
+    held_out = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert len(trained) == 2 * 16 and len(held_out) == 2 * 4 * 3
+    check_scores([*trained, *held_out], reward_model)
+    for step, metrics in enumerate([m for m in read_metrics(run) if "loss" in m], start=1):
+        scores = [line["rewards"]["reward_model"] for line in trained if line["step"] == step]
+        there = [score for score in scores if score is not None]
+        assert metrics["reward/reward_model"] == pytest.approx(sum(there) / len(there), abs=1e-5)
+        assert metrics["reward/failed_count"] == len(scores) - len(there)
+        assert ("kl" in metrics) == has_reference
+        assert metrics["grad_norm"] > 1e-3
+    assert "reward function reward_model failed for" in output and "not 1 to 63 tokens" in output
+
+
+def check_scores(lines: list[dict], folder: str) -> None:
+    """Each is what transformers says of question and answer; those that are too long have none."""
+    conversations = [
+        [{"role": "user", "content": line["columns"]["question"]}, {"role": "assistant", "content": line["completion"]}]
+        for line in lines
+    ]
+    wanted = scores_by_transformers(folder, conversations)
+    assert max(wanted) - min(wanted) > 1
+    failed = [line for line in lines if line["rewards"]["reward_model"] is None]
+    assert 0 < len(failed) < len(lines) / 2
+    for line, score in zip(lines, wanted, strict=True):
+        if line in failed:
+            assert line["reward"] is None and list(line["failures"]) == ["reward_model"]
+            continue
+        others = [value for name, value in line["rewards"].items() if name != "reward_model"]
+        assert line["rewards"]["reward_model"] == pytest.approx(score, abs=1e-5)
+        assert line["reward"] == pytest.approx(0.5 * score + sum(others), abs=1e-5)
