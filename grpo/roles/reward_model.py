@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from grpo.config import DataConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
-from grpo.data.chat import Refused, check_template, open_tokenizer, render, template_name
+from grpo.data.chat import Refused, check_template, open_tokenizer, render
 from grpo.data.columns import Message, as_messages
 from grpo.models import hf_folder
 from grpo.models.build import build_model
@@ -118,14 +118,13 @@ def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
     folder = hf_folder.resolve_folder(path, scores=True)
     hf_folder.check_folder(folder, max_sequence_tokens=0, tensor_parallel=1, scores=True)
     tokenizer = open_tokenizer(folder)
-    way_out = "put the one that it was trained with there as chat_template.jinja, or use another model"
     if not tokenizer.chat_template:
-        raise ValueError(f"the tokenizer of reward.model {folder} has no chat template to write with; {way_out}")
+        raise ValueError(
+            f"the tokenizer of reward.model {folder} has no chat template; put the one that it was trained with there, "
+            "as chat_template.jinja, or use another model"
+        )
     hf_folder.check_vocabulary(folder, tokenizer, scores=True)
-    check_template(tokenizer, OWN_DATA)
-    probe = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2."}]
-    if probe[1]["content"] not in render(tokenizer, OWN_DATA, probe, opening=False)[0]:
-        raise ValueError(f"{template_name(tokenizer, OWN_DATA)} leaves out what the assistant says; {way_out}")
+    check_template(tokenizer, OWN_DATA, answered=True)
     hf = hf_folder.read_hf_config(folder, scores=True)
     longest = min(hf.max_position_embeddings, trainer.micro_batch_tokens) - 1  # see `RewardModel.scores`
     print(f"reward model {path}: reads up to {longest} tokens of its own", flush=True)

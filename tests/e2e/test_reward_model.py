@@ -23,9 +23,10 @@ LAYOUTS = {  # ranks, flags, whether there is a reference
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Another family than the policy's, with other tokens; some completions are too long for it."""
+    """Another family than the policy's, with other tokens and so long a preamble that some completions do not fit."""
     folder, tokenizer = tmp_path_factory.mktemp("reward_model"), trained_tokenizer(["1 + 1 = 2"], 300)
-    return make_reward_model(folder, "llama3", tokenizer, max_position_embeddings=64)
+    tokenizer.chat_template = "{{ 'judge' * 17 }}" + tokenizer.chat_template
+    return make_reward_model(folder, "qwen2-untied", tokenizer)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -48,7 +49,7 @@ def test_scores_in_every_layout(layout: str, model: pathlib.Path, reward_model: 
         assert metrics["reward/failed_count"] == len(scores) - len(there)
         assert ("kl" in metrics) == has_reference
         assert metrics["grad_norm"] > 1e-3
-    assert "reward function reward_model failed for" in output and "not 1 to 63 tokens" in output
+    assert "reward function reward_model failed for" in output and "not 1 to 127 tokens" in output
 
 
 def check_scores(lines: list[dict], folder: str) -> None:

@@ -5,7 +5,6 @@ Arguments: trainer ranks, reference ranks, then folders. Prints the largest diff
 
 import sys
 
-
 from grpo.config import ModelConfig, RolesConfig, TrainerConfig
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.roles.reward_model import RewardModel, open_reward_model
