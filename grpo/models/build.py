@@ -188,8 +188,7 @@ def build_model(
 
     A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas. With
     LoRA, a trained model holds weights in `model.dtype` without gradients, and float32 adapters with them, which start
-    from `seed`. With `scores` it is a reward model, whose `logprobs` are scores (`ScoreHead`). Collective over the
-    role's ranks.
+    from `seed`. With `scores`, `logprobs` are a reward model's scores. Collective over the role's ranks.
     """
     adapted = trainer.lora_rank > 0 and not frozen
     # spmd_types, torchtitan's default, fails for more than one rank on this torch
