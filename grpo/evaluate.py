@@ -37,9 +37,17 @@ def main() -> None:
 
 
 def load_config(model: str, words: list[str], num_ranks: int) -> GRPOConfig | SFTConfig:
-    """The recipe with this model and nothing to train. Raises ValueError if the ranks do not make whole engines."""
+    """The recipe with this model and nothing to train.
+
+    Raises ValueError if the ranks do not make whole engines, or a reward model is to score.
+    """
     config = load((GRPOConfig, SFTConfig), DEFAULT_RECIPES[GRPOConfig], words)
     check_replicas(num_ranks, config.generator.tensor_parallel)
+    if config.reward.model:
+        raise ValueError(
+            f"reward.model={config.reward.model} needs ranks that train, and here all sample; --reward.model '' leaves "
+            "it out, and train_grpo.py --evaluation.interval 1 evaluates with it before its first step"
+        )
     changes = {"model.path": model, "metrics.tensorboard": False, "metrics.wandb_project": "", "resume": False}
     if not any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in words):
         changes["run_dir"] = new_folder(model)

@@ -5,8 +5,9 @@ import pathlib
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from grpo.data.toy import addition_tokenizer, make_model
+from grpo.data.toy import MODEL, addition_tokenizer, make_model
 
 LLAMA3 = {
     "model_type": "llama",
@@ -75,3 +76,17 @@ def add_second_layout(folder: pathlib.Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"norm.weight": torch.zeros(4)}, folder / "consolidated.safetensors")
     (folder / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 2}))
+
+
+def make_reward_model(folder: pathlib.Path, kind: str, tokenizer, **changes: object) -> str:
+    """A classifier of one output in the family of KINDS[kind], with a tokenizer of its own; returns the folder."""
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    fields = MODEL | SMALL | {"max_position_embeddings": 256, "vocab_size": len(tokenizer), "num_labels": 1} | ids
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(5)
+        config = AutoConfig.for_model(**(fields | KINDS[kind] | changes))
+        model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    draw_biases(folder / "model.safetensors", config.initializer_range)
+    return str(folder)

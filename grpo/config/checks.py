@@ -46,7 +46,8 @@ CLASHES = {
 NEEDS = {
     ("sampling.dynamic", "a group_size of at least 2"): "it drops groups of equal rewards",
     ("generator.sleep", "roles.colocated"): "it leaves the memory to a trainer on the same GPU",
-    ("roles.num_references", "algorithm.kl_coef or distill_coef"): "else they idle; set --roles.num-references 0",
+    ("roles.num_references", "algorithm.kl_coef or distill_coef, or reward.model"): "else they idle; set "
+    "--roles.num-references 0",
     ("algorithm.echo_coef", "an environment"): "it learns what one answers; set --algorithm.echo-coef 0",
     ("algorithm.teacher=policy", "algorithm.teacher_template"): "with the same prompt the policy agrees with itself",
     ("algorithm.teacher_template", "algorithm.distill_coef"): "it weighs what the teacher says; set it, such as to 1",
@@ -61,6 +62,7 @@ HEEDED_WITH = {
     **{f"environment.{field}": f"{A_CLASS} environment.tools" for field in vars(EnvironmentConfig())},
     **dict.fromkeys(("environment.options", "environment.reset_seconds"), A_CLASS),  # tools alone have no state
     **dict.fromkeys(("environment.hung_reward", "environment.weight"), A_CLASS),
+    "reward.model_weight": "reward.model",
     "trainer.lora_alpha": "trainer.lora_rank",
     "trainer.lora_targets": "trainer.lora_rank",
     "trainer.min_lr_ratio": "trainer.schedule",
@@ -172,7 +174,7 @@ def _is_on(feature: str, config: GRPOConfig) -> bool:
         "model.reference_path or teacher_template": config.model.reference_path or config.algorithm.teacher_template,
         READING: config.generator.stop or needing_texts(config.generator.sampling),
         "a text as data.prompt_template": config.data.is_text_template,
-        "algorithm.kl_coef or distill_coef": config.needs_reference,
+        "algorithm.kl_coef or distill_coef, or reward.model": config.needs_reference or config.reward.model,
         "a group_size of at least 2": config.group_size > 1,
     }
     return bool(others[feature] if feature in others else attrgetter(feature)(config))
@@ -187,7 +189,7 @@ def _check_groups(algorithm: AlgorithmConfig, config: GRPOConfig) -> None:
         raise ValueError(f"carry_over={config.sampling.carry_over} must be below {prompts}; a quarter of it is a lot")
     if not 1 <= len(temperatures) <= group_size:
         raise ValueError(f"{len(temperatures)} values in generator.temperature; give 1 to group_size={group_size}")
-    rewards = any(config.reward.functions.values()) or (config.environment.all_classes and config.environment.weight)
+    rewards = any(config.reward.weights.values()) or (config.environment.all_classes and config.environment.weight)
     only_teacher = algorithm.distill_coef > 0 and not rewards
     if group_size == 1 and algorithm.advantages != "none" and not only_teacher:
         raise ValueError(
@@ -224,10 +226,10 @@ def _check_rewards(config: GRPOConfig | SFTConfig) -> None:
     needs = config.evaluation.interval > 0
     if isinstance(config, GRPOConfig):
         needs |= config.sampling.dynamic or not config.algorithm.distill_coef
-    if needs and not config.reward.functions and not config.environment.all_classes:
+    if needs and not config.reward.weights and not config.environment.all_classes:
         raise ValueError(
-            "reward.functions is empty; name one, such as --reward.functions math_reward 1, or an environment; only "
-            "training with a teacher, without evaluation and sampling.dynamic, needs none"
+            "reward.functions is empty; name one, such as --reward.functions math_reward 1, or a reward.model, or an "
+            "environment; only training with a teacher, without evaluation and sampling.dynamic, needs none"
         )
 
 

@@ -50,7 +50,8 @@ class RolesConfig:
     num_trainers: Annotated[int, AtLeast(1)] = 4
     """Trainer ranks; with `colocated` every rank is trainer, reference and generator at once."""
     num_references: Annotated[int, AtLeast(0)] = 0
-    """Ranks that hold only the reference, which a KL or a teacher needs; at 0 the trainer ranks hold it."""
+    """Ranks that hold only the reference, which a KL or a teacher needs, and the reward model; at 0 the trainer ranks
+    hold them."""
     num_generators: Annotated[int, AtLeast(0)] = 4
     """Generator ranks, split into replicas of `generator.tensor_parallel`; ignored when `colocated`."""
     colocated: bool = False
@@ -63,7 +64,7 @@ class RolesConfig:
 
     @property
     def num_reference_ranks(self) -> int:
-        """Ranks that hold only the reference."""
+        """Ranks that hold only the reference and the reward model."""
         return 0 if self.colocated else self.num_references
 
 
@@ -271,9 +272,12 @@ class ValidationConfig(HeldOutConfig):
     """Held-out examples of each set: the first that can be used, always the same ones."""
 
 
+REWARD_MODEL = "reward_model"  # what the reward model's value is called among those of functions
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """What a completion is worth: a weighted sum of functions."""
+    """What a completion is worth: a weighted sum of functions, and a reward model's score."""
 
     functions: Table[float] = field(default_factory=lambda: {"math_reward": 1.0, "thinking_reward": 0.2})
     """Weights by name: a built-in of grpo/rewards/builtin.py or your own `path/file.py:function`; 0 measures only."""
@@ -291,8 +295,18 @@ class RewardConfig:
     """Where answers are. answer_tag: in the last <answer>..</answer>; boxed: the last \\boxed{}; hashes: after ####."""
     pass_value: Annotated[float, Harmless] = 1.0
     """What the first function, or the environment, must give a completion for it to pass (accuracy, pass@k)."""
+    model: str = ""
+    """A frozen reward model beside the functions: Hugging Face folder or hub name of a sequence classifier with one
+    output, which scores prompt and completion in its own chat template, on the ranks of the reference. Empty: none."""
+    model_weight: float = 1.0
+    """Weight of its score beside those of `functions`; 0 measures only."""
     environment: Annotated[tuple[str, ...], Harmless] = ()
     """Environment variables that your own functions get on top of what Python needs, such as a judge's key."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Those of all functions by their names, the reward model's last."""
+        return dict(self.functions) | ({REWARD_MODEL: self.model_weight} if self.model else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -590,7 +604,7 @@ class GRPOConfig(RunConfig):
     def reward_weights(self) -> dict[str, float]:
         """Weight of whatever gives a part of the reward: the environment, then the reward functions."""
         of_class = {self.environment.reward_name: self.environment.weight} if self.environment.all_classes else {}
-        return of_class | self.reward.functions
+        return of_class | self.reward.weights
 
     @property
     def needs_reference(self) -> bool:

@@ -163,19 +163,26 @@ def template_name(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> str
     return f"data.prompt_template {own}" if own else f"the chat template of {tokenizer.name_or_path}"
 
 
-def check_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, seconds: float = TEMPLATE_SECONDS) -> None:
+def check_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    seconds: float = TEMPLATE_SECONDS,
+    answered: bool = False,
+) -> None:
     """Try the chat template on a short random message, in a process with bounds.
 
-    Raises ValueError if it needs more than `seconds` of the CPU's time, TEMPLATE_BYTES or TEMPLATE_CHARACTERS, or
-    raises, or leaves the message out.
+    answered: with an answer, which must be there too. Raises ValueError if it needs more than `seconds` of the CPU's
+    time, TEMPLATE_BYTES or TEMPLATE_CHARACTERS, or raises, or leaves the message out.
     """
     if data.is_text_template:  # nothing is run
         return
     probe, name = f"What is {secrets.token_hex(4)}?", template_name(tokenizer, data)  # no template can know it
+    messages = prompt_messages(data, probe)
+    messages += [{"role": "assistant", "content": f"It is {secrets.token_hex(4)}."}] if answered else []
     way_out = "correct it, data.system_prompt or data.chat_template_kwargs, or use another model"
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # which starts at once
-            text = pool.submit(_render_within, seconds, tokenizer, data, prompt_messages(data, probe)).result()
+            text = pool.submit(_render_within, seconds, tokenizer, data, messages, not answered).result()
     except BrokenProcessPool as error:  # killed at its limit
         raise ValueError(f"{name} was not done with one short message after {seconds:g} s; {way_out}") from error
     except Refused as error:
@@ -187,6 +194,8 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", data: DataConfig, secon
             f"{name} leaves the prompt out; write it as the content of `messages`"
             + (", or as {{ question }}" if data.prompt_template else "")
         )
+    if messages[-1]["content"] not in text:
+        raise ValueError(f"{name} leaves the assistant's answer out; {way_out}")
 
 
 def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tuple[str, list[str]]:
@@ -212,13 +221,13 @@ def look_at_prompt(tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> tu
 
 
 def _render_within(
-    seconds: float, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, messages: list[Message]
+    seconds: float, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, messages: list[Message], opening: bool
 ) -> str:
-    """What the template makes of a prompt; ends this process after so many seconds of the CPU's time."""
+    """What the template makes of messages; ends this process after so many seconds of the CPU's time."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds),) * 2)
     with template_bounds(template_name(tokenizer, data)):
-        return render(tokenizer, data, messages, opening=True)[0]
+        return render(tokenizer, data, messages, opening)[0]
 
 
 @contextlib.contextmanager

@@ -182,13 +182,14 @@ def build_model(
     device: torch.device,
     tensor_parallel: int,
     frozen: bool = False,
+    scores: bool = False,
     seed: int = 0,
 ) -> ShardedModel:
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
     A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas. With
     LoRA, a trained model holds weights in `model.dtype` without gradients, and float32 adapters with them, which start
-    from `seed`. Collective over the role's ranks.
+    from `seed`. With `scores`, `logprobs` are a reward model's scores. Collective over the role's ranks.
     """
     adapted = trainer.lora_rank > 0 and not frozen
     # spmd_types, torchtitan's default, fails for more than one rank on this torch
@@ -201,7 +202,7 @@ def build_model(
     titan_dist.set_spmd_backend(parallelism.spmd_backend)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start would, which an existing group skips
 
-    hf, compiled = read_hf_config(folder), compiles(trainer, device)
+    hf, compiled = read_hf_config(folder, scores), compiles(trainer, device)
     keep_logits = trainer.activation_checkpointing == "none" and not frozen
     config = titan_config(hf, choose_attention(model, device), trainer.logprob_chunk_tokens, compiled, keep_logits)
     _set_shardings(config, parallelism, training)

@@ -3,7 +3,8 @@
 An entry has all in which a family differs: what of it cannot be trained, its block, its tensors' names, how it is
 sharded, which of its linear layers take adapters. Today's share one decoder, torchtitan's Qwen3: grouped-query
 attention, SwiGLU, RMSNorm, rotary positions. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given
-targets and the entropy instead of logits. Left out: mixture of experts, sliding windows.
+targets and the entropy instead of logits; a reward model has a head of one output there. Left out: mixture of
+experts, sliding windows.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,9 +28,10 @@ from torchtitan.protocols.module import Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo.models.attention import FlashAttention, config_of, document_masks, for_compiler, shared_prompt_mask
-from grpo.models.logprob_head import LogprobHead
+from grpo.models.logprob_head import LogprobHead, ScoreHead
 from grpo.types import MicroBatch
 
+WRITES, SCORES = "ForCausalLM", "ForSequenceClassification"  # how the names of `architectures` end
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
 # Weights always come from a checkpoint. Drawing random ones first would also fail where a role's first rank is not on
 # the first GPU: DTensor's random states take the GPU's index from the rank within the role.
@@ -109,6 +111,8 @@ class DenseNames(Qwen3StateDictAdapter):
         super().__init__(model_config, hf_assets_path)
         for name in ("q_proj", "k_proj", "v_proj"):
             self.from_hf_map[f"model.layers.{{}}.self_attn.{name}.bias"] = f"layers.{{}}.{DENSE_LINEARS[name]}.bias"
+        if isinstance(model_config.lm_head, ScoreHead.Config):
+            self.from_hf_map["score.weight"] = self.from_hf_map.pop("lm_head.weight")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,6 +148,11 @@ FAMILIES = {
 def family_of(hf: transformers.PretrainedConfig) -> Family:
     """The family of a model whose config was read by `hf_folder.read_hf_config`, which refuses others."""
     return FAMILIES[hf.model_type]
+
+
+def gives_scores(hf: transformers.PretrainedConfig) -> bool:
+    """Whether it is a sequence classifier, as reward models are, and no language model."""
+    return any(name.endswith(SCORES) for name in hf.architectures or ())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,23 +229,26 @@ def titan_config(
     `attention` is a kind of `config_of`, the rest as in `LogprobHead.Config`.
     """
     rope, family = _rope(hf), family_of(hf)
+    head = LogprobHead.Config(
+        in_features=hf.hidden_size,
+        out_features=hf.vocab_size,
+        param_init=_NO_INIT,
+        chunk_tokens=chunk_tokens,
+        keep_logits=keep_logits,
+        compile=compiled,
+    )
+    if gives_scores(hf):
+        head = ScoreHead.Config(in_features=hf.hidden_size, out_features=1, param_init=_NO_INIT)
     return Policy.Config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
         layers=[family.block(hf, rope, config_of(attention)) for _ in range(hf.num_hidden_layers)],
-        enable_weight_tying=bool(hf.tie_word_embeddings),
+        enable_weight_tying=bool(hf.tie_word_embeddings) and not gives_scores(hf),
         tok_embeddings=Embedding.Config(
             num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_NO_INIT
         ),
-        lm_head=LogprobHead.Config(
-            in_features=hf.hidden_size,
-            out_features=hf.vocab_size,
-            param_init=_NO_INIT,
-            chunk_tokens=chunk_tokens,
-            keep_logits=keep_logits,
-            compile=compiled,
-        ),
+        lm_head=head,
     )
 
 

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from grpo.data.chat import open_tokenizer
-from grpo.models.families import FAMILIES, empty_policy, family_of
+from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of
 from grpo.text import one_line, shorten
 
 # What an exported model takes from the one that training started from, besides config.json: what a tokenizer reads.
@@ -51,15 +51,15 @@ class ChatForm:
     """Tokens that end its answers."""
 
 
-def resolve_folder(path: str) -> str:
+def resolve_folder(path: str, scores: bool = False) -> str:
     """A local folder as it is, a hub name as the folder it was downloaded to.
 
-    Raises FileNotFoundError, which says the way out, and for a hub model that cannot be trained ValueError, before its
-    weights are downloaded.
+    scores: it must be a reward model, see `read_hf_config`. Raises FileNotFoundError, which says the way out, and for a
+    hub model that cannot be trained ValueError, before its weights are downloaded.
     """
     folder = pathlib.Path(path)
     if not folder.is_dir():
-        read_hf_config(_download(path, ["config.json"]))
+        read_hf_config(_download(path, ["config.json"]), scores)
         return _download(path, WANTED_FILES)
     for needed in ("config.json", "tokenizer_config.json"):
         if not (folder / needed).is_file():
@@ -83,21 +83,21 @@ def _download(path: str, files: list[str]) -> str:
         ) from error
 
 
-def fetch_folder(path: str, control: dist.ProcessGroup) -> str:
+def fetch_folder(path: str, control: dist.ProcessGroup, scores: bool = False) -> str:
     """`resolve_folder` on every node: its first rank downloads, the others then find it. Collective over `control`."""
     if os.environ["LOCAL_RANK"] == "0":
-        resolve_folder(path)
+        resolve_folder(path, scores)
     dist.barrier(group=control)
-    return resolve_folder(path)
+    return resolve_folder(path, scores)
 
 
-def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int) -> None:
+def check_folder(folder: str, max_sequence_tokens: int, tensor_parallel: int, scores: bool = False) -> None:
     """Refuse a model that cannot be loaded or is too short for the configured lengths, before it is loaded.
 
     Raises FileNotFoundError if there are no weights, ValueError with the numbers for what does not fit, for broken
     files, and for those that an export could not copy (`copied_files`).
     """
-    config = read_hf_config(folder)
+    config = read_hf_config(folder, scores)
     for file in copied_files(folder):
         if file.name in TABLES:
             read_table(file)
@@ -135,9 +135,9 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, scores: bool = False) -> None:
     """Refuse a tokenizer with more tokens, not counting added ones, than the model has rows in its embedding."""
-    rows = read_hf_config(folder).vocab_size
+    rows = read_hf_config(folder, scores).vocab_size
     if tokenizer.vocab_size > rows:
         raise ValueError(
             f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens and the model vocab_size={rows}; bring the "
@@ -187,8 +187,11 @@ def stop_token_ids(folder: str, tokenizer: transformers.PreTrainedTokenizerBase,
     return sorted(ids)
 
 
-def read_hf_config(folder: str) -> transformers.PretrainedConfig:
-    """Read config.json and refuse what this project cannot train. Raises ValueError naming the field and the reason."""
+def read_hf_config(folder: str, scores: bool = False) -> transformers.PretrainedConfig:
+    """Read config.json and refuse what this project cannot train. Raises ValueError naming the field and the reason.
+
+    scores: it must be a reward model, a sequence classifier with one output, and no language model.
+    """
     path = pathlib.Path(folder) / "config.json"
     raw = read_table(path)
     model_type = raw.get("model_type")
@@ -199,9 +202,10 @@ def read_hf_config(folder: str) -> transformers.PretrainedConfig:
             f"{', '.join(FAMILIES)} models are supported"
         )
     architectures = raw.get("architectures") or []
-    for name in architectures if isinstance(architectures, list) else [architectures]:
-        if not str(name).endswith("ForCausalLM"):
-            raise ValueError(f"{folder}: {name} in architectures has no language model head; use a ...ForCausalLM")
+    head, ending = ("head that scores", SCORES) if scores else ("language model head", WRITES)
+    for name in (architectures if isinstance(architectures, list) else [architectures]) or ["nothing"] * scores:
+        if not str(name).endswith(ending):
+            raise ValueError(f"{folder}: {name} in architectures has no {head}; use a ...{ending}")
     if raw.get("quantization_config") or raw.get("compression_config"):  # at some of which transformers fails
         raise ValueError(
             f"{folder}: quantized weights cannot be trained; use the checkpoint in bfloat16 that they were made from, "
@@ -218,6 +222,10 @@ def read_hf_config(folder: str) -> transformers.PretrainedConfig:
     if heads % key_value_heads:
         raise ValueError(
             f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}; {WAY_OUT}"
+        )
+    if scores and config.num_labels != 1:
+        raise ValueError(
+            f"{folder} has {config.num_labels} outputs (num_labels, id2label); a reward model must have 1, its score"
         )
     for reason in FAMILIES[model_type].unsupported(raw, config):
         raise ValueError(f"{folder}: {reason}")

@@ -1,7 +1,7 @@
-"""The LM head: hidden states and targets in, log-probs and entropy out.
+"""The LM head: hidden states and targets in, log-probs and entropy out. A reward model's, in its place: scores out.
 
-Computed chunk by chunk, so that `[tokens, vocabulary]` never exists for a whole batch, forward or backward, also with a
-vocabulary that tensor parallelism shards.
+Log-probs are computed chunk by chunk, so that `[tokens, vocabulary]` never exists for a whole batch, forward or
+backward, also with a vocabulary that tensor parallelism shards.
 """
 
 from dataclasses import dataclass
@@ -63,6 +63,30 @@ class LogprobHead(Linear):
         zeros_BT = torch.zeros_like(temperatures_BT)
         logprobs_BT, entropy_BT = (zeros_BT.index_put((rows_M, columns_M), values_M) for values_M in found)
         return logprobs_BT, entropy_BT
+
+
+class ScoreHead(Linear):
+    """A reward model's head of one output, called as `LogprobHead` is.
+
+    Returns (scores_BT, scores_BT), float32: what each of the wanted places says of its sequence up to there, 0
+    elsewhere. Without tensor parallelism.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(
+        self,
+        hidden_BTD: torch.Tensor,
+        targets_BT: torch.Tensor,
+        temperatures_BT: torch.Tensor,
+        scored_M: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, scored_M)
+        scores_M = hidden_MD.float() @ self.weight[0].float()
+        scores_BT = torch.zeros_like(temperatures_BT).flatten().index_put((scored_M,), scores_M).view_as(targets_BT)
+        return scores_BT, scores_BT
 
 
 class ChunkedLogprobs(torch.autograd.Function):

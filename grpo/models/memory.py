@@ -20,6 +20,8 @@ STATE_BYTES = 16
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Of the arithmetic and of a GPU, for what the arithmetic leaves out
 MARGIN_FRAC, MARGIN_GIB = 0.05, 3.0
+# What a trainer rank holds besides weights with moments while an engine samples
+STAYING = ("frozen weights", "reward model")
 CHECKPOINTING = ("none", "logits", "selective", "full")  # what "auto" chooses from, the fastest first
 
 
@@ -35,10 +37,12 @@ class Sizes:
     """The linear layers of each block in their order, on the meta device, by Hugging Face's names."""
     head: nn.Module
     """The LM head, on the meta device; its weight is [V, D]."""
+    reward_model: "Sizes | None" = None
+    """The parts of the model that scores it."""
 
 
-def sizes_of(hf: transformers.PretrainedConfig) -> Sizes:
-    """Count a model's parts on its module."""
+def sizes_of(hf: transformers.PretrainedConfig, reward_model: transformers.PretrainedConfig | None = None) -> Sizes:
+    """Count a model's parts on its module, and a reward model's, if there is one."""
     module, places = empty_policy(hf), family_of(hf).linears
     blocks = list(module.layers.values())
     return Sizes(
@@ -46,6 +50,7 @@ def sizes_of(hf: transformers.PretrainedConfig) -> Sizes:
         blocks=[_numel(block) for block in blocks],
         linears=[{name: block.get_submodule(place) for name, place in places.items()} for block in blocks],
         head=module.lm_head,
+        reward_model=sizes_of(reward_model) if reward_model else None,
     )
 
 
@@ -79,7 +84,7 @@ def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -
         engine = (_engine_weights(sizes, config) + cache) / 2**30
     if not generator.sleep:
         return total + engine, parts | {"an engine": engine}
-    at_rest = sum(gib for part, gib in parts.items() if part.endswith("moments") or part == "frozen weights")
+    at_rest = sum(gib for part, gib in parts.items() if part.endswith("moments") or part in STAYING)
     return max(total, at_rest + engine), parts | {"an engine that sleeps meanwhile": engine}
 
 
@@ -105,15 +110,25 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
     }
     if config.reference_has_model and not roles.num_reference_ranks:
         parts["reference"] = dtype_bytes * sizes.parameters / roles.num_trainers
+    if sizes.reward_model and not roles.num_reference_ranks:
+        parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / roles.num_trainers
     return _gib(parts)
 
 
 def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
-    """Return the parts of the peak of a rank that only holds the reference, taken to be of the policy's size; GiB."""
-    num_references = config.roles.num_references
-    weights = DTYPE_BYTES[config.model.dtype] * sizes.parameters / num_references
-    forward = _of_a_forward(sizes, config, num_references, config.reference_tensor_parallel)
-    return _gib({"weights": weights, **forward})
+    """Return the parts of the peak of a rank that only holds frozen models; GiB.
+
+    The reference is taken to be of the policy's size. One model computes at a time.
+    """
+    num_references, models = config.roles.num_references, {}
+    if config.needs_reference:
+        models["weights"] = sizes, config.reference_tensor_parallel
+    if sizes.reward_model:
+        models["reward model"] = sizes.reward_model, 1
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    weights = {name: dtype_bytes * of.parameters / num_references for name, (of, _) in models.items()}
+    forwards = [_of_a_forward(of, config, num_references, ranks) for of, ranks in models.values()]
+    return _gib(weights | max(forwards, key=lambda parts: sum(parts.values())))
 
 
 def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:

@@ -6,6 +6,7 @@ lengths, without padding. With `overlap_steps=1` nothing passes over `control` b
 sample for the next step, while learners train and talk over `learners`.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -35,11 +36,12 @@ def broadcast(value: Any, group: ProcessGroup) -> Any:
     return values[0]
 
 
-def on_driver(method: Method, to_all: bool = False, bridge: str = "control") -> Method:
+def on_driver(method: Method, to_all: bool = False, bridge: str = "control", scores: bool = False) -> Method:
     """Make a method of an object that every rank holds one that only the driver runs; elsewhere it returns None.
 
     Collective over `self.roles.control`: every rank calls it, arguments count on the driver alone. If it raises there,
     every rank stops: the driver with the exception, the others silently, so that one error is seen and no rank waits.
+    scores: the method may ask `self.reward_model`, for which the other learners compute their parts meanwhile.
     """
 
     @functools.wraps(method)
@@ -47,12 +49,16 @@ def on_driver(method: Method, to_all: bool = False, bridge: str = "control") -> 
         group, result = getattr(self.roles, bridge), None
         if group is None:
             return None
+        reward_model = self.reward_model if scores else None
         if self.roles.is_driver:
             try:
-                result = method(self, *arguments)
+                with reward_model.asked() if reward_model else contextlib.nullcontext():
+                    result = method(self, *arguments)
             except Exception:  # whatever it is, the others must not wait for a driver that is gone
                 broadcast((True, None), group)
                 raise
+        elif reward_model:
+            reward_model.answer()
         failed, shown = broadcast((False, result if to_all else None), group)
         if failed:
             raise SystemExit(1)
@@ -149,7 +155,7 @@ def add_ref_logprobs(
     others None. Each computes its part of those tokens and has 0 where others do, so that the sum over ranks is the
     whole and exact.
     """
-    if not roles.reference_ranks or not roles.learns:
+    if not roles.has_reference or not roles.learns:
         return batch
     read = read or batch
     total_N = reference.logprobs(read) if reference else torch.zeros(read.num_tokens)

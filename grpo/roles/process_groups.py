@@ -54,7 +54,7 @@ class Roles:
     control: ProcessGroup
     """Bridge over all ranks; gloo."""
     learners: ProcessGroup | None
-    """Bridge over the ranks that train or hold the reference, the driver first; gloo. None on the others."""
+    """Bridge over the ranks that train or hold frozen models, the driver first; gloo. None on the others."""
     weights: ProcessGroup | None
     """Bridge from rank 0 to the generator ranks; None elsewhere and when colocated."""
     trains: bool
@@ -62,7 +62,9 @@ class Roles:
     generates: bool
     trainer_ranks: tuple[int, ...]
     reference_ranks: tuple[int, ...]
-    """Ranks that hold a reference; empty when none is needed."""
+    """Ranks that hold a reference, a reward model or both; empty when neither is needed."""
+    has_reference: bool
+    """Whether they hold a reference."""
     replicas: tuple[tuple[int, ...], ...]
     """Generator ranks, one tuple per vLLM engine."""
     store: Store
@@ -96,11 +98,15 @@ class Roles:
 
 
 def setup_roles(
-    layout: RolesConfig, needs_reference: bool = False, engine_ranks: int = 1, deadline_minutes: float = 20.0
+    layout: RolesConfig,
+    needs_reference: bool = False,
+    engine_ranks: int = 1,
+    deadline_minutes: float = 20.0,
+    needs_reward_model: bool = False,
 ) -> Roles:
     """Create this rank's groups from torchrun's environment. Collective: every rank of the torchrun calls it once.
 
-    needs_reference: whether trainers hold a reference if no other rank does. engine_ranks: ranks of one vLLM engine.
+    needs_reference, needs_reward_model: what trainers hold if no other rank does. engine_ranks: of one vLLM engine.
     Without torchrun this process is a world of one. Raises TimeoutError on rank 0 if ranks do not start within
     `deadline_minutes`.
 
@@ -131,7 +137,7 @@ def setup_roles(
     control = bridge("control", range(world_size))
     learners = bridge("learners", learner_ranks) if len(learner_ranks) < world_size else control
     is_split = generator_ranks and 0 not in generator_ranks
-    reference_ranks = own_reference_ranks or (trainer_ranks if needs_reference else ())
+    reference_ranks = own_reference_ranks or (trainer_ranks if needs_reference or needs_reward_model else ())
     trains, generates = rank in trainer_ranks, rank in generator_ranks
     roles = Roles(
         rank=rank,
@@ -145,6 +151,7 @@ def setup_roles(
         generates=generates,
         trainer_ranks=trainer_ranks,
         reference_ranks=reference_ranks,
+        has_reference=needs_reference,
         replicas=tuple(generator_ranks[i : i + engine_ranks] for i in range(0, len(generator_ranks), engine_ranks)),
         store=store,
     )

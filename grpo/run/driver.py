@@ -7,6 +7,7 @@ out: everything that several ranks do together.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,14 +41,14 @@ class Driver:
     def __init__(self, session: Session):
         """session: one that has started up; what it has read is on rank 0 alone."""
         self.session, self.config, self.roles, self.timer = session, session.config, session.roles, session.timer
-        self.stream, self.scorer = session.stream, session.scorer
+        self.stream, self.scorer, self.reward_model = session.stream, session.scorer, session.reward_model
         self.flight = Flight(self.config.sampling, self.config.prompts_per_step, self.config.group_size)
         if "flight" in session.saved_state:
             self.flight.load(session.saved_state["flight"])
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
-    @from_driver
+    @partial(from_driver, scores=True)
     def plan(self, step: int, weights: Mapping[str, float]) -> StepPlan:
         """Everything that is decided about a step before it starts. A filter on prompts belongs here.
 
@@ -71,7 +72,7 @@ class Driver:
             probe=prompts[:PROBE_PROMPTS] if check_interval and (is_first or step % check_interval == 0) else [],
         )
 
-    @from_driver
+    @partial(from_driver, scores=True)
     def land(self, completions: list[Completion]) -> Requests | None:
         """Take in what was sampled; their scoring begins. Returns what the step needs besides; None once it is full."""
         self._add(completions)
@@ -135,9 +136,9 @@ class Driver:
             rollouts = [replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts]
         return make_batch([sample_of(r.prompt, r.completion, turn_weight, observes) for r in rollouts])
 
-    @on_driver_for_learners
+    @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:
-        """The step's rollouts with their rewards, which workers computed meanwhile."""
+        """The step's rollouts with their rewards, which workers computed meanwhile; a reward model does it now."""
         config, flight = self.config, self.flight
         if not config.sampling.dynamic:
             flight.everything = self.scorer.collect()

@@ -55,7 +55,7 @@ def read_grpo(session: Session) -> None:
     if data.row:  # which columns it makes is known only now
         check_functions(config, reward_columns(sources))
     read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
-    inputs = (config.model.reference_path, *(source.path for source in read))
+    inputs = (config.model.reference_path, config.reward.model, *(source.path for source in read))
     session.open(inputs, math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel), texts_of(sources))
     if config.needs_reference:
         session.reference_folder = config.model.reference_path or session.model_folder
@@ -81,7 +81,8 @@ def read_sft(session: Session) -> None:
     sources = load_chat_sources(config)
     read = [*config.data.all_sources, *(config.validation.held_out(config.data) if validates else [])]
     read += config.evaluation.held_out(config.data) if evaluates else []
-    session.open([source.path for source in read], config.trainer.tensor_parallel, texts_of(sources))
+    inputs = (config.reward.model, *(source.path for source in read))
+    session.open(inputs, config.trainer.tensor_parallel, texts_of(sources))
     session.form = learned_form(config, session.tokenizer)
     rows = usable_chats(sources, config, session.tokenizer)
     session.stream = resumed_stream(partial(ChatStream, rows, config), session.saved_state, config.allow_changes)
@@ -180,7 +181,7 @@ def check_environment(session: Session) -> None:
     style = call_style(tokenizer, config.environment, toolboxes)
     turns = turns_of(tokenizer, config.environment, config.data, session.scorer.stop_token_ids, toolboxes)
     for name, toolbox in toolboxes.items():
-        if not (toolbox.has_reward or config.reward.functions or config.algorithm.distill_coef):
+        if not (toolbox.has_reward or config.reward.weights or config.algorithm.distill_coef):
             raise ValueError(
                 f"{toolbox.name} has no get_reward and reward.functions is empty; give it one, or name some"
             )

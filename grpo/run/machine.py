@@ -65,25 +65,25 @@ def look_at_device() -> Device:
     return Device(0, f"{os.cpu_count()} CPU cores", int(free_kib) / 2**20)
 
 
-def fit_to_machine(config: GRPOConfig | SFTConfig, folder: str) -> TrainerConfig:
+def fit_to_machine(config: GRPOConfig | SFTConfig, folder: str, reward_folder: str = "") -> TrainerConfig:
     """Return config.trainer with what it leaves to the machine decided, and warn of versions, memory and disk.
 
-    `folder` is the model's, with its config.json. What can be tried is not refused.
+    `folder` is the model's, with its config.json, the other one the reward model's. What can be tried is not refused.
     """
-    config, verdicts = _judge(config, folder, look_at_device())
+    config, verdicts = _judge(config, folder, reward_folder, look_at_device())
     for verdict in verdicts:
         if not verdict.fits:
             print(f"warning: {verdict}", flush=True)
     return config.trainer
 
 
-def tell_what_fits(config: GRPOConfig | SFTConfig, folder: str) -> bool:
+def tell_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_folder: str = "") -> bool:
     """Print a verdict on each thing that the run needs of this machine, or of `config.gpus` GPUs.
 
-    folder: the model's, of which config.json is read. Returns whether there is no problem.
+    Of both folders, the model's and the reward model's, config.json is read. Returns whether there is no problem.
     """
     device = Device(config.gpus, "GPU", config.gpu_gib) if config.gpus else look_at_device()
-    verdicts = [check_gpus(config, device), *_judge(config, folder, device)[1]]
+    verdicts = [check_gpus(config, device), *_judge(config, folder, reward_folder, device)[1]]
     for verdict in verdicts:
         print(f"{'fits' if verdict.fits else 'PROBLEM'}  {verdict}")
     num_problems = sum(not verdict.fits for verdict in verdicts)
@@ -91,9 +91,10 @@ def tell_what_fits(config: GRPOConfig | SFTConfig, folder: str) -> bool:
     return not num_problems
 
 
-def _judge(config: Config, folder: str, device: Device) -> tuple[Config, list[Verdict]]:
+def _judge(config: Config, folder: str, reward_folder: str, device: Device) -> tuple[Config, list[Verdict]]:
     """Return the config with nothing "auto" any more, and what was found; a choice for GPUs is printed."""
-    sizes = memory.sizes_of(read_hf_config(folder))
+    reward_model = read_hf_config(reward_folder, scores=True) if reward_folder else None
+    sizes = memory.sizes_of(read_hf_config(folder), reward_model)
     decided = memory.fit_trainer(sizes, config, device.gib if device.num_gpus else None)
     if device.num_gpus and decided != config:
         kind = decided.trainer.activation_checkpointing
@@ -129,7 +130,7 @@ def check_memory(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: De
     needs = [("trainer", roles.num_trainers, memory.trainer_gib(sizes, config))]
     if isinstance(config, GRPOConfig):
         needs.append(("generator", roles.num_engine_ranks, memory.generator_gib(sizes, config)))
-    if config.needs_reference and roles.num_reference_ranks:
+    if roles.num_reference_ranks and (config.needs_reference or sizes.reward_model):
         needs.append(("reference", roles.num_reference_ranks, memory.reference_gib(sizes, config)))
     if not device.num_gpus:
         total = sum(num_ranks * sum(parts.values()) for _, num_ranks, parts in needs)

@@ -9,6 +9,7 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
@@ -29,6 +30,7 @@ from grpo.roles.episodes import Episodes
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
+from grpo.roles.reward_model import RewardModel
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
 from grpo.run.machine import fit_to_machine, tell_what_fits
@@ -54,6 +56,7 @@ class Start:
     trainer: TrainerConfig  # the config's, fitted to the machine
     model_folder: str
     reference_folder: str
+    reward_model: str
     checkpoint: pathlib.Path | None
     stop_token_ids: list[int]
     eval_prompts: list[Prompt]
@@ -75,13 +78,14 @@ def run(
             with refuse_bad_input(), tempfile.TemporaryDirectory() as toy_dir:
                 session = Session(config, script, read, toy_dir=toy_dir)
                 read(session)
-                fits = tell_what_fits(config, session.model_folder)
+                fits = tell_what_fits(config, session.model_folder, session.reward_folder)
             if session.scorer:
                 session.scorer.pool.close()
             raise SystemExit(0 if fits else 1)
         return
     engine_ranks, minutes = config.generator.tensor_parallel, config.deadline_minutes
-    roles = setup_roles(layout or config.roles, config.needs_reference and not layout, engine_ranks, minutes)
+    needed = (config.needs_reference and not layout, engine_ranks, minutes, bool(config.reward.model and not layout))
+    roles = setup_roles(layout or config.roles, *needed)
     set_place(role=roles.name)
     with watched(roles, config.deadline_minutes):
         train(config, Session(config, script, read, layout, roles))
@@ -107,6 +111,7 @@ class Session:
         # on rank 0, what `read` finds; the prompts later on all ranks
         self.saved_state: dict[str, Any] = {}  # the driver's, in the checkpoint to continue from
         self.scorer: Scorer | None = None
+        self.reward_model: RewardModel | None = None  # of every learner, once it is loaded
         self.stream: Any = None  # which training draws from
         self.validation: dict[str, Any] = {}
         self.eval_prompts: list[Prompt] = []
@@ -139,11 +144,16 @@ class Session:
             self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(told))  # W&B may refuse
         self.num_skipped = 0  # in a row
         self.last_line = f"done; everything is in {config.run_dir}"
-        trainer = fit_to_machine(config, self.model_folder) if trains else config.trainer
+        trainer = fit_to_machine(config, self.model_folder, self.reward_folder) if trains else config.trainer
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {step}", flush=True)
-        folders = self.model_folder, self.reference_folder
+        folders = self.model_folder, self.reference_folder, config.reward.model if self.reward_folder else ""
         stops = self.scorer.stop_token_ids if self.scorer else []
         return Start(step, trainer, *folders, self.checkpoint, stops, self.eval_prompts)
+
+    @property
+    def reward_folder(self) -> str:
+        """Of the reward model, where its scores are asked for; empty elsewhere and on other ranks than 0."""
+        return self.scorer.reader.folder if self.scorer and self.scorer.reader else ""
 
     # ---- before the first step, on every rank -----------------------------------------------------------------------
 
@@ -162,6 +172,8 @@ class Session:
             begun = self.ask_driver(self.start)
             folder = fetch_folder(begun.model_folder, roles.control)
             reference_folder = fetch_folder(begun.reference_folder, roles.control) if begun.reference_folder else ""
+            if begun.reward_model:
+                reward_folder = fetch_folder(begun.reward_model, roles.control, scores=True)
         self.first_step = self.saved_step = begun.step
         self.eval_prompts = begun.eval_prompts
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
@@ -170,11 +182,15 @@ class Session:
         with timer.startup("loading the models"):
             if roles.trains:
                 trainer = Trainer(config.model, begun.trainer, folder, config.num_steps, roles, config.seed)
-            if roles.references:
+            if roles.references and roles.has_reference:
                 policy = None if config.reference_has_model else trainer.model
                 ranks = config.reference_tensor_parallel
                 shared = policy, config.algorithm.teacher == "policy"
                 reference = Reference(config.model, config.trainer, reference_folder, ranks, roles, *shared)
+            if begun.reward_model and roles.learns:
+                self.reward_model = RewardModel(config.model, config.trainer, reward_folder, roles)
+                if self.scorer:
+                    self.scorer.reward_model = self.reward_model
         with timer.startup("waiting for the other ranks"):
             wait_for_all(roles)
         if begun.checkpoint is not None:
@@ -233,7 +249,7 @@ class Session:
         local = generator.evaluate(self.eval_prompts, self.config.evaluation) if generator else (None, None)
         self._log_evaluation([gather_completions(part, self.roles) for part in local], step)
 
-    @on_driver
+    @partial(on_driver, scores=True)
     def _log_evaluation(self, completions: list[list[Completion]], step: int) -> None:
         """Write metrics and completions, greedy and sampled, of the weights after `step` steps."""
         scorer, scored = self.scorer, []

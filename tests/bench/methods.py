@@ -23,8 +23,8 @@ METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
     "maxrl": ["--algorithm.advantages", "maxrl"],
     "gdpo": ["--algorithm.advantages", "gdpo"],  # the recipe has two reward functions
 }
-# By name, a loss and how many steps its generator is behind, on 1 trainer + 1 generator, a core each. Both lags have
-# the importance correction that overlap requires, here the default (truncate).
+# By name, a loss and how many steps its generator is behind, on 1 trainer + 1 generator, a core each. grpo has the
+# importance correction that overlap requires, here the default (truncate); dppo's ratio is the sampler's already.
 LAGS = {f"{loss}-lag{lag}": (loss, lag) for loss in ("grpo", "dppo") for lag in (0, 1)}
 SPLIT = ["--roles.num-trainers", "1", "--roles.num-references", "0", "--roles.num-generators", "1"]
 

@@ -15,6 +15,7 @@ from grpo.data import toy
 from tests.e2e.conftest import BY_CHANCE
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.e2e.test_layouts import COLOCATED, split
+from tests.tiny_models import make_reward_model
 from tests.torchrun import torchrun
 
 HERE = pathlib.Path(__file__).parent
@@ -35,7 +36,8 @@ TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environ
 TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-tokens", 48)
 TURNS += ("--algorithm.advantages", "return_to_go", "--algorithm.echo-coef", 0.1)
 SAVED = ("--checkpoint.interval", 3)
-# Of the tests' own: {a}, {b} are files of rows, {teacher} is a folder
+JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
+# Of the tests' own: {a}, {b} are files of rows, {teacher} and {judge} are folders
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
 PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
 VALIDATION = ("--validation.interval", 4, "--validation.sets", "a", "{a}")
@@ -91,6 +93,9 @@ MODES = {
     ),
     "LoRA, FSDP 2": Mode(3, (*split(2, 0, 1), *LORA, *UPDATES), rank=1),
     "LoRA, colocated": Mode(2, (*COLOCATED, "--roles.num-trainers", 2, *LORA, *DYNAMIC)),
+    "a reward model, dynamic sampling, overlap, evaluation": Mode(
+        3, (*split(1, 1, 1), *DYNAMIC, *OVERLAP, *JUDGE, *NO_KL, *EVALUATION), rank=1
+    ),
     "a teacher beside rewards": Mode(3, (*split(1, 1, 1), *TEACHER), rank=1),
     "self-distillation by the policy, overlap": Mode(
         3, (*split(2, 0, 1), *HINT, "--algorithm.teacher", "policy", *OVERLAP, *NO_KL), phase="reference"
@@ -113,7 +118,9 @@ def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     changes = json.loads((model / "config.json").read_text())
     teacher = {name: changes[name] for name in ("hidden_size", "intermediate_size", "max_position_embeddings")}
     toy.make_model(folder / "teacher", toy.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
-    return {"a": folder / "a.jsonl", "b": folder / "b.jsonl", "teacher": folder / "teacher", "model": model}
+    make_reward_model(folder / "judge", "llama3", toy.trained_tokenizer(["1 + 1 = 2"], 300))
+    found = {name: folder / name for name in ("teacher", "judge")}
+    return found | {"a": folder / "a.jsonl", "b": folder / "b.jsonl", "model": model}
 
 
 @pytest.mark.slow

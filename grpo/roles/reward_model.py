@@ -1,0 +1,141 @@
+"""The reward model: a frozen sequence classifier with one output on the reference ranks, and how it reads a rollout.
+
+It has a tokenizer and a chat template of its own, so conversations travel to it as its own tokens. The driver asks
+wherever it scores; the other learners answer meanwhile (`comm.on_driver`). Left out: several reward models, and tensor
+parallelism: the ranks share its weights by FSDP.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from grpo.config import DataConfig, ModelConfig, TrainerConfig
+from grpo.data.batches import make_batch
+from grpo.data.chat import Refused, check_template, open_tokenizer, render
+from grpo.data.columns import Message, as_messages
+from grpo.models import hf_folder
+from grpo.models.build import build_model
+from grpo.rewards.pool import episode_columns
+from grpo.roles.comm import broadcast, send_batch
+from grpo.roles.process_groups import Roles
+from grpo.types import Rollout, Sample, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OWN_DATA = DataConfig(system_prompt="")  # its own chat template, and nothing of the run's section `data`
+
+
+class RewardModel:
+    """The model, in parts over the reference ranks (or the trainer ranks, where there are no others).
+
+    Every learner holds one, without a part where it is no such rank.
+    """
+
+    def __init__(self, model: ModelConfig, trainer: TrainerConfig, folder: str, roles: Roles):
+        """Load `folder` in the compute dtype. Collective over the reference ranks.
+
+        trainer: how rows are made and computed, which is the policy's way.
+        """
+        self.trainer, self.roles = trainer, roles
+        settings = {"device": roles.device, "tensor_parallel": 1, "frozen": True, "scores": True}
+        self.model = build_model(model, trainer, folder, **settings) if roles.references else None
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[None]:
+        """Let the driver call `scores` in this block; the other learners are in `answer` as long as it lasts."""
+        try:
+            yield
+        finally:
+            broadcast(False, self.roles.learners)
+
+    def scores(self, sequences: Sequence[list[int]]) -> list[float]:
+        """Score whole conversations, token ids each. On the driver, within `asked`."""
+        if not sequences:
+            return []
+        broadcast(True, self.roles.learners)
+        # What is computed at a place belongs to the token behind it, so each sequence gets one more, which counts.
+        samples = [Sample(torch.tensor([*ids, 0]), torch.arange(len(ids) + 1) == len(ids)) for ids in sequences]
+        return self._scores(make_batch(samples))
+
+    def answer(self) -> None:
+        """Compute this rank's part of what the driver asks, until its block ends. On all other learners."""
+        while broadcast(None, self.roles.learners):
+            self._scores(None)
+
+    def _scores(self, batch: TrainBatch | None) -> list[float]:
+        batch = send_batch(batch, self.roles)
+        total_N = self.model.token_logprobs(batch, self.trainer) if self.model else torch.zeros(batch.num_tokens)
+        dist.all_reduce(total_N, group=self.roles.learners)  # each has its part, and 0 where others do
+        return total_N[batch.loss_mask_N].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it reads, on the driver
+
+
+@dataclass(frozen=True)
+class RewardReader:
+    """A reward model's way to read conversations."""
+
+    folder: str
+    tokenizer: "PreTrainedTokenizerBase"
+    longest: int
+    """Tokens of a conversation that it takes."""
+    pad_token_id: int | None
+    """Transformers scores at the last token that is another one."""
+
+    def read(self, conversations: Sequence[list[Message]]) -> list[list[int] | str]:
+        """Token ids of each conversation as the model's own chat template writes it, or why it cannot be scored."""
+        texts, refused = [], {}
+        for number, messages in enumerate(conversations):
+            try:
+                texts.append(render(self.tokenizer, OWN_DATA, messages, opening=False)[0])
+            except Refused as error:
+                texts.append("")
+                refused[number] = str(error)
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [refused.get(number) or self._cut(ids) for number, ids in enumerate(encoded)]
+
+    def _cut(self, ids: list[int]) -> list[int] | str:
+        while ids and ids[-1] == self.pad_token_id:
+            ids = ids[:-1]
+        if 1 <= len(ids) <= self.longest:
+            return ids
+        limits = "its max_position_embeddings, trainer.micro_batch_tokens"
+        return f"not 1 to {self.longest} tokens of the reward model's ({limits})"
+
+
+def open_reward_model(path: str, trainer: TrainerConfig) -> RewardReader:
+    """Check a reward model, folder or hub name, before anything of it is loaded.
+
+    Raises FileNotFoundError or ValueError if the folder, its model, its tokenizer or chat template cannot be used.
+    """
+    folder = hf_folder.resolve_folder(path, scores=True)
+    hf_folder.check_folder(folder, max_sequence_tokens=0, tensor_parallel=1, scores=True)
+    tokenizer = open_tokenizer(folder)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of reward.model {folder} has no chat template; put the one that it was trained with there, "
+            "as chat_template.jinja, or use another model"
+        )
+    hf_folder.check_vocabulary(folder, tokenizer, scores=True)
+    check_template(tokenizer, OWN_DATA, answered=True)
+    hf = hf_folder.read_hf_config(folder, scores=True)
+    longest = min(hf.max_position_embeddings, trainer.micro_batch_tokens) - 1  # see `RewardModel.scores`
+    print(f"reward model {path}: reads up to {longest} tokens of its own", flush=True)
+    return RewardReader(folder, tokenizer, longest, hf.pad_token_id)
+
+
+def conversation(rollout: Rollout, opening: str = "") -> list[Message]:
+    """The prompt as the data has it with what the policy answered; of an episode, all its messages.
+
+    opening: with which the completion begins, but is a part of the prompt.
+    """
+    if rollout.completion.episode:
+        return episode_columns([rollout])["messages"][0]
+    return [*as_messages(rollout.prompt.content), {"role": "assistant", "content": opening + rollout.text}]

@@ -1,0 +1,45 @@
+"""A reward model in parts over the ranks of a layout against transformers, which has each conversation whole.
+
+Arguments: trainer ranks, reference ranks, then folders. Prints the largest difference of each.
+"""
+
+import sys
+
+from grpo.config import ModelConfig, RolesConfig, TrainerConfig
+from grpo.roles.process_groups import close_roles, setup_roles
+from grpo.roles.reward_model import RewardModel, open_reward_model
+from tests.reward_scores import scores_by_transformers
+
+TOLERANCE = 1e-5
+TRAINER = TrainerConfig(micro_batch_tokens=160, compile=False)  # several rows, of several conversations
+QUESTIONS = ["1+1", "Who?", "What is the sum of 20 and 22, and why?", "Say nothing.", "Again: 1+1", "7", "8 * 8 = ?"]
+ANSWERS = ["2", "Nobody that I know.", "42. It is 20 and 20 and 2.", "", "2 again", "a" * 40, "<answer>64</answer>"]
+
+
+def main() -> None:
+    num_trainers, num_references = map(int, sys.argv[1:3])
+    layout = RolesConfig(num_trainers=num_trainers, num_references=num_references, num_generators=0)
+    roles = setup_roles(layout, needs_reward_model=True)
+    for folder in sys.argv[3:]:
+        model = RewardModel(ModelConfig(dtype="float32"), TRAINER, folder, roles)
+        assert (model.model is not None) == (roles.rank >= num_trainers or not num_references)
+        if not roles.is_driver:
+            model.answer()
+            continue
+        conversations = [
+            [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            for question, answer in zip(QUESTIONS, ANSWERS, strict=True)
+        ]
+        sequences = open_reward_model(folder, TRAINER).read(conversations)
+        with model.asked():  # the driver may ask more than once
+            got = [*model.scores(sequences[:2]), *model.scores(sequences[2:])]
+        wanted = scores_by_transformers(folder, conversations)
+        error = max(abs(a - b) for a, b in zip(got, wanted, strict=True))
+        assert max(wanted) - min(wanted) > 1, f"{folder}: transformers says {wanted}, which tell nothing apart"
+        print(f"{folder}: {error:.1e}", flush=True)
+        assert error < TOLERANCE, f"{folder}: scores differ by {error}: {got}, and {wanted} by transformers"
+    close_roles(roles)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""A reward model's scores are those of transformers, wherever its ranks are."""
+
+import pytest
+
+from grpo.data.toy import trained_tokenizer
+from tests.tiny_models import make_reward_model
+from tests.torchrun import torchrun
+
+KINDS = ("qwen3-tied", "qwen2-untied", "llama3")
+LAYOUTS = {  # (trainers, references)
+    "one rank": (1, 0),
+    "sharded over the trainers": (2, 0),
+    "two ranks of its own": (1, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """One of each family, and one whose padding is the token with which every conversation ends."""
+    folder, tokenizer = tmp_path_factory.mktemp("reward_models"), trained_tokenizer(["1 + 1 = 2"], 300)
+    made = [make_reward_model(folder / kind, kind, tokenizer) for kind in KINDS]
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = tokenizer.chat_template.replace(" + '\\n' }}", " }}")
+    assert tokenizer.apply_chat_template([{"role": "assistant", "content": "2"}], tokenize=False).endswith("<|im_end|>")
+    return [*made, make_reward_model(folder / "padding", "qwen3-untied", tokenizer)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_are_those_of_transformers(layout: str, folders: list[str]):
+    num_trainers, num_references = LAYOUTS[layout]
+    arguments = (num_trainers, num_references, *folders)
+    print(
+        torchrun("tests/dist/programs/reward_model.py", *arguments, nproc=num_trainers + num_references, deadline=120)
+    )

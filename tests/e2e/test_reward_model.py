@@ -1,0 +1,106 @@
+"""A reward model in whole runs: the same scores in every layout, those of transformers, in steps and evaluations."""
+
+import json
+import pathlib
+
+import pytest
+
+from grpo.data.toy import trained_tokenizer
+from tests.e2e.runs import TINY, read_completions, read_metrics
+from tests.e2e.test_layouts import COLOCATED, split
+from tests.reward_scores import scores_by_transformers
+from tests.tiny_models import make_reward_model
+from tests.torchrun import run_torchrun, torchrun
+
+ALONE = ("--reward.functions", "--algorithm.kl-coef", 0)  # neither a function nor a reference beside it
+LAYOUTS = {  # ranks, flags, whether there is a reference
+    "colocated on one rank": (1, (*COLOCATED, "--roles.num-trainers", 1, *ALONE), False),
+    "on trainers that share each layer": (3, (*split(2, 0, 1), "--trainer.tensor-parallel", 2, *ALONE), False),
+    "on ranks of its own": (4, (*split(1, 2, 1), *ALONE), False),
+    "beside a reference, a step ahead": (3, (*split(1, 1, 1), "--overlap-steps", 1), True),
+}
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One with so long a preamble that some completions do not fit."""
+    return with_preamble(tmp_path_factory.mktemp("reward_model"), 85)
+
+
+def with_preamble(folder: pathlib.Path, num_tokens: int) -> str:
+    """Another family than the policy's, with other tokens, whose chat template begins with so many."""
+    tokenizer = trained_tokenizer(["1 + 1 = 2"], 300)
+    tokenizer.chat_template = f"{{{{ 'x' * {num_tokens} }}}}" + tokenizer.chat_template
+    return make_reward_model(folder, "qwen2-untied", tokenizer)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_in_every_layout(layout: str, model: pathlib.Path, reward_model: str, tmp_path: pathlib.Path):
+    nproc, flags, has_reference = LAYOUTS[layout]
+    run = tmp_path / "run"
+    evaluation = ("--evaluation.interval", 2, "--evaluation.num-prompts", 4, "--evaluation.num-samples", 2)
+    weights = ("--reward.model", reward_model, "--reward.model-weight", 0.5)
+    arguments = (TINY, "--model.path", model, *flags, *weights, *evaluation, "--run-dir", run)
+    output = torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=240)
+
+    trained = read_completions(run)
+    held_out = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert len(trained) == 2 * 16 and len(held_out) == 2 * 4 * 3
+    assert 0 < check_scores([*trained, *held_out], reward_model) < 20  # of 56
+    for step, metrics in enumerate([m for m in read_metrics(run) if "loss" in m], start=1):
+        scores = [line["rewards"]["reward_model"] for line in trained if line["step"] == step]
+        there = [score for score in scores if score is not None]
+        assert metrics["reward/reward_model"] == pytest.approx(sum(there) / len(there), abs=1e-5)
+        assert metrics["reward/failed_count"] == len(scores) - len(there)
+        assert ("kl" in metrics) == has_reference
+        assert metrics["grad_norm"] > 1e-3
+    assert "reward function reward_model failed for" in output and "not 1 to 127 tokens" in output
+
+
+def test_a_model_that_can_read_nothing_ends_the_run_on_every_rank(model: pathlib.Path, tmp_path: pathlib.Path):
+    """The others are told, although they wait for what the driver asks."""
+    judge = ("--reward.model", with_preamble(tmp_path / "judge", 120))
+    arguments = (TINY, "--model.path", model, *split(1, 1, 1), *judge, "--run-dir", tmp_path / "run")
+    result = run_torchrun("train_grpo.py", *arguments, nproc=3, deadline=120)
+    assert result.returncode
+    assert "reward function reward_model failed for all 16 completions: not 1 to 127 tokens" in result.stdout
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_sft_asks_it_too(model: pathlib.Path, reward_model: str, tmp_path: pathlib.Path):
+    run, judge = tmp_path / "run", ("--reward.functions", "--reward.model", reward_model, "--reward.model-weight", 0.5)
+    held_out = ("--evaluation.interval", 2, "--evaluation.num-prompts", 8, "--data.max-prompt-tokens", 16)
+    settings = ("--num-steps", 2, "--num-trainers", 2, "--model.path", model, "--generator.max-completion-tokens", 12)
+    arguments = (
+        "configs/toy_sft.py",
+        *settings,
+        *judge,
+        *held_out,
+        "--run-dir",
+        run,
+        "--trainer.micro-batch-tokens",
+        128,
+    )
+    torchrun("train_sft.py", *arguments, nproc=2, deadline=240)
+    lines = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * 8
+    check_scores(lines, reward_model)
+
+
+def check_scores(lines: list[dict], folder: str) -> int:
+    """Each is what transformers says of question and answer, except of those that are too long, which are counted."""
+    conversations = [
+        [{"role": "user", "content": line["columns"]["question"]}, {"role": "assistant", "content": line["completion"]}]
+        for line in lines
+    ]
+    wanted = scores_by_transformers(folder, conversations)
+    assert max(wanted) - min(wanted) > 1
+    failed = [line for line in lines if line["rewards"]["reward_model"] is None]
+    for line, score in zip(lines, wanted, strict=True):
+        if line in failed:
+            assert line["reward"] is None and list(line["failures"]) == ["reward_model"]
+            continue
+        others = [value for name, value in line["rewards"].items() if name != "reward_model"]
+        assert line["rewards"]["reward_model"] == pytest.approx(score, abs=1e-5)
+        assert line["reward"] == pytest.approx(0.5 * score + sum(others), abs=1e-5)
+    return len(failed)
