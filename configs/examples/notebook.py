@@ -32,7 +32,8 @@ is_completion_T = torch.tensor([False] * len(prompt) + [True] * len(completion))
 sampled_T = torch.tensor([0.0, 0.0, -1.0, -2.0, -0.5])  # the generator's log-probs; prompts have none
 batch = make_batch([Sample(torch.tensor(prompt + completion), is_completion_T, sampled_T) for _ in range(2)])
 pair = change(grpo_config, {"group_size": 2})
-rewards = torch.tensor([1.0, 0.0]), torch.tensor([True, True]), torch.tensor([[1.0, 0.0]])  # the last: by function
+by_function = torch.tensor([[1.0, 0.0], [0.0, 0.0]])  # of which the rewards are the weighted sums
+rewards = torch.tensor([1.0, 0.0]), torch.tensor([True, True]), by_function
 batch = add_advantages(pair, batch, *rewards, 0.0, StepMetrics(2))
 print(batch.advantages_N[batch.starts_S])  # +-0.7070: (1 - 0.5) / (standard deviation 0.7071 + 1e-4)
 

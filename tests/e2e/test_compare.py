@@ -38,7 +38,7 @@ def recording(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
                 Sample(ids_T, torch.arange(len(ids_T)) >= 4, torch.full((len(ids_T),), -3.0), prompt_tokens=4)
             )
         rewards_S = torch.rand(8, generator=draw)
-        recorded = RecordedStep(make_batch(samples), rewards_S, rewards_S >= 0, rewards_S[None], GROUP_SIZE, {})
+        recorded = RecordedStep(make_batch(samples), rewards_S, rewards_S >= 0, rewards_S[None].clone(), GROUP_SIZE, {})
         save_step(str(run_dir), step, recorded)
     return run_dir
 
