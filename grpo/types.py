@@ -235,11 +235,9 @@ class TrainBatch:
     ref_logprobs_N: torch.Tensor | None = None
     """float32: by the frozen reference."""
     turn_N: torch.Tensor | None = None
-    """int64: which turn of an episode sampled the token, from 1; 0: none. None where turns have no credit."""
     earned_N: torch.Tensor | None = None
-    """float32: the environment's weighted reward when that turn began."""
     observed_N: torch.Tensor | None = None
-    """bool: an environment or a tool answered the token; None where the policy does not learn to predict answers."""
+    """int64, float32, bool: see `Sample`."""
     advantages_N: torch.Tensor | None = None
     """float32."""
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from grpo.config import DataConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
 from grpo.data.chat import Refused, check_template, open_tokenizer, render
-from grpo.data.columns import Message, as_messages
+from grpo.data.rows import Message, as_messages
 from grpo.models import hf_folder
 from grpo.models.build import build_model
 from grpo.rewards.pool import episode_columns

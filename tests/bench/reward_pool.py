@@ -30,8 +30,7 @@ def measure() -> dict[str, float]:
 
         completion = Completion.of(torch.tensor([1]), torch.zeros(1), False)
     except ImportError:  # older checkouts
-        from grpo.rewards.workers.pool import RewardPool
-
+        from grpo.rewards.pool import RewardPool
         from grpo.types import Completion
 
         completion = Completion(torch.tensor([1]), torch.zeros(1), False)
