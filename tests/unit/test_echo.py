@@ -54,8 +54,8 @@ def step(config: GRPOConfig, observes: bool = True) -> TrainBatch:
         sample_of(Prompt(0, PROMPT), completion(ids, hands, is_lost=number == 2), observes=observes)
         for number, (ids, hands) in enumerate(SEQUENCES)
     ]
-    has_reward_S = torch.tensor([True, False, False])
-    return add_advantages(config, make_batch(samples), torch.tensor([2.0, 0, 0]), has_reward_S, 0.0, StepMetrics(3))
+    rewards = torch.tensor([2.0, 0, 0]), torch.tensor([True, False, False]), torch.zeros(len(config.reward_weights), 3)
+    return add_advantages(config, make_batch(samples), *rewards, 0.0, StepMetrics(3))
 
 
 def trainer_of(folder: str, **options) -> Trainer:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from grpo.config import AlgorithmConfig, EvaluationConfig, GRPOConfig, ModelConfig, TrainerConfig
+from grpo.config import AlgorithmConfig, EvaluationConfig, GRPOConfig, ModelConfig, RewardConfig, TrainerConfig
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.prepare import load_eval_prompts
 from grpo.roles.comm import add_ref_logprobs
@@ -119,7 +119,7 @@ def batches():
 def test_log_probs_and_gradient_of_three_sequences(folders, teacher):
     """Against transformers and autograd; packed into one row, and into rows of at most 16 tokens."""
     roles = SimpleNamespace(
-        device=torch.device("cpu"), is_driver=False, reference_ranks=(0,), learns=True, learners=dist.group.WORLD
+        device=torch.device("cpu"), is_driver=False, has_reference=True, learns=True, learners=dist.group.WORLD
     )
     algorithm = AlgorithmConfig(
         loss="reinforce", distill_coef=COEF, teacher=teacher, teacher_template="-", importance_correction="none"
@@ -151,8 +151,8 @@ def test_log_probs_and_gradient_of_three_sequences(folders, teacher):
         torch.testing.assert_close(
             batch.ref_logprobs_N[batch.loss_mask_N], torch.cat(expected)[sampled_N], rtol=0, atol=1e-5
         )
-        config = GRPOConfig(algorithm=algorithm, group_size=1)
-        metrics, no_reward = StepMetrics(3), (torch.zeros(3), torch.zeros(3, dtype=torch.bool))
+        config = GRPOConfig(algorithm=algorithm, group_size=1, reward=RewardConfig(functions={}))
+        metrics, no_reward = StepMetrics(3), (torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.zeros(0, 3))
         batch = add_advantages(config, batch, *no_reward, 0.0, metrics)
         trainer.forward_backward(batch, grpo_objective(config, batch, 0.0, True), metrics)
         assert metrics.means()["loss"] == pytest.approx(wanted_loss.item(), abs=1e-5)
