@@ -17,7 +17,11 @@ LAYOUTS = {  # ranks, flags, whether there is a reference
     "colocated on one rank": (1, (*COLOCATED, "--roles.num-trainers", 1, *ALONE), False),
     "on trainers that share each layer": (3, (*split(2, 0, 1), "--trainer.tensor-parallel", 2, *ALONE), False),
     "on ranks of its own": (4, (*split(1, 2, 1), *ALONE), False),
-    "beside a reference, a step ahead": (3, (*split(1, 1, 1), "--overlap-steps", 1), True),
+    "beside a reference, a step ahead": (
+        3,
+        (*split(1, 1, 1), "--overlap-steps", 1, "--algorithm.advantages", "gdpo", "--record"),
+        True,
+    ),
 }
 
 
@@ -55,6 +59,12 @@ def test_scores_in_every_layout(layout: str, model: pathlib.Path, reward_model: 
         assert ("kl" in metrics) == has_reference
         assert metrics["grad_norm"] > 1e-3
     assert "reward function reward_model failed for" in output and "not 1 to 127 tokens" in output
+    if "--record" in flags:
+        torchrun("grpo.replay", run, "--run-dir", tmp_path / "again", nproc=1, deadline=240)
+        live, again = ([m for m in read_metrics(folder) if "loss" in m] for folder in (run, tmp_path / "again"))
+        assert len(again) == 2
+        for name in ("grad_norm", "reward/reward_model"):
+            assert [m[name] for m in again] == [m[name] for m in live]
 
 
 def test_a_model_that_can_read_nothing_ends_the_run_on_every_rank(model: pathlib.Path, tmp_path: pathlib.Path):
