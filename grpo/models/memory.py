@@ -21,7 +21,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Of the arithmetic and of a GPU, for what the arithmetic leaves out
 MARGIN_FRAC, MARGIN_GIB = 0.05, 3.0
 # What a trainer rank holds besides weights with moments while an engine samples
-STAYING = ("frozen weights", "reward model")
+STAYING = ("frozen weights", "reference", "reward model")
 CHECKPOINTING = ("none", "logits", "selective", "full")  # what "auto" chooses from, the fastest first
 
 
