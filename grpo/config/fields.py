@@ -46,7 +46,7 @@ class ModelConfig:
     flex: flex_attention, on any GPU; documents: one call for each sequence; auto: the first that runs here."""
 
     @property
-    def num_references(self) -> int:
+    def num_frozen(self) -> int:
         """Frozen models that the reference holds, where there is one with weights of its own."""
         return max(1, len(self.teachers))
 

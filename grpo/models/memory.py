@@ -109,7 +109,7 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
         "activations": activations,
     }
     if config.reference_has_model and not roles.num_reference_ranks:
-        parts["reference"] = config.model.num_references * dtype_bytes * sizes.parameters / roles.num_trainers
+        parts["reference"] = config.model.num_frozen * dtype_bytes * sizes.parameters / roles.num_trainers
     if sizes.reward_model and not roles.num_reference_ranks:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / roles.num_trainers
     return _gib(parts)
@@ -122,7 +122,7 @@ def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     """
     num_references, models = config.roles.num_references, {}
     if config.needs_reference:
-        models["weights"] = sizes, config.reference_tensor_parallel, config.model.num_references
+        models["weights"] = sizes, config.reference_tensor_parallel, config.model.num_frozen
     if sizes.reward_model:
         models["reward model"] = sizes.reward_model, 1, 1
     dtype_bytes = DTYPE_BYTES[config.model.dtype]

@@ -70,18 +70,18 @@ def read_grpo(session: Session) -> None:
 
 
 def reference_folders(session: Session) -> list[str]:
-    """The folders of the frozen models: of the reference, or of each teacher, whose name is in the message about it."""
-    config, paths = session.config, {"": session.config.model.reference_path}
-    if config.model.teachers:
-        paths = {f"model.teachers has {name}: ": path for name, path in config.model.teachers.items()}
-    for name, path in paths.items():
+    """The folders of the frozen models: the reference's, or each teacher's, whose name stands in what is said of it."""
+    config = session.config
+    paths = {f"model.teachers has {name}: ": path for name, path in config.model.teachers.items()}
+    paths = paths or {"": config.model.reference_path}
+    for where, path in paths.items():
         try:
-            if path or name:
+            if path or where:
                 folder = hf_folder.resolve_folder(path)
                 hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
                 hf_folder.check_reference(folder, session.model_folder, session.tokenizer)
         except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"{name}{error}") from error
+            raise ValueError(f"{where}{error}") from error
     return [path or session.model_folder for path in paths.values()]
 
 

@@ -1,9 +1,12 @@
 """A column chooses among several teachers: what a row must say, and what held-out rows need not."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from grpo.config import EvaluationConfig, ModelConfig
+from grpo.config import EvaluationConfig, GRPOConfig, ModelConfig, RewardConfig
 from grpo.data.prepare import load_eval_prompts
+from grpo.run.inputs import check_functions, held_out_prompts
 from tests.unit.test_data import config_of, prompts_of, word_tokenizer, write_rows
 
 MODEL = ModelConfig(teachers={"math": "m", "code": "c"})
@@ -34,5 +37,11 @@ def test_held_out_rows_need_no_teacher(tmp_path):
     held_out = write_rows(tmp_path / "held_out.jsonl", [{"question": "add n1", "answer": "n2"}])
     (prompt,) = load_eval_prompts(data, EvaluationConfig(path=held_out, num_prompts=1), word_tokenizer())
     assert prompt.columns == {"question": "add n1", "answer": "n2"}
+    (tmp_path / "own.py").write_text("def own(completions, domain, **others):\n    return [1.0 for _ in completions]\n")
+    reward = RewardConfig(functions={f"{tmp_path}/own.py:own": 1.0})
+    config = GRPOConfig(data=data, model=MODEL, reward=reward, evaluation=EvaluationConfig(path=held_out))
+    check_functions(config)  # training rows have what it asks for
+    with pytest.raises(ValueError, match="own.*domain.*data.columns"):
+        held_out_prompts(SimpleNamespace(config=config, tokenizer=word_tokenizer()))
     with pytest.raises(ValueError, match="'domain' is missing in .*name one of them with --data.teacher-column"):
         prompts_of(config_of(held_out, teacher_column="domain"), word_tokenizer(), model=MODEL)
