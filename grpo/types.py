@@ -3,9 +3,7 @@
 A suffix on a tensor's name spells its dimensions: B rows of a micro-batch, T positions of a row or tokens of one
 sequence, S sequences of a step, N tokens of all sequences laid end to end, P prompts, G completions of a group,
 V vocabulary, D hidden size, K keys that documents attend to, R of them in several documents, U uses of these.
-
-Everything that is trained on, rollout or supervised example, is a sequence of tokens, each with what is known about it.
-These fields stay aligned from where they are made (`Sample`) over the wire (`TrainBatch`) to the loss (`MicroBatch`).
+What is known of a token stays aligned with it from `Sample` over the wire (`TrainBatch`) to the loss (`MicroBatch`).
 """
 
 import functools
@@ -203,6 +201,7 @@ class Sample:
     temperature: float = 1.0
     version: int = 0
     truncated: bool = False
+    teacher: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,6 +227,8 @@ class TrainBatch:
     """bool: it ran out of tokens."""
     prompt_lengths_S: torch.Tensor | None = None
     """int64: how many of each sequence's first tokens are its prompt."""
+    teacher_S: torch.Tensor | None = None
+    """int64: place of each sequence's teacher in `model.teachers`; None where there is one teacher, or none."""
     generator_logprobs_N: torch.Tensor | None = None
     """float32: by the generator, at sampling time."""
     old_logprobs_N: torch.Tensor | None = None
@@ -341,9 +342,8 @@ class StepPlan:
     requests: Requests | None
     """What is sampled first; None if enough is there already."""
     save: bool
-    """Write a checkpoint after the step."""
     evaluate: bool
-    """Evaluate after the step."""
+    """Whether the step is followed by a checkpoint, and by an evaluation."""
     probe: list[Prompt] = field(default_factory=list)
     """Prompts to complete for a sync check before the step; none if no check is due."""
     stop: bool = False

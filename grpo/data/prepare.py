@@ -129,7 +129,9 @@ def usable_prompts(
     tools: of each environment, JSON schemas, which the chat template shows to the model. Raises ValueError if rows
     cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
     """
-    encoder = prompt_encoder(tokenizer, config.data, tools, config.algorithm.teacher_template)
+    encoder = prompt_encoder(
+        tokenizer, config.data, tools, config.algorithm.teacher_template, tuple(config.model.teachers)
+    )
     return _training_rows(sources, encoder, config.prompts_per_step)
 
 
@@ -148,6 +150,7 @@ def load_eval_prompts(
 
     Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Raises what `usable_prompts` does.
     """
+    data = dataclasses.replace(data, teacher_column="")  # nobody teaches by them
     prompts, encoder = [], prompt_encoder(tokenizer, data, tools)
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)

@@ -91,8 +91,8 @@ class ShardedModel:
             self.module.set_requires_gradient_sync(is_last)
 
     def drop_copy(self) -> None:
-        """End a row of forwards and backwards: the module's parameters are the trained ones again."""
-        for part in self.module.modules() if self.holds_copy else ():
+        """End a row of forwards and backwards: what was gathered or cast for them goes, the LM head too."""
+        for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
 

@@ -14,6 +14,7 @@ import torch
 
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
+from grpo.data.rows import choice_of
 from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
@@ -134,7 +135,15 @@ class Driver:
         observes = self.config.algorithm.echo_coef > 0
         if for_teacher:
             rollouts = [replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts]
-        return make_batch([sample_of(r.prompt, r.completion, turn_weight, observes) for r in rollouts])
+        samples = []
+        for rollout in rollouts:
+            teacher = self._teacher_of(rollout.prompt)
+            samples.append(sample_of(rollout.prompt, rollout.completion, turn_weight, observes, teacher))
+        return make_batch(samples)
+
+    def _teacher_of(self, prompt: Prompt) -> int | None:
+        names, column = [*self.config.model.teachers], self.config.data.teacher_column
+        return names.index(choice_of(prompt.columns, column, names, "model.teachers")) if names else None
 
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:

@@ -55,14 +55,11 @@ def read_grpo(session: Session) -> None:
     if data.row:  # which columns it makes is known only now
         check_functions(config, reward_columns(sources))
     read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
-    inputs = (config.model.reference_path, config.reward.model, *(source.path for source in read))
+    models = config.model.reference_path, *config.model.teachers.values(), config.reward.model
+    inputs = (*models, *(source.path for source in read))
     session.open(inputs, math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel), texts_of(sources))
     if config.needs_reference:
-        session.reference_folder = config.model.reference_path or session.model_folder
-        if config.model.reference_path:
-            reference = hf_folder.resolve_folder(config.model.reference_path)
-            hf_folder.check_folder(reference, config.max_sequence_tokens, config.reference_tensor_parallel)
-            hf_folder.check_reference(reference, session.model_folder, session.tokenizer)
+        session.reference_folders = reference_folders(session)
     rows = usable_prompts(sources, config, session.tokenizer, tools_of(config))
     session.stream = resumed_stream(partial(PromptStream, rows, config), session.saved_state, config.allow_changes)
     if evaluates:
@@ -70,6 +67,22 @@ def read_grpo(session: Session) -> None:
     session.scorer = Scorer(config, session.model_folder, session.tokenizer)
     check_generation(session)
     session.form = learned_form(config, session.tokenizer)
+
+
+def reference_folders(session: Session) -> list[str]:
+    """The folders of the frozen models: the reference's, or each teacher's, whose name stands in what is said of it."""
+    config = session.config
+    paths = {f"model.teachers has {name}: ": path for name, path in config.model.teachers.items()}
+    paths = paths or {"": config.model.reference_path}
+    for where, path in paths.items():
+        try:
+            if path or where:
+                folder = hf_folder.resolve_folder(path)
+                hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
+                hf_folder.check_reference(folder, session.model_folder, session.tokenizer)
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"{where}{error}") from error
+    return [path or session.model_folder for path in paths.values()]
 
 
 def read_sft(session: Session) -> None:
@@ -133,7 +146,7 @@ def held_out_prompts(session: Session) -> list[Prompt]:
     """The prompts that evaluation completes, with all columns that the reward functions need."""
     config = session.config
     prompts = load_eval_prompts(config.data, config.evaluation, session.tokenizer, tools_of(config))
-    if config.data.row:
+    if config.data.row or config.data.teacher_column:
         check_functions(config, list(prompts[0].columns))
     return prompts
 

@@ -55,7 +55,7 @@ class Start:
     step: int
     trainer: TrainerConfig  # the config's, fitted to the machine
     model_folder: str
-    reference_folder: str
+    reference_folders: list[str]
     reward_model: str
     checkpoint: pathlib.Path | None
     stop_token_ids: list[int]
@@ -115,7 +115,7 @@ class Session:
         self.stream: Any = None  # which training draws from
         self.validation: dict[str, Any] = {}
         self.eval_prompts: list[Prompt] = []
-        self.reference_folder = ""
+        self.reference_folders: list[str] = []  # that of each teacher, if there are several
         self.form = ChatForm()  # of the exported folder
 
     # ---- before the first step, on rank 0 -------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Session:
         self.last_line = f"done; everything is in {config.run_dir}"
         trainer = fit_to_machine(config, self.model_folder, self.reward_folder) if trains else config.trainer
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {step}", flush=True)
-        folders = self.model_folder, self.reference_folder, config.reward.model if self.reward_folder else ""
+        folders = self.model_folder, self.reference_folders, config.reward.model if self.reward_folder else ""
         stops = self.scorer.stop_token_ids if self.scorer else []
         return Start(step, trainer, *folders, self.checkpoint, stops, self.eval_prompts)
 
@@ -171,7 +171,7 @@ class Session:
         with timer.startup(f"checking data, tokenizer and model{rewards}"):
             begun = self.ask_driver(self.start)
             folder = fetch_folder(begun.model_folder, roles.control)
-            reference_folder = fetch_folder(begun.reference_folder, roles.control) if begun.reference_folder else ""
+            reference_folders = [fetch_folder(path, roles.control) for path in begun.reference_folders]
             if begun.reward_model:
                 reward_folder = fetch_folder(begun.reward_model, roles.control, scores=True)
         self.first_step = self.saved_step = begun.step
@@ -186,7 +186,7 @@ class Session:
                 policy = None if config.reference_has_model else trainer.model
                 ranks = config.reference_tensor_parallel
                 shared = policy, config.algorithm.teacher == "policy"
-                reference = Reference(config.model, config.trainer, reference_folder, ranks, roles, *shared)
+                reference = Reference(config.model, config.trainer, reference_folders, ranks, roles, *shared)
             if begun.reward_model and roles.learns:
                 self.reward_model = RewardModel(config.model, config.trainer, reward_folder, roles)
                 if self.scorer:
