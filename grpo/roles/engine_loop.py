@@ -114,7 +114,7 @@ class EngineLoop:
             self.engine.step()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Taken:
     """What one request has sampled so far."""
 
