@@ -15,7 +15,7 @@ from grpo.data import toy
 from tests.e2e.conftest import BY_CHANCE
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.e2e.test_layouts import COLOCATED, split
-from tests.tiny_models import make_reward_model
+from tests.tiny_models import make_reward_model, make_tiny
 from tests.torchrun import torchrun
 
 HERE = pathlib.Path(__file__).parent
@@ -52,6 +52,7 @@ class Mode:
     rank: int = 0
     phase: str = "train"
     recipe: str = TINY
+    model: str = "model"
 
     @property
     def script(self) -> str:
@@ -80,6 +81,9 @@ MODES = {
     "groups carried over, dynamic sampling": Mode(3, (*split(1, 0, 2), *CARRIED, *DYNAMIC, *NO_KL), rank=2),
     "groups carried over, overlap, dynamic sampling, further checkpoints": Mode(
         2, (*split(1, 0, 1), *CARRIED, *OVERLAP, *DYNAMIC, *SAVED, *NO_KL)
+    ),
+    "groups carried over, overlap, a mixture of experts": Mode(
+        3, (*split(1, 0, 2), *CARRIED, *OVERLAP, *NO_KL), rank=2, model="mixture"
     ),
     "turns, overlap, two engines": Mode(3, (*split(1, 0, 2), *TURNS, *OVERLAP, *EVALUATION, *NO_KL), rank=2),
     "turns, TP 2": Mode(
@@ -119,7 +123,8 @@ def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     teacher = {name: changes[name] for name in ("hidden_size", "intermediate_size", "max_position_embeddings")}
     toy.make_model(folder / "teacher", toy.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
     make_reward_model(folder / "judge", "llama3", toy.trained_tokenizer(["1 + 1 = 2"], 300))
-    found = {name: folder / name for name in ("teacher", "judge")}
+    make_tiny(folder, "moe")
+    found = {"teacher": folder / "teacher", "judge": folder / "judge", "mixture": folder / "moe"}
     return found | {"a": folder / "a.jsonl", "b": folder / "b.jsonl", "model": model}
 
 
@@ -135,7 +140,7 @@ def test_10_steps_equal_5_a_stop_and_5(
     """Metrics without clocks, completions and the last weights are equal to the last digit."""
     mode = MODES[name]
     flags = [str(flag).format(**inputs) for flag in mode.flags]
-    flags += ["--model.path", str(inputs["model"]), "--num-steps", str(NUM_STEPS), "--metrics.no-tensorboard"]
+    flags += ["--model.path", str(inputs[mode.model]), "--num-steps", str(NUM_STEPS), "--metrics.no-tensorboard"]
 
     def run(recipe: str, run_dir: pathlib.Path, *more: str) -> str:
         arguments = (recipe, *flags, "--run-dir", run_dir, *more)
