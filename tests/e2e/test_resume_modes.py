@@ -37,7 +37,7 @@ TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-token
 TURNS += ("--algorithm.advantages", "return_to_go", "--algorithm.echo-coef", 0.1)
 SAVED = ("--checkpoint.interval", 3)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
-# Of the tests' own: {a}, {b} are files of rows, {teacher} and {judge} are folders
+# Of the tests' own: {a}, {b} are files of rows, {teacher}, {judge} and {moe} are folders
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
 PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
 VALIDATION = ("--validation.interval", 4, "--validation.sets", "a", "{a}")
@@ -52,7 +52,6 @@ class Mode:
     rank: int = 0
     phase: str = "train"
     recipe: str = TINY
-    model: str = "model"
 
     @property
     def script(self) -> str:
@@ -83,7 +82,7 @@ MODES = {
         2, (*split(1, 0, 1), *CARRIED, *OVERLAP, *DYNAMIC, *SAVED, *NO_KL)
     ),
     "groups carried over, overlap, a mixture of experts": Mode(
-        3, (*split(1, 0, 2), *CARRIED, *OVERLAP, *NO_KL), rank=2, model="mixture"
+        3, (*split(1, 0, 2), "--model.path", "{moe}", *CARRIED, *OVERLAP, *NO_KL), rank=2
     ),
     "turns, overlap, two engines": Mode(3, (*split(1, 0, 2), *TURNS, *OVERLAP, *EVALUATION, *NO_KL), rank=2),
     "turns, TP 2": Mode(
@@ -108,6 +107,9 @@ MODES = {
     "SFT, mixed, packed, further checkpoints": Mode(2, (*MIXED, *PACKED, *SAVED, *VALIDATION), recipe=SFT),
     "SFT, TP 2": Mode(2, (*PACKED, "--trainer.tensor-parallel", 2), rank=1, recipe=SFT),
     "SFT, LoRA, mixed, packed": Mode(2, (*MIXED, *PACKED, *LORA), recipe=SFT),
+    "SFT of a mixture of experts, mixed, packed": Mode(
+        2, ("--model.path", "{moe}", *MIXED, *PACKED), rank=1, recipe=SFT
+    ),
     "SFT, LoRA, packed": Mode(1, (*PACKED, *LORA, "--num-trainers", 1), recipe=SFT),
 }
 
@@ -123,8 +125,8 @@ def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     teacher = {name: changes[name] for name in ("hidden_size", "intermediate_size", "max_position_embeddings")}
     toy.make_model(folder / "teacher", toy.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
     make_reward_model(folder / "judge", "llama3", toy.trained_tokenizer(["1 + 1 = 2"], 300))
-    make_tiny(folder, "moe")
-    found = {"teacher": folder / "teacher", "judge": folder / "judge", "mixture": folder / "moe"}
+    found = {name: folder / name for name in ("teacher", "judge")}
+    found["moe"] = make_tiny(folder, "moe")
     return found | {"a": folder / "a.jsonl", "b": folder / "b.jsonl", "model": model}
 
 
@@ -139,8 +141,8 @@ def test_10_steps_equal_5_a_stop_and_5(
 ):
     """Metrics without clocks, completions and the last weights are equal to the last digit."""
     mode = MODES[name]
-    flags = [str(flag).format(**inputs) for flag in mode.flags]
-    flags += ["--model.path", str(inputs[mode.model]), "--num-steps", str(NUM_STEPS), "--metrics.no-tensorboard"]
+    flags = ["--model.path", str(inputs["model"]), "--num-steps", str(NUM_STEPS), "--metrics.no-tensorboard"]
+    flags += [str(flag).format(**inputs) for flag in mode.flags]
 
     def run(recipe: str, run_dir: pathlib.Path, *more: str) -> str:
         arguments = (recipe, *flags, "--run-dir", run_dir, *more)
