@@ -5,6 +5,7 @@ Left out: pipeline and context parallelism, quantized checkpoints.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,18 +260,33 @@ def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, devic
     module.load_state_dict(names.from_hf(tensors), strict=False)
 
 
+def _cast_moments(dtype: torch.dtype, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for state in optimizer.state.values():
+        state.update({name: state[name].to(dtype) for name in ("exp_avg", "exp_avg_sq")})
+
+
 def build_optimizer(
     model: ShardedModel, trainer: TrainerConfig, num_steps: int
 ) -> tuple[OptimizersContainer, LRSchedulersContainer]:
-    """AdamW over the parameters that have a gradient, and the learning rate over `num_steps` steps."""
+    """AdamW over the parameters that have a gradient, and the learning rate over `num_steps` steps.
+
+    Between updates its moments are in `trainer.moments`; an update computes in float32.
+    """
     adamw = default_adamw(
         lr=trainer.learning_rate,
         betas=(trainer.adam_beta1, trainer.adam_beta2),
         eps=trainer.adam_eps,
         weight_decay=trainer.weight_decay,
     )
-    adamw.implementation = "fused" if model.device.type == "cuda" else "foreach"
+    on_gpu, rounded = model.device.type == "cuda", trainer.moments == "bfloat16"
+    adamw.implementation = "fused_opt_states_bf16" if rounded else "fused" if on_gpu else "foreach"
     optimizer = adamw.build(model_parts=[model.module])
+    for part in optimizer if rounded else ():
+        # torch gives what it loads the dtype of the weights, and its CPU kernel takes no other one
+        part.register_load_state_dict_post_hook(partial(_cast_moments, torch.bfloat16))
+        if not on_gpu:
+            part.register_step_pre_hook(partial(_cast_moments, torch.float32))
+            part.register_step_post_hook(partial(_cast_moments, torch.bfloat16))
     constant = trainer.schedule == "constant"
     schedule = LRSchedulersContainer.Config(
         warmup_steps=trainer.warmup_steps,

@@ -15,8 +15,6 @@ from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
 from grpo.models.families import empty_policy, family_of
 
-# float32 weights and gradients, and AdamW's two moments
-STATE_BYTES = 16
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Of the arithmetic and of a GPU, for what the arithmetic leaves out
 MARGIN_FRAC, MARGIN_GIB = 0.05, 3.0
@@ -58,6 +56,11 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def state_bytes(trainer: TrainerConfig) -> int:
+    """Return the bytes of a trained parameter: float32 weight and gradient, and AdamW's two moments."""
+    return 4 + 4 + 2 * DTYPE_BYTES[trainer.moments]
+
+
 def fit_trainer(sizes: Sizes, config: Config, gpu_gib: float | None) -> Config:
     """Return the config with `trainer.activation_checkpointing` decided if it is "auto".
 
@@ -97,11 +100,11 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
     trainer, roles, dtype_bytes = config.trainer, config.roles, DTYPE_BYTES[config.model.dtype]
     shards = roles.num_trainers // trainer.data_replicas
     if trainer.lora_rank:
-        adapters = STATE_BYTES * num_adapter_parameters(sizes, trainer) / shards
+        adapters = state_bytes(trainer) * num_adapter_parameters(sizes, trainer) / shards
         frozen = dtype_bytes * sizes.parameters / shards
         states = {"frozen weights": frozen, "adapters, gradients and moments": adapters}
     else:
-        states = {"weights, gradients and moments": STATE_BYTES * sizes.parameters / shards}
+        states = {"weights, gradients and moments": state_bytes(trainer) * sizes.parameters / shards}
     activations = dtype_bytes * trainer.micro_batch_tokens * _saved_values(sizes, trainer) / trainer.tensor_parallel
     parts = {
         **states,

@@ -88,6 +88,8 @@ def test_parts_of_a_trainer_by_hand():
     """
     parts = trainer_gib(sizes(QWEN3_1_7B), config_of("--roles.num-trainers", 2))
     assert parts["weights, gradients and moments"] == pytest.approx(1_720_574_976 * 16 / 2 / 2**30)
+    rounded = trainer_gib(sizes(QWEN3_1_7B), config_of("--roles.num-trainers", 2, "--trainer.moments", "bfloat16"))
+    assert rounded["weights, gradients and moments"] == pytest.approx(1_720_574_976 * 12 / 2 / 2**30)
     assert parts["logits of a chunk"] == pytest.approx(4096 * 151936 * 2 * 2 / 2**30)
     assert parts["gradient of the LM head"] == pytest.approx(151936 * 2048 * 4 / 2**30)
     eager = trainer_gib(sizes(QWEN3_1_7B), config_of("--roles.num-trainers", 2, "--trainer.no-compile"))
