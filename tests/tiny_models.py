@@ -5,7 +5,7 @@ import pathlib
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from grpo.data.toy import MODEL, addition_tokenizer, make_model
 
@@ -32,6 +32,14 @@ QWEN2_YARN = QWEN2 | {
         "original_max_position_embeddings": 64,
     },
 }
+# 30B-A3B's kind: vLLM on a CPU wants a head, and experts, of multiples of 32
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": None}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "initializer_range": 0.2}
 KINDS = {
@@ -44,6 +52,8 @@ KINDS = {
     "llama3-tied": {"tie_word_embeddings": True} | LLAMA3,
     "mistral": {"tie_word_embeddings": False} | MISTRAL,
     "mistral-tied": {"tie_word_embeddings": True} | MISTRAL,
+    "moe": {"tie_word_embeddings": False} | QWEN3_MOE,
+    "moe-tied": {"tie_word_embeddings": True} | QWEN3_MOE | {"norm_topk_prob": False},
 }
 
 
@@ -55,6 +65,21 @@ def make_tiny(folder: pathlib.Path, kind: str) -> str:
     if kind == "mistral":
         add_second_layout(made)
     return str(made)
+
+
+def tensors_of(model: PreTrainedModel, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """A model's parameters, or their gradients, as its folder names them; transformers holds experts in two tensors."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.grad if gradients else parameter.detach()
+        before, experts, _ = name.rpartition(".experts.")
+        kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        for index, expert in enumerate(value if experts else ()):
+            parts = zip(kinds, expert.chunk(len(kinds)), strict=True)
+            tensors |= {f"{before}.experts.{index}.{kind}.weight": part for kind, part in parts}
+        if not experts:
+            tensors[name] = value
+    return tensors
 
 
 def draw_biases(file: pathlib.Path, std: float) -> None:

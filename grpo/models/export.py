@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from grpo.models.build import ShardedModel
+from grpo.models.experts import by_expert
 from grpo.models.hf_folder import ChatForm, copied_files, open_tokenizer, stop_token_ids
 from grpo.models.lora import LoRALinear, adapted_layers, merged_weight
 
@@ -25,6 +26,13 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, t
     Tied embeddings yield no lm_head.weight. With LoRA, a weight comes merged with its adapter. Collective over the
     role's ranks: all iterate in lock step, and to the end.
     """
+    for name, weight in stacked_tensors(model, dtype):
+        for own_name, part in by_expert(name, weight):
+            yield own_name, part.clone() if "*" in name else part
+
+
+def stacked_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """`hf_tensors` with the experts of a layer as one tensor, whose name has a * for an expert's number."""
     for name, weight in _hf_weights(model).items():
         if isinstance(weight, LoRALinear):
             weight = merged_weight(weight, dtype)
@@ -36,8 +44,8 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, t
         yield name, whole if whole.nbytes == whole.untyped_storage().nbytes() else whole.clone()
 
 
-def hf_shapes(model: ShardedModel) -> dict[str, torch.Size]:
-    """Shapes of the full tensors that `hf_tensors` yields, by name, in their order. Not collective."""
+def stacked_shapes(model: ShardedModel) -> dict[str, torch.Size]:
+    """Shapes of what `stacked_tensors` yields, by name, in their order. Not collective."""
     weights = _hf_weights(model).items()
     return {name: (weight.weight if isinstance(weight, LoRALinear) else weight).shape for name, weight in weights}
 

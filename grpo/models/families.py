@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
 from torchtitan.models.common.attention import FlexAttention, get_causal_mask_mod
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -28,6 +26,7 @@ from torchtitan.protocols.module import Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo.models.attention import FlashAttention, config_of, document_masks, for_compiler, shared_prompt_mask
+from grpo.models.experts import FREE, ExpertsReader, MixtureBlock, mixture_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
 from grpo.types import MicroBatch
 
@@ -116,6 +115,69 @@ class DenseNames(Qwen3StateDictAdapter):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Mixtures of experts
+
+
+def mixture_block(
+    hf: transformers.PretrainedConfig, rope: Module.Config, inner_attention: Module.Config
+) -> MixtureBlock.Config:
+    """torchtitan's config of a block of grouped-query attention and experts, of Qwen3's kind."""
+    dense = dense_block(hf, rope, inner_attention, qk_norm=True)
+    return MixtureBlock.Config(
+        attention_norm=dense.attention_norm,
+        ffn_norm=dense.ffn_norm,
+        attention=dense.attention,
+        moe=mixture_config(
+            hf.hidden_size, hf.moe_intermediate_size, hf.num_experts, hf.num_experts_per_tok, hf.norm_topk_prob
+        ),
+    )
+
+
+def what_no_mixture_has(raw: dict[str, Any], config: transformers.PretrainedConfig) -> Iterator[str]:
+    """Why a mixture of experts cannot be trained, a reason each."""
+    yield from what_no_dense_block_has(raw, config)
+    if config.decoder_sparse_step != 1 or config.mlp_only_layers:
+        yield (
+            f"decoder_sparse_step={config.decoder_sparse_step} and mlp_only_layers={config.mlp_only_layers} make some "
+            "blocks dense; only mixtures whose every block has experts are supported"
+        )
+    if not config.num_experts_per_tok <= config.num_experts <= FREE:
+        yield (
+            f"{config.num_experts} experts of which {config.num_experts_per_tok} are chosen are not supported: at most "
+            f"{FREE} can be told apart in the byte that says which expert a token went to"
+        )
+
+
+class MixtureNames(DenseNames):
+    """A layer's experts are stacked tensors here, and in Hugging Face's names too, with a * for an expert's number.
+
+    Torchtitan's own names are those of the experts that a rank holds, which other ranks cannot follow.
+    """
+
+    stacked = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        named = {}
+        for name, value in state_dict.items():
+            before, experts, kind = name.rpartition(".moe.routed_experts.inner_experts.")
+            one = {f"model.{before}.mlp.experts.*.{self.stacked[kind]}.weight": value} if experts else None
+            named |= one or super().to_hf({name: value})
+        return named
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        back = {name: kind for kind, name in self.stacked.items()}
+        stacked = {name: value for name, value in hf_state_dict.items() if "*" in name}
+        named = super().from_hf({name: value for name, value in hf_state_dict.items() if name not in stacked})
+        for name, value in stacked.items():
+            _, layers, index, *_, kind, _ = name.split(".")
+            named[f"{layers}.{index}.moe.routed_experts.inner_experts.{back[kind]}"] = value
+        return named
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> ExpertsReader:
+        return ExpertsReader(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The table
 
 
@@ -142,6 +204,12 @@ FAMILIES = {
     "qwen2": Family(block=partial(dense_block, qkv_bias=True)),  # Qwen2, Qwen2.5, R1-Distill-Qwen
     "llama": Family(),  # Llama 3, R1-Distill-Llama
     "mistral": Family(),
+    "qwen3_moe": Family(
+        block=mixture_block,
+        unsupported=what_no_mixture_has,
+        names=MixtureNames,
+        linears={name: place for name, place in DENSE_LINEARS.items() if place.startswith("attention.")},
+    ),
 }
 
 
@@ -176,24 +244,14 @@ class Policy(Qwen3Model):
         mask_mods = [get_causal_mask_mod(), shared_prompt_mask(micro)]
         return self._create_flex_attention_mask(micro.positions_BT, attention, mask_mods)
 
-    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
+    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M, routes_BTLE=None):
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             attention_masks = for_compiler(attention_masks)  # here, behind FSDP, which moves tensors to the GPU
         h_BTD = settled(self.tok_embeddings(ids_BT))
-        for layer in self.layers.values():
-            h_BTD = layer(h_BTD, attention_masks, positions_BT)
+        for index, layer in enumerate(self.layers.values()):
+            routes = () if routes_BTLE is None else (routes_BTLE[:, :, index],)  # which a dense block does not take
+            h_BTD = layer(h_BTD, attention_masks, positions_BT, *routes)
         return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M)
-
-
-def settled(hidden_BTD: torch.Tensor) -> torch.Tensor:
-    """The embeddings, waited for.
-
-    With tensor parallelism they are still on their way, and torch takes code that it compiled for such a tensor also
-    for one that is there, which fails.
-    """
-    if isinstance(hidden_BTD, DTensor) and isinstance(hidden_BTD._local_tensor, AsyncCollectiveTensor):
-        hidden_BTD._local_tensor = hidden_BTD._local_tensor.wait()
-    return hidden_BTD
 
 
 class HFRoPE(CosSinRoPE):

@@ -19,6 +19,7 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from grpo.data.chat import open_tokenizer
+from grpo.models.experts import by_expert
 from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of
 from grpo.text import one_line, shorten
 
@@ -32,6 +33,7 @@ MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # of a tokenizer with seve
 # Fields of config.json that count something
 COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
+COUNTS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "BF16", "F16")
 WAY_OUT = "copy or download it again"
@@ -196,11 +198,7 @@ def read_hf_config(folder: str, scores: bool = False) -> transformers.Pretrained
     raw = read_table(path)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:  # before transformers, which knows fewer reasons
-        experts = any("expert" in name and value for name, value in raw.items())
-        raise ValueError(
-            f"{folder} is a {model_type} model{', a mixture of experts' if experts else ''}; only dense "
-            f"{', '.join(FAMILIES)} models are supported"
-        )
+        raise ValueError(f"{folder} is a {model_type} model; only {', '.join(FAMILIES)} models are supported")
     architectures = raw.get("architectures") or []
     head, ending = ("head that scores", SCORES) if scores else ("language model head", WRITES)
     for name in (architectures if isinstance(architectures, list) else [architectures]) or ["nothing"] * scores:
@@ -282,7 +280,7 @@ def tensors_of(config: transformers.PretrainedConfig) -> dict[str, tuple[int, ..
     """Name and shape of each tensor that a folder must have, counted on the model's module without memory."""
     module = empty_policy(config)
     named = family_of(config).names(module.config, None).to_hf(module.state_dict())
-    return {name: tensor.shape for name, tensor in named.items()}
+    return {name: part.shape for one in named.items() for name, part in by_expert(*one)}
 
 
 def _check_tensor(name: str, part: Any, shape: tuple[int, ...]) -> None:

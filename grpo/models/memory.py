@@ -194,7 +194,7 @@ def _saved_values(sizes: Sizes, trainer: TrainerConfig) -> int:
         # output, SwiGLU's activation and product. Compiled code computes the two norms' outputs again.
         norms = 0 if trainer.compile else 2 * block_input
         rotated = outputs["q_proj"] + outputs["k_proj"]
-        activated = 4 * outputs["gate_proj"]
+        activated = 4 * outputs.get("gate_proj", 0)
         whole.append(2 * block_input + 2 * rotated + outputs["v_proj"] + attention_output + activated + norms)
         # torchtitan recomputes every second product, of those without a bias, and all that go through adapters
         if trainer.lora_rank and trainer.tensor_parallel == 1:

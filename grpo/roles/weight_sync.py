@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from grpo.data.batches import make_batch, sample_of
-from grpo.models.export import hf_shapes, hf_tensors
+from grpo.models.experts import by_expert
+from grpo.models.export import hf_tensors, stacked_shapes, stacked_tensors
 from grpo.roles.comm import broadcast, gather_completions, send_batch, wait_for_all
 from grpo.roles.generator import Generator
 from grpo.roles.process_groups import Roles
@@ -45,14 +46,17 @@ def sync_weights(trainer: Trainer | None, generator: Generator | None, version: 
 
 
 def over_bridge(trainer: Trainer | None, roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
-    """Rank 0's (HF name, full tensor) on every generator rank. Collective over `roles.weights`: iterate to the end."""
-    told = (hf_shapes(trainer.model), trainer.dtype) if trainer else None
+    """Rank 0's (HF name, full tensor) on every generator rank. Collective over `roles.weights`: iterate to the end.
+
+    A layer's experts travel as one tensor: a broadcast for each of thousands would take longer than their bytes do.
+    """
+    told = (stacked_shapes(trainer.model), trainer.dtype) if trainer else None
     shapes, dtype = broadcast(told, roles.weights)
-    gathered = hf_tensors(trainer.model, dtype) if trainer else None
+    gathered = stacked_tensors(trainer.model, dtype) if trainer else None
     for name, shape in shapes.items():
         tensor = next(gathered)[1] if gathered else torch.empty(shape, dtype=dtype, device=roles.device)
         dist.broadcast(tensor, group_src=0, group=roles.weights)
-        yield name, tensor
+        yield from by_expert(name, tensor)
 
 
 def check_sync(

@@ -103,7 +103,7 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
     import torch.distributed as dist
 
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
-    from grpo.models.export import hf_shapes, hf_tensors
+    from grpo.models.export import stacked_shapes, stacked_tensors
     from grpo.roles.comm import broadcast, wait_for_all
     from grpo.roles.generator import Generator
     from grpo.roles.process_groups import close_roles, setup_roles
@@ -166,7 +166,7 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
         if version in (1, num_syncs):
             differences.append(difference(version, config, trainer, generator, roles))
 
-    shapes = hf_shapes(trainer.model) if trainer else {}
+    shapes = stacked_shapes(trainer.model) if trainer else {}
     shapes = broadcast(shapes, roles.control)
     num_bytes = sum(math.prod(shape) for shape in shapes.values()) * getattr(torch, config.model.dtype).itemsize
     flat = torch.empty(min(FLAT_BYTES, num_bytes), dtype=torch.uint8, device=roles.device)
@@ -176,7 +176,9 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
             dist.broadcast(flat[: min(FLAT_BYTES, num_bytes - sent)], group_src=0, group=roles.weights)
 
     flat_seconds = [timed(broadcast_flat) for _ in range(REPEATS)]
-    gathers = (lambda: collections.deque(hf_tensors(trainer.model, trainer.dtype), 0)) if trainer else (lambda: None)
+    gathers = (
+        (lambda: collections.deque(stacked_tensors(trainer.model, trainer.dtype), 0)) if trainer else (lambda: None)
+    )
     gather_seconds = [timed(gathers) for _ in range(REPEATS)]
 
     facts = (roles.trains, roles.generates, max(extra[1:]))

@@ -13,6 +13,8 @@ CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpoin
         ("llama3", 1, 2, "logits", 0),  # replicas
         ("qwen2-untied", 2, 1, "none", 1),  # the biases sharded
         ("mistral", 1, 1, "none", 1),
+        ("moe", 1, 1, "selective", 1),
+        ("moe-tied", 2, 1, "full", 1),  # each expert sharded
     ],
     4: [
         ("llama3", 2, 1, "none", 1),  # FSDP x TP
@@ -20,6 +22,8 @@ CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpoin
         ("qwen2-tied", 2, 1, "selective", 1),
         ("qwen3-tied", 2, 2, "none", 1),  # replicas x TP
         ("qwen3-untied", 1, 2, "full", 0),  # replicas x FSDP
+        ("moe", 2, 1, "none", 1),
+        ("moe", 1, 2, "full", 0),
     ],
 }
 # Every model, tied and untied, on one rank, FSDP 2, TP 2 and FSDP 2 x TP 2

@@ -99,7 +99,7 @@ MODELS = {
     "wide": (set_config(intermediate_size=128), "is 96 x 64, and by config.json 128 x 64"),
     "missing": (set_weights(lambda tensors: tensors.pop(TENSOR)), f"lack 1 tensors .* {TENSOR}"),
     "nan": (set_weights(lambda tensors: tensors[TENSOR].fill_(float("nan"))), f"{TENSOR} holds NaN"),
-    "gpt2": (set_config(model_type="gpt2"), "is a gpt2 model; only dense qwen3"),
+    "gpt2": (set_config(model_type="gpt2"), "is a gpt2 model; only qwen3"),
 }
 
 # command: what the last line on the screen must say

@@ -79,10 +79,10 @@ REFUSED = {  # what is wrong: (config.json, the reason)
     ),
     "Mixtral": (
         MISTRAL_7B_V0_3 | {"model_type": "mixtral", "num_local_experts": 8},
-        "is a mixtral model, a mixture of experts; only dense qwen3, qwen2, llama, mistral models are supported",
+        "is a mixtral model; only qwen3, qwen2, llama, mistral, qwen3_moe models are supported",
     ),
-    "unknown to transformers": ({"model_type": "my_model", "auto_map": {}}, "is a my_model model; only dense"),
-    "no model_type": ({"hidden_size": 64}, "is a None model; only dense"),
+    "unknown to transformers": ({"model_type": "my_model", "auto_map": {}}, "is a my_model model; only qwen3"),
+    "no model_type": ({"hidden_size": 64}, "is a None model; only qwen3"),
     "GPTQ": (QWEN2_5_7B | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized weights"),
     "dynamic rope": (LLAMA3_1_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
     "rope over a part": (LLAMA3_1_8B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

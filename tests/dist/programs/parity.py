@@ -21,6 +21,7 @@ from grpo.models.build import ShardedModel, build_model
 from grpo.models.export import hf_tensors
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.types import Sample, TrainBatch
+from tests.tiny_models import tensors_of
 
 PROMPT_LENGTHS, COMPLETION_LENGTHS = [3, 9, 1, 20, 20, 9, 9], [5, 12, 1, 30, 9, 2, 17]
 PROMPTS = [0, 1, 2, 3, 3, 1, 1]  # whose prompt each sequence has
@@ -51,7 +52,7 @@ def check_case(case: str, roles: Roles) -> None:
     )
     model = build(folder, "float32", trainer, roles)
     original = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    parameters = dict(original.named_parameters())
+    parameters = tensors_of(original)
     weights = dict(hf_tensors(model, torch.float32))
     assert weights.keys() == parameters.keys(), f"{case}: {weights.keys() ^ parameters.keys()}"
     assert all(torch.equal(weights[name], parameters[name]) for name in parameters), f"{case}: weights in and out"
@@ -67,9 +68,9 @@ def check_case(case: str, roles: Roles) -> None:
     with torch.no_grad():  # so that gradients come out under HF names as weights do
         for parameter in model.module.parameters():
             parameter.copy_(parameter.grad)
-    errors = {}
+    errors, gradients = {}, tensors_of(original, gradients=True)
     for name, gradient in hf_tensors(model, torch.float32):
-        wanted = parameters[name].grad
+        wanted = gradients[name]
         errors[name] = ((gradient - wanted).abs().max() / wanted.abs().max()).item()
     worst = max(errors, key=errors.get)
     if roles.is_driver:
