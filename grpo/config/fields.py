@@ -142,7 +142,8 @@ class TrainerConfig:
     lora_alpha: Annotated[float, Above(0)] = 32.0
     """An adapter's product B A counts lora_alpha / lora_rank times."""
     lora_targets: tuple[LoRATarget, ...] = get_args(LoRATarget)
-    """Linear layers of each block that get an adapter, by their names in Hugging Face's models."""
+    """Linear layers of each block that get an adapter, by their names in Hugging Face's models. All of them mean all
+    that a model has: in a mixture of experts those of attention, since experts take none."""
 
 
 # What every call of a reward function gets on top of the data's columns: completion tokens with EOS, whether it was cut

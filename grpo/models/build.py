@@ -29,7 +29,7 @@ from grpo.data.packing import Packing, pack
 from grpo.models.attention import SelectiveCheckpointing, choose_attention
 from grpo.models.families import Policy, family_of, titan_config
 from grpo.models.hf_folder import read_hf_config
-from grpo.models.lora import add_adapters, is_adapter
+from grpo.models.lora import adapted_places, add_adapters, is_adapter
 from grpo.types import MicroBatch, SharedPrompts, TrainBatch
 
 # A run decides what is "auto" before it builds a model, see `fit_to_machine` in grpo/run/machine.py.
@@ -210,7 +210,7 @@ def build_model(
     with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
         module = config.build()
         if adapted:
-            add_adapters(module, trainer, seed)
+            add_adapters(module, adapted_places(hf, trainer), trainer, seed)
 
     parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     # Without other data-parallel ranks there is nothing to gather; then FSDP only casts, and what needs no cast needs

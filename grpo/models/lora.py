@@ -15,10 +15,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -27,10 +29,9 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 
 from grpo.config import TrainerConfig
-from grpo.models.families import FAMILIES
+from grpo.config.fields import LoRATarget
+from grpo.models.families import family_of
 
-# Hugging Face's name of a linear layer -> its place in a block, of all families
-PLACES = {name: place for family in FAMILIES.values() for name, place in family.linears.items()}
 ADAPTERS = ("lora_a", "lora_b")
 
 
@@ -125,9 +126,23 @@ def _backward(ctx, grad):
 merged_linear.register_autograd(_backward, setup_context=_keep)
 
 
-def add_adapters(module: Decoder, trainer: TrainerConfig, seed: int) -> None:
-    """Put adapters into `trainer.lora_targets` of every block, before the module is sharded; A follows from `seed`."""
-    places = [place for target, place in PLACES.items() if target in trainer.lora_targets]
+def adapted_places(hf: transformers.PretrainedConfig, trainer: TrainerConfig) -> list[str]:
+    """Where in a block `trainer.lora_targets` are. Raises ValueError for one that the model does not have.
+
+    All of them, the default, are all that the model has: of a mixture of experts the linear layers of attention.
+    """
+    linears, targets = family_of(hf).linears, trainer.lora_targets
+    lacking = [target for target in targets if target not in linears]
+    if lacking and {*targets} != {*get_args(LoRATarget)}:
+        raise ValueError(
+            f"trainer.lora_targets: experts take no adapters, and in a {hf.model_type} model {', '.join(lacking)} are "
+            f"experts; choose among {', '.join(linears)}, or leave lora_targets out, which means all of these"
+        )
+    return [place for target, place in linears.items() if target in targets]
+
+
+def add_adapters(module: Decoder, places: list[str], trainer: TrainerConfig, seed: int) -> None:
+    """Put adapters at `places` of every block, before the module is sharded; A follows from `seed`."""
     for index, block in module.layers.items():
         for place in places:
             parent, _, attribute = place.rpartition(".")

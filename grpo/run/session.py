@@ -22,6 +22,7 @@ from grpo.folder.run_folder import begin_run
 from grpo.models import hf_folder
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import ChatForm, fetch_folder
+from grpo.models.lora import adapted_places
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics_of_sets
 from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
@@ -316,11 +317,12 @@ def open_model_folder(
 
     tensor_parallel: what its heads and vocabulary must divide by. A toy model is built in `toy_dir`, by default the run
     folder; its tokenizer may need `texts`, those of the data. Raises ValueError if the folder, its model, its number of
-    positions, its tokenizer or template cannot be used.
+    positions, its tokenizer or template cannot be used, or it lacks a layer that should get an adapter.
     """
     folder = toy.build_if_toy(config.model.path, toy_dir or config.run_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
     hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)
+    adapted_places(hf_folder.read_hf_config(folder), config.trainer)
     tokenizer = load_tokenizer(folder, config.data)
     hf_folder.check_vocabulary(folder, tokenizer)
     check_template(tokenizer, config.data)

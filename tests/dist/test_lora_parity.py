@@ -6,11 +6,13 @@ from tests.tiny_models import make_tiny
 from tests.torchrun import torchrun
 
 ALL = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
+ATTENTION = "q_proj+k_proj+v_proj+o_proj"
 CASES = {  # ranks: (model, tensor_parallel, data_replicas, activation checkpointing, targets)
     2: [
         ("qwen3-tied", 1, 1, "selective", ALL),  # FSDP
         ("qwen3-untied", 1, 1, "full", "q_proj+v_proj"),
         ("qwen2-tied", 2, 1, "selective", ALL),  # TP, the biases sharded
+        ("moe", 2, 1, "full", ATTENTION),
     ],
 }
 LAYOUTS = {

@@ -22,6 +22,7 @@ from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.types import TrainBatch
 from tests.dist.programs.parity import original_values, random_batch
+from tests.tiny_models import tensors_of
 from train_sft import label_objective
 
 NUM_STEPS, RANK, ALPHA, LEARNING_RATE = 3, 4, 6.0, 0.02
@@ -80,13 +81,13 @@ def check_case(case: str, output: pathlib.Path, roles: Roles) -> None:
     reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reloaded = peft.PeftModel.from_pretrained(reloaded, adapters_beside(target)).merge_and_unload()
     exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    expected = dict(theirs.merge_and_unload().named_parameters())
+    expected = tensors_of(theirs.merge_and_unload())
     first = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    moved = {name for name, value in first.named_parameters() if not torch.equal(value, merged[name])}
+    moved = {name for name, value in tensors_of(first).items() if not torch.equal(value, merged[name])}
     assert {name.split(".")[-2] for name in moved} == {*options.lora_targets}, f"{case}: {sorted(moved)}"
     assert len(moved) == len(names) / 2
     errors = [relative(merged, expected)]
-    errors += [relative(merged, dict(other.named_parameters())) for other in (reloaded, exported)]
+    errors += [relative(merged, tensors_of(other)) for other in (reloaded, exported)]
     with torch.no_grad():
         values_N = original_values(exported, batch)[0]
     logprobs_N = trainer.logprobs(batch)
