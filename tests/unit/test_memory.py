@@ -14,7 +14,16 @@ from grpo import config as c
 from grpo.config.checks import describe_roles
 from grpo.config.recipes import load, load_recipe
 from grpo.models.experts import mixture_config
-from grpo.models.memory import Sizes, fit_trainer, generator_gib, reference_gib, sizes_of, trainer_gib, trainer_peak
+from grpo.models.memory import (
+    Sizes,
+    fit_trainer,
+    generator_gib,
+    reference_gib,
+    sizes_of,
+    state_bytes,
+    trainer_gib,
+    trainer_peak,
+)
 from grpo.run.command_line import DEFAULT_RECIPES
 from tests.tiny_models import QWEN3_MOE, SMALL
 from tests.unit.test_hf_folder import LLAMA3_1_8B, MISTRAL_7B_V0_3, QWEN2_5_7B, QWEN3_1_7B
@@ -236,27 +245,42 @@ def test_the_table_of_layouts_has_the_memory_and_fits():
 
 def test_recipes_say_the_memory_of_their_weights():
     """`7.6e9 x 16 / 4 ranks =\n28 GiB` in a recipe's docstring is right."""
+    of_moe = ("qwen3_30b_a3b_8x80.py", "qwen3_30b_a3b_8x141.py")
     of_sft = ("sft_llama3_1_8b.py", "sft_qwen3_8b.py", "sft_qwen3_1_7b.py")
-    for name in ("qwen2_5_7b_gsm8k.py", "llama3_1_8b_gsm8k.py", "qwen3_8b_gsm8k.py", "qwen3_1_7b_gsm8k.py", *of_sft):
+    for name in (
+        "qwen2_5_7b_gsm8k.py",
+        "llama3_1_8b_gsm8k.py",
+        "qwen3_8b_gsm8k.py",
+        "qwen3_1_7b_gsm8k.py",
+        *of_sft,
+        *of_moe,
+    ):
         said = re.search(
-            r"([\d.]+e9) x 16 / (\d+) ranks =\s+([\d.]+) GiB", (ROOT / "configs" / name).read_text(), re.DOTALL
+            r"([\d.]+e9) x (\d+) / (\d+) ranks =\s+([\d.]+) GiB", (ROOT / "configs" / name).read_text(), re.DOTALL
         )
-        parameters, ranks, gib = map(float, said.groups())
-        assert gib == pytest.approx(parameters * 16 / ranks / 2**30, rel=0.02), name
+        parameters, in_bytes, ranks, gib = map(float, said.groups())
+        trainer = load_recipe(str(ROOT / "configs" / name), c.GRPOConfig, c.SFTConfig).trainer
+        assert in_bytes == state_bytes(trainer) and gib == pytest.approx(
+            parameters * in_bytes / ranks / 2**30, rel=0.02
+        )
 
 
 OF_LLAMA = {"sft_llama3_1_8b.py": LLAMA3_1_8B, "sft_llama3_1_8b_lora.py": LLAMA3_1_8B}
 OF_QWEN3 = dict.fromkeys(("sft_qwen3_8b.py", "sft_qwen3_8b_lora.py", "grpo_qwen3_8b_lora.py"), QWEN3_8B)
-ON_80_GB = OF_LLAMA | OF_QWEN3 | {"sft_qwen3_1_7b.py": QWEN3_1_7B}
+OF_MOE = dict.fromkeys(("qwen3_30b_a3b_8x80.py", "qwen3_30b_a3b_8x141.py", "qwen3_30b_a3b_lora.py"), QWEN3_30B_A3B)
+SAYING = OF_LLAMA | OF_QWEN3 | OF_MOE | {"sft_qwen3_1_7b.py": QWEN3_1_7B}
+ON_141_GB = {"qwen3_30b_a3b_8x141.py", "qwen3_30b_a3b_lora.py"}
 
 
-@pytest.mark.parametrize("name", ON_80_GB)
-def test_recipes_of_sft_and_lora_say_what_a_trainer_holds(name):
-    said = re.search(r"and the rest about (\d+) GiB", (ROOT / "configs" / name).read_text())
+@pytest.mark.parametrize("name", SAYING)
+def test_recipes_of_sft_lora_and_experts_say_what_a_trainer_holds(name):
+    said = re.search(r"and the rest\s+about (\d+) GiB", (ROOT / "configs" / name).read_text())
     config = load_recipe(str(ROOT / "configs" / name), c.GRPOConfig, c.SFTConfig)
-    config = fit_trainer(sizes(ON_80_GB[name]), config, GPU_GIB)
-    total = sum(trainer_gib(sizes(ON_80_GB[name]), config).values())
-    assert float(said[1]) == round(total) and total < 74.5
+    gpu_gib = 139.8 if name in ON_141_GB else GPU_GIB
+    config = fit_trainer(sizes(SAYING[name]), config, gpu_gib)
+    total = sum(trainer_gib(sizes(SAYING[name]), config).values())
+    assert float(said[1]) == round(total) and total < 0.94 * gpu_gib
+    assert trainer_peak(sizes(SAYING[name]), config, gpu_gib)[0] < gpu_gib  # with an engine that sleeps, if it has one
 
 
 def test_lora_of_8b_colocated_fits_one_gpu_because_the_engine_sleeps():
