@@ -1,6 +1,7 @@
 """A Hugging Face folder as a sharded torchtitan model with its weights, and a step's batch through it.
 
-Left out: pipeline and context parallelism, quantized checkpoints.
+Left out: pipeline and context parallelism, quantized checkpoints, expert parallelism: on one node, gathering experts as
+any other weight hides behind the products of long rows, and no rank waits for the one whose experts are chosen most.
 """
 
 from collections.abc import Iterator

@@ -2,9 +2,9 @@
 
 An entry has all in which a family differs: what of it cannot be trained, its block, its tensors' names, how it is
 sharded, which of its linear layers take adapters. Today's share one decoder, torchtitan's Qwen3: grouped-query
-attention, SwiGLU, RMSNorm, rotary positions. The LM head (`logprob_head.LogprobHead`) returns the log-probs of given
-targets and the entropy instead of logits; a reward model has a head of one output there. Left out: mixture of
-experts, sliding windows.
+attention, SwiGLU or a mixture of such experts, RMSNorm, rotary positions. The LM head (`logprob_head.LogprobHead`)
+returns the log-probs of given targets and the entropy instead of logits; a reward model has a head of one output there.
+Left out: sliding windows; mixtures with shared experts, or with a dense block among the others.
 """
 
 from collections.abc import Callable, Iterator

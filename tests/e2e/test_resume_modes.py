@@ -15,7 +15,7 @@ from grpo.data import toy
 from tests.e2e.conftest import BY_CHANCE
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
 from tests.e2e.test_layouts import COLOCATED, split
-from tests.tiny_models import make_reward_model
+from tests.tiny_models import make_reward_model, make_tiny
 from tests.torchrun import torchrun
 
 HERE = pathlib.Path(__file__).parent
@@ -38,7 +38,7 @@ TURNS += ("--algorithm.advantages", "return_to_go", "--algorithm.echo-coef", 0.1
 SAVED = ("--checkpoint.interval", 3)
 ROUNDED = ("--trainer.moments", "bfloat16", "--trainer.adam-beta2", 0.95)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
-# Of the tests' own: {a}, {b} are files of rows, {teacher} and {judge} are folders
+# Of the tests' own: {a}, {b} are files of rows, {teacher}, {judge} and {moe} are folders
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
 PACKED = ("--sequences-per-step", 5, "--trainer.micro-batch-tokens", 64)
 VALIDATION = ("--validation.interval", 4, "--validation.sets", "a", "{a}")
@@ -106,6 +106,9 @@ MODES = {
     "SFT, TP 2": Mode(2, (*PACKED, "--trainer.tensor-parallel", 2), rank=1, recipe=SFT),
     "SFT, FSDP 2, moments in bfloat16": Mode(2, (*PACKED, *ROUNDED), rank=1, recipe=SFT),
     "SFT, LoRA, mixed, packed": Mode(2, (*MIXED, *PACKED, *LORA), recipe=SFT),
+    "SFT of a mixture of experts, mixed, packed": Mode(
+        2, ("--model.path", "{moe}", *MIXED, *PACKED), rank=1, recipe=SFT
+    ),
     "SFT, LoRA, packed": Mode(1, (*PACKED, *LORA, "--num-trainers", 1), recipe=SFT),
 }
 
@@ -122,6 +125,7 @@ def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     toy.make_model(folder / "teacher", toy.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
     make_reward_model(folder / "judge", "llama3", toy.trained_tokenizer(["1 + 1 = 2"], 300))
     found = {name: folder / name for name in ("teacher", "judge")}
+    found["moe"] = make_tiny(folder, "moe")
     return found | {"a": folder / "a.jsonl", "b": folder / "b.jsonl", "model": model}
 
 
@@ -136,8 +140,8 @@ def test_10_steps_equal_5_a_stop_and_5(
 ):
     """Metrics without clocks, completions and the last weights are equal to the last digit."""
     mode = MODES[name]
-    flags = [str(flag).format(**inputs) for flag in mode.flags]
-    flags += ["--model.path", str(inputs["model"]), "--num-steps", str(NUM_STEPS), "--metrics.no-tensorboard"]
+    flags = ["--model.path", str(inputs["model"]), "--num-steps", str(NUM_STEPS), "--metrics.no-tensorboard"]
+    flags += [str(flag).format(**inputs) for flag in mode.flags]
 
     def run(recipe: str, run_dir: pathlib.Path, *more: str) -> str:
         arguments = (recipe, *flags, "--run-dir", run_dir, *more)

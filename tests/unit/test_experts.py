@@ -1,8 +1,12 @@
-"""A router that is told the experts of a token, and which mixtures of experts are refused."""
+"""A mixture of experts: a router that is told the experts of a token, a folder in and out, layers without adapters."""
+
+import json
+import pathlib
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -10,7 +14,9 @@ from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch
 from grpo.models.build import ShardedModel, build_model
 from grpo.models.experts import FREE, Router
-from grpo.models.export import hf_tensors
+from grpo.models.export import export_hf, hf_tensors
+from grpo.models.hf_folder import read_hf_config
+from grpo.models.lora import adapted_places
 from grpo.types import MicroBatch, Sample
 from tests.tiny_models import QWEN3_MOE, make_tiny, tensors_of
 
@@ -109,3 +115,26 @@ def test_told_other_experts_it_equals_transformers(folder: str, monkeypatch: pyt
     for name, value in wanted.items():
         assert (found[name] - value).abs().max() < 1e-5 * value.abs().max(), name
     assert all(found[f"model.layers.{layer}.mlp.gate.weight"].abs().max() > 0 for layer in range(LAYERS))
+
+
+def test_an_exported_folder_is_the_one_it_came_from(folder: str, tmp_path: pathlib.Path):
+    """To the last bit, a matrix for each expert, which transformers loads whole; config.json says the same."""
+    model, _ = model_and_batch(folder, "none")
+    export_hf(model, tmp_path / "model", torch.float32)
+    before, after = (load_file(path / "model.safetensors") for path in (pathlib.Path(folder), tmp_path / "model"))
+    assert f"model.layers.1.mlp.experts.{EXPERTS - 1}.down_proj.weight" in before
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    configs = [json.loads((path / "config.json").read_text()) for path in (pathlib.Path(folder), tmp_path / "model")]
+    assert configs[0] == configs[1]
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(report.values()), report
+
+
+def test_experts_take_no_adapters(folder: str):
+    """All targets, the default, are all that the model has; one by name that it lacks is refused."""
+    hf = read_hf_config(folder)
+    places = [f"attention.{name}" for name in ("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo")]
+    assert adapted_places(hf, TrainerConfig(lora_rank=4)) == places
+    assert adapted_places(hf, TrainerConfig(lora_rank=4, lora_targets=("v_proj",))) == places[2:3]
+    with pytest.raises(ValueError, match="in a qwen3_moe model up_proj, down_proj are experts; choose among q_proj"):
+        adapted_places(hf, TrainerConfig(lora_rank=4, lora_targets=("q_proj", "up_proj", "down_proj")))

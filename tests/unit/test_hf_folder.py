@@ -43,6 +43,14 @@ QWEN3_1_7B = model(
     **{"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28, "tie_word_embeddings": True},
     **{"head_dim": 128, "attention_bias": False},
 )
+QWEN3_30B_A3B = model(
+    "qwen3_moe",
+    (2048, 6144, 48, 32, 4, 151936),
+    **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "rope_scaling": None},
+    **{"sliding_window": None, "use_sliding_window": False, "max_window_layers": 48, "head_dim": 128},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    **{"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+)
 YARN = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
 ACCEPTED = {  # config.json, (rope type, rope theta)
     "Qwen2.5-7B": (QWEN2_5_7B, ("default", 1e6)),
@@ -51,6 +59,7 @@ ACCEPTED = {  # config.json, (rope type, rope theta)
     "Llama-3.1-8B": (LLAMA3_1_8B, ("llama3", 5e5)),
     "Mistral-7B-v0.3": (MISTRAL_7B_V0_3, ("default", 1e6)),
     "Qwen3-1.7B": (QWEN3_1_7B, ("default", 1e6)),
+    "Qwen3-30B-A3B": (QWEN3_30B_A3B, ("default", 1e6)),
 }
 
 
@@ -89,6 +98,10 @@ REFUSED = {  # what is wrong: (config.json, the reason)
     "multimodal rope": (R1_DISTILL_QWEN_7B | {"use_mrope": True}, "use_mrope"),
     "biases elsewhere": (LLAMA3_1_8B | {"attention_bias": True}, "attention_bias and mlp_bias are not supported"),
     "another activation": (LLAMA3_1_8B | {"hidden_act": "gelu"}, "hidden_act gelu is not supported, only silu"),
+    "experts in every second block": (QWEN3_30B_A3B | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    "a block without experts": (QWEN3_30B_A3B | {"mlp_only_layers": [0]}, "mlp_only_layers=[0] make some blocks dense"),
+    "too many experts": (QWEN3_30B_A3B | {"num_experts": 256}, "256 experts of which 8 are chosen are not supported"),
+    "more chosen than there are": (QWEN3_30B_A3B | {"num_experts": 4}, "4 experts of which 8 are chosen"),
     "reward model": (
         QWEN2_5_7B | {"architectures": ["Qwen2ForSequenceClassification"]},
         "Qwen2ForSequenceClassification in architectures",
