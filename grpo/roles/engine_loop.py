@@ -106,9 +106,9 @@ class EngineLoop:
         return stretches
 
     def settle(self) -> None:
-        """Wait for the step that vLLM has begun ahead, which gives nothing; without requests.
+        """Wait for the step that vLLM may have begun ahead, when all requests have ended; it gives nothing.
 
-        Its routes would come after a reset of the prefix cache, which vLLM takes for an error.
+        If its routes came after the next reset of the prefix cache, vLLM would take it for an error.
         """
         while self.engine.engine_core.engine_core.batch_queue:
             self.engine.step()

@@ -134,6 +134,7 @@ class Generator:
                     add(number, ids, num_begun, len(ids) if num_begun else 0, limit - num_begun)
                 stretches = self._decode(mine, enough)
                 completions = [self._completion(s, *facts(s.request)) for s in stretches] if is_head else []
+            self.loop.settle()
         if held_out:  # which nobody trains on
             completions = [replace(completion, routes_TLE=None) for completion in completions]
         return sorted(completions, key=lambda completion: completion.index) if is_head else None
@@ -204,7 +205,6 @@ class Generator:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, so that what comes next is computed as if nothing had been sampled before."""
-        self.loop.settle()
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, so it would sample from stale keys and values")
 
