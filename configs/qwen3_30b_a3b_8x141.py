@@ -18,5 +18,6 @@ config = change(
         "generator.gpu_memory_utilization": 0.5,
         "trainer.moments": "float32",
         "trainer.activation_checkpointing": "auto",
+        "run_dir": "runs/qwen3_30b_a3b_8x141",
     },
 )

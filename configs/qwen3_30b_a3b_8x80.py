@@ -27,6 +27,6 @@ config = change(
         "trainer.moments": "bfloat16",
         "trainer.activation_checkpointing": "full",
         "trainer.logprob_chunk_tokens": 2048,
-        "run_dir": "runs/qwen3_30b_a3b",
+        "run_dir": "runs/qwen3_30b_a3b_8x80",
     },
 )
