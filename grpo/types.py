@@ -2,7 +2,8 @@
 
 A suffix on a tensor's name spells its dimensions: B rows of a micro-batch, T positions of a row or tokens of one
 sequence, S sequences of a step, N tokens of all sequences laid end to end, P prompts, G completions of a group,
-V vocabulary, D hidden size, K keys that documents attend to, R of them in several documents, U uses of these.
+V vocabulary, D hidden size, L layers, E experts that a token takes in each, K keys that documents attend to, R of them
+in several documents, U uses of these. A field of a sample or a batch is laid out by its first letter.
 
 Everything that is trained on, rollout or supervised example, is a sequence of tokens, each with what is known about it.
 These fields stay aligned from where they are made (`Sample`) over the wire (`TrainBatch`) to the loss (`MicroBatch`).
@@ -13,6 +14,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
+
+# In place of a token's experts: the trainer's router chooses them itself
+FREE = 255
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,8 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     """The data set's columns, handed to the reward functions."""
     row: int = -1
-    """Row of its source, counted from 0; -1 if it comes from none."""
     source: str = ""
-    """Name of its source or held-out set; empty where there is only one."""
+    """Row of its source, from 0, or -1; name of its source or held-out set, empty where there is only one."""
     content: str | list[dict[str, Any]] = ""
     """The prompt as the data has it: a text, or a list of messages."""
     teacher_ids: list[int] = field(default_factory=list)
@@ -40,9 +43,8 @@ class Piece:
     """A stretch of T tokens from one hand: one version of the weights sampled them, or an environment wrote them."""
 
     ids_T: torch.Tensor
-    """int64."""
     loss_mask_T: torch.Tensor
-    """bool: the token counts in the loss."""
+    """int64; bool: the token counts in the loss."""
     logprobs_T: torch.Tensor | None = None
     """float32: natural log-prob under the distribution sampled from; None: they were written, not sampled."""
     version: int = 0
@@ -77,13 +79,15 @@ class Completion:
     pieces: tuple[Piece, ...]
     """At least one. Two neighbours differ in their hand."""
     truncated: bool
-    """It ran out of tokens (vLLM's finish reason is `length`)."""
     temperature: float = 1.0
-    """What it was sampled with; 0 is greedy."""
+    """It ran out of tokens (vLLM's finish reason is `length`); what it was sampled with, 0 is greedy."""
     index: int = 0
     """Its place in the run: `Prompt.index` x group size + its place in the group."""
     ended: bool = True
     """False if it is not complete, and to be carried over."""
+    routes_TLE: torch.Tensor | None = None
+    """uint8: experts with which the engine predicted the prompt's second token and those that follow, as far as it was
+    fed; None for dense models and where off."""
     episode: dict[str, Any] | None = None
     """Of a conversation with an environment: its turns, reward, counts and end, as JSON has them."""
 
@@ -161,9 +165,8 @@ class Rollout:
     failures: dict[str, str] = field(default_factory=dict)
     """Why a reward function gave nothing at all (it took too long, crashed, raised), by its name."""
     advantage: float | None = None
-    """Mean over its tokens; None: excluded from the loss, or not computed yet."""
     mismatch: float | None = None
-    """Mean absolute difference of policy's and generator's log-probs over its tokens; None until it was trained on."""
+    """Means over its tokens, of the advantage and of |policy's - generator's log-prob|; None: excluded, or not yet."""
 
     @property
     def prompt_ids_T(self) -> torch.Tensor:
@@ -187,9 +190,8 @@ class Sample:
     """One sequence of T tokens to train on, with what is known about it before training."""
 
     ids_T: torch.Tensor
-    """int64."""
     loss_mask_T: torch.Tensor
-    """bool: the token counts in the loss and its denominator."""
+    """int64; bool: the token counts in the loss and its denominator."""
     generator_logprobs_T: torch.Tensor | None = None
     """float32: at sampling time, anything where nothing was sampled; None if no token was (SFT)."""
     turn_T: torch.Tensor | None = None
@@ -198,6 +200,8 @@ class Sample:
     """float32: the environment's weighted reward when that turn began."""
     observed_T: torch.Tensor | None = None
     """bool: an environment or a tool answered the token; None where the policy does not learn to predict answers."""
+    routes_TLE: torch.Tensor | None = None
+    """uint8: experts with which the engine predicted the token, or FREE; None: the trainer chooses them itself."""
     prompt_tokens: int = 0
     """How many of the first tokens are the prompt, of which none counts; 0 if there is none (SFT)."""
     temperature: float = 1.0
@@ -213,31 +217,29 @@ class TrainBatch:
     """
 
     ids_N: torch.Tensor
-    """int64."""
     loss_mask_N: torch.Tensor
-    """bool: the token counts: neither prompts nor what is excluded (no reward, a log-prob that is not finite, ...)."""
+    """int64; bool: the token counts, unlike prompts and what is excluded (no reward, a log-prob not finite, ...)."""
     lengths_S: torch.Tensor
     """int64: tokens of each sequence."""
     sequence_S: torch.Tensor
     """int64: index of each sequence in the step."""
     temperatures_S: torch.Tensor
-    """float32: what each sequence was sampled with."""
     versions_S: torch.Tensor
-    """int64: steps in the weights that sampled its first token."""
     truncated_S: torch.Tensor
-    """bool: it ran out of tokens."""
+    """float32, what each was sampled with; int64, steps in the weights that sampled its first token; bool, it ran out
+    of tokens."""
     prompt_lengths_S: torch.Tensor | None = None
     """int64: how many of each sequence's first tokens are its prompt."""
     generator_logprobs_N: torch.Tensor | None = None
-    """float32: by the generator, at sampling time."""
     old_logprobs_N: torch.Tensor | None = None
-    """float32: by the policy at the start of the step; None where one update makes them the policy's own."""
     ref_logprobs_N: torch.Tensor | None = None
-    """float32: by the frozen reference."""
+    """float32: by the generator at sampling time; by the policy at the start of the step, None where one update makes
+    them its own; by the frozen reference."""
     turn_N: torch.Tensor | None = None
     earned_N: torch.Tensor | None = None
     observed_N: torch.Tensor | None = None
-    """int64, float32, bool: see `Sample`."""
+    routes_NLE: torch.Tensor | None = None
+    """int64, float32, bool, uint8: see `Sample`."""
     advantages_N: torch.Tensor | None = None
     """float32."""
 
@@ -253,7 +255,7 @@ class TrainBatch:
     @property
     def per_token(self) -> dict[str, torch.Tensor | None]:
         """The fields that have a value for each of the N tokens, by their names."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_N")}
+        return {f.name: getattr(self, f.name) for f in fields(self) if "_N" in f.name}
 
     @functools.cached_property
     def starts_S(self) -> torch.Tensor:
@@ -301,24 +303,23 @@ class MicroBatch:
     positions_BT: torch.Tensor
     """int64: within the sequence, also behind a shared prompt; padding is documents of PAD_DOCUMENT positions."""
     targets_BT: torch.Tensor
-    """int64: the predicted token; 0 where there is none."""
     token_BT: torch.Tensor
-    """int64: index of the predicted token among the N of the batch; -1 where there is none."""
+    """int64: the predicted token, and its index among the N of the batch; 0 and -1 where there is none."""
     sequence_BT: torch.Tensor
     """int64: index in the step of this position's sequence, of a shared prompt the first one's; -1 on padding."""
     temperatures_BT: torch.Tensor
     """float32: what the sequence was sampled with; 1 on padding, and where an observed token is predicted."""
     loss_mask_BT: torch.Tensor
-    """bool."""
     num_loss_tokens_BT: torch.Tensor
-    """int64: tokens of this position's sequence that count in the loss; at least 1."""
+    """bool; int64: tokens of this position's sequence that count in the loss, at least 1."""
     generator_logprobs_BT: torch.Tensor | None
-    """float32, as the next six, of which `turn_BT` is int64 and `observed_BT` bool: None where the batch has None."""
+    """float32, as the next seven, but for `turn_BT`, `observed_BT`, `routes_BTLE`; None where the batch has None."""
     old_logprobs_BT: torch.Tensor | None
     ref_logprobs_BT: torch.Tensor | None
     turn_BT: torch.Tensor | None
     earned_BT: torch.Tensor | None
     observed_BT: torch.Tensor | None
+    routes_BTLE: torch.Tensor | None
     advantages_BT: torch.Tensor | None
     scored_M: torch.Tensor
     """int64: places b * T + t, in order, with log-probs: those of loss and observed tokens, and some for kernels."""
@@ -341,9 +342,8 @@ class StepPlan:
     requests: Requests | None
     """What is sampled first; None if enough is there already."""
     save: bool
-    """Write a checkpoint after the step."""
     evaluate: bool
-    """Evaluate after the step."""
+    """Write a checkpoint, and evaluate, after the step."""
     probe: list[Prompt] = field(default_factory=list)
     """Prompts to complete for a sync check before the step; none if no check is due."""
     stop: bool = False

@@ -1,8 +1,8 @@
 """Samples -> the batch of a step -> its mini-batches -> micro-batches of `[B, T]`, and values out of these.
 
 The one place that shifts what belongs to a token to the position that predicts it. Fields travel by their suffix:
-`x_T` of the samples is `x_N` of a batch and `x_BT` of a micro-batch, whatever x is. Which sequences run together is
-decided in grpo/data/packing.py.
+`x_T` of the samples is `x_N` of a batch and `x_BT` of a micro-batch, whatever x is (and further letters stay). Which
+sequences run together is decided in grpo/data/packing.py.
 
 Completions of a group have one prompt, and a row computes it once for neighbours that share it: its tokens, all but the
 last, are a document of their own, in front of the group's others, which begin with the prompt's last token, the first
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from grpo.types import Completion, MicroBatch, Prompt, Sample, SharedPrompts, TrainBatch
+from grpo.types import FREE, Completion, MicroBatch, Prompt, Sample, SharedPrompts, TrainBatch
 
 # Padding may be longer than any sequence, but its positions must stay within the model's, of which even toys have more.
 PAD_DOCUMENT = 128
@@ -27,9 +27,9 @@ PAD_DOCUMENT = 128
 def make_batch(samples: Sequence[Sample]) -> TrainBatch:
     """Lay the S sequences of a step end to end. A field that is None in any sample is None in the batch."""
     per_token = {}
-    for name in (field.name for field in fields(Sample) if field.name.endswith("_T")):
+    for name in (field.name for field in fields(Sample) if "_T" in field.name):
         values = [getattr(sample, name) for sample in samples]
-        per_token[f"{name[:-2]}_N"] = None if any(value is None for value in values) else torch.cat(values)
+        per_token[name.replace("_T", "_N")] = None if any(value is None for value in values) else torch.cat(values)
     return TrainBatch(
         **per_token,
         lengths_S=torch.tensor([len(sample.ids_T) for sample in samples]),
@@ -54,10 +54,12 @@ def sample_of(
     nothing_T = torch.zeros(sum(map(len, before)))
     others = {} if turn_weight is None else _turns_of(completion, turn_weight)
     others |= {"observed_T": _observed_of(completion)} if observes else {}
+    ids_T = torch.cat([*before, completion.ids_T])
     return Sample(
-        ids_T=torch.cat([*before, completion.ids_T]),
+        ids_T=ids_T,
         loss_mask_T=torch.cat([nothing_T.bool(), completion.loss_mask_T]),
         generator_logprobs_T=torch.cat([nothing_T, completion.logprobs_T]),
+        routes_TLE=_routes_of(completion, len(ids_T)),
         prompt_tokens=len(prompt_ids_T),
         temperature=completion.temperature,
         version=completion.oldest_version,
@@ -83,6 +85,13 @@ def _observed_of(completion: Completion) -> torch.Tensor:
     return torch.cat([torch.full((p.num_tokens,), p.observed and not is_lost) for p in completion.pieces])
 
 
+def _routes_of(completion: Completion, num_tokens: int) -> torch.Tensor | None:
+    """`Sample.routes_TLE`: nothing predicts the first token, and the engine was not fed the last ones of some."""
+    if (known_TLE := completion.routes_TLE) is None:
+        return None
+    return torch.nn.functional.pad(known_TLE, (0, 0, 0, 0, 1, num_tokens - 1 - len(known_TLE)), value=FREE)
+
+
 def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[TrainBatch]:
     """Cut a step's batch into mini-batches of whole groups, in order, their numbers of groups differing by at most one.
 
@@ -95,10 +104,14 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
     edges = [group_size * (part * num_groups // num_parts) for part in range(num_parts + 1)]
     starts, parts = [*batch.starts_S.tolist(), batch.num_tokens], []
     for start, end in itertools.pairwise(edges):
-        # a field's last letter says what it is laid out by: sequences or tokens
+        # the first letter of a field's suffix says what it is laid out by: sequences or tokens
         bounds = {"S": slice(start, end), "N": slice(starts[start], starts[end])}
         values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-        parts.append(TrainBatch(**{name: x if x is None else x[bounds[name[-1]]] for name, x in values.items()}))
+        parts.append(
+            TrainBatch(
+                **{name: x if x is None else x[bounds[name.rpartition("_")[2][0]]] for name, x in values.items()}
+            )
+        )
     return parts
 
 
@@ -180,7 +193,11 @@ def build_micro_batch(
     own_BT, token_BT, positions_BT, documents = _lay_out_rows(batch, rows, row_length, prompts)
 
     # what belongs to a token goes to the position that predicts it, what belongs to a sequence to all its positions
-    per_token = {f"{name[:-2]}_BT": _at(token_BT, values_N) for name, values_N in batch.per_token.items()}
+    nothing = {"routes_NLE": FREE}  # where no token is predicted; else 0
+    per_token = {
+        name.replace("_N", "_BT"): _at(token_BT, values_N, nothing.get(name, 0))
+        for name, values_N in batch.per_token.items()
+    }
     owner_BT = _at(own_BT, batch.owner_N, -1)
     temperatures_BT = _at(owner_BT, batch.temperatures_S, 1)
     if batch.observed_N is not None:  # cross-entropy is of the policy itself, which did not sample these tokens
@@ -219,7 +236,10 @@ def take_out(values_BT: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, 
 
 def _at(index_BT: torch.Tensor, values: torch.Tensor | None, elsewhere: float = 0) -> torch.Tensor | None:
     """The values at these indices, and `elsewhere` where an index is negative."""
-    return None if values is None else values[index_BT.clamp(min=0)].masked_fill(index_BT < 0, elsewhere)
+    if values is None:
+        return None
+    is_nothing = (index_BT < 0).view(*index_BT.shape, *(1 for _ in values.shape[1:]))
+    return values[index_BT.clamp(min=0)].masked_fill(is_nothing, elsewhere)
 
 
 def _lay_out_rows(

@@ -7,7 +7,7 @@ completions.jsonl has.
 import json
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -66,8 +66,8 @@ def read_step(run_dir: str, step: int, vocab_size: int | None = None) -> Recorde
             facts = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
         lengths_S = tensors["lengths_S"]
-        sizes = {"S": len(lengths_S), "N": int(lengths_S.sum())}  # a field's last letter says what it is laid out by
-        if wrong := {name: list(x.shape) for name, x in tensors.items() if x.shape[-1:] != (sizes[name[-1]],)}:
+        sizes = {"S": len(lengths_S), "N": int(lengths_S.sum())}
+        if wrong := {name: list(x.shape) for name, x in tensors.items() if not fits(name, x.shape, sizes)}:
             raise ValueError(f"of {sizes['S']} sequences and {sizes['N']} tokens it has {wrong}")
         rewards = [tensors.pop(name) for name in REWARDS]
         metrics, group_size = json.loads(facts["metrics"]), int(facts["group_size"])
@@ -80,6 +80,14 @@ def read_step(run_dir: str, step: int, vocab_size: int | None = None) -> Recorde
             "recorded run"
         )
     return found
+
+
+def fits(name: str, shape: Sequence[int], sizes: dict[str, int]) -> bool:
+    """Whether a tensor has the dimensions that its name spells, those that are among `sizes` by their letters."""
+    letters = name.rpartition("_")[2]
+    return len(shape) == len(letters) and all(
+        sizes.get(letter, size) == size for letter, size in zip(letters, shape, strict=True)
+    )
 
 
 def check_recorded(

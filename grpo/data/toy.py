@@ -40,6 +40,14 @@ MODEL = {
     "rms_norm_eps": 1e-6,
     "dtype": "float32",
 }
+# A mixture of experts, by what differs: 2.7 M parameters, of which a token meets 0.8 M.
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+}
 # The word problems' model, by what differs: 64 M parameters.
 WORD_PROBLEMS_MODEL = {
     "hidden_size": 768,
@@ -298,13 +306,16 @@ def build_if_toy(path: str, run_dir: str | Path, texts: Iterable[str], seed: int
 
     `toy:gsm8k` has a tokenizer trained on `texts`, those of the data, 1 M parameters and 2048 positions. The others
     have one made of their task and 512 positions; `toy:word_problems` has 64 M parameters, `toy:addition`,
-    `toy:calculator` and `toy:guess` 0.8 M. Raises ValueError for another name.
+    `toy:calculator` and `toy:guess` 0.8 M. `toy:mixture` is for additions and has experts. Raises ValueError for
+    another name.
     """
     if not path.startswith("toy:"):
         return path
     name, folder = path.removeprefix("toy:"), Path(run_dir) / "initial_model"
     if name == "addition":
         make_model(folder, addition_tokenizer(), seed)
+    elif name == "mixture":
+        make_model(folder, addition_tokenizer(), seed, MIXTURE)
     elif name == "gsm8k":
         make_model(folder, trained_tokenizer(texts), seed, {"max_position_embeddings": 2048})
     elif name in toy_conversations.TASKS:
@@ -314,5 +325,7 @@ def build_if_toy(path: str, run_dir: str | Path, texts: Iterable[str], seed: int
     elif name == "word_problems":
         make_model(folder, word_problems_tokenizer(), seed, WORD_PROBLEMS_MODEL)
     else:
-        raise ValueError(f"toy model {name!r} is unknown; there are addition, calculator, gsm8k, guess, word_problems")
+        raise ValueError(
+            f"toy model {name!r} is unknown; use addition, calculator, gsm8k, guess, mixture, word_problems"
+        )
     return str(folder)

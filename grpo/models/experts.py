@@ -23,7 +23,7 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
-FREE = 255  # in routes: the router chooses itself
+from grpo.types import FREE
 
 
 def settled(hidden_BTD: torch.Tensor) -> torch.Tensor:

@@ -26,9 +26,9 @@ from torchtitan.protocols.module import Module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo.models.attention import FlashAttention, config_of, document_masks, for_compiler, shared_prompt_mask
-from grpo.models.experts import FREE, ExpertsReader, MixtureBlock, mixture_config, settled
+from grpo.models.experts import ExpertsReader, MixtureBlock, mixture_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
-from grpo.types import MicroBatch
+from grpo.types import FREE, MicroBatch
 
 WRITES, SCORES = "ForCausalLM", "ForSequenceClassification"  # how the names of `architectures` end
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length

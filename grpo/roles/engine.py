@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
+from grpo.models.families import head_dim_of
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
@@ -32,14 +34,24 @@ WRONG_ON_CPU = dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens"
 WRONG_ON_CPU |= dict.fromkeys(("speculative_config", "spec_method", "spec_model"), NO_DRAFTS)
 
 
-def check_engine(config: GeneratorConfig, head_dim: int) -> None:
+def check_engine(config: GeneratorConfig, hf: PretrainedConfig, replays_routing: bool) -> None:
     """Raise ValueError for what this machine's vLLM cannot do or gets wrong. Nothing is imported for it."""
+    if has_experts(hf) and "quantization" in config.engine:
+        raise ValueError(
+            "generator.engine quantization of a mixture of experts is not supported: nobody has seen vLLM quantize its "
+            "experts again in a weight sync; leave it out"
+        )
+    if has_experts(hf) and replays_routing and "enable_prefix_caching" in config.engine:
+        raise ValueError(
+            "generator.engine enable_prefix_caching is set by algorithm.replay_routing: vLLM tells experts with it on "
+            "GPUs and without it on CPUs; leave it out or use --algorithm.no-replay-routing"
+        )
     if torch.cuda.is_available():
         return
     for name in config.engine:
         if name in WRONG_ON_CPU:
             raise ValueError(f"generator.engine {name} needs a GPU: vLLM's CPU backend {WRONG_ON_CPU[name]}")
-    if head_dim not in CPU_HEAD_DIMS:
+    if (head_dim := head_dim_of(hf)) not in CPU_HEAD_DIMS:
         there = ", ".join(map(str, CPU_HEAD_DIMS))
         raise ValueError(f"the model has head_dim={head_dim}, and vLLM's CPU backend only {there}; make one of these")
 
@@ -56,10 +68,23 @@ def import_vllm(roles: Roles) -> None:
         raise RuntimeError(f"vLLM {found} is installed, and it must be {VLLM_VERSION}: bash launch/setup.sh")
 
 
-def start_engine(config: GeneratorConfig, model: ModelConfig, data: DataConfig, seed: int, folder: str, roles: Roles):
+def has_experts(hf: PretrainedConfig) -> bool:
+    """Whether a model is a mixture of experts."""
+    return getattr(hf, "num_experts_per_tok", 0) > 0
+
+
+def start_engine(
+    config: GeneratorConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    seed: int,
+    folder: str,
+    roles: Roles,
+    options: Mapping[str, Any],
+):
     """This rank's part of its replica's `vllm.LLM`; seconds on a CPU, 20 to 95 on a GPU.
 
-    Collective over the replica, colocated over all ranks.
+    options: of vLLM, from `options_of_experts`. Collective over the replica, colocated over all ranks.
     """
     max_tokens = data.max_prompt_tokens + config.max_completion_tokens
     inductor_cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -67,7 +92,7 @@ def start_engine(config: GeneratorConfig, model: ModelConfig, data: DataConfig, 
         if needs_texts(config):  # from the model's folder vLLM would load another tokenizer, see `load_tokenizer`
             load_tokenizer(folder, data).save_pretrained(tokenizer_folder)
             shutil.copy(pathlib.Path(folder) / "config.json", tokenizer_folder)
-        llm = _new_engine(config, model.dtype, max_tokens, seed, folder, tokenizer_folder, roles)
+        llm = _new_engine(config, model.dtype, max_tokens, seed, folder, tokenizer_folder, roles, options)
     llm.llm_engine.engine_core._finalizer.atexit = False  # a notebook's end would destroy groups that are gone by then
     if inductor_cache:  # vLLM moved it to a folder of its own, where a trainer on this rank would start anew
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_cache
@@ -75,8 +100,23 @@ def start_engine(config: GeneratorConfig, model: ModelConfig, data: DataConfig, 
     return llm
 
 
+def options_of_experts(takes_routes: bool, device: torch.device) -> dict[str, Any]:
+    """vLLM's options for a mixture of experts; takes_routes: its routes are asked for."""
+    if device.type == "cpu":  # tokens from the prefix cache would pass no router
+        return {"enable_prefix_caching": False} if takes_routes else {}
+    # of its kernels for experts those that read weights as they are written, so that a sync can write them in place
+    return {"moe_backend": "triton"} | ({"enable_return_routed_experts": True} if takes_routes else {})
+
+
 def _new_engine(
-    options: GeneratorConfig, dtype: str, max_tokens: int, seed: int, folder: str, tokenizer: str, roles: Roles
+    options: GeneratorConfig,
+    dtype: str,
+    max_tokens: int,
+    seed: int,
+    folder: str,
+    tokenizer: str,
+    roles: Roles,
+    of_experts: Mapping[str, Any],
 ):
     from vllm import LLM
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -121,7 +161,7 @@ def _new_engine(
         tokenizer=tokenizer if needs_texts(options) else None,
         skip_tokenizer_init=not needs_texts(options),
         seed=seed,
-        **(defaults | options.engine),
+        **(defaults | of_experts | options.engine),
     )
 
 

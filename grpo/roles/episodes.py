@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import DataConfig, EnvironmentConfig
@@ -59,7 +60,7 @@ class Episodes:
         loop: EngineLoop,
         rollouts: list[tuple[Prompt, int]],
         max_tokens: int,
-        add: Callable[[int, list[int], int, int], None],
+        add: Callable[[int, list[int], int, int, int], None],
         run_seed: int,
         version: int,
         held_out: bool,
@@ -113,11 +114,17 @@ def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, to
     return style_of(tokenizer.chat_template) if config.calls == "auto" else config.calls
 
 
-def completion_of(episode: Episode, temperature: float, index: int) -> Completion:
-    """An episode as what follows its prompt; one that was lost before it began has its prompt's tokens alone."""
+def completion_of(
+    episode: Episode, temperature: float, index: int, no_routes: torch.Tensor | None = None
+) -> Completion:
+    """An episode as what follows its prompt; one that was lost before it began has its prompt's tokens alone.
+
+    no_routes: what an episode without a turn has for `routes_TLE`; None for a dense model.
+    """
     pieces = tuple(episode.pieces) or (replace(Piece.nothing(), version=episode.version),)
-    truncated = episode.ended_by in LIMITS
-    return Completion(pieces, truncated, temperature=temperature, index=index, episode=episode.note())
+    routes = None if no_routes is None else torch.cat([no_routes, *episode.routes])
+    facts = {"temperature": temperature, "index": index, "routes_TLE": routes, "episode": episode.note()}
+    return Completion(pieces, episode.ended_by in LIMITS, **facts)
 
 
 def environment_seed(run_seed: int, prompt: Prompt, held_out: bool) -> int:

@@ -1,7 +1,7 @@
 """The sampling engine: one vLLM engine per replica, inside its torchrun ranks.
 
 Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. engine.py starts
-engines, engine_loop.py steps them; only these two import vllm.
+engines, engine_loop.py steps them, engine_routes.py asks for their experts; only these three import vllm.
 """
 
 import collections
@@ -9,15 +9,17 @@ import gc
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
+from grpo.models.hf_folder import read_hf_config
 from grpo.roles import engine
 from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
+from grpo.roles.engine_routes import expert_layers, take_routes
 from grpo.roles.episodes import Episodes, completion_of
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt, Requests
@@ -57,10 +59,12 @@ class Generator:
         stop_token_ids: Sequence[int],
         roles: Roles,
         episodes: Episodes | None = None,
+        takes_routes: bool = False,
     ):
         """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks.
 
-        episodes: the environments with which completions become conversations.
+        episodes: the environments with which completions become conversations. takes_routes: of a mixture of experts,
+        completions have the experts that it chose.
         """
         self.config, self.seed, self.roles = config, seed, roles
         self.episodes = episodes
@@ -70,8 +74,12 @@ class Generator:
         more = engine.in_vllms_types(config.sampling)
         self._parameters = partial(engine.sampling_params, config, list(stop_token_ids), more)
         self.least_tokens = more.get("min_tokens", 0)
-        self.llm = engine.start_engine(config, model, data, seed, folder, roles)
-        self.loop = EngineLoop(self.llm, engine.needs_texts(config))
+        self.has_experts = engine.has_experts(read_hf_config(folder))
+        takes_routes = takes_routes and self.has_experts
+        options = engine.options_of_experts(takes_routes, roles.device) if self.has_experts else {}
+        self.llm = engine.start_engine(config, model, data, seed, folder, roles, options)
+        routes = take_routes(self.llm, roles.rank in roles.heads) if takes_routes else None
+        self.loop = EngineLoop(self.llm, engine.needs_texts(config), routes)
 
     def generate(
         self,
@@ -106,11 +114,11 @@ class Generator:
             index = mine[number].index
             return temperatures[index % group_size % len(temperatures)], index
 
-        def add(number: int, ids: list[int], num_tokens: int, max_tokens: int) -> None:
-            """Sample behind `ids`, of which `num_tokens` are behind the prompt."""
+        def add(number: int, ids: list[int], num_tokens: int, num_fed: int, max_tokens: int) -> None:
+            """Sample behind `ids`, of which `num_tokens` are behind the prompt; the first `num_fed` have routes."""
             temperature, index = facts(number)
             seed = continuation_seed(request_seed(self.seed, index, held_out), num_tokens)
-            self.loop.add(number, ids, self._parameters(temperature, seed, max_tokens))
+            self.loop.add(number, ids, self._parameters(temperature, seed, max_tokens), num_fed)
 
         is_head = self.roles.rank in self.roles.heads
         with no_collection():
@@ -118,13 +126,17 @@ class Generator:
                 rollouts = [(request.prompt, request.index % group_size) for request in mine]
                 where = self.seed, self.version, held_out
                 episodes = self.episodes.play(self.loop, rollouts, limit, add, *where)
-                completions = [completion_of(episode, *facts(n)) for n, episode in enumerate(episodes)]
+                no_routes = self.loop.routes and self.loop.routes.nothing
+                completions = [completion_of(episode, *facts(n), no_routes) for n, episode in enumerate(episodes)]
             else:
                 for number, request in enumerate(mine):
-                    num_begun = len(request.begun)
-                    add(number, request.prompt.ids + request.begun, num_begun, limit - num_begun)
+                    ids, num_begun = request.prompt.ids + request.begun, len(request.begun)
+                    add(number, ids, num_begun, len(ids) if num_begun else 0, limit - num_begun)
                 stretches = self._decode(mine, enough)
                 completions = [self._completion(s, *facts(s.request)) for s in stretches] if is_head else []
+            self.loop.settle()
+        if held_out:  # which nobody trains on
+            completions = [replace(completion, routes_TLE=None) for completion in completions]
         return sorted(completions, key=lambda completion: completion.index) if is_head else None
 
     def _decode(self, requests: list[Request], enough: int) -> list[Stretch]:
@@ -164,6 +176,7 @@ class Generator:
             temperature=temperature,
             index=index,
             ended=stretch.reason != "abort",
+            routes_TLE=stretch.routes_TLE,
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
@@ -178,6 +191,8 @@ class Generator:
         if self.roles.device.type == "cpu" or quantized:
             tied = self.llm.llm_engine.model_config.hf_config.tie_word_embeddings
             tensors = _with_tied_head(tensors) if tied else tensors
+            for runner in expert_layers(self.llm) if self.has_experts else ():
+                runner._quant_method.moe_kernel = None  # else it goes on with the experts that it packed at its start
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:  # into the live parameters, in place, so that captured CUDA graphs stay valid
             (model,) = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())

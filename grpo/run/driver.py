@@ -134,6 +134,7 @@ class Driver:
         observes = self.config.algorithm.echo_coef > 0
         if for_teacher:
             rollouts = [replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts]
+            rollouts = [replace(r, completion=replace(r.completion, routes_TLE=None)) for r in rollouts]
         return make_batch([sample_of(r.prompt, r.completion, turn_weight, observes) for r in rollouts])
 
     @partial(on_driver_for_learners, scores=True)

@@ -27,7 +27,6 @@ from grpo.data.turns import end_of_turn
 from grpo.environments.serving import serving_template
 from grpo.environments.tools import load_toolboxes
 from grpo.models import hf_folder
-from grpo.models.families import head_dim_of
 from grpo.models.hf_folder import ChatForm
 from grpo.report.rollout_metrics import evaluation_names
 from grpo.report.samples import show_examples
@@ -160,7 +159,7 @@ def tools_of(config: RunConfig) -> dict[str, list[dict[str, Any]]]:
 def check_generation(session: Session) -> None:
     """Refuse an engine, an environment or a metric for the best checkpoint that would fail later."""
     config = session.config
-    check_engine(config.generator, head_dim_of(hf_folder.read_hf_config(session.model_folder)))
+    check_engine(config.generator, hf_folder.read_hf_config(session.model_folder), config.replays_routing)
     check_environment(session)
     if best := config.checkpoint.keep_best.removeprefix("eval/"):
         sets = list(dict.fromkeys(prompt.source for prompt in session.eval_prompts))

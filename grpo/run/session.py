@@ -212,7 +212,7 @@ class Session:
             where = folder, stop_token_ids, most, variables, roles, config.turns_earn
             episodes = Episodes(config.environment, config.data, *where)
         engine = config.generator, config.model, config.data, config.seed
-        return Generator(*engine, folder, stop_token_ids, roles, episodes)
+        return Generator(*engine, folder, stop_token_ids, roles, episodes, config.replays_routing)
 
     @from_driver
     def ask_driver(self, decide: Callable[..., Result], *arguments: Any) -> Result:

@@ -24,8 +24,13 @@ from grpo.data.turns import tokenize, write_prompt
 COMMON = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28, "tie_word_embeddings": True}
 # Of what no GPU's speed is measured with
 FEW = {"vocab_size": 2048, "max_position_embeddings": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"model_type": "qwen3_moe", "norm_topk_prob": True, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 SHAPES = {
     "tiny": COMMON | FEW | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32},
+    "tiny-moe": COMMON
+    | FEW
+    | EXPERTS
+    | {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32, "num_experts": 8},
     "small": COMMON | FEW | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4},
     "qwen3-0.6b": COMMON | {"hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": COMMON | {"hidden_size": 2048, "intermediate_size": 6144},
@@ -55,6 +60,17 @@ SHAPES = {
         "num_hidden_layers": 64,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": COMMON
+    | EXPERTS
+    | {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 48,
+    },
     "llama3.1-8b": COMMON
     | {
         "model_type": "llama",
@@ -80,11 +96,14 @@ class Arguments:
     """Where to."""
     prompt_tokens: int = 128
     """Length of every prompt in tokens, chat template included."""
+    num_layers: int = 0
+    """Blocks; 0: as many as the shape has."""
 
 
 def main(arguments: Arguments) -> None:
     """Write model, tokenizer and prompts."""
     shape = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960} | SHAPES[arguments.shape]
+    shape["num_hidden_layers"] = arguments.num_layers or shape["num_hidden_layers"]
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(400)]
     tokenizer = trained_tokenizer([" ".join(rng.choices(words, k=50)) for _ in range(50)], vocab_size=1024)

@@ -8,6 +8,7 @@ from tests.torchrun import torchrun
 # Every sharding of the trainer (one rank, FSDP 2, TP 2), generators of TP 1 and 2. Every family, each with each: slow.
 CASES = [  # model, trainers, trainer tensor_parallel, generators, generator tensor_parallel
     ("llama3", 2, 2, 2, 1),  # two replicas
+    ("moe", 1, 1, 2, 2),
     pytest.param("qwen2-untied", 2, 1, 2, 2, marks=pytest.mark.slow),
     pytest.param("qwen3-tied", 1, 1, 1, 1, marks=pytest.mark.slow),
     pytest.param("mistral", 1, 1, 2, 2, marks=pytest.mark.slow),

@@ -81,6 +81,9 @@ MODES = {
     "groups carried over, overlap, dynamic sampling, further checkpoints": Mode(
         2, (*split(1, 0, 1), *CARRIED, *OVERLAP, *DYNAMIC, *SAVED, *NO_KL)
     ),
+    "groups carried over, overlap, a mixture of experts": Mode(
+        3, (*split(1, 0, 2), "--model.path", "{moe}", *CARRIED, *OVERLAP, *NO_KL), rank=2
+    ),
     "turns, overlap, two engines": Mode(3, (*split(1, 0, 2), *TURNS, *OVERLAP, *EVALUATION, *NO_KL), rank=2),
     "turns, TP 2": Mode(
         2,

@@ -6,8 +6,9 @@ import pathlib
 import types
 
 import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
 
-from grpo.config import GRPOConfig, change
+from grpo.config import GeneratorConfig, GRPOConfig, change
 from grpo.config.checks import validate
 from grpo.config.engine_options import (
     ENGINE_SET_HERE,
@@ -17,7 +18,7 @@ from grpo.config.engine_options import (
     argument_names,
 )
 from grpo.config.recipes import load
-from grpo.roles.engine import import_vllm, in_vllms_types
+from grpo.roles.engine import check_engine, import_vllm, in_vllms_types
 
 DEFAULT = str(pathlib.Path(__file__).parents[2] / "configs" / "qwen3_1_7b_gsm8k.py")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -27,6 +28,8 @@ REFUSED = [
     ("engine", {"tensor_parallel_size": 2}, "use generator.tensor_parallel"),
     ("engine", {"enable_sleep_mode": True}, "use generator.sleep"),
     ("engine", {"logprobs_mode": "raw_logprobs"}, "the trainer needs"),
+    ("engine", {"moe_backend": "cutlass"}, "a weight sync writes experts where triton reads them"),
+    ("engine", {"enable_return_routed_experts": True}, "use algorithm.replay_routing"),
     ("engine", {"max_num_seqs": 0}, "=0 must be a whole number, at least 1"),
     ("engine", {"kv_cache_memory_bytes": "2G"}, "='2G' must be a whole number"),
     ("engine", {"block_sise": 16}, "vLLM's EngineArgs .* no argument .* .did you mean block_size"),
@@ -46,6 +49,14 @@ def test_what_would_break_a_run_is_refused_with_the_reason(table, options, messa
     (name,) = options
     with pytest.raises(ValueError, match=f"^generator.{table} {name}.*{message}"):
         validate(change(GRPOConfig(), {f"generator.{table}": options}))
+
+
+@pytest.mark.parametrize("name, value", [("quantization", "fp8_per_tensor"), ("enable_prefix_caching", True)])
+def test_what_a_mixture_of_experts_cannot_have_is_refused(name, value):
+    engine = GeneratorConfig(engine={name: value})
+    with pytest.raises(ValueError, match=f"^generator.engine {name} .*leave it out"):
+        check_engine(engine, Qwen3MoeConfig(head_dim=64), replays_routing=True)
+    check_engine(engine, Qwen3Config(head_dim=64), replays_routing=True)
 
 
 def test_what_vllm_would_silently_ignore_is_refused():

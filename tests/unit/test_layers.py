@@ -101,9 +101,9 @@ def test_trainer_reference_and_generator_do_not_know_each_other():
         assert not imports_of(module) & (roles - {module})
 
 
-def test_two_files_import_vllm():
+def test_three_files_import_vllm():
     users = [m for m in (*MODULES_OF_FOLDERS, *SCRIPTS) if uses(m, "vllm")]
-    assert users == ["grpo.roles.engine", "grpo.roles.engine_loop"]
+    assert users == ["grpo.roles.engine", "grpo.roles.engine_loop", "grpo.roles.engine_routes"]
 
 
 def test_only_tools_import_a_script_and_only_the_page():

@@ -63,7 +63,7 @@ def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="no split 'dev'; there are train, test"):
         toy.task_rows("addition", "dev")
     with pytest.raises(
-        ValueError, match="'chess' is unknown; there are addition, calculator, gsm8k, guess, word_problems"
+        ValueError, match="'chess' is unknown; use addition, calculator, gsm8k, guess, mixture, word_problems"
     ):
         toy.build_if_toy("toy:chess", "unused", [], seed=0)
     assert toy.build_if_toy("some/model", "unused", [], seed=0) == "some/model"

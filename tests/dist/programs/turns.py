@@ -79,9 +79,9 @@ class Episodes:
                 self.sampled[stretch.request] += stretch.ids
             return stretches
 
-        def watched_add(number: int, ids: list[int], num_tokens: int, most: int) -> None:
+        def watched_add(number: int, ids: list[int], *numbers: int) -> None:
             self.handed[number].append(list(ids))
-            add(number, ids, num_tokens, most)
+            add(number, ids, *numbers)
 
         player = Player(
             ENVIRONMENT, OddHost(self.turns.role), {"": self.turns}, self.turns.tokenizer, MOST_PROMPT_TOKENS
