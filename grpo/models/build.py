@@ -213,8 +213,8 @@ def build_model(
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
     A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas. With
-    LoRA, a trained model holds weights in `model.dtype` without gradients, and float32 adapters with them, which start
-    from `seed`. With `scores`, `logprobs` are a reward model's scores. Collective over the role's ranks.
+    LoRA, weights are held in `model.dtype` without gradients, and adapters in float32 with them, which start from
+    `seed`. With `scores`, `logprobs` are a reward model's scores. Collective over the role's ranks.
     """
     adapted = trainer.lora_rank > 0 and not frozen
     # spmd_types, torchtitan's default, fails for more than one rank on this torch
@@ -245,7 +245,7 @@ def build_model(
         parallel_dims=parallel_dims,
         training=training,
         parallelism=parallelism,
-        compile_config=CompileConfig(enable=compiled, components=["model"]),
+        compile_config=_compile_config(compiled, config, model.dtype),
         ac_config=None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing],
         dump_folder="",
         skip_dp=alone and (frozen or adapted),
@@ -259,6 +259,16 @@ def build_model(
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
     name = folder if model.path.startswith("toy:") else model.path
     return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
+
+
+def _compile_config(compiled: bool, config: Policy.Config, dtype: str) -> CompileConfig:
+    """What torchtitan compiles. Raises ValueError for experts in float32, which torch 2.13 does not compile."""
+    if compiled and dtype == "float32" and config.layers[0].moe is not None:
+        raise ValueError(
+            "experts are compiled in bfloat16 alone, and model.dtype is float32; take --trainer.no-compile or "
+            "--model.dtype bfloat16"
+        )
+    return CompileConfig(enable=compiled, components=["model"])
 
 
 def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
