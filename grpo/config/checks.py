@@ -132,6 +132,12 @@ def _check_trainers(config: GRPOConfig | SFTConfig) -> None:
             f"a sequence of up to {longest} tokens does not fit into trainer.micro_batch_tokens="
             f"{trainer.micro_batch_tokens}; raise it to at least {longest} or shorten the lengths"
         )
+    if trainer.moments == "bfloat16" and 1 - trainer.adam_beta2 < 2**-8:  # it has 8 bits
+        raise ValueError(
+            f"trainer.adam_beta2={trainer.adam_beta2} takes {1 - trainer.adam_beta2:.2g} of a second moment off in an "
+            "update, which trainer.moments=bfloat16 may round away, so that it never falls; use an adam_beta2 of at "
+            "most 0.996, or float32"
+        )
     num_data_ranks = num_trainers // trainer.tensor_parallel
     if isinstance(config, GRPOConfig) and config.completions_per_step % num_data_ranks:
         multiple = num_data_ranks // math.gcd(num_data_ranks, config.group_size)

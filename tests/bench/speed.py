@@ -125,10 +125,13 @@ def matmul_tflops() -> float:
 
 
 def train_flops_per_token(hf: Any, num_parameters: int, document_tokens: int) -> float:
-    """Forward and backward of a dense model: 6 for each parameter that is multiplied, and causal attention.
+    """Forward and backward: 6 for each parameter that a token is multiplied with, and causal attention.
 
-    Untied input embeddings are looked up, not multiplied. Recomputation is not counted, as in MFU (arXiv:2204.02311).
+    Untied input embeddings are looked up, not multiplied; of experts, those that a token goes to count. Recomputation
+    is not counted, as in MFU (arXiv:2204.02311).
     """
     multiplied = num_parameters - (0 if hf.tie_word_embeddings else hf.vocab_size * hf.hidden_size)
+    if idle := getattr(hf, "num_experts", 0) and hf.num_experts - hf.num_experts_per_tok:
+        multiplied -= hf.num_hidden_layers * idle * 3 * hf.hidden_size * hf.moe_intermediate_size
     attention = 12 * hf.num_hidden_layers * hf.num_attention_heads * hf.head_dim * document_tokens / 2
     return 6 * multiplied + attention

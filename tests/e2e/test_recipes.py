@@ -14,7 +14,7 @@ from grpo.config import GRPOConfig
 from grpo.config.recipes import load
 from grpo.data import toy
 from tests.e2e.runs import read_metrics
-from tests.tiny_models import LLAMA3, QWEN2, SMALL
+from tests.tiny_models import LLAMA3, QWEN2, QWEN3_MOE, SMALL
 from tests.torchrun import ROOT, torchrun
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,13 @@ TABLE = (ROOT / "configs" / "README.md").read_text()
 RECIPES = re.findall(
     r"^\| \[(\w+)\.py\]\(\1\.py\) \| ([1-9]\d*) \|.*? (train_\w+\.py|launch/grpo\.sbatch)", TABLE, re.M
 )
-FAMILIES = {"qwen3": {}, "qwen2": QWEN2, "llama3": LLAMA3, "word": {}}  # by what is in the recipes' names
+FAMILIES = {
+    "qwen3": {},
+    "qwen2": QWEN2,
+    "llama3": LLAMA3,
+    "word": {},
+    "a3b": QWEN3_MOE,
+}  # by what is in the recipes' names
 WORDS = "Mia has 37 pens. She buys 4 boxes with 12 pens each. How many pens does Mia have now?"
 
 SMALLER = ("--model.dtype", "float32", "--trainer.no-compile", "--trainer.micro-batch-tokens", 1024, "--num-steps", 2)
@@ -64,13 +70,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
 
 
 def test_the_table_is_read():
-    assert len(RECIPES) >= 14 and ("qwen3_32b_gsm8k", "16", "launch/grpo.sbatch") in RECIPES
+    assert len(RECIPES) >= 18 and ("qwen3_32b_gsm8k", "16", "launch/grpo.sbatch") in RECIPES
 
 
 @pytest.mark.parametrize(("recipe", "ranks", "started"), RECIPES, ids=[name for name, *_ in RECIPES])
 def test_a_recipe_in_small(recipe: str, ranks: str, started: str, models, data, tmp_path: pathlib.Path):
     script = "train_sft.py" if started == "train_sft.py" else "train_grpo.py"
-    family = next(name for name in FAMILIES if name in recipe)
+    family = [name for name in FAMILIES if name in recipe][-1]
     task, own = ("grpo", (*GRPO, *rewards_of(recipe))) if script == "train_grpo.py" else ("sft", SFT)
     flags = ["--model.path", models[family], *SMALLER, *own, "--run-dir", tmp_path / "run", *SAVED]
     if family != "word":

@@ -38,6 +38,7 @@ TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environ
 TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-tokens", 48)
 TURNS += ("--algorithm.advantages", "return_to_go", "--algorithm.echo-coef", 0.1)
 SAVED = ("--checkpoint.interval", 3)
+ROUNDED = ("--trainer.moments", "bfloat16", "--trainer.adam-beta2", 0.95)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
 # Of the tests' own: {a}, {b} are files of rows, {teacher}, {judge} and {moe} are folders
 MIXED = ("--data.path", "", "--data.sources", "a", "{a}", "b", "{b}", "--data.weights", "a", 2)
@@ -109,6 +110,7 @@ MODES = {
     "SFT, mixed, packed, validation": Mode(2, (*MIXED, *PACKED, *VALIDATION, *SCHEDULE), rank=1, recipe=SFT),
     "SFT, mixed, packed, further checkpoints": Mode(2, (*MIXED, *PACKED, *SAVED, *VALIDATION), recipe=SFT),
     "SFT, TP 2": Mode(2, (*PACKED, "--trainer.tensor-parallel", 2), rank=1, recipe=SFT),
+    "SFT, FSDP 2, moments in bfloat16": Mode(2, (*PACKED, *ROUNDED), rank=1, recipe=SFT),
     "SFT, LoRA, mixed, packed": Mode(2, (*MIXED, *PACKED, *LORA), recipe=SFT),
     "SFT of a mixture of experts, mixed, packed": Mode(
         2, ("--model.path", "{moe}", *MIXED, *PACKED), rank=1, recipe=SFT

@@ -48,6 +48,7 @@ KIND = {"data.environment_column": "kind"}
 TOOLS = {"environment.tools": ("calculator",)}
 PENALTY = {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1}
 EACH_TURN = {"algorithm.advantages": "return_to_go"}
+ROUNDED = {"trainer.moments": "bfloat16"}
 CARRY_8 = {"sampling.carry_over": 8}
 CORRECTION, LOW = "algorithm.importance_correction", "algorithm.importance_correction_low"
 # What is changed in the defaults (4 trainers, 4 generators, 32 prompts of 8 completions), and what the message has
@@ -63,6 +64,7 @@ REFUSED_IN_GRPO = [
     ({"trainer.tensor_parallel": 3}, "4 trainer ranks .*tensor_parallel=3 x trainer.data_replicas=1; use 3"),
     ({"trainer.tensor_parallel": 4, "trainer.data_replicas": 2}, "4 trainer ranks do not split .* use 8"),
     ({"trainer.micro_batch_tokens": 1535}, "1536 tokens .*micro_batch_tokens=1535; raise it to at least 1536"),
+    (ROUNDED | {"trainer.adam_beta2": 0.999}, "adam_beta2=0.999 takes 0.001 of .* use an adam_beta2 of at most 0.996"),
     ({"algorithm.loss": "ppo"}, "algorithm.loss='ppo' is unknown; use grpo, dr_grpo, dapo"),
     ({"algorithm.advantages": "gruop_std"}, "algorithm.advantages='gruop_std' is unknown; use group_std, group_mean"),
     ({"algorithm.num_mini_batches": 33}, "num_mini_batches=33 .* raise prompts_per_step=32"),

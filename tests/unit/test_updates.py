@@ -1,5 +1,6 @@
 """The updates of a step with a real trainer: learning rates, weight decay, and whose the old log-probs are."""
 
+import copy
 import dataclasses
 import math
 from types import SimpleNamespace
@@ -68,6 +69,41 @@ def test_weight_decay_takes_its_share_of_each_weight(folder):
     parameters = (t.model.module.parameters() for t in (plain, decayed))
     for start, one, other in zip(before, *parameters, strict=True):
         torch.testing.assert_close(other, one - 0.01 * 0.5 * start, atol=1e-6, rtol=1e-4)
+
+
+def adamw(weight: torch.Tensor, gradients: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The weight after one update for each gradient (arXiv:1412.6980), moments held in `dtype` between them."""
+    first, second = torch.zeros_like(weight, dtype=dtype), torch.zeros_like(weight, dtype=dtype)
+    for step, gradient in enumerate(gradients, 1):
+        m, v = 0.9 * first.float() + 0.1 * gradient, 0.95 * second.float() + 0.05 * gradient**2
+        weight = weight - 0.01 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+        first, second = m.to(dtype), v.to(dtype)
+    return weight
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_moments_are_held_in_their_dtype_and_updates_computed_in_float32(folder, moments):
+    """A trainer that takes over after three updates makes the other two; all stay close to those of float32."""
+    one, other = (trainer_of(folder, moments=str(moments).removeprefix("torch.")) for _ in range(2))
+    draw = torch.Generator().manual_seed(0)
+    starts = [p.detach().to_local().clone() for p in one.model.module.parameters()]
+    gradients = [[torch.randn(start.shape, generator=draw) for _ in range(5)] for start in starts]
+    for step in range(5):
+        if step == 3:
+            other.load_state_dict(copy.deepcopy(one.state_dict()))
+            held = {name: value.dtype for name, value in other.state_dict()["optimizer"].items() if "exp_avg" in name}
+            assert len(held) == 2 * len(starts) and set(held.values()) == {moments}
+        for trainer in (one, other):
+            for parameter, given in zip(trainer.model.module.parameters(), gradients, strict=True):
+                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad.to_local().copy_(given[step])
+            trainer.optimizer.step()
+    for trainer in (one, other):
+        for end, start, given in zip(trainer.model.module.parameters(), starts, gradients, strict=True):
+            moved = end.detach().to_local() - start
+            exact, expected = (adamw(start, given, dtype) - start for dtype in (torch.float32, moments))
+            assert (moved - expected).norm() < 1e-4 * moved.norm()  # a tie may round to the other side
+            assert (moved - exact).norm() < 5e-3 * moved.norm()
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])
