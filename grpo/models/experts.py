@@ -57,7 +57,7 @@ class Router(TokenChoiceTopKRouter):
     """The gate, in the dtype of its weights as vLLM's is, then softmax in float32, and the largest scores' experts.
 
     `told_2` counts tokens since it was last zeroed, float32: those told other experts than the router's own choice,
-    and all that were told. What a backward computes again counts twice in both.
+    and all that were told. What a backward computes again may count twice, in both.
     """
 
     @dataclass(kw_only=True, slots=True)
