@@ -57,7 +57,7 @@ class Router(TokenChoiceTopKRouter):
     """The gate, in the dtype of its weights as vLLM's is, then softmax in float32, and the largest scores' experts.
 
     `told_2` counts tokens since it was last zeroed, float32: those told other experts than the router's own choice,
-    and all that were told. What a backward computes again counts twice in both.
+    and all that were told. What a backward computes again may count twice, in both.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -66,9 +66,8 @@ class Router(TokenChoiceTopKRouter):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.register_buffer(
-            "told_2", torch.zeros(2, dtype=torch.float32), persistent=False
-        )  # whatever the weights are
+        # float32 whatever the weights are: bfloat16 would count to 256
+        self.register_buffer("told_2", torch.zeros(2, dtype=torch.float32), persistent=False)
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         self.told_2.zero_()

@@ -63,6 +63,9 @@ def main() -> None:
         if roles.trains:
             # the reference stays what it was, however far the policy went
             generator_error = difference(batch, trainer, roles)
+            # routers that choose as the engine did: so each row is where it belongs
+            chosen_anew = dataclasses.replace(batch, routes_NLE=None)
+            assert torch.equal(trainer.logprobs(chosen_anew), trainer.logprobs(batch))
             reference_error = largest(batch.ref_logprobs_N - start_logprobs(start, batch), batch)
             assert generator_error < TOLERANCE, f"version {version}: trainer and generator differ by {generator_error}"
             assert reference_error < TOLERANCE, f"version {version}: the reference is off by {reference_error}"
@@ -175,6 +178,7 @@ def step(trainer: Trainer, config: GRPOConfig, batch: TrainBatch) -> None:
     metrics = StepMetrics(batch.num_sequences)
     trainer.forward_backward(batch, grpo_objective(config, batch, config.algorithm.kl_coef, True), metrics)
     trainer.optimizer_step()
+    assert metrics.means().get("routing/differs_frac") == (None if batch.routes_NLE is None else 0.0)
 
 
 @torch.no_grad()
