@@ -66,9 +66,8 @@ class Router(TokenChoiceTopKRouter):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.register_buffer(
-            "told_2", torch.zeros(2, dtype=torch.float32), persistent=False
-        )  # whatever the weights are
+        # float32 whatever the weights are: bfloat16 would count to 256
+        self.register_buffer("told_2", torch.zeros(2, dtype=torch.float32), persistent=False)
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         self.told_2.zero_()
