@@ -95,12 +95,11 @@ def show_kernels(generate: Callable[[], int]) -> None:
     print(kernels.table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90))
 
 
-def own_engine(_variant: str, engine: dict[str, Any], options: argparse.Namespace):
-    """Prompts, round -> tokens sampled, by a Generator as the loop has it."""
+def start_generator(engine: dict[str, Any], options: argparse.Namespace):
+    """A Generator as the loop has it, with these engine options, on this process alone."""
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig
     from grpo.roles.generator import Generator
     from grpo.roles.process_groups import setup_roles
-    from grpo.types import Prompt, Requests
 
     folder = str(checkpoint(options.shape))
     config = GRPOConfig(
@@ -113,7 +112,14 @@ def own_engine(_variant: str, engine: dict[str, Any], options: argparse.Namespac
         group_size=options.group_size,
     )
     roles = setup_roles(config.roles, config.needs_reference, config.generator.tensor_parallel)
-    generator = Generator(config.generator, config.model, config.data, config.seed, folder, [], roles)
+    return Generator(config.generator, config.model, config.data, config.seed, folder, [], roles)
+
+
+def own_engine(_variant: str, engine: dict[str, Any], options: argparse.Namespace):
+    """Prompts, round -> tokens sampled, by a Generator as the loop has it."""
+    from grpo.types import Prompt, Requests
+
+    generator = start_generator(engine, options)
 
     def generate(prompts: list[list[int]], number: int) -> int:
         rows = [Prompt(ids=ids, index=number * len(prompts) + i) for i, ids in enumerate(prompts)]

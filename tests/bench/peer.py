@@ -1,13 +1,17 @@
 """GRPO steps of ours beside TRL's GRPOTrainer, in turns on one GPU: 32 x 8 completions of 128 + 256 tokens, one update.
 
     python tests/bench/peer.py [--shapes qwen3-0.6b] [--methods ours trl/32] [--rounds 2] [--steps 8] [--limit 300]
-        [--tiny] [-- --trainer.activation-checkpointing none ...]
+        [--prompts 16] [--group-size 8] [--prompt-tokens 128] [--tokens 4096] [--median-tokens 700]
+        [--trl-steps 4] [-- --trainer.activation-checkpointing none ...]
+    python tests/bench/peer.py --tiny --shapes tiny --prompts 2 --group-size 4 --tokens 8 --steps 4
 
 Both run tests/bench/colocated.py: the same prompts, no reference, a coin as reward, bfloat16; TRL as trl_grpo.py says,
 with bfloat16 weights, where ours are float32 in the optimizer. Behind `trl/` stand its completions in one forward;
 `trl-nogc/32` is without its gradient checkpointing. Random weights hardly ever end a completion early: see
-`tokens/step`. What is behind `--` goes to ours alone. Figures are over all rounds, median (lowest to highest) of the
-steps after the first two; `ratio` is TRL's median step over ours. `--tiny` is a look on a CPU, TRL without vLLM.
+`tokens/step`. With `--median-tokens` completions end at long-tailed lengths, for both the same (lengths.py). What is
+behind `--` goes to ours alone. Figures are over all rounds, median (lowest to highest) of the steps after the first
+`--warm-steps`, one number for ours and one for TRL; `ratio` is TRL's median step over ours. Every step is printed, the
+first ones too. `--tiny` is a look on a CPU: TRL without vLLM, which draws no lengths.
 """
 
 import argparse
@@ -24,10 +28,8 @@ from toy_runs import records
 RUNS = ROOT / "runs" / "peer"
 BENCH = pathlib.Path(__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
-WARM_STEPS = 2
 PHASES = ("generate", "train", "sync", "other")
 TINY = ["--model.dtype", "float32", "--trainer.no-compile", "--trainer.micro-batch-tokens", "2048"]
-TINY += ["--prompts-per-step", "2", "--group-size", "4", "--generator.max-completion-tokens", "8", "--num-steps", "4"]
 
 
 def main() -> None:
@@ -36,6 +38,13 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["ours", "trl/32"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--trl-steps", type=int, help="default: as many as ours")
+    parser.add_argument("--warm-steps", type=int, nargs=2, default=[2, 2], help="left out of ours and of TRL's")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256, help="most tokens of a completion")
+    parser.add_argument("--median-tokens", type=int, help="of long-tailed lengths; default: all as long as they may")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one run")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--name", default="peer", help="of the JSON file")
@@ -44,7 +53,7 @@ def main() -> None:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # TRL without a launcher refuses to see several
     rows = []
     for shape in options.shapes:
-        folder = checkpoint(shape)
+        folder = checkpoint(shape, options.prompt_tokens)
         steps: dict[str, list[dict[str, float]]] = {method: [] for method in options.methods}
         failed: dict[str, str] = {}
         for number in range(options.rounds):
@@ -52,24 +61,28 @@ def main() -> None:
                 found, problem = run(method, folder, f"{shape}-{method}-{number}".replace("/", "-"), options)
                 steps[method] += found
                 failed |= {method: problem} if problem else {}
-                print(f"{shape} {method} round {number}: {[round(s['time/step'], 2) for s in found]}", flush=True)
                 done = [row(shape, name, steps[name], steps.get("ours", []), failed) for name in options.methods]
                 report(options.name, rows + done, show=False, flags=options.flags)
         rows += done
-    report(options.name, rows, flags=options.flags)
+    lengths = {name: getattr(options, name) for name in ("prompts", "group_size", "tokens", "median_tokens")}
+    report(options.name, rows, flags=options.flags, **lengths)
 
 
 def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespace) -> tuple[list[dict], str]:
-    """The lines of the steps after the first two, and what went wrong, if anything did."""
-    run_dir = RUNS / name
+    """The lines of the steps after the warm ones, and what went wrong, if anything did."""
+    run_dir, is_ours = RUNS / name, method == "ours"
     shutil.rmtree(run_dir, ignore_errors=True)
     given = ["tests/bench/colocated.py", "--model.path", folder, "--data.path", folder / "prompts.jsonl"]
-    given += ["--num-steps", options.steps, *(TINY if options.tiny else []), "--run-dir", run_dir]
-    if method == "ours":
-        command = [sys.executable, *TORCHRUN, "train_grpo.py", *given, *options.flags]
+    given += ["--prompts-per-step", options.prompts, "--group-size", options.group_size]
+    given += ["--data.max-prompt-tokens", options.prompt_tokens, "--generator.max-completion-tokens", options.tokens]
+    num_steps = options.steps if is_ours else options.trl_steps or options.steps
+    given += ["--num-steps", num_steps, *(TINY if options.tiny else []), "--run-dir", run_dir]
+    forced = [BENCH / "lengths.py", options.median_tokens, options.tokens] if options.median_tokens else []
+    if is_ours:
+        command = [sys.executable, *TORCHRUN, *forced, "train_grpo.py", *given, *options.flags]
     else:
         kind, _, rows = method.partition("/")
-        command = [sys.executable, BENCH / "trl_grpo.py", *given, "--rows", rows or "32"]
+        command = [sys.executable, *forced, BENCH / "trl_grpo.py", *given, "--rows", rows or "32"]
         command += ["--no-gradient-checkpointing"] if kind == "trl-nogc" else []
         command += ["--no-vllm", "--weights", "float32"] if options.tiny else []
     log = RUNS / f"{name}.log"
@@ -78,7 +91,9 @@ def run(method: str, folder: pathlib.Path, name: str, options: argparse.Namespac
     if out and code != 0:
         (pathlib.Path(out) / f"{options.name}.log").write_text(log.read_text()[-100_000:])  # of the last that failed
     lines = records(run_dir) if (run_dir / "metrics.jsonl").exists() else []
-    return [line for line in lines if "time/step" in line][WARM_STEPS:], "" if code == 0 else f"{code}, see {log}"
+    steps, num_warm = [line for line in lines if "time/step" in line], options.warm_steps[0 if is_ours else 1]
+    print(f"{name}: every step took {[round(step['time/step'], 2) for step in steps]} s", flush=True)
+    return steps[num_warm:], "" if code == 0 else f"{code}, see {log}"
 
 
 def row(shape: str, method: str, steps: list[dict], ours: list[dict], failed: dict[str, str]) -> dict[str, Any]:

@@ -17,12 +17,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 PEAK_TFLOPS = 989.0
 
 
-def checkpoint(shape: str) -> pathlib.Path:
+def checkpoint(shape: str, prompt_tokens: int = 128) -> pathlib.Path:
     """The folder of a random checkpoint of `random_checkpoint.py`, made if it is not there."""
-    folder = pathlib.Path(os.environ.get("BENCH_MODELS", "/tmp/bench_models")) / shape
+    name = shape if prompt_tokens == 128 else f"{shape}-{prompt_tokens}"
+    folder = pathlib.Path(os.environ.get("BENCH_MODELS", "/tmp/bench_models")) / name
     if not (folder / "prompts.jsonl").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, ROOT / "tests/bench/random_checkpoint.py", shape, folder], check=True)
+        command = [sys.executable, ROOT / "tests/bench/random_checkpoint.py", shape, folder]
+        subprocess.run([*command, "--prompt-tokens", str(prompt_tokens)], check=True)
     return folder
 
 

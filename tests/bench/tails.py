@@ -20,9 +20,9 @@ import statistics
 import sys
 import time
 
+from lengths import draw_length
 from speed import ROOT, checkpoint, report, run_child, spread
 
-BETWEEN_PROMPTS, WITHIN_GROUPS = 0.6, 0.5
 WARM_UP_STEPS = 2  # CUDA graphs, and until as many groups are carried over as will be
 VARIANTS = ("as drawn", "carried over")
 
@@ -118,11 +118,8 @@ def forced_lengths(slots: int, options: argparse.Namespace):
 
 def length_of(index: int, options: argparse.Namespace) -> int:
     """Tokens of a completion of the run."""
-    median = (
-        options.tokens / 5 * random.Random(f"prompt {index // options.group_size}").lognormvariate(0, BETWEEN_PROMPTS)
-    )
-    factor = random.Random(f"completion {index}").lognormvariate(0, WITHIN_GROUPS)
-    return max(1, min(options.tokens, round(median * factor)))
+    prompt = f"prompt {index // options.group_size}"
+    return draw_length(prompt, f"completion {index}", options.tokens / 5, options.tokens)
 
 
 def asked_of(requests, options: argparse.Namespace) -> list[tuple[int, int]]:

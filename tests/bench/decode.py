@@ -1,0 +1,246 @@
+"""Decoding alone: milliseconds of a token step over what reading weights and KV cache once takes, and where they go.
+
+    python tests/bench/decode.py [--shape qwen3-1.7b] [--sequences 128] [--context 1024] [--steps 100] [--rounds 3]
+        [--together 4] [--gib 18] [--profile] [--limit 240] [--variants ours ours+block_size=64 ...]
+
+A variant is `ours` (the generator of a run) with, each behind `+`, an engine option in JSON, a variable of the
+environment in capitals (`ours+VLLM_USE_V2_MODEL_RUNNER=0`) or a Python file that is run first (`ours+patch.py`).
+`--together` engines start side by side, because a start is the host's work, and are then measured one at a time, in
+turns. Prompts are random and differ. Sequences have `--context` tokens in the middle of the steps.
+
+`floor ms` is all weights and the cache of these tokens, read at the bandwidth of a copy that the variant measures
+itself; untied input embeddings count too, though a step hardly reads them. Host milliseconds of a step: `schedule`;
+`launch`, until the GPU has its work; `wait` for its result; `update`, what vLLM does with the tokens; `ours` within it
+(`SampledTokens`); what is left is `rest`. Where `wait` is near 0 the host is the limit. `--profile` adds the
+milliseconds of kernels in a round of its own, by kind, and a table of them to the variant's log in $OUT.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import re
+import runpy
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from generate import start_generator
+from speed import ROOT, checkpoint, report, spread
+
+KINDS = {
+    "attention": "flash|attention|attn",
+    "products": "gemm|nvjet|cutlass|splitk",
+    "sampling": "gumbel|softmax|rank",
+}
+PARTS = ("schedule", "launch", "wait", "update", "ours", "rest")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-1.7b")
+    parser.add_argument("--variants", nargs="+", default=["ours"])
+    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--together", type=int, default=4, help="engines that are started side by side")
+    parser.add_argument("--gib", type=float, default=18, help="of KV cache, for each engine")
+    parser.add_argument("--limit", type=float, default=240, help="seconds of the engines that are started together")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--name", default="decode", help="of the JSON file")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.tokens = options.context + 8 * options.steps  # drafts may end several tokens in a step
+    if options.child:
+        serve(options.child, options)
+        return
+    checkpoint(options.shape)
+    rows = []
+    for first in range(0, len(options.variants), options.together):
+        rows += measure_together(options.variants[first : first + options.together], options)
+        report(options.name, rows, shape=options.shape, sequences=options.sequences, context=options.context)
+
+
+# ---- One process for each variant, which waits for its turns
+
+
+def measure_together(variants: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start an engine for each variant, then take rounds in turns; a row for each."""
+    children = {variant: start(variant, options) for variant in variants}
+    alarm = threading.Timer(options.limit, lambda: [child.kill() for child in children.values()])
+    alarm.start()
+    found = {variant: answer(child) for variant, child in children.items()}
+    rounds: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
+    for number in range(options.rounds + options.profile):
+        for variant, child in children.items():
+            if measured := answer(child, "profile" if number == options.rounds else "round"):
+                rounds[variant].append(measured)
+                print(f"{variant}: {measured}", flush=True)
+    for child in children.values():
+        child.kill()
+    alarm.cancel()
+    return [{"variant": variant} | found[variant] | summary(rounds[variant], options) for variant in variants]
+
+
+def start(variant: str, options: argparse.Namespace) -> subprocess.Popen:
+    out = pathlib.Path(os.environ.get("OUT", ROOT / "runs" / "bench"))
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
+    given = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with open(out / f"{options.name}-{re.sub('[^A-Za-z0-9]+', '-', variant)}.log", "w") as log:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, env=given, **pipes)
+
+
+def answer(child: subprocess.Popen, word: str = "") -> dict[str, Any]:
+    """The next JSON line of a child, which is told `word` before; nothing if it has ended."""
+    with contextlib.suppress(BrokenPipeError):
+        print(word, file=child.stdin, flush=True) if word else None
+    return next((json.loads(line) for line in child.stdout if line.startswith("{")), {})
+
+
+def summary(rounds: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    if len(rounds) < options.rounds:
+        return {"failed": f"{len(rounds)} of {options.rounds} rounds: see its log"}
+    kernels = {name: value for one in rounds[options.rounds :] for name, value in one.items() if "kernel" in name}
+    rounds = rounds[: options.rounds]
+    row = {name: spread([one[name] for one in rounds]) for name in ("ms/token step", "tokens/s", "prefill s")}
+    row |= {name: statistics.median(one[name] for one in rounds) for name in ("floor ms", "over floor", *PARTS)}
+    return row | kernels
+
+
+# ---- In the process of a variant
+
+
+def serve(variant: str, options: argparse.Namespace) -> None:
+    """Start the engine, say so, and measure a round for each line of the input."""
+    began, engine = time.perf_counter(), {}
+    for argument in variant.split("+")[1:]:
+        name, is_option, value = argument.partition("=")
+        if not is_option:
+            runpy.run_path(name)
+        elif name.isupper():
+            os.environ[name] = value
+        else:
+            engine[name] = json.loads(value)
+    options.group_size = 1
+    generator = start_generator(engine, options)
+    rates, seconds = copy_rate(), timed_parts(generator)
+    read = {"copy TB/s": rates / 1e12, "start s": time.perf_counter() - began}
+    print(json.dumps(read), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(one_round(generator, rates, seconds, line.strip() == "profile", options)), flush=True)
+
+
+def copy_rate() -> float:
+    """Bytes read and written per second by a copy of 1 GiB."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = torch.ones(2**30 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    target, wait = torch.empty_like(source), torch.cuda.synchronize if device == "cuda" else lambda: None
+    rates = []
+    for _ in range(5):
+        wait()
+        began = time.perf_counter()
+        for _ in range(10):
+            target.copy_(source)
+        wait()
+        rates.append(20 * len(source) / (time.perf_counter() - began))
+    return statistics.median(rates)
+
+
+def timed_parts(generator: Any) -> Counter:
+    """Seconds spent in each part so far, counted from now on."""
+    from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
+
+    seconds: Counter = Counter()
+
+    def time_calls(owner: Any, name: str, part: str) -> None:
+        call = getattr(owner, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **options)
+            finally:
+                seconds[part] += time.perf_counter() - began
+
+        setattr(owner, name, timed)
+
+    core = generator.llm.llm_engine.engine_core.engine_core
+    time_calls(core.scheduler, "schedule", "schedule")
+    time_calls(core.model_executor, "execute_model", "launch")
+    time_calls(core.model_executor, "sample_tokens", "launch")
+    time_calls(AsyncOutputFuture, "result", "wait")
+    time_calls(core.scheduler, "update_from_output", "update")
+    time_calls(generator.loop.sampled_tokens, "_take", "ours")
+    time_calls(generator.loop.sampled_tokens, "_hold_back", "ours")
+    return seconds
+
+
+def one_round(generator: Any, rate: float, parts: Counter, profile: bool, options: argparse.Namespace) -> dict:
+    """Prefill all sequences, then time steps in which each gets a token; they are ended in the middle."""
+    from grpo.roles.engine import sampling_params
+
+    draw, loop = random.Random(time.perf_counter()), generator.loop
+    num_prompt_tokens, began = options.context - options.steps // 2, time.perf_counter()
+    for number in range(options.sequences):
+        ids = [draw.randrange(1000) for _ in range(num_prompt_tokens)]
+        loop.add(number, ids, sampling_params(generator.config, [], {}, 1.0, number, 8 * options.steps))
+    sampled = loop.sampled_tokens._by_request
+    while len(sampled) < options.sequences:
+        loop.step()
+    found = {"prefill s": time.perf_counter() - began}
+    if profile:
+        found |= kernels(lambda: [loop.step() for _ in range(options.steps)], options.steps)
+    parts.clear()
+    before, ended, num_steps, began = sum(len(t.ids) for t in sampled.values()), [], 0, time.perf_counter()
+    while num_steps < options.steps and not ended:  # random weights end one now and then
+        ended, num_steps = loop.step(), num_steps + 1
+    seconds, after = time.perf_counter() - began, sum(len(t.ids) for t in [*sampled.values(), *ended])
+    loop.end()
+    loop.settle()
+    generator.forget_prefixes()
+    floor = floor_bytes(generator, num_prompt_tokens * options.sequences + (before + after) / 2) / rate
+    step = seconds * options.sequences / max(1, after - before)
+    host = {name: 1000 * parts[name] / num_steps for name in PARTS}
+    host["update"] -= host["ours"]
+    host["rest"] = 1000 * seconds / num_steps - sum(host.values())
+    found |= {"ms/token step": 1000 * step, "floor ms": 1000 * floor, "over floor": step / floor}
+    return found | {"tokens/s": (after - before) / seconds} | host
+
+
+def floor_bytes(generator: Any, num_tokens: float) -> float:
+    """All weights, and keys and values of so many tokens."""
+    (model,) = generator.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    config = generator.llm.llm_engine.vllm_config
+    hf, in_fp8 = config.model_config.hf_config, config.cache_config.cache_dtype.startswith("fp8")
+    of_token = 2 * hf.num_hidden_layers * hf.num_key_value_heads * hf.head_dim
+    of_token *= 1 if in_fp8 else config.model_config.dtype.itemsize
+    return sum(parameter.nbytes for parameter in model.parameters()) + num_tokens * of_token
+
+
+def kernels(steps: Any, num_steps: int) -> dict[str, float]:
+    """Milliseconds of a step in kernels, by kind; their table goes to the log."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+        steps()
+    averages, total = found.key_averages(), Counter()
+    print(averages.table(sort_by="self_device_time_total" if on_gpu else None, row_limit=30), file=sys.stderr)
+    for kernel in averages:
+        kinds = [kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.key, re.IGNORECASE)]
+        total[kinds[0] if kinds else "others"] += kernel.self_device_time_total / 1000 / num_steps
+    return {f"kernel ms, {kind}": total[kind] for kind in (*KINDS, "others")}
+
+
+if __name__ == "__main__":
+    main()
