@@ -107,6 +107,7 @@ def start_generator(engine: dict[str, Any], options: argparse.Namespace):
         model=ModelConfig(path=folder),
         generator=GeneratorConfig(
             max_completion_tokens=options.tokens,
+            gpu_memory_utilization=0.1,  # vLLM asks whether so much is free, though `--gib` sets the cache
             engine={"kv_cache_memory_bytes": int(options.gib * 2**30)} | engine,
         ),
         group_size=options.group_size,
