@@ -84,9 +84,10 @@ def measure_together(variants: list[str], options: argparse.Namespace) -> list[d
             if measured := answer(child, "profile" if number == options.rounds else "round"):
                 rounds[variant].append(measured)
                 print(f"{variant}: {measured}", flush=True)
+    alarm.cancel()
     for child in children.values():
         child.kill()
-    alarm.cancel()
+        child.wait()
     return [{"variant": variant} | found[variant] | summary(rounds[variant], options) for variant in variants]
 
 

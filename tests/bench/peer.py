@@ -3,7 +3,7 @@
     python tests/bench/peer.py [--shapes qwen3-0.6b] [--methods ours trl/32] [--rounds 2] [--steps 8] [--limit 300]
         [--prompts 16] [--group-size 8] [--prompt-tokens 128] [--tokens 4096] [--median-tokens 700]
         [--trl-steps 4] [-- --trainer.activation-checkpointing none ...]
-    python tests/bench/peer.py --tiny --shapes tiny --prompts 2 --group-size 4 --tokens 8 --steps 4
+    python tests/bench/peer.py --tiny --shapes tiny --methods ours trl/8 --prompts 2 --group-size 4 --tokens 8 --steps 4
 
 Both run tests/bench/colocated.py: the same prompts, no reference, a coin as reward, bfloat16; TRL as trl_grpo.py says,
 with bfloat16 weights, where ours are float32 in the optimizer. Behind `trl/` stand its completions in one forward;
