@@ -99,7 +99,9 @@ def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -
         engine = (_engine_weights(sizes, config) + cache) / 2**30
     if not generator.sleep:
         return total + engine, parts | {"an engine": engine}
-    at_rest = sum(gib for part, gib in parts.items() if part.endswith("moments") or part in STAYING)
+    states = sum(gib for part, gib in parts.items() if part.endswith("moments"))
+    states -= states * DTYPE_BYTES["float32"] / state_bytes(config.trainer)  # an update leaves no gradients
+    at_rest = states + sum(gib for part, gib in parts.items() if part in STAYING)
     return max(total, at_rest + engine), parts | {"an engine that sleeps meanwhile": engine}
 
 

@@ -74,7 +74,7 @@ def test_memory_of_each_role_against_a_gpu():
 
 
 def test_memory_of_a_trainer_that_shares_its_gpu():
-    """Qwen3-1.7B: a peak of 46.6 GiB, at rest 25.6; the engine takes 0.35 x 79.2 = 27.7, or 0.6 x 79.2 = 47.5."""
+    """Qwen3-1.7B: a peak of 46.6 GiB, at rest 19.2; the engine takes 27.7, 47.5 or 63.4 of 79.2 GiB."""
 
     def colocated(**generator) -> bool:
         layout = c.RolesConfig(colocated=True, num_trainers=1, num_references=0)
@@ -83,7 +83,7 @@ def test_memory_of_a_trainer_that_shares_its_gpu():
     assert colocated(gpu_memory_utilization=0.35)
     assert not colocated(gpu_memory_utilization=0.6)
     assert colocated(gpu_memory_utilization=0.6, sleep=True)
-    assert not colocated(gpu_memory_utilization=0.7, sleep=True)
+    assert not colocated(gpu_memory_utilization=0.8, sleep=True)
     evaluates = c.SFTConfig(evaluation=c.EvaluationConfig(interval=5), generator=c.GeneratorConfig())  # 0.85
     assert not statuses(evaluates, QWEN3_1_7B)["trainer"]
 

@@ -302,12 +302,12 @@ def test_lora_of_8b_colocated_fits_one_gpu_because_the_engine_sleeps():
 
 
 def test_a_reference_stays_while_the_engine_samples():
-    """1.72 billion parameters: 16 bytes each with gradient and moments, 2 of the reference; the engine has 72 GiB."""
+    """1.72 billion parameters: 12 bytes each of weight and moments, 2 of the reference; the engine has 72 GiB."""
     flags = "--roles.colocated", "--roles.num-trainers", 1, "--roles.num-references", 0, "--generator.sleep"
     flags += "--generator.gpu-memory-utilization", 0.9, "--trainer.activation-checkpointing", "full"
     alone, beside = (
         trainer_peak(sizes(QWEN3_1_7B), config_of(*flags, "--algorithm.kl-coef", kl_coef), 80)[0]
         for kl_coef in (0, 0.1)
     )
-    assert alone == pytest.approx(72 + 1_720_574_976 * 16 / 2**30)
+    assert alone == pytest.approx(72 + 1_720_574_976 * 12 / 2**30)
     assert beside - alone == pytest.approx(1_720_574_976 * 2 / 2**30)
