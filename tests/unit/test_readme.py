@@ -66,7 +66,7 @@ OTHER_TOOLS_FLAGS = {"--lr", "--nproc_per_node", "--nnodes", "--rdzv_backend", "
 OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step", "--turns", "--play"}
 OTHER_TOOLS_FLAGS |= {"--shape", "--jobs", "--roles", "--phases", "--kinds", "--array", "--env", "--file", "--tag"}
-OTHER_TOOLS_FLAGS |= {"--num", "--worst", "--prompt", "--evaluation", "--html", "--methods"}
+OTHER_TOOLS_FLAGS |= {"--num", "--worst", "--prompt", "--evaluation", "--html", "--methods", "--layers"}
 MOST_LINES = 170  # of the page that a newcomer reads first
 
 
