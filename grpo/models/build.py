@@ -28,7 +28,7 @@ from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import take_out
 from grpo.data.packing import Packing, pack
 from grpo.models.attention import SelectiveCheckpointing, choose_attention
-from grpo.models.families import Policy, family_of, titan_config
+from grpo.models.families import Policy, family_of, has_experts, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
 from grpo.types import MicroBatch, SharedPrompts, TrainBatch
@@ -245,7 +245,7 @@ def build_model(
         parallel_dims=parallel_dims,
         training=training,
         parallelism=parallelism,
-        compile_config=_compile_config(compiled, config, model.dtype),
+        compile_config=_compile_config(compiled, has_experts(hf), model.dtype),
         ac_config=None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing],
         dump_folder="",
         skip_dp=alone and (frozen or adapted),
@@ -261,9 +261,9 @@ def build_model(
     return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
 
 
-def _compile_config(compiled: bool, config: Policy.Config, dtype: str) -> CompileConfig:
+def _compile_config(compiled: bool, experts: bool, dtype: str) -> CompileConfig:
     """What torchtitan compiles. Raises ValueError for experts in float32, which torch 2.13 does not compile."""
-    if compiled and dtype == "float32" and config.layers[0].moe is not None:
+    if compiled and dtype == "float32" and experts:
         raise ValueError(
             "experts are compiled in bfloat16 alone, and model.dtype is float32; take --trainer.no-compile or "
             "--model.dtype bfloat16"

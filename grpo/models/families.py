@@ -223,6 +223,11 @@ def gives_scores(hf: transformers.PretrainedConfig) -> bool:
     return any(name.endswith(SCORES) for name in hf.architectures or ())
 
 
+def has_experts(hf: transformers.PretrainedConfig) -> bool:
+    """Whether a model is a mixture of experts."""
+    return family_of(hf).block is mixture_block
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
 

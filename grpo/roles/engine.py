@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
-from grpo.models.families import head_dim_of
+from grpo.models.families import has_experts, head_dim_of
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
@@ -66,11 +66,6 @@ def import_vllm(roles: Roles) -> None:
     found = importlib.import_module("vllm").__version__
     if found.partition("+")[0] != VLLM_VERSION:
         raise RuntimeError(f"vLLM {found} is installed, and it must be {VLLM_VERSION}: bash launch/setup.sh")
-
-
-def has_experts(hf: PretrainedConfig) -> bool:
-    """Whether a model is a mixture of experts."""
-    return getattr(hf, "num_experts_per_tok", 0) > 0
 
 
 def start_engine(

@@ -46,7 +46,7 @@ class EngineLoop:
         self.engine, self.routes = llm.llm_engine, routes
         self.sampled_tokens = SampledTokens(llm, whole=not reads_texts, routes=routes)
         self._names = map(str, itertools.count())  # never twice: outputs of equal names could not be told apart
-        # by our own name: vLLM's, the request, and how many of its first tokens have no routes
+        # by our own name: vLLM's, the request, and how many of its last tokens have no routes yet
         self._running: dict[str, tuple[str, Any, int]] = {}
 
     @property

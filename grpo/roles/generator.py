@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
+from grpo.models.families import has_experts
 from grpo.models.hf_folder import read_hf_config
 from grpo.roles import engine
 from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
@@ -74,7 +75,7 @@ class Generator:
         more = engine.in_vllms_types(config.sampling)
         self._parameters = partial(engine.sampling_params, config, list(stop_token_ids), more)
         self.least_tokens = more.get("min_tokens", 0)
-        self.has_experts = engine.has_experts(read_hf_config(folder))
+        self.has_experts = has_experts(read_hf_config(folder))
         takes_routes = takes_routes and self.has_experts
         options = engine.options_of_experts(takes_routes, roles.device) if self.has_experts else {}
         self.llm = engine.start_engine(config, model, data, seed, folder, roles, options)
