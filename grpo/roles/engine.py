@@ -15,10 +15,11 @@ from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
 from grpo.models.families import has_experts, head_dim_of
+from grpo.roles.engine_shortcuts import widen_logprobs
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
-VLLM_VERSION = "0.32.0"  # whose scheduler engine_loop.py takes tokens from
+VLLM_VERSION = "0.32.0"  # whose scheduler and sampler engine_shortcuts.py changes
 CPU_KV_CACHE_GIB = 1 / 16
 # Attention on a CPU goes through whole blocks: 160 tokens are sampled 1.3 times as fast as with vLLM's default, 128
 CPU_BLOCK_TOKENS = 32
@@ -141,6 +142,7 @@ def _new_engine(
         defaults["max_num_batched_tokens"] = max(8192, max_tokens)  # prompts are prefilled whole
     else:
         defaults["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": DECODE_SPLITS}
+        widen_logprobs()
     return LLM(
         model=folder,
         tensor_parallel_size=options.tensor_parallel,

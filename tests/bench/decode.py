@@ -1,12 +1,13 @@
 """Decoding alone: milliseconds of a token step over what reading weights and KV cache once takes, and where they go.
 
-    python tests/bench/decode.py [--shape qwen3-1.7b] [--sequences 128] [--context 1024] [--steps 100] [--rounds 3]
+    python tests/bench/decode.py [--shape qwen3-1.7b] [--loads 128x1024 256x256] [--steps 100] [--rounds 3]
         [--together 4] [--gib 18] [--profile] [--limit 240] [--variants ours ours+block_size=64 ...]
 
 A variant is `ours` (the generator of a run) with, each behind `+`, an engine option in JSON, a variable of the
 environment in capitals (`ours+VLLM_USE_V2_MODEL_RUNNER=0`) or a Python file that is run first (`ours+patch.py`).
 `--together` engines start side by side, because a start is the host's work, and are then measured one at a time, in
-turns. Prompts are random and differ. Sequences have `--context` tokens in the middle of the steps.
+turns. Prompts are random and differ. A load of 128x1024 is 128 sequences that have 1,024 tokens in the middle of the
+steps.
 
 `floor ms` is all weights and the cache of these tokens, read at the bandwidth of a copy that the variant measures
 itself; untied input embeddings count too, though a step hardly reads them. Host milliseconds of a step: `schedule`;
@@ -47,8 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-1.7b")
     parser.add_argument("--variants", nargs="+", default=["ours"])
-    parser.add_argument("--sequences", type=int, default=128)
-    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--loads", nargs="+", default=["128x1024"], help="sequences and their tokens")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--together", type=int, default=4, help="engines that are started side by side")
@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--name", default="decode", help="of the JSON file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.tokens = options.context + 8 * options.steps  # drafts may end several tokens in a step
+    options.tokens = (
+        max(int(load.partition("x")[2]) for load in options.loads) + 8 * options.steps
+    )  # drafts may end several tokens in a step
     if options.child:
         serve(options.child, options)
         return
@@ -66,7 +68,7 @@ def main() -> None:
     rows = []
     for first in range(0, len(options.variants), options.together):
         rows += measure_together(options.variants[first : first + options.together], options)
-        report(options.name, rows, shape=options.shape, sequences=options.sequences, context=options.context)
+        report(options.name, rows, shape=options.shape)
 
 
 # ---- One process for each variant, which waits for its turns
@@ -78,17 +80,24 @@ def measure_together(variants: list[str], options: argparse.Namespace) -> list[d
     alarm = threading.Timer(options.limit, lambda: [child.kill() for child in children.values()])
     alarm.start()
     found = {variant: answer(child) for variant, child in children.items()}
-    rounds: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
-    for number in range(options.rounds + options.profile):
-        for variant, child in children.items():
-            if measured := answer(child, "profile" if number == options.rounds else "round"):
-                rounds[variant].append(measured)
-                print(f"{variant}: {measured}", flush=True)
+    rounds: dict[tuple[str, str], list[dict[str, Any]]] = {
+        (variant, load): [] for variant in variants for load in options.loads
+    }
+    for load in options.loads:
+        for number in range(options.rounds + options.profile):
+            for variant, child in children.items():
+                kind = "profile" if number == options.rounds else "round"
+                if measured := answer(child, f"{kind} {load}"):
+                    rounds[variant, load].append(measured)
+                    print(f"{variant}, {load}: {measured}", flush=True)
     alarm.cancel()
     for child in children.values():
         child.kill()
         child.wait()
-    return [{"variant": variant} | found[variant] | summary(rounds[variant], options) for variant in variants]
+    return [
+        {"variant": variant, "load": load} | found[variant] | summary(those, options)
+        for (variant, load), those in rounds.items()
+    ]
 
 
 def start(variant: str, options: argparse.Namespace) -> subprocess.Popen:
@@ -138,7 +147,9 @@ def serve(variant: str, options: argparse.Namespace) -> None:
     read = {"copy TB/s": rates / 1e12, "start s": time.perf_counter() - began}
     print(json.dumps(read), flush=True)
     for line in sys.stdin:
-        print(json.dumps(one_round(generator, rates, seconds, line.strip() == "profile", options)), flush=True)
+        kind, load = line.split()
+        sizes = [int(size) for size in load.split("x")]
+        print(json.dumps(one_round(generator, rates, seconds, kind == "profile", *sizes, options)), flush=True)
 
 
 def copy_rate() -> float:
@@ -186,17 +197,25 @@ def timed_parts(generator: Any) -> Counter:
     return seconds
 
 
-def one_round(generator: Any, rate: float, parts: Counter, profile: bool, options: argparse.Namespace) -> dict:
+def one_round(
+    generator: Any,
+    rate: float,
+    parts: Counter,
+    profile: bool,
+    num_sequences: int,
+    context: int,
+    options: argparse.Namespace,
+) -> dict:
     """Prefill all sequences, then time steps in which each gets a token; they are ended in the middle."""
     from grpo.roles.engine import sampling_params
 
     draw, loop = random.Random(time.perf_counter()), generator.loop
-    num_prompt_tokens, began = options.context - options.steps // 2, time.perf_counter()
-    for number in range(options.sequences):
+    num_prompt_tokens, began = context - options.steps // 2, time.perf_counter()
+    for number in range(num_sequences):
         ids = [draw.randrange(1000) for _ in range(num_prompt_tokens)]
         loop.add(number, ids, sampling_params(generator.config, [], {}, 1.0, number, 8 * options.steps))
     sampled = loop.sampled_tokens._by_request
-    while len(sampled) < options.sequences:
+    while len(sampled) < num_sequences:
         loop.step()
     found = {"prefill s": time.perf_counter() - began}
     if profile:
@@ -209,8 +228,8 @@ def one_round(generator: Any, rate: float, parts: Counter, profile: bool, option
     loop.end()
     loop.settle()
     generator.forget_prefixes()
-    floor = floor_bytes(generator, num_prompt_tokens * options.sequences + (before + after) / 2) / rate
-    step = seconds * options.sequences / max(1, after - before)
+    floor = floor_bytes(generator, num_prompt_tokens * num_sequences + (before + after) / 2) / rate
+    step = seconds * num_sequences / max(1, after - before)
     host = {name: 1000 * parts[name] / num_steps for name in PARTS}
     host["update"] -= host["ours"]
     host["rest"] = 1000 * seconds / num_steps - sum(host.values())
