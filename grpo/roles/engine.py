@@ -15,7 +15,7 @@ from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
 from grpo.models.families import has_experts, head_dim_of
-from grpo.roles.engine_shortcuts import widen_logprobs
+from grpo.roles.engine_shortcuts import WIDE_HEAD_DIM, is_hopper, widen_attention, widen_logprobs
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
@@ -25,9 +25,8 @@ CPU_KV_CACHE_GIB = 1 / 16
 CPU_BLOCK_TOKENS = 32
 # Those of vLLM's CPUAttentionBackend
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# Into how many parts FlashAttention 3 may split a sequence's keys in decoding: fewer than vLLM's 32 samples 3 % more
-# tokens with 256 sequences and 4 % with 4 long ones (Qwen3-0.6B, one H200)
-DECODE_SPLITS = 8
+# With which of its engine options a user has chosen attention; FlashAttention 3 reads a float8 cache faster than triton
+CHOOSE_ATTENTION = ("attention_config", "attention_backend", "kv_cache_dtype")
 # Engine options that vLLM's CPU backend gets wrong: seeded requests whose prompt is prefilled in pieces crash it, and
 # its sampler of drafted tokens divides by uninitialised memory where the temperature should be.
 WHOLE_PROMPTS, NO_DRAFTS = "must prefill prompts whole", "samples drafted tokens at a wrong temperature"
@@ -80,7 +79,7 @@ def start_engine(
 ):
     """This rank's part of its replica's `vllm.LLM`; seconds on a CPU, 20 to 95 on a GPU.
 
-    options: of vLLM, from `options_of_experts`. Collective over the replica, colocated over all ranks.
+    options: of vLLM, from `options_of_model`. Collective over the replica, colocated over all ranks.
     """
     max_tokens = data.max_prompt_tokens + config.max_completion_tokens
     inductor_cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -96,12 +95,22 @@ def start_engine(
     return llm
 
 
-def options_of_experts(takes_routes: bool, device: torch.device) -> dict[str, Any]:
-    """vLLM's options for a mixture of experts; takes_routes: its routes are asked for."""
+def options_of_model(
+    hf: PretrainedConfig, engine: Mapping[str, Any], takes_routes: bool, device: torch.device
+) -> dict[str, Any]:
+    """vLLM's options for a model on this machine.
+
+    engine: the user's own. takes_routes: the routes of a mixture of experts are asked for.
+    """
     if device.type == "cpu":  # tokens from the prefix cache would pass no router
         return {"enable_prefix_caching": False} if takes_routes else {}
-    # of its kernels for experts those that read weights as they are written, so that a sync can write them in place
-    return {"moe_backend": "triton"} | ({"enable_return_routed_experts": True} if takes_routes else {})
+    options: dict[str, Any] = {"enable_return_routed_experts": True} if takes_routes else {}
+    if has_experts(hf):  # of its kernels those that read weights as they are written, so a sync can write them in place
+        options["moe_backend"] = "triton"
+    chosen = any(name in engine for name in CHOOSE_ATTENTION)
+    if not chosen and head_dim_of(hf) == WIDE_HEAD_DIM and is_hopper(device):
+        options["attention_config"] = {"backend": "TRITON_ATTN"}
+    return options
 
 
 def _new_engine(
@@ -112,7 +121,7 @@ def _new_engine(
     folder: str,
     tokenizer: str,
     roles: Roles,
-    of_experts: Mapping[str, Any],
+    of_model: Mapping[str, Any],
 ):
     from vllm import LLM
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -141,8 +150,8 @@ def _new_engine(
         defaults["kv_cache_memory_bytes"] = int(CPU_KV_CACHE_GIB * 2**30)
         defaults["max_num_batched_tokens"] = max(8192, max_tokens)  # prompts are prefilled whole
     else:
-        defaults["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": DECODE_SPLITS}
         widen_logprobs()
+        widen_attention(roles.device)
     return LLM(
         model=folder,
         tensor_parallel_size=options.tensor_parallel,
@@ -158,7 +167,7 @@ def _new_engine(
         tokenizer=tokenizer if needs_texts(options) else None,
         skip_tokenizer_init=not needs_texts(options),
         seed=seed,
-        **(defaults | of_experts | options.engine),
+        **(defaults | of_model | options.engine),
     )
 
 

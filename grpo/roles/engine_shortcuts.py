@@ -10,7 +10,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from grpo.roles.engine_routes import Routes
+
+# Of attention whose tiles were measured
+WIDE_HEAD_DIM, WIDE_TILE = 128, 64
 
 
 @dataclass(eq=False)
@@ -240,6 +245,31 @@ class Launch:
         if self._kernel is None:
             return lambda *arguments, **options: None
         return lambda *arguments, **options: self._kernel[grid](*arguments, **(options | self._options))
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU is of the kind that vLLM's attention was measured on here (H100, H200)."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def widen_attention(device: torch.device) -> None:
+    """Have vLLM's triton attention read 64 keys at once on Hopper, which then decodes faster than FlashAttention 3.
+
+    For 128 sequences of 1,024 tokens a layer's attention takes 0.131 ms instead of 0.152, for 256 of 256 it takes 0.079
+    instead of 0.114; with vLLM's own 32 keys the former takes 0.157 (16 query and 8 key heads, one H200).
+    """
+    from vllm.v1.attention.ops import triton_unified_attention as attention
+
+    if isinstance(attention.kernel_unified_attention, Launch) or not is_hopper(device):
+        return
+    tile_of = attention._get_tile_size
+
+    def wide_tile(head_size: int, sliding_window: int, element_size: int, is_prefill: bool) -> int:
+        wide = head_size == WIDE_HEAD_DIM and element_size == 2 and is_prefill  # as vLLM calls whatever is not split
+        return WIDE_TILE if wide else tile_of(head_size, sliding_window, element_size, is_prefill)
+
+    attention._get_tile_size = wide_tile
+    attention.kernel_unified_attention = Launch(attention.kernel_unified_attention, num_stages=2)
 
 
 def widen_logprobs() -> None:

@@ -75,9 +75,10 @@ class Generator:
         more = engine.in_vllms_types(config.sampling)
         self._parameters = partial(engine.sampling_params, config, list(stop_token_ids), more)
         self.least_tokens = more.get("min_tokens", 0)
-        self.has_experts = has_experts(read_hf_config(folder))
+        hf = read_hf_config(folder)
+        self.has_experts = has_experts(hf)
         takes_routes = takes_routes and self.has_experts
-        options = engine.options_of_experts(takes_routes, roles.device) if self.has_experts else {}
+        options = engine.options_of_model(hf, config.engine, takes_routes, roles.device)
         self.llm = engine.start_engine(config, model, data, seed, folder, roles, options)
         routes = take_routes(self.llm, roles.rank in roles.heads) if takes_routes else None
         self.loop = EngineLoop(self.llm, engine.needs_texts(config), routes)

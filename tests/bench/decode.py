@@ -13,14 +13,17 @@ steps.
 itself; untied input embeddings count too, though a step hardly reads them. Host milliseconds of a step: `schedule`;
 `launch`, until the GPU has its work; `wait` for its result; `update`, what vLLM does with the tokens; `ours` within it
 (`SampledTokens`); what is left is `rest`. Where `wait` is near 0 the host is the limit. `--profile` adds the
-milliseconds of kernels in a round of its own, by kind, and a table of them to the variant's log in $OUT.
+milliseconds of kernels in a round of its own, by kind, and tables of kernels and of Python's functions to the
+variant's log in $OUT.
 """
 
 import argparse
 import contextlib
+import cProfile
 import json
 import os
 import pathlib
+import pstats
 import random
 import re
 import runpy
@@ -123,7 +126,9 @@ def summary(rounds: list[dict[str, Any]], options: argparse.Namespace) -> dict[s
     kernels = {name: value for one in rounds[options.rounds :] for name, value in one.items() if "kernel" in name}
     rounds = rounds[: options.rounds]
     row = {name: spread([one[name] for one in rounds]) for name in ("ms/token step", "tokens/s", "prefill s")}
-    row |= {name: statistics.median(one[name] for one in rounds) for name in ("floor ms", "over floor", *PARTS)}
+    row |= {
+        name: statistics.median(one[name] for one in rounds) for name in ("copy TB/s", "floor ms", "over floor", *PARTS)
+    }
     return row | kernels
 
 
@@ -143,13 +148,12 @@ def serve(variant: str, options: argparse.Namespace) -> None:
             engine[name] = json.loads(value)
     options.group_size = 1
     generator = start_generator(engine, options)
-    rates, seconds = copy_rate(), timed_parts(generator)
-    read = {"copy TB/s": rates / 1e12, "start s": time.perf_counter() - began}
-    print(json.dumps(read), flush=True)
+    seconds = timed_parts(generator)
+    print(json.dumps({"start s": time.perf_counter() - began}), flush=True)
     for line in sys.stdin:
         kind, load = line.split()
         sizes = [int(size) for size in load.split("x")]
-        print(json.dumps(one_round(generator, rates, seconds, kind == "profile", *sizes, options)), flush=True)
+        print(json.dumps(one_round(generator, seconds, kind == "profile", *sizes, options)), flush=True)
 
 
 def copy_rate() -> float:
@@ -199,7 +203,6 @@ def timed_parts(generator: Any) -> Counter:
 
 def one_round(
     generator: Any,
-    rate: float,
     parts: Counter,
     profile: bool,
     num_sequences: int,
@@ -209,17 +212,23 @@ def one_round(
     """Prefill all sequences, then time steps in which each gets a token; they are ended in the middle."""
     from grpo.roles.engine import sampling_params
 
-    draw, loop = random.Random(time.perf_counter()), generator.loop
+    draw, loop, rate = random.Random(time.perf_counter()), generator.loop, copy_rate()
     num_prompt_tokens, began = context - options.steps // 2, time.perf_counter()
     for number in range(num_sequences):
         ids = [draw.randrange(1000) for _ in range(num_prompt_tokens)]
-        loop.add(number, ids, sampling_params(generator.config, [], {}, 1.0, number, 8 * options.steps))
+        loop.add(
+            number, ids, sampling_params(generator.config, [], {"ignore_eos": True}, 1.0, number, 8 * options.steps)
+        )
     sampled = loop.sampled_tokens._by_request
     while len(sampled) < num_sequences:
         loop.step()
     found = {"prefill s": time.perf_counter() - began}
     if profile:
-        found |= kernels(lambda: [loop.step() for _ in range(options.steps)], options.steps)
+        found |= kernels(lambda: [loop.step() for _ in range(options.steps // 2)], options.steps // 2)
+        with cProfile.Profile() as functions:
+            for _ in range(options.steps // 2):
+                loop.step()
+        pstats.Stats(functions, stream=sys.stderr).sort_stats("tottime").print_stats(40)
     parts.clear()
     before, ended, num_steps, began = sum(len(t.ids) for t in sampled.values()), [], 0, time.perf_counter()
     while num_steps < options.steps and not ended:  # random weights end one now and then
@@ -233,7 +242,12 @@ def one_round(
     host = {name: 1000 * parts[name] / num_steps for name in PARTS}
     host["update"] -= host["ours"]
     host["rest"] = 1000 * seconds / num_steps - sum(host.values())
-    found |= {"ms/token step": 1000 * step, "floor ms": 1000 * floor, "over floor": step / floor}
+    found |= {
+        "copy TB/s": rate / 1e12,
+        "ms/token step": 1000 * step,
+        "floor ms": 1000 * floor,
+        "over floor": step / floor,
+    }
     return found | {"tokens/s": (after - before) / seconds} | host
 
 
