@@ -171,14 +171,11 @@ class PlainSteps:
         waits = bool(scheduler.waiting or scheduler.kv_holding_waiting)
         if waits and len(running) < scheduler.max_num_active_reqs:
             return []
-        if self._pool.get_num_free_blocks() < len(running) or len(running) > scheduler.max_num_scheduled_tokens:
+        if self._pool.get_num_free_blocks() < len(running):
             return []
-        known = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
         for request in running:
             ahead, num_computed = request.num_output_placeholders, request.num_computed_tokens
             if len(request._all_token_ids) + ahead - num_computed != 1:
-                return []
-            if known is not None and request.request_id not in known:
                 return []
             # the step before may end a request, and one that must end with it gets no other
             ends = ahead and num_computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens
@@ -224,7 +221,6 @@ class PlainSteps:
         params = request.sampling_params
         return (
             request.status is self._running
-            and not request.num_stale_output_tokens
             and token != params.eos_token_id
             and token not in (params.stop_token_ids or ())
             and len(request._output_token_ids) + 1 < request.max_tokens

@@ -1,8 +1,8 @@
 """The sampling engine: one vLLM engine per replica, inside its torchrun ranks.
 
 Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. engine.py starts
-engines, engine_loop.py steps them with the shortcuts of engine_shortcuts.py, engine_routes.py asks for their experts; only
-these four import vllm.
+engines, engine_loop.py steps them by the shortcuts of engine_shortcuts.py, engine_routes.py asks for their experts;
+only these four import vllm.
 """
 
 import collections
