@@ -44,14 +44,14 @@ class SampledTokens:
         self._by_request: dict[str, Taken] = defaultdict(Taken)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         update_from_output = scheduler.update_from_output
-        plain = PlainSteps(scheduler) if whole and routes is None and PlainSteps.fit(scheduler) else None
+        plain = PlainSteps(scheduler) if PlainSteps.fit(scheduler) else None
 
         def take_tokens(scheduled: Any, model_output: Any) -> Any:
             logprobs, model_output.logprobs = model_output.logprobs, None
             if logprobs is None:
                 return update_from_output(scheduled, model_output)
             column, starts = logprobs.logprobs[:, 0].tolist(), logprobs.cu_num_generated_tokens
-            if plain:
+            if plain and whole and not routes:
                 scheduled = plain.take(scheduled, model_output, column, self._by_request)
             outputs = update_from_output(scheduled, model_output)
             rows = routes.of_step(scheduled, model_output, outputs) if routes else {}
