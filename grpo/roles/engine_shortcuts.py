@@ -175,7 +175,7 @@ class PlainSteps:
             return []
         for request in running:
             ahead, num_computed = request.num_output_placeholders, request.num_computed_tokens
-            if len(request._all_token_ids) + ahead - num_computed != 1:
+            if len(request._all_token_ids) + ahead - num_computed != 1 or request.structured_output_request is not None:
                 return []
             # the step before may end a request, and one that must end with it gets no other
             ends = ahead and num_computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens

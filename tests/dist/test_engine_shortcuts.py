@@ -130,6 +130,7 @@ def run(scheduler, seed: int, is_short: bool):
         return preempt(request, *arguments, **options)
 
     scheduler._preempt_request = noted
+    scheduler.structured_output_manager.accept_tokens = lambda *_: True
     for step in range(5000):
         if step < 200 and draw.random() < 0.3:
             for _ in range(draw.randint(1, 4)):
@@ -167,7 +168,10 @@ def random_request(draw: random.Random, name: str):
     prompt = list(range(7, 7 + (50 if draw.random() < 0.1 else draw.randint(1, 10))))
     params = SamplingParams(max_tokens=draw.randint(1, MAX_TOKENS), stop_token_ids=[STOP], logprobs=0)
     params.update_from_generation_config({}, eos_token_id=STOP + 1)
-    return Request(name, prompt, params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+    request = Request(name, prompt, params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+    if draw.random() < 0.1:
+        request.structured_output_request = object()  # all of it that a plan depends on
+    return request
 
 
 def facts_of(plan) -> dict:
@@ -180,6 +184,7 @@ def facts_of(plan) -> dict:
         "sampled": cached.num_output_tokens,
         "resumed": (cached.resumed_req_ids, cached.all_token_ids),
         "finished": plan.finished_req_ids,
+        "structured": (plan.has_structured_output_requests, plan.pending_structured_output_tokens),
     }
 
 
