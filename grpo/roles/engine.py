@@ -15,11 +15,11 @@ from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
 from grpo.models.families import has_experts, head_dim_of
-from grpo.roles.engine_shortcuts import WIDE_HEAD_DIM, is_hopper, widen_attention, widen_logprobs
+from grpo.roles.engine_shortcuts import WIDE_HEAD_DIM, widen_attention, widen_logprobs
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
-VLLM_VERSION = "0.32.0"  # whose scheduler and sampler engine_shortcuts.py changes
+VLLM_VERSION = "0.32.0"  # which engine_shortcuts.py changes
 CPU_KV_CACHE_GIB = 1 / 16
 # Attention on a CPU goes through whole blocks: 160 tokens are sampled 1.3 times as fast as with vLLM's default, 128
 CPU_BLOCK_TOKENS = 32
@@ -27,6 +27,7 @@ CPU_BLOCK_TOKENS = 32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # With which of its engine options a user has chosen attention; FlashAttention 3 reads a float8 cache faster than triton
 CHOOSE_ATTENTION = ("attention_config", "attention_backend", "kv_cache_dtype")
+HOPPER = (9, 0)  # H100 and H200, on which triton's attention was measured
 # Engine options that vLLM's CPU backend gets wrong: seeded requests whose prompt is prefilled in pieces crash it, and
 # its sampler of drafted tokens divides by uninitialised memory where the temperature should be.
 WHOLE_PROMPTS, NO_DRAFTS = "must prefill prompts whole", "samples drafted tokens at a wrong temperature"
@@ -108,7 +109,7 @@ def options_of_model(
     if has_experts(hf):  # of its kernels those that read weights as they are written, so a sync can write them in place
         options["moe_backend"] = "triton"
     chosen = any(name in engine for name in CHOOSE_ATTENTION)
-    if not chosen and head_dim_of(hf) == WIDE_HEAD_DIM and is_hopper(device):
+    if not chosen and head_dim_of(hf) == WIDE_HEAD_DIM and torch.cuda.get_device_capability(device) == HOPPER:
         options["attention_config"] = {"backend": "TRITON_ATTN"}
     return options
 
@@ -151,7 +152,8 @@ def _new_engine(
         defaults["max_num_batched_tokens"] = max(8192, max_tokens)  # prompts are prefilled whole
     else:
         widen_logprobs()
-        widen_attention(roles.device)
+        if "attention_config" in of_model:
+            widen_attention()
     return LLM(
         model=folder,
         tensor_parallel_size=options.tensor_parallel,

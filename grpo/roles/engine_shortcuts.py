@@ -1,16 +1,15 @@
-"""Shortcuts through vLLM's scheduler, which visits each request in Python several times for each of its tokens.
+"""What is changed of vLLM for speed: shortcuts through its scheduler, and kernels that are launched otherwise.
 
-With hundreds of sequences or a small model the GPU waits for these visits. Here are those of a plain step, in which
-every request decodes one token; all other steps, and the requests of a step that end in it, go vLLM's own way. Left
-out: the loop over steps, which is engine_loop.py's.
+The scheduler visits each request in Python several times for each of its tokens, for which the GPU waits with hundreds
+of sequences or a small model. The shortcut is for plain steps, in which every request decodes one token; all other
+steps, and the requests of a step that end in it, go vLLM's own way. Left out: the loop over steps (engine_loop.py), and
+which engine gets which kernels (engine.py).
 """
 
 import copy
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from grpo.roles.engine_routes import Routes
 
@@ -243,21 +242,14 @@ class Launch:
         return lambda *arguments, **options: self._kernel[grid](*arguments, **(options | self._options))
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether a GPU is of the kind that vLLM's attention was measured on here (H100, H200)."""
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def widen_attention(device: torch.device) -> None:
-    """Have vLLM's triton attention read 64 keys at once on Hopper, which then decodes faster than FlashAttention 3.
+def widen_attention() -> None:
+    """Have vLLM's triton attention read 64 keys at once, which on Hopper decodes faster than FlashAttention 3.
 
     For 128 sequences of 1,024 tokens a layer's attention takes 0.131 ms instead of 0.152, for 256 of 256 it takes 0.079
     instead of 0.114; with vLLM's own 32 keys the former takes 0.157 (16 query and 8 key heads, one H200).
     """
     from vllm.v1.attention.ops import triton_unified_attention as attention
 
-    if isinstance(attention.kernel_unified_attention, Launch) or not is_hopper(device):
-        return
     tile_of = attention._get_tile_size
 
     def wide_tile(head_size: int, sliding_window: int, element_size: int, is_prefill: bool) -> int:
@@ -276,6 +268,5 @@ def widen_logprobs() -> None:
     import vllm.v1.worker.gpu.sample.sampler  # noqa: F401  (which imports the next one; alone it is a circle)
     from vllm.v1.worker.gpu.sample import logprob
 
-    if not isinstance(logprob._ranks_kernel, Launch):
-        logprob._topk_log_softmax_kernel = Launch(logprob._topk_log_softmax_kernel, BLOCK_SIZE=16_384, num_warps=16)
-        logprob._ranks_kernel = Launch(None)
+    logprob._topk_log_softmax_kernel = Launch(logprob._topk_log_softmax_kernel, BLOCK_SIZE=16_384, num_warps=16)
+    logprob._ranks_kernel = Launch(None)

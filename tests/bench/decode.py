@@ -11,8 +11,8 @@ steps.
 
 `floor ms` is all weights and the cache of these tokens, read at the bandwidth of a copy that the variant measures
 itself; untied input embeddings count too, though a step hardly reads them. Host milliseconds of a step: `schedule`;
-`launch`, until the GPU has its work; `wait` for its result; `update`, what vLLM does with the tokens; `ours` within it
-(`SampledTokens`); what is left is `rest`. Where `wait` is near 0 the host is the limit. `--profile` adds the
+`launch`, until the GPU has its work; `wait` for its result; `update`, what becomes of the tokens; what is left is
+`rest`. Where `wait` is near 0 the host is the limit. `--profile` adds the
 milliseconds of kernels in a round of its own, by kind, and tables of kernels and of Python's functions to the
 variant's log in $OUT.
 """
@@ -44,7 +44,7 @@ KINDS = {
     "products": "gemm|nvjet|cutlass|splitk",
     "sampling": "gumbel|softmax|rank",
 }
-PARTS = ("schedule", "launch", "wait", "update", "ours", "rest")
+PARTS = ("schedule", "launch", "wait", "update", "rest")
 
 
 def main() -> None:
@@ -196,8 +196,6 @@ def timed_parts(generator: Any) -> Counter:
     time_calls(core.model_executor, "sample_tokens", "launch")
     time_calls(AsyncOutputFuture, "result", "wait")
     time_calls(core.scheduler, "update_from_output", "update")
-    time_calls(generator.loop.sampled_tokens, "_take", "ours")
-    time_calls(generator.loop.sampled_tokens, "_hold_back", "ours")
     return seconds
 
 
@@ -240,7 +238,6 @@ def one_round(
     floor = floor_bytes(generator, num_prompt_tokens * num_sequences + (before + after) / 2) / rate
     step = seconds * num_sequences / max(1, after - before)
     host = {name: 1000 * parts[name] / num_steps for name in PARTS}
-    host["update"] -= host["ours"]
     host["rest"] = 1000 * seconds / num_steps - sum(host.values())
     found |= {
         "copy TB/s": rate / 1e12,

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from grpo.roles import engine, engine_shortcuts
-from grpo.roles.engine_shortcuts import Launch, PlainSteps, SampledTokens
+from grpo.roles.engine_shortcuts import PlainSteps, SampledTokens
 from tests.tiny_models import make_tiny
 
 BLOCK, NUM_BLOCKS, MAX_TOKENS, STOP = 4, 22, 24, 1
@@ -43,52 +43,50 @@ def test_equals_vllms_own_scheduler(vllm_config, is_ahead, is_v2, caches, seed):
 
 
 @pytest.mark.parametrize(
-    "head_dim, options, on_hopper, chosen",
+    "head_dim, options, capability, chosen",
     [
-        (128, {}, True, {"attention_config": {"backend": "TRITON_ATTN"}}),
-        (128, {"attention_config": {"backend": "FLASH_ATTN"}}, True, {}),
-        (128, {"kv_cache_dtype": "fp8"}, True, {}),
-        (64, {}, True, {}),
-        (128, {}, False, {}),
+        (128, {}, (9, 0), {"attention_config": {"backend": "TRITON_ATTN"}}),
+        (128, {"attention_config": {"backend": "FLASH_ATTN"}}, (9, 0), {}),
+        (128, {"attention_backend": "FLASH_ATTN"}, (9, 0), {}),
+        (128, {"kv_cache_dtype": "fp8"}, (9, 0), {}),
+        (64, {}, (9, 0), {}),
+        (128, {}, (8, 0), {}),
     ],
 )
-def test_triton_attends_where_it_was_measured_and_nobody_chose(head_dim, options, on_hopper, chosen, monkeypatch):
-    monkeypatch.setattr(engine, "is_hopper", lambda device: on_hopper)
+def test_triton_attends_where_it_was_measured_and_nobody_chose(head_dim, options, capability, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     hf = transformers.Qwen3Config(head_dim=head_dim)
     assert engine.options_of_model(hf, options, False, torch.device("cuda")) == chosen
     assert engine.options_of_model(hf, options, False, torch.device("cpu")) == {}
 
 
 def test_kernels_are_launched_with_other_options(monkeypatch):
-    """The kernels of this vLLM, which run on GPUs alone, are where they are looked for, and their callers fit."""
+    """The kernels of this vLLM, which run on GPUs alone, as its callers launch them; also if done twice."""
     import vllm.v1.worker.gpu.sample.sampler  # noqa: F401
     from vllm.v1.attention.ops import triton_unified_attention as attention
     from vllm.v1.worker.gpu.sample import logprob
 
     launched = []
-
-    def kernel(*arguments, **options):
-        launched.append((arguments, options))
-
-    kernels = {(0,): kernel}
     for module, name in (
         (attention, "kernel_unified_attention"),
         (logprob, "_topk_log_softmax_kernel"),
         (logprob, "_ranks_kernel"),
     ):
         assert hasattr(module, name)
-        monkeypatch.setattr(module, name, kernels)
+        monkeypatch.setattr(module, name, {(0,): lambda *_, **options: launched.append(options)})
     monkeypatch.setattr(attention, "_get_tile_size", attention._get_tile_size)
-    monkeypatch.setattr(engine_shortcuts, "is_hopper", lambda device: True)
-    for _ in range(2):  # an engine that starts later finds them changed
+    monkeypatch.setattr(logprob.triton, "next_power_of_2", int, raising=False)  # triton has nothing of it on a CPU
+    for _ in range(2):
         engine_shortcuts.widen_logprobs()
-        engine_shortcuts.widen_attention(torch.device("cuda"))
+        engine_shortcuts.widen_attention()
+    logprob.compute_topk_scores(torch.zeros(0, 5), 0, torch.zeros(0, dtype=torch.int64))
+    attention.kernel_unified_attention[(0,)](TILE_SIZE=64)
+    assert launched == [
+        {"BLOCK_SIZE": 16_384, "TOPK_BLOCK_SIZE": 1, "num_warps": 16},
+        {"TILE_SIZE": 64, "num_stages": 2},
+    ]
     tiles = [attention._get_tile_size(size, 0, 2, is_prefill=whole) for size, whole in ((128, 1), (128, 0), (64, 1))]
     assert tiles == [64, 16, 32]
-    logprob._topk_log_softmax_kernel[(0,)](1, BLOCK_SIZE=1024, TOPK_BLOCK_SIZE=1)
-    logprob._ranks_kernel[(0,)](2, BLOCK_SIZE=8192)
-    assert launched == [((1,), {"BLOCK_SIZE": 16_384, "TOPK_BLOCK_SIZE": 1, "num_warps": 16})]
-    assert isinstance(attention.kernel_unified_attention, Launch)
 
 
 def scheduler_of(vllm_config, is_ahead: bool, is_v2: bool, caches: bool):
