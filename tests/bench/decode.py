@@ -12,9 +12,8 @@ steps.
 `floor ms` is all weights and the cache of these tokens, read at the bandwidth of a copy that the variant measures
 itself; untied input embeddings count too, though a step hardly reads them. Host milliseconds of a step: `schedule`;
 `launch`, until the GPU has its work; `wait` for its result; `update`, what becomes of the tokens; what is left is
-`rest`. Where `wait` is near 0 the host is the limit. `--profile` adds the
-milliseconds of kernels in a round of its own, by kind, and tables of kernels and of Python's functions to the
-variant's log in $OUT.
+`rest`. Where `wait` is near 0 the host is the limit. `--profile` adds the milliseconds of kernels in a round of its
+own, by kind, and tables of kernels and of Python's functions to the variant's log in $OUT.
 """
 
 import argparse
@@ -228,17 +227,17 @@ def one_round(
                 loop.step()
         pstats.Stats(functions, stream=sys.stderr).sort_stats("tottime").print_stats(40)
     parts.clear()
-    before, ended, num_steps, began = sum(len(t.ids) for t in sampled.values()), [], 0, time.perf_counter()
-    while num_steps < options.steps and not ended:  # random weights end one now and then
-        ended, num_steps = loop.step(), num_steps + 1
-    seconds, after = time.perf_counter() - began, sum(len(t.ids) for t in [*sampled.values(), *ended])
+    before, began = sum(len(taken.ids) for taken in sampled.values()), time.perf_counter()
+    for _ in range(options.steps):
+        loop.step()
+    seconds, after = time.perf_counter() - began, sum(len(taken.ids) for taken in sampled.values())
     loop.end()
     loop.settle()
     generator.forget_prefixes()
     floor = floor_bytes(generator, num_prompt_tokens * num_sequences + (before + after) / 2) / rate
-    step = seconds * num_sequences / max(1, after - before)
-    host = {name: 1000 * parts[name] / num_steps for name in PARTS}
-    host["rest"] = 1000 * seconds / num_steps - sum(host.values())
+    step = seconds * num_sequences / (after - before)
+    host = {name: 1000 * parts[name] / options.steps for name in PARTS}
+    host["rest"] = 1000 * seconds / options.steps - sum(host.values())
     found |= {
         "copy TB/s": rate / 1e12,
         "ms/token step": 1000 * step,
