@@ -9,10 +9,11 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
@@ -145,12 +146,24 @@ def for_compiler(masks: DocumentMasks) -> DocumentMasks:
     """
     of_any_size = [masks.cu_seq_q]
     if shared := masks.shared:
-        of_any_size += [masks.cu_seq_k, shared.keys_K, shared.reused_R, shared.uses_RU]
+        of_any_size += [masks.cu_seq_k, shared.keys_K, shared.own_T, shared.reused_R, shared.uses_RU]
         torch._dynamo.maybe_mark_dynamic(shared.uses_RU, 1)
     for tensor in of_any_size:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     # numbers would be compiled in
     return masks._replace(max_q=torch.tensor(masks.max_q), max_k=torch.tensor(masks.max_k))
+
+
+@torch.compiler.disable
+def of_any_length(block: nn.Module, given: tuple[Any, ...]) -> None:
+    """Have a block compiled for rows of any length from the start, not from the second length on.
+
+    A forward's hook, because FSDP's own makes other tensors of what a block is given. With tensor parallelism the
+    compiler does not heed it.
+    """
+    h_BTD, _, *rows = given
+    for rows_BT in (h_BTD, *rows):
+        torch._dynamo.maybe_mark_dynamic(rows_BT, 1)
 
 
 def keep_kernels_apart() -> None:

@@ -27,7 +27,7 @@ from torchtitan.tools.utils import set_default_dtype
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import take_out
 from grpo.data.packing import Packing, pack
-from grpo.models.attention import SelectiveCheckpointing, choose_attention
+from grpo.models.attention import SelectiveCheckpointing, choose_attention, of_any_length
 from grpo.models.families import Policy, family_of, has_experts, titan_config
 from grpo.models.hf_folder import read_hf_config
 from grpo.models.lora import adapted_places, add_adapters, is_adapter
@@ -229,7 +229,8 @@ def build_model(
 
     hf, compiled = read_hf_config(folder, scores), compiles(trainer, device)
     keep_logits = trainer.activation_checkpointing == "none" and not frozen
-    config = titan_config(hf, choose_attention(model, device), trainer.logprob_chunk_tokens, compiled, keep_logits)
+    attention = choose_attention(model, device)
+    config = titan_config(hf, attention, trainer.logprob_chunk_tokens, compiled, keep_logits)
     _set_shardings(config, parallelism, training)
     with torch.device("meta"), set_default_dtype(getattr(torch, training.dtype)):
         module = config.build()
@@ -253,6 +254,9 @@ def build_model(
     if holds_copy := alone and not (frozen or adapted):  # else each pass would cast all weights anew
         module.set_reshard_after_forward(False)
         module.set_reshard_after_backward(False)
+    if compiled and attention == "flash":
+        for block in module.layers.values():
+            block.register_forward_pre_hook(of_any_length)
     names = family_of(hf).names(config, folder)
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():

@@ -4,15 +4,26 @@ import grpo.models  # noqa: F401  before torchtitan, whose device it sets
 
 # isort: split
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchtitan.config import CompileConfig
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
-from grpo.config import ModelConfig
+from grpo.config import ModelConfig, TrainerConfig
+from grpo.data.batches import make_batch
+from grpo.models import attention, build
 from grpo.models.attention import DocumentAttention, DocumentMasks, choose_attention
 from grpo.models.families import titan_config
+from grpo.roles.metrics import StepMetrics
+from grpo.roles.trainer import Trainer
+from grpo.types import Sample
+from tests import plain_attention
+from tests.tiny_models import make_tiny
 
 LENGTHS = [[3, 4, 1], [5, 3]]  # of the documents of two rows of 8 tokens
 
@@ -60,3 +71,22 @@ def test_a_cpu_takes_documents_and_refuses_flash():
     assert choose_attention(ModelConfig(attention="flex"), cpu) == "flex"
     with pytest.raises(ValueError, match="needs a GPU such as H100 or B200"):
         choose_attention(ModelConfig(attention="flash"), cpu)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
+def test_blocks_are_compiled_once_for_rows_of_any_length(tmp_path, monkeypatch, recomputed):
+    """The first length is no other than the next ones, also behind FSDP's hooks, which make other tensors of rows."""
+    torch.compiler.reset()
+    counter, roles = CompileCounterWithBackend("eager"), SimpleNamespace(device=torch.device("cpu"), is_driver=False)
+    monkeypatch.setattr(attention, "kernels", lambda: (plain_attention.forward, plain_attention.backward))
+    monkeypatch.setattr(build, "choose_attention", lambda *of: "flash")
+    monkeypatch.setattr(build, "compiles", lambda *of: True)
+    monkeypatch.setattr(build, "_compile_config", lambda *of: CompileConfig(enable=True, backend=counter))
+    monkeypatch.setattr(build, "titan_config", lambda *of: titan_config(*of[:3], False, of[4]))  # its LM head is not
+    options = TrainerConfig(micro_batch_tokens=128, activation_checkpointing=recomputed)
+    trainer = Trainer(ModelConfig(dtype="float32"), options, make_tiny(tmp_path, "qwen3-tied"), 1, roles)
+    for lengths in ([64, 60], [50, 30], [9, 9], [40, 40, 16]):
+        samples = [Sample(torch.arange(n) % 8, torch.arange(n) > 3, prompt_tokens=4) for n in lengths]
+        trainer.forward_backward(make_batch(samples), lambda _, found_BT, __: (found_BT.sum(), {}), StepMetrics(1))
+    assert counter.frame_count == 1
