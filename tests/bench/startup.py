@@ -7,8 +7,7 @@
 colocated: one rank with every role. split: `--trainers` and `--generators` ranks of their own. Each layout runs two
 steps of train_grpo.py with tests/bench/colocated.py, first with a cache folder of its own that is empty, then `--warm`
 times with what is in it; nothing is saved. The first step has ended when metrics.jsonl has its line. rows: the trainer
-alone, whose rows change their length: seconds of the first row of each length, which is compiled for or not, and tokens
-per second of the next three.
+alone, whose rows change their length: seconds of the first row of each length, and tokens per second of the next three.
 
 Lines `starting` are the seconds at which rank 0 began with a part of the start; those of vLLM are its log's, and parts
 of `starting vLLM`. A step has in it what compiles meanwhile.
@@ -173,8 +172,7 @@ def rows_of_many_lengths(shape: str) -> None:
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    # the first length comes again last: by the code for all lengths, which is found first by then
-    for turn, row_tokens in enumerate((longest, longest - multiple, longest - 2 * multiple, longest)):
+    for turn, row_tokens in enumerate((longest, longest - multiple, longest - 2 * multiple)):
         first, *later = [seconds(row_tokens) for _ in range(4)]
         found[f"row {turn + 1} ({row_tokens}) first s"] = first
         found[f"row {turn + 1} tokens/s"] = 3 * row_tokens / sum(later)
