@@ -4,6 +4,7 @@ import grpo.models  # noqa: F401  before torchtitan, whose device it sets
 
 # isort: split
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -82,7 +83,7 @@ def test_blocks_are_compiled_once_for_rows_of_any_length(tmp_path, monkeypatch, 
     monkeypatch.setattr(attention, "kernels", lambda: (plain_attention.forward, plain_attention.backward))
     monkeypatch.setattr(build, "choose_attention", lambda *of: "flash")
     monkeypatch.setattr(build, "compiles", lambda *of: True)
-    monkeypatch.setattr(build, "_compile_config", lambda *of: CompileConfig(enable=True, backend=counter))
+    monkeypatch.setattr(build, "CompileConfig", partial(CompileConfig, backend=counter))
     monkeypatch.setattr(build, "titan_config", lambda *of: titan_config(*of[:3], False, of[4]))  # its LM head is not
     options = TrainerConfig(micro_batch_tokens=128, activation_checkpointing=recomputed)
     trainer = Trainer(ModelConfig(dtype="float32"), options, make_tiny(tmp_path, "qwen3-tied"), 1, roles)
