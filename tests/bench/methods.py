@@ -21,6 +21,7 @@ LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce
 METHODS = {loss: ["--algorithm.loss", loss] for loss in LOSSES} | {
     "gentle": ["--algorithm.loss", "configs/examples/my_method.py:gentle"],
     "maxrl": ["--algorithm.advantages", "maxrl"],
+    "fp8_cache": ["--generator.engine", "kv_cache_dtype", "fp8", "--sync-check-interval", "0"],  # which it fails
     "gdpo": ["--algorithm.advantages", "gdpo"],  # the recipe has two reward functions
 }
 # By name, a loss and how many steps its generator is behind, on 1 trainer + 1 generator, a core each. grpo has the
