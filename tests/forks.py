@@ -1,9 +1,10 @@
 """Programs of the tests as forks of a process that has imported everything, which spares each rank seconds of a core.
 
 A fork runs what `python words...` would: torchrun itself too, whose ranks then are forks with an environment, session,
-output and exit code of their own. What differs from a start of its own: modules are there already, all ranks hash
-strings alike, and /proc shows another command line. With COLD_STARTS in the environment, and on machines with GPUs,
-whose driver cannot be forked, each program is started by itself.
+output and exit code of their own. They are made before torchrun has threads: a fork inherits the locks that threads
+hold, and one in some hundred starts hung. What differs from a start of its own: modules are there already, all ranks
+hash strings alike, and /proc shows another command line. With COLD_STARTS in the environment, and on machines with
+GPUs, whose driver cannot be forked, each program is started by itself.
 """
 
 import atexit
@@ -13,6 +14,8 @@ import inspect
 import multiprocessing
 import os
 import pathlib
+import pickle
+import re
 import runpy
 import shutil
 import signal
@@ -30,8 +33,6 @@ MODULES = (
     *("train_grpo", "train_sft", "grpo.evaluate", "grpo.export", "grpo.replay", "torch.distributed.run"),
     *("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "torch.utils.tensorboard", "datasets"),
 )
-
-getmodule = inspect.getmodule
 
 
 def can_fork() -> bool:
@@ -60,26 +61,47 @@ class Fork:
 
 
 class Rank(subprocess.Popen):
-    """What torchrun, in a fork, starts in place of a new process."""
+    """What torchrun, in a fork, starts in place of a new process: one of the forks that wait for it."""
+
+    waiting: list[tuple[int, int]] = []
+    """Their process ids, and where each is told what to do."""
+
+    @classmethod
+    def fork(cls) -> None:
+        """Fork one that waits, and ends with torchrun if nothing comes."""
+        reads, writes = os.pipe()
+        if pid := os.fork():
+            os.close(reads)
+            cls.waiting.append((pid, writes))
+            return
+        for end in (writes, *(end for _, end in cls.waiting)):
+            os.close(end)
+        with open(reads, "rb") as pipe:
+            task = pipe.read()
+        if not task:
+            os._exit(0)
+        _run(*pickle.loads(task))
 
     def _execute_child(self, words, executable, preexec_fn, close_fds, pass_fds, cwd, environment, *_) -> None:
-        self._child_created, self.pid = True, os.fork()
-        if not self.pid:
-            inspect.getmodule = getmodule
-            _run(words[1:], environment)
+        (self.pid, writes), self._child_created = self.waiting.pop(), True
+        with open(writes, "wb") as pipe:
+            pickle.dump((words[1:], dict(environment)), pipe)
 
 
 def _begin(words: list[str], environment: dict[str, str], folder: pathlib.Path, output: str) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    subprocess_handler.Popen = Rank
-    if "torch.distributed.run" in words:
-        # asked hundreds of times for a log's sake, it looks at each of six thousand modules
-        inspect.getmodule = lambda *_: None
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(folder)
+    if "torch.distributed.run" in words:
+        numbers = dict(re.findall(r"--(nproc_per_node|max_restarts)=(\d+)", " ".join(words)))
+        for _ in range(int(numbers.get("nproc_per_node", 1)) * (1 + int(numbers.get("max_restarts", 0)))):
+            Rank.fork()
+        subprocess_handler.Popen = Rank
+        # asked hundreds of times for a log's sake, it looks at each of six thousand modules
+        inspect.getmodule = lambda *_: None
     _run(words, environment)
 
 

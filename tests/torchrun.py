@@ -1,5 +1,6 @@
 """Run a program of several ranks with a deadline: a hang is a failure with every rank's stack, not a stalled CI."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -77,10 +78,12 @@ def finish(process: subprocess.Popen | Fork, deadline: float) -> subprocess.Comp
     try:
         output, _ = process.communicate(timeout=deadline)
     except subprocess.TimeoutExpired:
-        for rank in [*children_of(process.pid), process.pid]:  # a launcher prints its own last
-            os.kill(rank, signal.SIGABRT)
-        time.sleep(2)
-        os.killpg(process.pid, signal.SIGKILL)
+        pids = [*children_of(process.pid), process.pid]  # a launcher prints its own last
+        for send, number, wait in ((os.kill, signal.SIGABRT, 2), (os.killpg, signal.SIGKILL, 0)):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    send(pid, number)
+            time.sleep(wait)
         output, _ = process.communicate()
         waited = time.monotonic() - started
         raise AssertionError(
