@@ -5,9 +5,8 @@
 
 One GPU with every role on it, and the recipe tests/bench/colocated.py. Without `--model` it writes a random checkpoint
 of `--shape`; a random model hardly repeats itself, so for `ngram` give a real one, with prompts in FOLDER/prompts.jsonl
-or by `-- --data.path ...`. The sync check is on in every step, so what a weight sync leaves in a quantized engine is
-seen; its tolerance is 1 nat here, because the difference is what is measured. What is behind `--` goes to every run.
-Each run leaves `runs/engine/VARIANT-ROUND`.
+or by `-- --data.path ...`. The sync check is off, because its difference is what is measured, in every step. What is
+behind `--` goes to every run. Each run leaves `runs/engine/VARIANT-ROUND`.
 """
 
 import argparse
@@ -20,11 +19,12 @@ import sys
 from speed import run_limited
 
 ROOT = pathlib.Path(__file__).parents[2]
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+NGRAM = '{"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
 VARIANTS = {
     "base": [],
     "fp8": ["--generator.engine", "quantization", "fp8_per_tensor"],
     "fp8_channel": ["--generator.engine", "quantization", "fp8_per_channel"],
+    "fp8_cache": ["--generator.engine", "kv_cache_dtype", "fp8"],
     "ngram": ["--generator.engine", "speculative_config", NGRAM],
 }
 FIRST_STEP = 3  # the first two compile
