@@ -1,8 +1,8 @@
 """Programs of the tests as forks of a process that has imported everything, which spares each rank seconds of a core.
 
 A fork runs what `python words...` would: torchrun itself too, whose ranks then are forks with an environment, session,
-output and exit code of their own. They are made before torchrun has threads: a fork inherits the locks that threads
-hold, and one in some hundred starts hung. What differs from a start of its own: modules are there already, all ranks
+output and exit code of their own. Ranks are forked before torchrun has threads: a fork inherits the locks that threads
+hold, and one start in some hundred hung. What differs from a start of its own: modules are there already, all ranks
 hash strings alike, and /proc shows another command line. With COLD_STARTS in the environment, and on machines with
 GPUs, whose driver cannot be forked, each program is started by itself.
 """

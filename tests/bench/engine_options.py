@@ -5,8 +5,8 @@
 
 One GPU with every role on it, and the recipe tests/bench/colocated.py. Without `--model` it writes a random checkpoint
 of `--shape`; a random model hardly repeats itself, so for `ngram` give a real one, with prompts in FOLDER/prompts.jsonl
-or by `-- --data.path ...`. The sync check is off, because its difference is what is measured, in every step. What is
-behind `--` goes to every run. Each run leaves `runs/engine/VARIANT-ROUND`.
+or by `-- --data.path ...`. The sync check is off: what it would refuse is what is measured. What is behind `--` goes to
+every run. Each run leaves `runs/engine/VARIANT-ROUND`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 from speed import run_limited
 
 ROOT = pathlib.Path(__file__).parents[2]
-NGRAM = '{"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
+NGRAM = '{"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
 VARIANTS = {
     "base": [],
     "fp8": ["--generator.engine", "quantization", "fp8_per_tensor"],
