@@ -275,6 +275,13 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
     data, found = config.data, []
     if data.is_text_template and data.system_prompt and "{system_prompt}" not in data.prompt_template:
         found.append("data.system_prompt is not used, because data.prompt_template has no {system_prompt}")
+    if isinstance(config, GRPOConfig) and {"quantization", "kv_cache_dtype"} & {*config.generator.engine}:
+        algorithm = config.algorithm.resolved
+        if (algorithm.importance_correction, algorithm.old_logprobs) == ("none", "policy"):
+            found.append(
+                "generator.engine makes the sampling policy coarser than the trained one, which "
+                "algorithm.importance_correction=none does not make up for; use truncate"
+            )
     return found
 
 

@@ -215,6 +215,15 @@ def test_the_defaults_are_valid_and_nothing_is_said_about_them():
         assert cautions(config) == []
 
 
+@pytest.mark.parametrize("coarse", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8_per_tensor"}])
+def test_a_coarse_engine_without_a_correction_is_said(coarse):
+    config = change(GRPOConfig(), {"generator.engine": coarse})
+    assert cautions(config) == []
+    (warning,) = cautions(change(config, {"algorithm.importance_correction": "none"}))
+    assert "use truncate" in warning
+    assert cautions(change(GRPOConfig(), {"algorithm.importance_correction": "none"})) == []
+
+
 def test_odd_but_possible_layouts_pass():
     validate(GRPOConfig(roles=RolesConfig(colocated=True, num_trainers=1)))
     validate(GRPOConfig(roles=RolesConfig(num_references=2), algorithm=AlgorithmConfig(kl_coef=0.1)))
