@@ -279,7 +279,7 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
         algorithm = config.algorithm.resolved
         if (algorithm.importance_correction, algorithm.old_logprobs) == ("none", "policy"):
             found.append(
-                "generator.engine makes the sampling policy coarser than the trained one, which "
+                "generator.engine may sample from a coarser policy than the trained one, which "
                 "algorithm.importance_correction=none does not make up for; use truncate"
             )
     return found

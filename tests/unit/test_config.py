@@ -219,9 +219,10 @@ def test_the_defaults_are_valid_and_nothing_is_said_about_them():
 def test_a_coarse_engine_without_a_correction_is_said(coarse):
     config = change(GRPOConfig(), {"generator.engine": coarse})
     assert cautions(config) == []
-    (warning,) = cautions(change(config, {"algorithm.importance_correction": "none"}))
-    assert "use truncate" in warning
-    assert cautions(change(GRPOConfig(), {"algorithm.importance_correction": "none"})) == []
+    none = {"algorithm.importance_correction": "none"}
+    assert len(cautions(change(config, none))) == 1
+    assert cautions(change(config, none | {"algorithm.old_logprobs": "generator"})) == []
+    assert cautions(change(GRPOConfig(), none)) == []
 
 
 def test_odd_but_possible_layouts_pass():
