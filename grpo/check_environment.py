@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo.config import GRPOConfig
-from grpo.config.recipes import load
+from grpo.config.recipes import for_one_process, load
 from grpo.config.user_files import load_function
 from grpo.data.chat import load_tokenizer
 from grpo.data.encode import Encoded
@@ -60,7 +60,8 @@ def main(arguments: list[str]) -> int:
         if is_file:  # in place of what a recipe names
             is_class = inspect.isclass(load_function(subject, "environment"))
             words += ["--environment.name" if is_class else "--environment.tools", subject]
-        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], words if is_file else [subject, *words])
+        arguments = words if is_file else [subject, *words]
+        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], arguments, for_one_process)
         toolboxes = load_toolboxes(config.environment)
         examples = _examples(config, toolboxes) if has_recipe else {}
         tokenizer, stops, style = _words(config, toolboxes)

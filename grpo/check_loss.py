@@ -19,7 +19,7 @@ import torch
 from grpo.algorithm.inputs import LossInputs
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig
-from grpo.config.recipes import load
+from grpo.config.recipes import for_one_process, load
 from grpo.data.batches import build_micro_batch, make_batch, take_out
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.types import Sample, TrainBatch
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     """Print one line per check; returns the exit code."""
     name, rest = subject_of(__doc__, arguments)
     try:
-        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], [*rest, "--algorithm.loss", name])
+        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], [*rest, "--algorithm.loss", name], for_one_process)
         try_algorithm(config.algorithm)  # as a run does before it starts
     except ValueError as error:
         print(f"error: {error}")

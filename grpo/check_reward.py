@@ -18,7 +18,7 @@ import sys
 import time
 
 from grpo.config import GRPOConfig
-from grpo.config.recipes import load
+from grpo.config.recipes import for_one_process, load
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
 from grpo.rewards.answers import extract_answer, parse_number
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     """Print what the function says; returns the exit code."""
     name, rest = subject_of(__doc__, arguments)
     try:
-        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], rest)
+        config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], rest, for_one_process)
         function, examples = load_both(name, config)
     except (ValueError, OSError) as error:
         print(f"error: {printable(str(error))}")

@@ -15,7 +15,6 @@ import os
 import pathlib
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
-from grpo.config.checks import check_replicas
 from grpo.config.fields import Config
 from grpo.config.recipes import load
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
@@ -41,17 +40,27 @@ def load_config(model: str, words: list[str], num_ranks: int) -> GRPOConfig | SF
 
     Raises ValueError if the ranks do not make whole engines, or a reward model is to score.
     """
-    config = load((GRPOConfig, SFTConfig), DEFAULT_RECIPES[GRPOConfig], words)
-    check_replicas(num_ranks, config.generator.tensor_parallel)
+    changes = {"model.path": model, "metrics.tensorboard": False, "metrics.wandb_project": "", "resume": False}
+    changes |= {"evaluation.interval": 1, "generator.sleep": False}
+    changes |= {"trainer.tensor_parallel": 1, "trainer.data_replicas": 1}
+    if not any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in words):
+        changes["run_dir"] = new_folder(model)
+
+    def fit(config: Config, _recipe: Config) -> Config:
+        """All ranks hold engines. A GRPO config names a trainer too, as it must."""
+        if isinstance(config, SFTConfig):
+            layout = {"num_trainers": num_ranks}
+        else:
+            layout = {"roles": RolesConfig(num_trainers=1, num_references=0, num_generators=num_ranks)}
+        return change(config, changes | layout)
+
+    config = load((GRPOConfig, SFTConfig), DEFAULT_RECIPES[GRPOConfig], words, fit)
     if config.reward.model:
         raise ValueError(
             f"reward.model={config.reward.model} needs ranks that train, and here all sample; --reward.model '' leaves "
             "it out, and train_grpo.py --evaluation.interval 1 evaluates with it before its first step"
         )
-    changes = {"model.path": model, "metrics.tensorboard": False, "metrics.wandb_project": "", "resume": False}
-    if not any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in words):
-        changes["run_dir"] = new_folder(model)
-    return change(config, changes)
+    return config
 
 
 def new_folder(model: str) -> str:

@@ -93,13 +93,15 @@ def load_config(recorded: str, flags: list[str], num_trainers: int, kind: str = 
     recipe = f"{recorded}/config.py"
     if not any(flag.partition("=")[0] in ("--run-dir", "--run_dir") for flag in flags):
         flags = ["--run-dir", f"{recorded.rstrip('/')}-{kind}", *flags]
-    config = load(GRPOConfig, recipe, [recipe, *flags])
-    changes = {"roles.num_trainers": num_trainers, "checkpoint.keep_best": ""}
-    if config.model.path.startswith("toy:"):  # its tokenizer may come from data that is not read now
-        changes["model.path"] = f"{recorded}/initial_model"
-    config = change(config, changes)
-    validate(config)
-    return config
+
+    def fit(config: GRPOConfig, _recipe: GRPOConfig) -> GRPOConfig:
+        """All ranks train, and nothing is evaluated or sampled."""
+        changes = {"roles.num_trainers": num_trainers, "generator.tensor_parallel": 1, "checkpoint.keep_best": ""}
+        if config.model.path.startswith("toy:"):  # its tokenizer may come from data that is not read now
+            changes["model.path"] = f"{recorded}/initial_model"
+        return change(config, changes)
+
+    return load(GRPOConfig, recipe, [recipe, *flags], fit)
 
 
 def read(recorded: str, session: Session) -> None:

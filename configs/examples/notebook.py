@@ -7,12 +7,12 @@ The repository must be the current folder and in sys.path. The two runs at the e
 import pathlib
 import tempfile
 
-from grpo.config.recipes import change
+from grpo.config.recipes import change, for_one_process
 
 RECIPES, RUNS = pathlib.Path("configs").absolute(), tempfile.mkdtemp()
-alone = {"roles.colocated": True, "roles.num_trainers": 1, "roles.num_references": 0}
-grpo_config = change(RECIPES / "toy_arithmetic.py", alone | {"num_steps": 2, "run_dir": f"{RUNS}/grpo"})
-sft_config = change(RECIPES / "toy_sft.py", {"num_trainers": 1, "num_steps": 2, "run_dir": f"{RUNS}/sft"})
+grpo_config = change(RECIPES / "toy_arithmetic.py", {"num_steps": 2, "run_dir": f"{RUNS}/grpo"})
+sft_config = change(RECIPES / "toy_sft.py", {"num_steps": 2, "run_dir": f"{RUNS}/sft"})
+grpo_config, sft_config = for_one_process(grpo_config), for_one_process(sft_config)
 
 # %% Rewards are functions of texts and columns
 from grpo.rewards.builtin import math_reward

@@ -1,15 +1,12 @@
 """What fields of a config ask of each other and of torchrun; what a single field takes is written at the field."""
 
 import math
-from dataclasses import replace
 from operator import attrgetter
 
 from grpo.config.engine_options import check_engine_options, needing_texts
 from grpo.config.fields import (
     PAPER_DEFAULTS,
-    SHARED_GPU,
     AlgorithmConfig,
-    Config,
     DataConfig,
     EnvironmentConfig,
     GRPOConfig,
@@ -296,25 +293,6 @@ def check_world_size(config: GRPOConfig | SFTConfig, world_size: int) -> None:
         f"the layout ({describe_roles(config.roles)}) needs {config.num_ranks} processes, but torchrun started "
         f"{world_size}; use --nproc_per_node={config.num_ranks} (times nnodes), or for {world_size} processes: "
         f"{suggest_roles(config, world_size)}"
-    )
-
-
-def for_one_process(config: Config) -> Config:
-    """Return the config with all roles on one rank, which is what a script is without torchrun.
-
-    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest. A config that needs one
-    rank is returned as it is.
-    """
-    if config.num_ranks == 1:
-        return config
-    if isinstance(config, SFTConfig):
-        return replace(config, num_trainers=1)
-    memory = min(config.generator.gpu_memory_utilization, SHARED_GPU)
-    return replace(
-        config,
-        roles=replace(config.roles, colocated=True, num_trainers=1, num_references=0),
-        generator=replace(config.generator, gpu_memory_utilization=memory),
-        overlap_steps=0,
     )
 
 

@@ -11,12 +11,12 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, get_args, get_type_hints
 
 from grpo.config.checks import cautions, check_effects, validate
-from grpo.config.fields import OWN_LOSS_DEFAULTS, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
+from grpo.config.fields import OWN_LOSS_DEFAULTS, SHARED_GPU, AlgorithmConfig, Config, GRPOConfig, Json, SFTConfig
 from grpo.config.user_files import cause_and_line, run_file
 from grpo.config.values import Harmless, check_fields, field_paths
 
@@ -25,12 +25,16 @@ FOR_ONE_START = {"resume": False, "allow_changes": False, "overwrite": False, "p
 
 
 def load(
-    config_type: type[Config] | tuple[type[Config], ...], default_recipe: str, arguments: list[str] | None = None
+    config_type: type[Config] | tuple[type[Config], ...],
+    default_recipe: str,
+    arguments: list[str] | None = None,
+    fit: Callable[[Config, Config], Config] | None = None,
 ) -> Config:
     """Read `[RECIPE.py] [--field value ...]` into a checked config. Prints what differs and what follows.
 
-    config_type: what the recipe may bind; of several, its flags are those of the one that it binds. Raises ValueError
-    if the recipe or a flag cannot be used or a check failed, SystemExit for `--help`, which tyro prints.
+    config_type: what the recipe may bind; of several, its flags are those of the one that it binds. fit: makes of what
+    was written, and the recipe's config, the one that will run, which is then checked. Raises ValueError if the recipe
+    or a flag cannot be used or a check failed, SystemExit for `--help`, which tyro prints.
     """
     import tyro  # not needed by code that gets its config as an object
 
@@ -42,20 +46,34 @@ def load(
     refused, shown = io.StringIO(), sys.stdout if is_first else io.StringIO()
     try:
         with contextlib.redirect_stderr(refused), contextlib.redirect_stdout(shown):
-            config = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
+            written = tyro.cli(type(default), default=default, args=arguments, registry=_value_parsers())
     except SystemExit as stop:
         if not stop.code:
             raise
         text = re.sub("[\u2500-\u257f]+|-{3,}", " ", refused.getvalue())  # without frame and rulers
         _title, *lines = filter(None, map(str.strip, text.splitlines()))
-        raise ValueError(" ".join(lines).partition(" For full helptext")[0]) from None
+        message = " ".join(lines).partition(" For full helptext")[0]
+        raise ValueError(_of_a_table(message, arguments) or message) from None
+    config = fit(written, default) if fit else written
     validate(config)
     check_effects(config, default)
     if is_first:
-        print("\n  ".join([f"recipe {recipe}", *differences(config, default), *derived(config)]), flush=True)
+        print("\n  ".join([f"recipe {recipe}", *differences(written, default), *derived(config)]), flush=True)
         for warning in cautions(config):
             print(f"warning: {warning}", flush=True)
     return config
+
+
+def _of_a_table(message: str, arguments: list[str]) -> str:
+    """Say what a table lacks that tyro's `message` is about; empty for other messages."""
+    parts = re.match(r"Error parsing (--\S+): Failed to parse key-value pairs.* \1 \[STR (\w+) ", message)
+    if not parts:
+        return ""
+    flag, kind = parts.groups()
+    name = arguments[arguments.index(flag) + 1] if flag in arguments else "NAME"
+    value = {"FLOAT": "1.0", "STR": "TEXT", "JSON": "VALUE"}[kind]
+    of_type = "a number" if kind == "FLOAT" else "a value"
+    return f"{flag} takes names, each with {of_type} behind it, and one is missing: such as {flag} {name} {value}"
 
 
 def check_flags(words: list[str], config: Config) -> None:
@@ -77,6 +95,8 @@ def check_flags(words: list[str], config: Config) -> None:
             raise ValueError(f"there is no flag {word}; " + (f"did you mean {near}?" if near else "--help lists all"))
         if equals and path in fields:
             raise ValueError(f"{word!r} is no flag; write {_flag(path)} {value}")
+        if word.endswith(".py") and os.path.isfile(word):
+            raise ValueError(f"{word}: a recipe stands before the first flag, and there is only one")
         if before in switches and not word.startswith("-"):
             raise ValueError(f"{before} takes no value; write {switches[before]}")
         before = flag
@@ -168,6 +188,24 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
             value = dataclasses.replace(getattr(base, section), **{name: value})
         base = dataclasses.replace(base, **{section or name: value})
     return base
+
+
+def for_one_process(config: Config, recipe: Config | None = None) -> Config:
+    """Return the config with all roles on one rank, which is what a script is without torchrun.
+
+    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest. A flag's part stays,
+    which is another than the recipe's. A config that needs one rank is returned as it is.
+    """
+    if config.num_ranks == 1:
+        return config
+    changes = {"trainer.tensor_parallel": 1, "trainer.data_replicas": 1, "generator.tensor_parallel": 1}
+    if isinstance(config, SFTConfig):
+        return change(config, changes | {"num_trainers": 1})
+    changes |= {"roles.colocated": True, "roles.num_trainers": 1, "roles.num_references": 0, "overlap_steps": 0}
+    share = config.generator.gpu_memory_utilization
+    if recipe is None or share == recipe.generator.gpu_memory_utilization:
+        changes["generator.gpu_memory_utilization"] = min(share, SHARED_GPU)
+    return change(config, changes)
 
 
 def differences(config: Config, recipe: Config) -> list[str]:

@@ -47,7 +47,7 @@ def check_fields(config: Any, path: str = "") -> None:
     for name, kind in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         if not fits(value, kind):
-            raise ValueError(f"{path}{name}={value!r} must be {_describe(kind)}")
+            raise ValueError(f"{path}{_misfit(name, value, kind)}")
         if dataclasses.is_dataclass(value):
             check_fields(value, f"{path}{name}.")
 
@@ -78,6 +78,20 @@ def fits(value: Any, kind: Any) -> bool:
     if kind is str:  # a lone surrogate, which a command line in another encoding leaves, fits into no file; NUL no path
         return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" or c == "\0" for c in value)
     return isinstance(value, kind)
+
+
+def _misfit(name: str, value: Any, kind: Any) -> str:
+    """Say what must be another: the value of a field, or of a tuple or table the first entry that does not fit."""
+    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    parts = get_args(plain)
+    if get_origin(plain) is tuple and isinstance(value, tuple):
+        wrong = next(entry for entry in value if not fits(entry, parts[0]))
+        return f"{name} has {wrong!r}, which must be {_describe(parts[0])}"
+    if get_origin(plain) is MutableMapping and isinstance(value, dict):
+        for label, entry in value.items():
+            if not fits(entry, parts[1]):
+                return f"{name} has {label} = {entry!r}, which must be {_describe(parts[1])}"
+    return f"{name}={value!r} must be {_describe(kind)}"
 
 
 def _bounds(parts: tuple) -> list[Bound]:

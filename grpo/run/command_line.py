@@ -14,9 +14,9 @@ import sys
 import warnings
 from functools import partial
 
-from grpo.config.checks import check_world_size, for_one_process, validate
+from grpo.config.checks import check_world_size
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
-from grpo.config.recipes import load
+from grpo.config.recipes import differences, for_one_process, load
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.watch.stopping import end_with_launcher
 
@@ -44,10 +44,9 @@ KNOWN_NOISE = {
 
 
 def read_config(config_type: type[Config]) -> Config:
-    """Read `[RECIPE.py] [--field value ...]`, checked also against the number of processes that torchrun started.
+    """Read `[RECIPE.py] [--field value ...]`, checked as what will run; see `checked_config`.
 
-    Without torchrun the layout becomes that of one process, except in a dry run. Ends the process with one message if
-    that cannot work.
+    Ends the process with one message if that cannot work.
     """
     quiet_libraries()
     end_with_launcher()
@@ -57,17 +56,37 @@ def read_config(config_type: type[Config]) -> Config:
 def _read(config_type: type[Config]) -> Config:
     keep_caches()
     with refuse_bad_input():
-        config = load(config_type, DEFAULT_RECIPES[config_type])
-        if config.dry_run:
-            return config
-        if "RANK" not in os.environ and config.num_ranks > 1:
-            print(f"no torchrun: one process has all roles of the {config.num_ranks} ranks configured", flush=True)
-            config = for_one_process(config)
-            validate(config)
-        check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
-        if (project := config.metrics.wandb_project) and importlib.util.find_spec("wandb") is None:
-            raise ValueError(f"metrics.wandb_project={project!r} needs a package: pip install wandb, or leave it empty")
+        return checked_config(config_type)
+
+
+def checked_config(config_type: type[Config], words: list[str] | None = None) -> Config:
+    """Return the config of a script's command line, after the checks that need no file.
+
+    words: by default those of this process. Without torchrun, or in a dry run for one GPU, the layout becomes that of
+    one process. Raises ValueError if torchrun started another number of processes, or anything else cannot work.
+    """
+    config = load(config_type, DEFAULT_RECIPES[config_type], words, _fit_to_processes)
+    if config.gpus:  # of another machine
+        return config
+    check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+    if (project := config.metrics.wandb_project) and importlib.util.find_spec("wandb") is None:
+        raise ValueError(f"metrics.wandb_project={project!r} needs a package: pip install wandb, or leave it empty")
     return config
+
+
+def _fit_to_processes(config: Config, recipe: Config) -> Config:
+    """Return the config of one process where there is to be only one. Prints what that changes."""
+    if config.gpus:
+        is_alone, why = config.gpus == 1, "one GPU"
+    else:
+        is_alone, why = "RANK" not in os.environ, "no torchrun"
+    fitted = for_one_process(config, recipe) if is_alone else config
+    if fitted != config:
+        said = f"{why}: one process has all roles of the {config.num_ranks} ranks configured"
+        if config.dry_run and not config.gpus:
+            said += f", which --gpus {config.num_ranks} judges"
+        print("\n  ".join([said, *differences(fitted, config)]), flush=True)
+    return fitted
 
 
 def subject_of(doc: str, words: list[str] | None = None) -> tuple[str, list[str]]:

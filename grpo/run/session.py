@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
-from grpo.config.checks import describe_roles
+from grpo.config.checks import check_world_size, describe_roles, validate
 from grpo.config.fields import Config
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
@@ -84,6 +84,10 @@ def run(
                 session.scorer.pool.close()
             raise SystemExit(0 if fits else 1)
         return
+    with refuse_bad_input():  # a notebook's config has met no check yet
+        validate(config)
+        if layout is None:
+            check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
     engine_ranks, minutes = config.generator.tensor_parallel, config.deadline_minutes
     needed = (config.needs_reference and not layout, engine_ranks, minutes, bool(config.reward.model and not layout))
     roles = setup_roles(layout or config.roles, *needed)
