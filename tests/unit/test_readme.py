@@ -10,7 +10,7 @@ import shlex
 import pytest
 
 from grpo import config as c
-from grpo.config.checks import check_world_size, describe_roles, validate
+from grpo.config.checks import describe_roles, validate
 from grpo.config.recipes import field_paths, load, load_recipe
 from grpo.folder.run_folder import RUN_FILES
 from grpo.rewards.builtin import BUILT_INS
@@ -156,27 +156,6 @@ def test_every_field_that_is_named_exists():
     assert len(named) > 30
     methods = {name for name in named if f"{name}(" in SOURCES["train_grpo.py"]}  # of the Trainer
     assert sorted(named - paths - methods) == []
-
-
-def commands() -> list[str]:
-    """Every command that starts one of the scripts, from code blocks and from tables."""
-    lines = re.findall(r"^    ((?:torchrun|sbatch) .*)$", EVERYTHING, re.MULTILINE)
-    lines += re.findall(r"`((?:torchrun|sbatch) [^`]*)`", EVERYTHING)
-    return [line for line in dict.fromkeys(lines) if "--help" not in line and " -m " not in line]
-
-
-@pytest.mark.parametrize("command", commands())
-def test_command_parses_and_starts_as_many_ranks_as_its_recipe_needs(command, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = shlex.split(command)
-    script = next(word for word in words if word.endswith((".py", ".sbatch")))
-    position = words.index(script)
-    launcher, arguments = words[:position], words[position + 1 :]
-    batch_files = {"launch/grpo.sbatch": "train_grpo.py", "launch/sft.sbatch": "train_sft.py"}
-    config_type, default = DEFAULTS[batch_files.get(script, script)]
-    options = dict(word.lstrip("-").split("=") for word in launcher[1:])
-    nodes = int(options.get("nodes", options.get("nnodes", 1)))
-    check_world_size(load(config_type, default, arguments), nodes * int(options.get("nproc_per_node", 8)))
 
 
 def test_other_commands_start_what_exists():

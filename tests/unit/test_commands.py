@@ -1,0 +1,138 @@
+"""Every command that a page or a recipe shows runs, word for word, up to the end of the checks that read no data.
+
+Files that a user has are not there; the folders of runs have the config of the recipe that writes there.
+"""
+
+import ast
+import importlib.machinery
+import pathlib
+import re
+import shlex
+import sys
+import types
+
+import pytest
+import torch
+import transformers
+
+from grpo import check_environment, check_loss, check_reward, evaluate, export, look, replay
+from grpo.config import GRPOConfig, SFTConfig
+from grpo.config.recipes import as_recipe, load_recipe
+from grpo.roles.engine import WRONG_ON_CPU, check_engine
+from grpo.run.command_line import checked_config
+from tests.unit.test_hf_folder import QWEN3_1_7B
+
+ROOT = pathlib.Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "configs").glob("*.py"))
+CONFIG_TYPES = {
+    "train_grpo.py": GRPOConfig,
+    "launch/grpo.sbatch": GRPOConfig,
+    "train_sft.py": SFTConfig,
+    "launch/sft.sbatch": SFTConfig,
+}
+# Tools: how one is called, and what it would do behind its checks
+TOOLS = {
+    "grpo.check_environment": (check_environment, "load_toolboxes"),
+    "grpo.check_loss": (check_loss, "try_algorithm"),
+    "grpo.check_reward": (check_reward, "load_both"),
+    "grpo.evaluate": (evaluate, "run"),
+    "grpo.export": (export, "find_checkpoint"),
+    "grpo.look": (look, ("summarize", "rollouts_text", "page_text")),
+    "grpo.replay": (replay, "run"),
+}
+STARTS = r"(?:torchrun|sbatch|python) "
+
+
+class Checked(BaseException):
+    """A tool's checks are over."""
+
+
+def shown_commands() -> list[str]:
+    """Each command of the scripts and the tools, from code blocks, tables, prose and the docstrings of recipes."""
+    pages = [ROOT / "README.md", *(ROOT / "configs").glob("*.md")]
+    pages += [ROOT / folder / "README.md" for folder in ("grpo", "launch", "tests")]
+    texts = [page.read_text() for page in pages]
+    for file in (*RECIPES, *(ROOT / "configs/examples").glob("*.py")):
+        texts.append(ast.get_docstring(ast.parse(file.read_text())) or "")
+    found = []
+    for text in texts:
+        for variable, value in re.findall(r"^([A-Z]+)=(\S+)$", text, re.MULTILINE):
+            text = text.replace(f"${variable}", value)
+        found += re.findall(rf"^(?:    )?({STARTS}.*)$", text, re.MULTILINE)
+        prose = re.sub(r"^(?:    .*|```\w*)$", "", text, flags=re.MULTILINE)
+        found += [" ".join(inline.split()) for inline in re.findall(rf"`({STARTS}[^`]*)`", prose)]
+    starts_ours = [command for command in dict.fromkeys(found) if _target(shlex.split(command))]
+    return [command for command in starts_ours if "--help" not in command]
+
+
+def _target(words: list[str]) -> str:
+    """The script or tool that a command starts, empty if it is none of ours."""
+    return next((word for word in words if word in CONFIG_TYPES or word in TOOLS), "")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder like the repository's, with the runs that commands name."""
+    folder = tmp_path_factory.mktemp("commands")
+    for name in ("configs", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    configs = [load_recipe(str(path), GRPOConfig, SFTConfig) for path in RECIPES]
+    recipes = {config.run_dir: as_recipe(config) for config in configs}
+    default = recipes["runs/qwen3_1_7b_gsm8k"]
+    for run_dir in re.findall(r"\bruns/\w+", " ".join(shown_commands())):
+        (folder / run_dir).mkdir(parents=True, exist_ok=True)
+        (folder / run_dir / "config.py").write_text(recipes.get(run_dir, default))
+    return folder
+
+
+def test_commands_are_found():
+    assert {_target(shlex.split(command)) for command in shown_commands()} == {*CONFIG_TYPES, *TOOLS}
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_a_command_of_a_page_passes_its_checks(command, folder, monkeypatch):
+    """A script also with `--dry-run`, on this machine and for as many GPUs, as without a GPU and with one."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    sys.modules["wandb"].__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    words = shlex.split(command)
+    target = _target(words)
+    place = words.index(target)
+    launcher, flags = words[:place], words[place + 1 :]
+    options = dict(word.lstrip("-").split("=") for word in launcher if "=" in word)
+    num_nodes = int(options.get("nodes", options.get("nnodes", 1)))
+    num_ranks = num_nodes * int(options.get("nproc_per_node", 8)) if launcher[0] != "python" else 1
+    for name, value in {"RANK": "0", "WORLD_SIZE": str(num_ranks)}.items():
+        if launcher[0] == "python":
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    if target in TOOLS:
+        run_tool(target, flags, monkeypatch)
+        return
+    elsewhere = ["--dry-run", "--gpus", str(num_ranks)]
+    for more in ([], ["--dry-run"], elsewhere) if launcher[0] == "python" else ([], elsewhere):
+        config = checked_config(CONFIG_TYPES[target], flags + more)
+        if "--gpus" not in flags:
+            assert config.num_ranks == num_ranks
+    hf = transformers.AutoConfig.for_model(**QWEN3_1_7B)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_engine(config.generator, hf, config.replays_routing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if not WRONG_ON_CPU.keys() & config.generator.engine.keys():
+        check_engine(config.generator, hf, config.replays_routing)
+
+
+def run_tool(name: str, words: list[str], monkeypatch):
+    """Call a tool's `main`, which ends behind its checks."""
+    module, behind = TOOLS[name]
+
+    def end(*_arguments, **_options):
+        raise Checked
+
+    for function in (behind,) if isinstance(behind, str) else behind:
+        monkeypatch.setattr(module, function, end)
+    monkeypatch.setattr(replay, "end_with_launcher", lambda: None)
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with pytest.raises(Checked):
+        module.main(words) if module not in (evaluate, replay) else module.main()
