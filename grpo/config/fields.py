@@ -23,7 +23,9 @@ Interval = Annotated[int, AtLeast(0)]
 Temperature = Annotated[float, Above(0), Below(math.inf)]
 
 SHARED_GPU = 0.35  # of its memory, for an engine beside a trainer
-MAX_NUM_SEQS = 256  # that an engine decodes at once, unless `generator.engine` says another number
+# Sequences that an engine decodes at once: up to the first number whatever its cache holds, up to the second where it
+# holds them. 1,024 is what vLLM takes for a GPU of 70 GiB; its CUDA graphs end at 512 sequences.
+MAX_NUM_SEQS, MOST_NUM_SEQS = 256, 1024
 # Those of every family; the LM head and the embeddings get no adapter.
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -101,7 +103,7 @@ class GeneratorConfig:
 
     @property
     def max_num_seqs(self) -> int:
-        """Most sequences that one engine decodes at once."""
+        """Most sequences that one engine decodes at once, which a start decides, see `fit_engine`."""
         return self.engine.get("max_num_seqs", MAX_NUM_SEQS)
 
 
@@ -349,7 +351,8 @@ class EnvironmentConfig:
     rollout_seconds: Annotated[float, AtLeast(0), Below(math.inf)] = 0.0
     """Seconds after which no further turn begins, and what was reached is scored; 0 is no limit."""
     num_processes: Annotated[int, AtLeast(0), Harmless] = 0
-    """Processes of each engine replica for environments and tools; 0: one for each rollout that is decoded at once."""
+    """Processes of each engine replica for environments and tools; 0: one for each rollout that is decoded at once, at
+    most 256. A rollout of a class keeps its process, so more of them wait."""
     memory_gib: Annotated[float, Above(0), Harmless] = 1.0
     """Address space of one such process, what your file imports included."""
     calls: Literal["auto", "hermes", "llama3_json", "tag"] = "auto"
@@ -568,6 +571,23 @@ class RunConfig:
         roles = self.roles
         return roles.num_trainers + roles.num_reference_ranks + (0 if roles.colocated else roles.num_generators)
 
+    @property
+    def num_engines(self) -> int:
+        """vLLM engine replicas."""
+        return self.roles.num_engine_ranks // self.generator.tensor_parallel
+
+    @property
+    def evaluation_completions(self) -> int:
+        """Most completions that an evaluation asks for at one time, of all engines."""
+        evaluation = self.evaluation
+        num_prompts = evaluation.num_prompts * max(1, len(evaluation.sets)) if evaluation.interval else 0
+        return num_prompts * max(1, evaluation.num_samples)
+
+    @property
+    def completions_at_once(self) -> int:
+        """Most completions that are asked for at one time, of all engines."""
+        return self.evaluation_completions
+
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(RunConfig):
@@ -597,6 +617,12 @@ class GRPOConfig(RunConfig):
     def completions_per_step(self) -> int:
         """Rollouts per optimizer step, over all generators."""
         return self.prompts_per_step * self.group_size
+
+    @property
+    def completions_at_once(self) -> int:
+        """Most completions that are asked for at one time, in a step or an evaluation, of all engines."""
+        num_groups = self.prompts_per_step + self.sampling.carry_over
+        return max(num_groups * self.group_size, self.evaluation_completions)
 
     @property
     def max_sequence_tokens(self) -> int:

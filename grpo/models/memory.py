@@ -13,10 +13,12 @@ import transformers
 from torch import nn
 
 from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
-from grpo.config.fields import Config
+from grpo.config.fields import MAX_NUM_SEQS, MOST_NUM_SEQS, Config
 from grpo.models.experts import MixtureBlock
 from grpo.models.families import empty_policy, family_of
 
+# Of an engine on a CPU
+CPU_KV_CACHE_GIB = 1 / 16
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Of the arithmetic and of a GPU, for what the arithmetic leaves out
 MARGIN_FRAC, MARGIN_GIB = 0.05, 3.0
@@ -153,19 +155,47 @@ def generator_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
 
     With less cache than that, vLLM runs fewer sequences at once.
     """
-    generator = config.generator
-    num_engines = max(1, config.roles.num_engine_ranks // generator.tensor_parallel)
-    num_sequences = min(generator.max_num_seqs, math.ceil(config.completions_per_step / num_engines))
-    values_of_a_token = sum(block[name].out_features for block in sizes.linears for name in ("k_proj", "v_proj"))
-    cache = DTYPE_BYTES[config.model.dtype] * values_of_a_token * num_sequences * config.max_sequence_tokens
-    cache /= generator.tensor_parallel
+    num_asked = math.ceil(config.completions_at_once / max(1, config.num_engines))
+    cache = min(config.generator.max_num_seqs, num_asked) * _cache_of_a_sequence(sizes, config)
     return _gib({"weights": _engine_weights(sizes, config), "KV cache, if all run at full length": cache})
+
+
+def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | None) -> Config:
+    """Return the config with vLLM's `max_num_seqs` decided, if `generator.engine` does not say it.
+
+    It becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above MAX_NUM_SEQS only
+    as many as the KV cache holds at half of their longest length. Sequences that grow together take less than that
+    unless most of them run to the limit; for which there is no room then, vLLM puts off and computes again, as it does
+    in any case below. gpu_gib: of a GPU; None for a CPU.
+    """
+    generator = config.generator
+    if "max_num_seqs" in generator.engine:
+        return config
+    cache = CPU_KV_CACHE_GIB * 2**30
+    if gpu_gib is not None:
+        cache = (generator.gpu_memory_utilization * gpu_gib - MARGIN_GIB) * 2**30 - _engine_weights(sizes, config)
+    cache = generator.engine.get("kv_cache_memory_bytes", cache)
+    num_with_room = int(2 * cache / _cache_of_a_sequence(sizes, config))
+    number = min(num_asked, MOST_NUM_SEQS, max(MAX_NUM_SEQS, num_with_room))
+    num_tokens = generator.engine.get("max_num_batched_tokens")
+    if isinstance(num_tokens, int):  # of all sequences together in a step of the engine
+        number = min(number, num_tokens)
+    engine = {**generator.engine, "max_num_seqs": max(1, number)}
+    return replace(config, generator=replace(generator, engine=engine))
 
 
 def num_adapter_parameters(sizes: Sizes, trainer: TrainerConfig) -> int:
     """Count the weights of LoRA's adapters: rank x (inputs + outputs) for each layer that has one."""
     adapted = [block[name] for block in sizes.linears for name in trainer.lora_targets if name in block]
     return trainer.lora_rank * sum(linear.in_features + linear.out_features for linear in adapted)
+
+
+def _cache_of_a_sequence(sizes: Sizes, config: Config) -> float:
+    """Bytes of the keys and values of one sequence of full length, on one rank of an engine."""
+    generator = config.generator
+    num_tokens = config.data.max_prompt_tokens + generator.max_completion_tokens
+    values_of_a_token = sum(block[name].out_features for block in sizes.linears for name in ("k_proj", "v_proj"))
+    return DTYPE_BYTES[config.model.dtype] * values_of_a_token * num_tokens / generator.tensor_parallel
 
 
 def _engine_weights(sizes: Sizes, config: GRPOConfig | SFTConfig) -> float:

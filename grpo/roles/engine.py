@@ -15,12 +15,12 @@ from grpo.config import DataConfig, GeneratorConfig, ModelConfig
 from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
 from grpo.models.families import has_experts, head_dim_of
+from grpo.models.memory import CPU_KV_CACHE_GIB
 from grpo.roles.engine_shortcuts import WIDE_HEAD_DIM, widen_attention, widen_logprobs
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
 VLLM_VERSION = "0.32.0"  # which engine_shortcuts.py changes
-CPU_KV_CACHE_GIB = 1 / 16
 # Attention on a CPU goes through whole blocks: 160 tokens are sampled 1.3 times as fast as with vLLM's default, 128
 CPU_BLOCK_TOKENS = 32
 # Those of vLLM's CPUAttentionBackend

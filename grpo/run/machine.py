@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo.config import GRPOConfig, SFTConfig, TrainerConfig
+from grpo.config import GRPOConfig, RolesConfig, SFTConfig
 from grpo.config.checks import describe_roles, suggest_roles
 from grpo.config.fields import Config
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
@@ -63,16 +63,17 @@ def look_at_device() -> Device:
     return Device(0, f"{os.cpu_count()} CPU cores", int(free_kib) / 2**20)
 
 
-def fit_to_machine(config: GRPOConfig | SFTConfig, folder: str, reward_folder: str = "") -> TrainerConfig:
-    """Return config.trainer with what it leaves to the machine decided, and warn of versions, memory and disk.
+def fit_to_machine(config: Config, layout: RolesConfig, folder: str, reward_folder: str = "") -> Config:
+    """Return the config with what it leaves to the machine decided, and warn of versions, memory and disk.
 
-    `folder` is the model's, with its config.json, the other one the reward model's. What can be tried is not refused.
+    layout: which ranks do what; without trainers only the engines are decided. `folder` is the model's, with its
+    config.json, the other one the reward model's. What can be tried is not refused.
     """
-    config, verdicts = _judge(config, folder, reward_folder, look_at_device())
+    config, verdicts = _judge(config, layout, folder, reward_folder, look_at_device())
     for verdict in verdicts:
         if not verdict.fits:
             print(f"warning: {verdict}", flush=True)
-    return config.trainer
+    return config
 
 
 def tell_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_folder: str = "") -> bool:
@@ -81,7 +82,7 @@ def tell_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_folder: s
     Of both folders, the model's and the reward model's, config.json is read. Returns whether there is no problem.
     """
     device = Device(config.gpus, "GPU", config.gpu_gib) if config.gpus else look_at_device()
-    verdicts = [check_gpus(config, device), *_judge(config, folder, reward_folder, device)[1]]
+    verdicts = [check_gpus(config, device), *_judge(config, config.roles, folder, reward_folder, device)[1]]
     for verdict in verdicts:
         print(f"{'fits' if verdict.fits else 'PROBLEM'}  {verdict}")
     num_problems = sum(not verdict.fits for verdict in verdicts)
@@ -89,15 +90,33 @@ def tell_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_folder: s
     return not num_problems
 
 
-def _judge(config: Config, folder: str, reward_folder: str, device: Device) -> tuple[Config, list[Verdict]]:
-    """Return the config with nothing "auto" any more, and what was found; a choice for GPUs is printed."""
+def _judge(
+    config: Config, layout: RolesConfig, folder: str, reward_folder: str, device: Device
+) -> tuple[Config, list[Verdict]]:
+    """Return the config with nothing "auto" any more, and what was found; what was decided is printed."""
     reward_model = read_hf_config(reward_folder, scores=True) if reward_folder else None
     sizes = memory.sizes_of(read_hf_config(folder), reward_model)
-    decided = memory.fit_trainer(sizes, config, device.gib if device.num_gpus else None)
+    gpu_gib = device.gib if device.num_gpus else None
+    if layout.num_engine_ranks:
+        config = _fit_engine(sizes, config, layout.num_trainers > 0, gpu_gib)
+    if not layout.num_trainers:
+        return config, []
+    decided = memory.fit_trainer(sizes, config, gpu_gib)
     if device.num_gpus and decided != config:
         kind = decided.trainer.activation_checkpointing
         print(f"trainer.activation_checkpointing: {kind}, by arithmetic", flush=True)
     return decided, [check_versions(), *check_memory(decided, sizes, device), check_disk(decided, sizes)]
+
+
+def _fit_engine(sizes: memory.Sizes, config: Config, trains: bool, gpu_gib: float | None) -> Config:
+    """Return the config with `max_num_seqs` decided, and print it. trains: the engines sample for steps too."""
+    num_completions = config.completions_at_once if trains else config.evaluation_completions
+    num_asked = math.ceil(num_completions / config.num_engines)
+    decided = memory.fit_engine(sizes, config, num_asked, gpu_gib)
+    number = decided.generator.max_num_seqs
+    rest = "all" if number >= num_asked else f"{number}"
+    print(f"engines: {config.num_engines}; each decodes {rest} of its {num_asked} sequences at once", flush=True)
+    return decided
 
 
 def check_versions() -> Verdict:

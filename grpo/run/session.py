@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo.config import GRPOConfig, RolesConfig, SFTConfig, TrainerConfig
+from grpo.config import GRPOConfig, RolesConfig, SFTConfig
 from grpo.config.checks import check_world_size, describe_roles, validate
-from grpo.config.fields import Config
+from grpo.config.fields import MAX_NUM_SEQS, Config
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
 from grpo.folder import checkpoint
@@ -54,7 +54,7 @@ class Start:
     """What every rank must know before the first step. What is not needed is empty."""
 
     step: int
-    trainer: TrainerConfig  # the config's, fitted to the machine
+    fitted: GRPOConfig | SFTConfig  # the config, with what it leaves to the machine decided
     model_folder: str
     reference_folders: list[str]
     reward_model: str
@@ -149,11 +149,11 @@ class Session:
             self.run_log = RunLog(config.metrics, config.run_dir, num_steps, step, asdict(told))  # W&B may refuse
         self.num_skipped = 0  # in a row
         self.last_line = f"done; everything is in {config.run_dir}"
-        trainer = fit_to_machine(config, self.model_folder, self.reward_folder) if trains else config.trainer
+        fitted = fit_to_machine(config, self.layout, self.model_folder, self.reward_folder)
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {step}", flush=True)
         folders = self.model_folder, self.reference_folders, config.reward.model if self.reward_folder else ""
         stops = self.scorer.stop_token_ids if self.scorer else []
-        return Start(step, trainer, *folders, self.checkpoint, stops, self.eval_prompts)
+        return Start(step, fitted, *folders, self.checkpoint, stops, self.eval_prompts)
 
     @property
     def reward_folder(self) -> str:
@@ -183,10 +183,10 @@ class Session:
         self.eval_prompts = begun.eval_prompts
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             with timer.startup("starting vLLM"):
-                generator = self._start_engine(folder, begun.stop_token_ids)
+                generator = self._start_engine(begun.fitted, folder, begun.stop_token_ids)
         with timer.startup("loading the models"):
             if roles.trains:
-                trainer = Trainer(config.model, begun.trainer, folder, config.num_steps, roles, config.seed)
+                trainer = Trainer(config.model, begun.fitted.trainer, folder, config.num_steps, roles, config.seed)
             if roles.references and roles.has_reference:
                 policy = None if config.reference_has_model else trainer.model
                 ranks = config.reference_tensor_parallel
@@ -209,10 +209,10 @@ class Session:
                 self.evaluate(generator, 0)
         return trainer, reference, generator
 
-    def _start_engine(self, folder: str, stop_token_ids: list[int]) -> Generator:
-        config, roles, episodes = self.config, self.roles, None
+    def _start_engine(self, config: Config, folder: str, stop_token_ids: list[int]) -> Generator:
+        roles, episodes = self.roles, None
         if config.environment.enabled:
-            variables, most = config.reward.environment, config.generator.max_num_seqs
+            variables, most = config.reward.environment, min(config.generator.max_num_seqs, MAX_NUM_SEQS)
             where = folder, stop_token_ids, most, variables, roles, config.turns_earn
             episodes = Episodes(config.environment, config.data, *where)
         engine = config.generator, config.model, config.data, config.seed

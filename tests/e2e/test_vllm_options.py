@@ -75,7 +75,7 @@ def test_a_quantized_engine_quantizes_again_in_every_sync(model: pathlib.Path, t
     """After each sync, trainer and generator are as far apart as at the start, when vLLM quantized the folder."""
     fp8 = ("--generator.engine", "quantization", "fp8_per_channel", "--model.dtype", "bfloat16")
     metrics, told = run(model, tmp_path, *fp8, "--sync-check-interval", 0, "--num-steps", 4)
-    assert told["quantization"] == "fp8_per_channel"
+    assert told["quantization"] == "fp8_per_channel" and told["max_num_seqs"] == 16  # all of a step's completions
     at_start, *synced = (m["mismatch/mean"] for m in metrics)
     assert at_start > 0.01  # fp8 is seen
     assert max(synced) < 1.2 * at_start

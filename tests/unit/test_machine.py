@@ -134,13 +134,26 @@ def test_a_start_warns_of_each_problem_in_one_line(tmp_path, monkeypatch, capsys
     config = grpo(run_dir=str(tmp_path / "run"), checkpoint=c.CheckpointConfig(interval=10))
     monkeypatch.setattr(machine, "look_at_device", lambda: H100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**50))
-    assert fit_to_machine(config, str(tmp_path)).activation_checkpointing == "selective"
-    choice = "trainer.activation_checkpointing: {}, by arithmetic"
-    assert capsys.readouterr().out == f"{choice.format('selective')}\n"
+    decided = fit_to_machine(config, ROLES, str(tmp_path))
+    assert decided.trainer.activation_checkpointing == "selective" and decided.generator.max_num_seqs == 64
+    choice, engines = "trainer.activation_checkpointing: {}, by arithmetic", "engines: 4; each decodes all of its 64 "
+    assert capsys.readouterr().out == f"{engines}sequences at once\n{choice.format('selective')}\n"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**50, 0, 2**30))
     monkeypatch.setattr(machine, "look_at_device", lambda: Device(8, "L4", 22.0))
-    fit_to_machine(config, str(tmp_path))
-    first, *told = capsys.readouterr().out.splitlines()
-    assert first == choice.format("full")
+    fit_to_machine(config, ROLES, str(tmp_path))
+    _, second, *told = capsys.readouterr().out.splitlines()
+    assert second == choice.format("full")
     assert [line.partition(": ")[2].partition(":")[0] for line in told] == ["memory of a trainer", "disk"]
     assert all(line.startswith("warning: ") for line in told) and "free in" in told[1]
+
+
+def test_engines_alone_get_what_an_evaluation_asks_for(tmp_path, monkeypatch, capsys):
+    """Qwen3-8B: a token's cache is 2 x 36 layers x 8 heads x 128 x 2 bytes = 144 KiB; 0.85 x 79.2 GiB hold 15.3 of
+    weights, 3 that are left alone, and at half of 1536 tokens 465 sequences of 1024 on each of two engines."""
+    transformers.AutoConfig.for_model(**QWEN3_8B).save_pretrained(tmp_path)
+    monkeypatch.setattr(machine, "look_at_device", lambda: H100)
+    alone = c.RolesConfig(num_trainers=0, num_references=0, num_generators=2)
+    evaluation = c.EvaluationConfig(interval=1, num_samples=8)
+    config = grpo(roles=c.RolesConfig(num_trainers=1, num_generators=2), evaluation=evaluation)
+    assert fit_to_machine(config, alone, str(tmp_path)).generator.max_num_seqs == 465
+    assert capsys.readouterr().out == "engines: 2; each decodes 465 of its 1024 sequences at once\n"

@@ -16,6 +16,7 @@ from grpo.config.recipes import load, load_recipe
 from grpo.models.experts import mixture_config
 from grpo.models.memory import (
     Sizes,
+    fit_engine,
     fit_trainer,
     generator_gib,
     reference_gib,
@@ -229,6 +230,46 @@ def test_generator_by_hand():
     assert halves["weights"] == parts["weights"] / 2
     # two engines have 256 completions each, and share their cache
     assert halves["KV cache, if all run at full length"] == parts["KV cache, if all run at full length"]
+
+
+# Flags, sequences that an engine gets, GiB of the GPU -> how many it decodes at once. Qwen3-1.7B: a token's cache is
+# 2 x 28 layers x 8 heads x 128 x 2 bytes = 112 KiB, 1536 tokens 168 MiB, half of them 84; weights are 3.2 GiB, 3 are
+# left alone.
+AT_ONCE = {
+    "all": ([], 128, 80, 128),
+    "more than vLLM takes by itself": ([], 5000, 800, 1024),
+    "as many as 68 - 6.2 GiB hold": ([], 1000, 80, 753),
+    "as many as 32 - 6.2 GiB hold": (["--generator.gpu-memory-utilization", 0.4], 512, 80, 314),
+    "as many as 70 GiB hold": (["--generator.engine", "kv_cache_memory_bytes", 70 * 2**30], 1000, 80, 853),
+    "no fewer than 256 for a small cache": ([], 512, 16, 256),
+    "of twice the length": (["--generator.max-completion-tokens", 2560], 512, 80, 376),
+    "two ranks share weights and cache": (["--generator.tensor-parallel", 2], 2000, 40, 716),
+    "a token of each in a step": (["--generator.engine", "max_num_batched_tokens", 300], 512, 80, 300),
+    "a CPU's 64 MiB": ([], 512, None, 256),
+    "what the user says": (["--generator.engine", "max_num_seqs", 700], 512, 16, 700),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_an_engine_decodes_what_it_gets_as_far_as_its_cache_goes(name):
+    flags, num_asked, gpu_gib, expected = AT_ONCE[name]
+    decided = fit_engine(sizes(QWEN3_1_7B), config_of(*flags), num_asked, gpu_gib)
+    assert decided.generator.max_num_seqs == decided.generator.engine["max_num_seqs"] == expected
+
+
+def test_sequences_that_engines_get_at_one_time():
+    """64 prompts x 8; 256 held-out prompts of each set, greedy and then 8 samples each."""
+    assert config_of().completions_at_once == 512 and config_of().num_engines == 4
+    assert config_of("--sampling.carry-over", 16).completions_at_once == 640
+    assert config_of("--evaluation.num-samples", 8).completions_at_once == 2048
+    assert config_of("--evaluation.num-samples", 8, "--evaluation.interval", 0).completions_at_once == 512
+    two_sets = config_of("--evaluation.sets", "a", "a.jsonl", "b", "b.jsonl", "--prompts-per-step", 32)
+    assert two_sets.completions_at_once == 512 and two_sets.completions_per_step == 256
+    decided = fit_engine(sizes(QWEN3_1_7B), config_of("--generator.gpu-memory-utilization", 0.2), 512, 80)
+    of_two = generator_gib(sizes(QWEN3_1_7B), config_of("--roles.num-generators", 2, "--roles.num-trainers", 2))
+    full_length = "KV cache, if all run at full length"
+    assert generator_gib(sizes(QWEN3_1_7B), decided)[full_length] == pytest.approx(128 * 168 / 1024)
+    assert of_two[full_length] == pytest.approx(256 * 168 / 1024)
 
 
 def test_the_table_of_layouts_has_the_memory_and_fits():
