@@ -7,9 +7,9 @@ Without the hub, a folder of the model and files of the questions:
     torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_gsm8k.py --model.path qwen2.5-coder-0.5b \\
         --data.path gsm8k/train.jsonl --evaluation.path gsm8k/test.jsonl
 
-What to expect, one H100: greedy accuracy on 512 held-out questions (standard error 0.02) from 0.26 to 0.38 in 50 steps;
-after 100 steps not measured yet. A step takes 4.7 s (3.0 to sample, 1.5 to train), an evaluation 4.5 s, the start 100 to
-150 s while caches are empty. The weights of that run came from a 5-bit file.
+What to expect on one H100: greedy accuracy on 512 held-out questions (standard error 0.02) from 0.26 to 0.38 in 50
+steps; after 100 steps not measured yet. A step takes 4.7 s (3.0 to sample, 1.5 to train), an evaluation 4.5 s, the
+start 100 to 150 s while caches are empty. The weights of that run came from a 5-bit file.
 
 Memory: float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 0.49e9 x 16 = 7.4 GiB; on top come
 the activations of one micro-batch of 16384 tokens and the logits of 4096 (2.3 GiB per float32 copy). The engine takes
