@@ -355,9 +355,10 @@ class EnvironmentConfig:
     most 256. A rollout of a class keeps its process, so more of them wait."""
     memory_gib: Annotated[float, Above(0), Harmless] = 1.0
     """Address space of one such process, what your file imports included."""
-    calls: Literal["auto", "hermes", "llama3_json", "tag"] = "auto"
+    calls: Literal["auto", "hermes", "llama3_json", "tag", "fence"] = "auto"
     """How the model writes a call. hermes: JSON in <tool_call>..</tool_call>; llama3_json: JSON alone; tag:
-    <tool>name argument</tool>; auto: hermes or llama3_json, whichever the chat template asks for."""
+    <tool>name argument</tool>; fence: JSON in a ```json block; auto: hermes or llama3_json, whichever the chat template
+    asks for."""
     reply_as: Literal["tool", "user"] = "tool"
     """Role of the message that answers a call; user: for chat templates that cannot write tool messages."""
     hung_reward: float | None = 0.0

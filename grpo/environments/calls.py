@@ -1,8 +1,9 @@
-"""Calls of tools in what the model wrote, in one of three styles; what cannot be read becomes a sentence for the model.
+"""Calls of tools in what the model wrote, in one of four styles; what cannot be read becomes a sentence for the model.
 
     hermes        <tool_call>{"name": "look", "arguments": {"place": "attic"}}</tool_call>, any number of them
     llama3_json   {"name": "look", "parameters": {"place": "attic"}} as the whole turn; several with ; between them
     tag           <tool>look attic</tool>, or an object of arguments in place of the text; short enough for tiny models
+    fence         the object of hermes in a block of Markdown that begins with ```json; Qwen2.5-Coder writes calls so
 
 Left out: styles that write each argument in a tag of its own, as GLM and Qwen3-Coder do.
 """
@@ -10,7 +11,7 @@ Left out: styles that write each argument in a tag of its own, as GLM and Qwen3-
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ STYLES = {
     "hermes": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
     "llama3_json": '{"name": ..., "parameters": {...}}',
     "tag": "<tool>name argument</tool>",
+    "fence": '```json {"name": ..., "arguments": {...}} ```',
 }
-TAGS = {"hermes": ("<tool_call>", "</tool_call>"), "tag": ("<tool>", "</tool>")}
+TAGS = {"hermes": ("<tool_call>", "</tool_call>"), "tag": ("<tool>", "</tool>"), "fence": ("```json", "```")}
 END_OF_THOUGHT, PYTHON_TAG = "</think>", "<|python_tag|>"
 
 
@@ -44,6 +46,8 @@ def parse(text: str, style: str) -> list[Call | str]:
         try:
             if style in TAGS:
                 body, closed, _ = body.partition(TAGS[style][1])
+                if style == "fence" and '"name"' not in body:
+                    continue  # a block that is no call
                 if not closed:
                     raise ValueError(f"it has no {TAGS[style][1]}")
             found.append(_tagged(body) if style == "tag" else _from_json(body))
@@ -59,7 +63,19 @@ def written_call(name: str, arguments: dict[str, Any], style: str) -> str:
     if style == "tag":
         return f"<tool>{name} {json.dumps(arguments)}</tool>"
     call = json.dumps({"name": name, "parameters" if style == "llama3_json" else "arguments": arguments})
-    return call if style == "llama3_json" else f"<tool_call>\n{call}\n</tool_call>"
+    if style == "llama3_json":
+        return call
+    opening, closing = TAGS[style]
+    return f"{opening}\n{call}\n{closing}"
+
+
+def other_style(text: str, style: str, tools: Collection[str]) -> str:
+    """The style in which a turn calls one of `tools`, if it does so in another one than `style`; else empty."""
+    for other in STYLES:
+        calls = parse(text, other) if other != style else []
+        if any(isinstance(call, Call) and call.name in tools for call in calls):
+            return other
+    return ""
 
 
 def style_of(template: str) -> str:

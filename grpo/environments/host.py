@@ -134,17 +134,21 @@ class Episode:
     def turn(self, text: str, earns: bool = False) -> dict[str, Any]:
         """Answer a turn of the model: by its calls, by `reply` where it has none, or with nothing, which ends it.
 
-        `role`: who answers, if not the tools. `earned`, if it earns and is not the last one: the reward so far. Raises
-        Lost where that is None, because the rewards of this turn and the next are then not known.
+        `role`: who answers, if not the tools. `unread`: the style of its calls, if that is not the one that is read.
+        `earned`, if it earns and is not the last one: the reward so far. Raises Lost where that is None, because the
+        rewards of this turn and the next are then not known.
         """
-        counts = {"calls": 0, "bad_calls": 0, "tool_errors": 0}
-        answers, role = [], ""
+        counts = {"calls": 0, "bad_calls": 0, "tool_errors": 0, "unread_calls": 0}
+        answers, role, unread = [], "", ""
         for call in calls.parse(text, self.style) if self.toolbox.tools else []:
             counts["calls"] += 1
             answer, kind = run_call(self.toolbox, self.object, call) if isinstance(call, calls.Call) else (call, "bad")
             counts["bad_calls"] += kind == "bad"
             counts["tool_errors"] += kind == "error"
             answers.append(answer)
+        if not answers and self.toolbox.tools:
+            unread = calls.other_style(text, self.style, self.toolbox.tools)
+            counts["unread_calls"] += bool(unread)
         if not answers and self.toolbox.has_reply:
             answer = awaited(self.object.reply(text))
             answers, role = [] if answer is None else [str(answer)], "user"
@@ -152,6 +156,8 @@ class Episode:
         done = getattr(self.object, "done", False)
         ended = not answers or (bool(done) and not callable(done))  # a method `done` is a tool
         reply = {"answers": answers, "role": role, "ended": ended, "counts": counts}
+        if unread:
+            reply["unread"] = unread
         if earns and self.toolbox.has_reward and not ended:
             reply["earned"] = self._reward()
             if reply["earned"] is None:

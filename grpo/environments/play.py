@@ -74,7 +74,8 @@ class Episode:
     """Of each turn, see `Stretch`; none for a dense model."""
     pieces: list[Piece] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    """`text`, `tokens` and `answers` of each turn of the model; `earned`: what `get_reward` said after it, if asked."""
+    """`text`, `tokens` and `answers` of each turn of the model. `earned`: what `get_reward` said after it, if asked.
+    `unread`: the style of its calls, if that is not the one that is read."""
     counts: Counter = field(default_factory=Counter)
     opening: str | None = None
     """The user's message, if `reset` wrote the end of it."""
@@ -205,8 +206,9 @@ class Player:
         config, turn = self.config, episode.turns[-1]
         episode.counts.update(reply["counts"])
         turn["answers"] = [self._cut(answer, episode.counts) for answer in reply["answers"]]
-        if "earned" in reply:
-            turn["earned"] = reply["earned"]
+        for name in ("earned", "unread"):
+            if name in reply:
+                turn[name] = reply[name]
         if reply["ended"]:
             self._end(episode, "done")
         elif len(episode.turns) == config.max_turns:

@@ -63,7 +63,7 @@ def episode_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         "environment/lost_count": sum(bool(e["failure"]) for e in episodes),
         "time/environment": _mean(e["waited"] for e in episodes),
     }
-    for fault in ("bad_calls", "tool_errors", "hung_calls", "cut_answers"):
+    for fault in ("bad_calls", "unread_calls", "tool_errors", "hung_calls", "cut_answers"):
         metrics[f"environment/{fault}"] = _mean(e["counts"].get(fault, 0) for e in episodes)
     for end in ("done", "tokens", "turns", "seconds", "hung", "lost"):
         metrics[f"environment/ended_by/{end}_frac"] = _mean(e["ended_by"] == end for e in episodes)

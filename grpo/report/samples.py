@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from grpo.environments.calls import TAGS
 from grpo.rewards.answers import extract_answer
 from grpo.text import compact_number, one_line, printable, shorten, without_surrogates
 from grpo.types import Rollout
@@ -114,6 +115,22 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
         line += f"; {count} have one in {ANSWER_FORMS[form]} (--reward.answer-format {form})" if count else ""
     cut = sum(rollout.completion.truncated for rollout in rollouts)
     return line + (f"; {cut} run out of tokens" if cut else "")
+
+
+def unread_calls_line(rollouts: list[Rollout]) -> str:
+    """What to say if turns call tools in a style that is not read: how many, which style reads most, an example."""
+    turns = [turn for r in rollouts if r.completion.episode for turn in r.completion.episode["turns"]]
+    styles = collections.Counter(turn["unread"] for turn in turns if "unread" in turn)
+    if not styles:
+        return ""
+    ((style, count),) = styles.most_common(1)
+    text = next(turn["text"] for turn in turns if turn.get("unread") == style)
+    opening = TAGS[style][0] if style in TAGS else "{"
+    example = _one_line(text[text.find(opening) :])
+    return (
+        f"{styles.total()} of {len(turns)} turns call a tool in a form that is not read, so nothing was called; "
+        f"--environment.calls {style} reads {count} of them, such as {example!r}"
+    )
 
 
 def failure_lines(rollouts: list[Rollout]) -> list[str]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config.fields import REWARD_MODEL, RunConfig
 from grpo.data.chat import detokenize, look_at_prompt
 from grpo.models import hf_folder
-from grpo.report.samples import failure_lines, no_answer_line
+from grpo.report.samples import failure_lines, no_answer_line, unread_calls_line
 from grpo.rewards.loading import answer_format_of
 from grpo.rewards.pool import RewardError, RewardPool
 from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
@@ -79,6 +79,7 @@ class Scorer:
             print(printable(note), flush=True)
         self.pool = RewardPool(reward, generator.max_completion_tokens, opening)
         self.answer_format, self.has_looked = answer_format_of(self.pool.functions), False
+        self.has_told_unread = False
 
     def submit(self, prompts: list[Prompt], completions: list[Completion], step: int) -> list[Rollout]:
         """Join prompts and their completions, group after group, decode, begin to score; returns at once.
@@ -109,6 +110,9 @@ class Scorer:
         if self.answer_format and not self.has_looked and (line := no_answer_line(rollouts, self.answer_format)):
             print(printable(f"warning: {where}{line}"), flush=True)
         self.has_looked = True  # the first completions tell
+        if not self.has_told_unread and (line := unread_calls_line(rollouts)):
+            print(f"warning: {where}{line}", flush=True)
+            self.has_told_unread = True
         return rollouts
 
     def prompt_texts(self, rollouts: list[Rollout]) -> list[str]:

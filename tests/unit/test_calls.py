@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.environments.calls import STYLES, Call, parse, style_of
+from grpo.environments.calls import STYLES, Call, other_style, parse, style_of, written_call
 from tests.unit import chat_templates as templates
 
 LOOK = Call("look", {"place": "attic"})
@@ -35,6 +35,10 @@ CALL = '{"name": "look", "arguments": {"place": "attic"}}'
         ("tag", '<tool>look {"place": "attic"}</tool><tool>look</tool>', [LOOK, Call("look", "")]),
         ("tag", "<tool>guess 8</tool>", [Call("guess", "8")]),
         ("tag", "8 < 9", []),
+        ("fence", f"I look.\n```json\n{CALL}\n```\nThen I know.", [LOOK]),
+        ("fence", f"```json\n{CALL}\n```\n```json\n{CALL}\n```", [LOOK, LOOK]),
+        ("fence", '```json\n{"answer": 4}\n```', []),
+        ("fence", "```python\nname = look()\n```", []),
     ],
 )
 def test_calls(style, text, calls):
@@ -53,6 +57,8 @@ def test_calls(style, text, calls):
         ("llama3_json", '{"name": "look", "parameters": {"place": "attic"}', "it is no JSON, Expecting ',' delimiter"),
         ("tag", "<tool> </tool>", "it names no tool"),
         ("tag", "<tool>look attic", "it has no </tool>"),
+        ("fence", f"```json\n{CALL}", "it has no ```"),
+        ("fence", '```json\n{"name": "look", "arguments": {\n```', "it is no JSON"),
     ],
 )
 def test_calls_that_cannot_be_read(style, text, words):
@@ -76,7 +82,23 @@ def test_any_call_comes_back(name, arguments):
     assert parse(call, "llama3_json") == [Call(name, arguments)]
 
 
-@given(st.lists(st.sampled_from(["<tool>", "</tool>", "<tool_call>", "</tool_call>", "{", "}", CALL, '"name"', " "])))
+@pytest.mark.parametrize("style", STYLES)
+def test_a_call_in_another_style_is_noticed(style):
+    """Not one of a tool that there is not, nor an answer that looks like a call."""
+    turn = written_call("look", {"place": "attic"}, style)
+    assert parse(turn, style) == [LOOK]
+    for read in STYLES:
+        assert other_style(turn, read, ["look"]) == (style if read != style else "")
+        assert other_style(turn, read, ["fly"]) == ""
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["<tool>", "</tool>", "<tool_call>", "</tool_call>", "```json", "```", "{", "}", CALL, '"name"', " "]
+        )
+    )
+)
 def test_any_text_is_read_or_told(parts):
     for style in STYLES:
         assert all(isinstance(found, Call | str) for found in parse("".join(parts), style))

@@ -146,6 +146,16 @@ def test_what_the_policy_causes_is_told_to_it(host):
     assert say(room, 0, "finish")["reward"] == 0.0
 
 
+def test_a_call_in_a_style_that_is_not_read_is_counted(host):
+    room, fenced = host(), '```json\n{"name": "add", "arguments": {"number": 3}}\n```'
+    say(room, 0, "reset", {}, 0, 0)
+    reply = say(room, 0, "turn", f"{call('add', number=4)} {fenced}")
+    assert reply["answers"] == ["4"] and "unread" not in reply  # one in the style that is read
+    reply = say(room, 0, "turn", fenced)
+    assert reply["ended"] and reply["unread"] == "fence"
+    assert reply["counts"] == {"calls": 0, "bad_calls": 0, "tool_errors": 0, "unread_calls": 1}
+
+
 @pytest.mark.parametrize(
     ("what", "kind"),
     [("loop", "hung"), ("eat", "hung"), ("sleep", "lost"), ("die", "lost"), ("net", "lost"), ("disk", "lost")],

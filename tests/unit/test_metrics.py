@@ -1,5 +1,6 @@
 """The run's books: times, averages, files and curves, with numbers a person can check."""
 
+import dataclasses
 import html
 import json
 import math
@@ -17,7 +18,7 @@ from grpo.look import terminal_curves
 from grpo.report import log as run_log
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import function_names, rollout_metrics
-from grpo.report.samples import failure_lines, no_answer_line
+from grpo.report.samples import failure_lines, no_answer_line, unread_calls_line
 from grpo.rewards.builtin import math_reward
 from grpo.run import step_timer
 from grpo.run.step_timer import StepTimer
@@ -167,6 +168,20 @@ def test_completions_without_an_answer_in_the_format_are_told_with_the_format_th
     assert line.startswith("none of 7 completions has an answer in \\boxed{}; they end like '<think>1</think>")
     assert line.endswith("6 have one in <answer>..</answer> (--reward.answer-format answer_tag)") and line.isprintable()
     assert no_answer_line([*tagged, make_rollout(0.0, text="")], "answer_tag") == ""
+
+
+def test_calls_that_are_not_read_are_told_with_the_style_that_reads_them():
+    fenced = {"text": 'So \x1b[2J:\n```json\n{"name": "add"}\n```', "unread": "fence"}
+    tagged = {"text": "<tool>add 1</tool>", "unread": "tag"}
+    rollouts = []
+    for turns in ([tagged], [fenced, {"text": "4"}], [fenced]):
+        rollout = make_rollout(0.0)
+        completion = dataclasses.replace(rollout.completion, episode={"turns": turns})
+        rollouts.append(dataclasses.replace(rollout, completion=completion))
+    line = unread_calls_line(rollouts)
+    assert line.startswith("3 of 4 turns call a tool in a form that is not read") and line.isprintable()
+    assert line.endswith('--environment.calls fence reads 2 of them, such as \'```json {"name": "add"} ```\'')
+    assert unread_calls_line([make_rollout(0.0)]) == ""
 
 
 # --- files

@@ -1,0 +1,38 @@
+"""Qwen2.5-Coder-0.5B-Instruct learns GSM8K's word problems: every role on one GPU, in about ten minutes.
+
+    torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_gsm8k.py
+
+Without the hub, a folder of the model and files of the questions:
+
+    torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_gsm8k.py --model.path qwen2.5-coder-0.5b \\
+        --data.path gsm8k/train.jsonl --evaluation.path gsm8k/test.jsonl
+
+What to expect on one H100: greedy accuracy on 512 held-out questions (standard error 0.02) from 0.26 to 0.38 in 50
+steps; after 100 steps not measured yet. A step takes 4.7 s (3.0 to sample, 1.5 to train), an evaluation 4.5 s, the
+start 100 to 150 s while caches are empty. The weights of that run came from a 5-bit file.
+
+Memory: float32 weights, gradients and Adam's two moments are 16 bytes per parameter, 0.49e9 x 16 = 7.4 GiB; on top come
+the activations of one micro-batch of 16384 tokens and the logits of 4096 (2.3 GiB per float32 copy). The engine takes
+35 % of the GPU.
+"""
+
+from grpo import config as c
+
+config = c.GRPOConfig(
+    model=c.ModelConfig(path="Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+    roles=c.RolesConfig(colocated=True, num_trainers=1),
+    data=c.DataConfig(
+        system_prompt="Please reason step by step, and put your final answer within \\boxed{}.",
+    ),
+    reward=c.RewardConfig(functions={"math_reward": 1.0}, answer_format="boxed"),
+    generator=c.GeneratorConfig(
+        max_completion_tokens=400,
+        gpu_memory_utilization=0.35,
+        engine={"max_num_seqs": 512},  # all completions of a step at once
+    ),
+    trainer=c.TrainerConfig(learning_rate=3e-6, warmup_steps=5),
+    evaluation=c.EvaluationConfig(interval=20, num_prompts=512),
+    run_dir="runs/qwen2_5_coder_0_5b_gsm8k",
+    num_steps=100,
+    prompts_per_step=64,
+)
