@@ -14,7 +14,6 @@ import os
 import pathlib
 import resource
 import signal
-import sys
 import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
@@ -198,9 +197,8 @@ def confine() -> None:
 
 
 def readable_places() -> tuple[str, ...]:
-    """What programs may read, installed packages that lie elsewhere, and this package."""
-    packages = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
-    return tuple(sorted({*lockdown.interpreter_places(), *packages, "/dev/urandom", _PACKAGE}))
+    """What programs may read, packages wherever they lie, and this package."""
+    return tuple(sorted({*lockdown.interpreter_places(), *lockdown.package_places(), "/dev/urandom", _PACKAGE}))
 
 
 def make_call(function: RewardFunction, completions: list[str], columns: dict[str, list]) -> list[float | None]:
