@@ -127,7 +127,7 @@ def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
 
 @functools.cache
 def package_places() -> tuple[str, ...]:
-    """Where this process imports packages from: entries of `sys.path`, packages linked into them, and editable installs.
+    """Where this process finds packages: entries of `sys.path`, what is linked into them, and editable installs.
 
     PYTHONPATH, the user's site and .pth files are in `sys.path`. The first call decides: make it before folders of a
     run's own files are there too. What holds more than packages is left out (`is_private`).
