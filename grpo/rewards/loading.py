@@ -210,17 +210,17 @@ def part(config: RewardConfig, confined: bool) -> RewardConfig:
 
 def load(config: RewardConfig, confined: bool, max_completion_tokens: int) -> Callable[..., list[float | None]]:
     """Load the functions into the calling process, confined or not; returns what calls one of them by its name."""
+    closed = sorted({os.path.realpath(path) for path in sys.path if lockdown.is_private(path)})
     if confined:
         confine()
     try:
         functions = load_functions(config, None, max_completion_tokens)
     except (ImportError, PermissionError) as error:
-        private = sorted({os.path.realpath(path) for path in sys.path if lockdown.is_private(path)})
-        if not confined or not private:
+        if not confined:
             raise
         raise Failure(
-            f"{describe(error)}; built-in rewards read nothing that lies right in {', '.join(private)}, though "
-            "Python's path names it; install packages into a folder of their own"
+            f"{describe(error)}; built-in rewards read nothing that lies right in {', '.join(closed)}, which are on "
+            "Python's path; install packages into a folder of their own"
         ) from error
     return lambda name, completions, columns: make_call(functions[name], completions, columns)
 
