@@ -4,34 +4,37 @@
     python -m grpo.check_reward math_reward [RECIPE.py] [--field value ...]               or a built-in one
 
 Three completions of each row: the reference (the row's `answer`, in `reward.answer_format`), a wrong answer in the same
-format, and an empty text. Shown are the columns with their types, the values, the seconds, and what the function
-prints, which a run throws away. Data and options are those of the recipe (without one: of train_grpo.py). `num_tokens`
-counts words, because no tokenizer is loaded, and `completion_ids` are as many zeros. Exit code 1 if a call fails. What
-is left out: deadlines, memory limits and processes of a run; a function that never returns has to be stopped by hand.
+format, and an empty text. The function is called as a run calls it: in a process with the same limits, environment
+variables and, for a built-in one, lockdown. Shown are the columns with their types, the values, the seconds, and what
+the function prints, which a run throws away. Data and options are those of the recipe (without one: of train_grpo.py).
+`num_tokens` counts words, because no tokenizer is loaded, and `completion_ids` are as many zeros. Exit code 1 if a call
+fails.
 """
 
 import contextlib
 import dataclasses
-import io
 import itertools
 import sys
 import time
+from typing import Any
 
-from grpo.config import GRPOConfig
+from grpo.config import GRPOConfig, RewardConfig
 from grpo.config.recipes import for_one_process, load
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
+from grpo.rewards import loading
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.loading import argument_names, called_with, load_functions, make_call
+from grpo.rewards.loading import argument_names, called_with, load_functions
+from grpo.rewards.pool import as_json
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.text import one_line, printable, shorten
-from grpo.workers.worker import describe
+from grpo.workers.processes import Call, Workers
+from grpo.workers.programs import check_programs
 
 NUM_ROWS = 3
 SHOWN_CHARACTERS = 70  # of a text, in a line
 OF_MESSAGES = "; completions are texts, as prompts are: read text, not text[0]['content'] (messages: see data.row)"
-PRINTED_CHARACTERS = 2000  # of what the function prints
 FORMATS = {"answer_tag": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
 
 
@@ -40,43 +43,61 @@ def main(arguments: list[str]) -> int:
     name, rest = subject_of(__doc__, arguments)
     try:
         config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], rest, for_one_process)
-        function, examples = load_both(name, config)
+        reward = reward_alone(name, config.reward)
+        function, examples = load_both(name, reward, config)
+        if name == "code_reward":
+            print(check_programs(reward.allow_without_landlock))
+        confined = loading.is_confined(name)
+        workers = loading.start_workers(loading.load_observed, reward, confined, config.generator.max_completion_tokens)
+        with contextlib.closing(workers):
+            return show(name, function, examples, reward, workers)
     except (ValueError, OSError) as error:
         print(f"error: {printable(str(error))}")
         return 1
+
+
+def show(name: str, function: RewardFunction, examples: list[Example], reward: RewardConfig, workers: Workers) -> int:
+    """Print what the function, loaded by `workers`, says of some completions of each row; returns the exit code."""
     together = called_with(function) != "completion"
     how = "one call for each row" if together else "one completion per call"
     print(f"reward {name}: {len(examples)} rows, {how}")
-    columns = columns_of(examples[0], [""])
+    columns = columns_of(function, examples[0], [""])
     print("columns: " + ", ".join(f"{column} ({type(values[0]).__name__})" for column, values in columns.items()))
     code = 0
     for number, example in enumerate(examples, start=1):
-        completions, values, printed = some_completions(example, config.reward.answer_format), {}, ""
+        completions, values, printed = some_completions(example, reward.answer_format), {}, ""
         print(f"row {number}: {_short(example.prompt if isinstance(example.prompt, str) else repr(example.prompt))}")
         for kinds in [list(completions)] if together else [[kind] for kind in completions]:
-            found, seconds, output = call(function, example, [completions[kind] for kind in kinds])
-            for kind, value in zip(kinds, found, strict=True):
+            texts = [completions[kind] for kind in kinds]
+            outcome = call(workers, name, texts, columns_of(function, example, texts), reward.timeout_seconds)
+            failed = f"FAILS: {outcome.get('failed')}"
+            for kind, value in zip(kinds, outcome.get("values", [failed] * len(kinds)), strict=True):
                 values[kind], told = value, f"{value:g}" if isinstance(value, float) else value
+                seconds = outcome["seconds"] / len(kinds)
                 print(f"  {kind:<9}  {_short(completions[kind]):<{SHOWN_CHARACTERS}}  {seconds:8.4f} s  {told}")
-            printed += output
+            printed += outcome["printed"]
         if printed:
-            print(f"  prints: {printable(shorten(printed, PRINTED_CHARACTERS)).strip()}")
+            print(f"  prints: {printable(shorten(printed, loading.PRINTED_CHARACTERS)).strip()}")
         if "reference" in values and values["reference"] == values["wrong"]:
             print("  note: the reference earns what a wrong answer earns")
         code |= any(isinstance(value, str) for value in values.values())
     return code
 
 
-def load_both(name: str, config: GRPOConfig) -> tuple[RewardFunction, list[Example]]:
-    """The function with the options that the recipe has for it, and the first rows of the first source.
+def reward_alone(name: str, reward: RewardConfig) -> RewardConfig:
+    """The recipe's rewards with this function alone, the options that it has there, and one process."""
+    options = {key: value for key, value in reward.options.items() if key == name}
+    return dataclasses.replace(reward, functions={name: 1.0}, options=options, num_workers=1)
+
+
+def load_both(name: str, reward: RewardConfig, config: GRPOConfig) -> tuple[RewardFunction, list[Example]]:
+    """The function with its options, and the first rows of the first source.
 
     Raises ValueError if no row can be used, and what `load_functions` raises.
     """
     source = load_sources(config.data)[0]
     if not (examples := list(itertools.islice(source.examples(), NUM_ROWS))):
         raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
-    options = {key: value for key, value in config.reward.options.items() if key == name}
-    reward = dataclasses.replace(config.reward, functions={name: 1.0}, options=options)
     return load_functions(reward, [*examples[0].columns], config.generator.max_completion_tokens)[name], examples
 
 
@@ -92,30 +113,29 @@ def some_completions(example: Example, answer_format: str) -> dict[str, str]:
     return {"reference": written.format(answer), "wrong": written.format(wrong), "empty": ""}
 
 
-def columns_of(example: Example, completions: list[str]) -> dict[str, list]:
+def columns_of(function: RewardFunction, example: Example, completions: list[str]) -> dict[str, list]:
     """What a run gives to a call for these completions of one prompt."""
     same = {**example.columns, "num_tokens": 0, "truncated": False, "prompts": example.prompt, "step": 1}
     columns = {name: [value] * len(completions) for name, value in same.items()}
-    return columns | {"num_tokens": [len(text.split()) for text in completions]}
+    columns["num_tokens"] = [len(text.split()) for text in completions]
+    if "completion_ids" in argument_names(function):
+        columns["completion_ids"] = [[0] * count for count in columns["num_tokens"]]
+    return columns
 
 
 def call(
-    function: RewardFunction, example: Example, completions: list[str]
-) -> tuple[list[float | str | None], float, str]:
-    """Each completion's value, or how the call failed; the call's wall seconds for each; and what it printed."""
-    output, columns = io.StringIO(), columns_of(example, completions)
-    if "completion_ids" in argument_names(function):
-        columns["completion_ids"] = [[0] * count for count in columns["num_tokens"]]
+    workers: Workers, name: str, completions: list[str], columns: dict[str, list], timeout_seconds: float
+) -> dict[str, Any]:
+    """What `loading.load_observed` says of a call of the function."""
+    arguments = b"[%s, %s, %s]" % (as_json(name), as_json(completions), as_json(columns))
     start = time.perf_counter()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            values = make_call(function, list(completions), columns)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a user's function may raise anything
-            reason = describe(error)
-            values = [f"FAILS: {reason}{OF_MESSAGES if 'string indices must be' in reason else ''}"] * len(completions)
-    return values, (time.perf_counter() - start) / len(completions), output.getvalue()
+    workers.submit([Call(0, arguments, timeout_seconds * len(completions))])
+    (outcome,) = workers.collect()
+    ended = {"failed": outcome.get("failed"), "seconds": time.perf_counter() - start, "printed": ""}
+    observed = outcome.get("value", ended)
+    if "string indices must be" in observed.get("failed", ""):  # of a text, by a name
+        observed["failed"] += OF_MESSAGES
+    return observed
 
 
 def _short(text: str) -> str:

@@ -7,14 +7,17 @@ formulas may run one.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import os
 import pathlib
 import resource
 import signal
 import sys
+import time
 import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
@@ -22,10 +25,14 @@ from typing import Any, Literal
 from grpo.config import EXTRA_COLUMNS, RewardConfig
 from grpo.config.user_files import check_options, load_function, near_miss, optional_arguments
 from grpo.rewards.builtin import BUILT_INS, RewardFunction
+from grpo.text import shorten
 from grpo.workers import lockdown
-from grpo.workers.worker import plain_values
+from grpo.workers.processes import Workers
+from grpo.workers.worker import Failure, describe, plain_values
 
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
+# Of what a function prints, where that is shown.
+PRINTED_CHARACTERS = 2000
 # Arguments that TRL gives to reward functions and a run here does not, and what to take instead.
 FROM_TRL = {
     "trainer_state": "take `step`, which counts steps from 1",
@@ -153,6 +160,24 @@ def _bind_options(
     return function
 
 
+# ---- Reward processes
+
+
+def start_workers(
+    load: Callable[..., Callable], config: RewardConfig, confined: bool, max_completion_tokens: int
+) -> Workers:
+    """Start `config.num_workers` processes, in which `load` (one of those below) loads all functions of `config`.
+
+    Only confined ones lack the variables of `config.environment`. Raises ValueError if a function cannot be loaded.
+    """
+    loader = functools.partial(load, config, confined, max_completion_tokens)
+    variables = () if confined else config.environment
+    workers = Workers("reward functions", loader, config.num_workers, config.memory_gib, variables)
+    if confined and (missing := lockdown.missing_measures()):
+        print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined", flush=True)
+    return workers
+
+
 # ---- In a reward process
 
 
@@ -185,10 +210,36 @@ def part(config: RewardConfig, confined: bool) -> RewardConfig:
 
 def load(config: RewardConfig, confined: bool, max_completion_tokens: int) -> Callable[..., list[float | None]]:
     """Load the functions into the calling process, confined or not; returns what calls one of them by its name."""
+    closed = sorted({os.path.realpath(path) for path in sys.path if lockdown.is_private(path)})
     if confined:
         confine()
-    functions = load_functions(config, None, max_completion_tokens)
+    try:
+        functions = load_functions(config, None, max_completion_tokens)
+    except (ImportError, PermissionError) as error:
+        if not confined:
+            raise
+        raise Failure(
+            f"{describe(error)}; built-in rewards read nothing that lies right in {', '.join(closed)}, which are on "
+            "Python's path; install packages into a folder of their own"
+        ) from error
     return lambda name, completions, columns: make_call(functions[name], completions, columns)
+
+
+def load_observed(config: RewardConfig, confined: bool, max_completion_tokens: int) -> Callable[..., dict[str, Any]]:
+    """Do as `load`, for calls whose outcome is `values` or `failed`, with the `seconds` and what was `printed`."""
+    call = load(config, confined, max_completion_tokens)
+
+    def observe(*arguments: Any) -> dict[str, Any]:
+        output, start = io.StringIO(), time.perf_counter()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            try:
+                outcome = {"values": call(*arguments)}
+            except BaseException as error:  # a user's function may raise anything
+                outcome = {"failed": describe(error)}
+        seconds = time.perf_counter() - start
+        return outcome | {"seconds": seconds, "printed": shorten(output.getvalue(), PRINTED_CHARACTERS)}
+
+    return observe
 
 
 def confine() -> None:
@@ -198,9 +249,8 @@ def confine() -> None:
 
 
 def readable_places() -> tuple[str, ...]:
-    """What programs may read, installed packages that lie elsewhere, and this package."""
-    packages = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
-    return tuple(sorted({*lockdown.interpreter_places(), *packages, "/dev/urandom", _PACKAGE}))
+    """What programs may read, packages wherever they lie, and this package."""
+    return tuple(sorted({*lockdown.interpreter_places(), *lockdown.package_places(), "/dev/urandom", _PACKAGE}))
 
 
 def make_call(function: RewardFunction, completions: list[str], columns: dict[str, list]) -> list[float | None]:

@@ -5,7 +5,6 @@ means: a completion without reward, and the end of a run if a function fails for
 """
 
 import dataclasses
-import functools
 import json
 from typing import Any
 
@@ -15,7 +14,6 @@ from grpo.rewards import loading
 from grpo.rewards.loading import argument_names, called_with, load_functions
 from grpo.text import shorten
 from grpo.types import Rollout
-from grpo.workers import lockdown
 from grpo.workers.processes import Call, Workers
 from grpo.workers.worker import SHOWN_CHARACTERS
 
@@ -44,16 +42,13 @@ class RewardPool:
         self._submitted: tuple[list[Rollout], list[tuple[str, int, int]]] | None = None  # from `submit` to `collect`
         self.workers: dict[bool, Workers] = {}  # confined ones, and others
         try:
-            for confined, variables in ((True, ()), (False, config.environment)):
+            for confined in (True, False):
                 if (part := loading.part(config, confined)).functions:
-                    load = functools.partial(loading.load, part, confined, max_completion_tokens)
-                    sizes = config.num_workers, config.memory_gib
-                    self.workers[confined] = Workers("reward functions", load, *sizes, variables)
+                    started = loading.start_workers(loading.load, part, confined, max_completion_tokens)
+                    self.workers[confined] = started
         except BaseException:
             self.close()
             raise
-        if True in self.workers and (missing := lockdown.missing_measures()):
-            print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined", flush=True)
 
     def submit(self, rollouts: list[Rollout], group_size: int, step: int = 0) -> None:
         """Begin to score `rollouts`, which lie group after group; returns at once.
@@ -83,9 +78,9 @@ class RewardPool:
                     columns["completion_ids"] = [r.completion.ids_T.tolist() for r in together]
                 if together[0].completion.episode is not None:
                     columns |= episode_columns(together)
-                arguments = _as_json([self.opening + r.answer for r in together]), _as_json(columns)
+                arguments = as_json([self.opening + r.answer for r in together]), as_json(columns)
                 for name in names:
-                    line = b"[%s, %s, %s]" % (_as_json(name), *arguments)
+                    line = b"[%s, %s, %s]" % (as_json(name), *arguments)
                     calls[loading.is_confined(name)].append(Call(len(parts), line, seconds, num_values=size))
                     parts.append((name, start, size))
         for confined, workers in self.workers.items():
@@ -123,7 +118,7 @@ class RewardPool:
             workers.close()
 
 
-def _as_json(value: Any) -> bytes:
+def as_json(value: Any) -> bytes:
     try:
         return json.dumps(value).encode()
     except TypeError as error:

@@ -19,10 +19,10 @@ import pathlib
 import stat
 import struct
 import sys
-import sysconfig
+import tempfile
 from collections.abc import Iterable
 
-from grpo.workers import kernel
+from grpo.workers import kernel, processes
 
 # What of the environment the interpreter needs to start at all.
 LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
@@ -54,11 +54,11 @@ def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> N
     """Take from the calling process all that this kernel lets it give up; from then on it dies with its `parent`.
 
     readable: files and folders that it may read and execute; those in `writable` it may also write, make and remove.
-    Root goes on as another user, who is given the folders in `writable`, with one capability at most: to read what is
-    closed to others (`is_closed`). The process keeps its memory, threads, open files and signals to itself; it cannot
-    start processes. Call it with a single thread. Raises OSError if the kernel refuses a measure that it offers.
+    Root goes on as another user, who is given the folders in `writable`, with one capability, to read (`identity`). The
+    process keeps its memory, threads, open files and signals to itself; it cannot start processes. Call it with a
+    single thread. Raises OSError if the kernel refuses a measure that it offers.
     """
-    user, keep = identity(readable)
+    user, keep = identity()
     if user is not None:
         for folder in filter(os.path.isdir, writable):
             os.chown(folder, user, user)
@@ -75,23 +75,21 @@ def lock(readable: tuple[str, ...], writable: tuple[str, ...], parent: int) -> N
         kernel.deny_calls()
 
 
-def identity(readable: tuple[str, ...]) -> tuple[int | None, list[int]]:
-    """The user id that root's process goes on with, and the capabilities that it keeps; None is the id that it has.
+def identity() -> tuple[int | None, list[int]]:
+    """The user id that root's process goes on with, and the capability that it keeps; None is the id that it has.
 
-    A number that no other process has, or that of `nobody` in a container without such numbers. Who is not root, cannot
-    change, has no other id (in some user namespaces), or could not read any more what is `readable`, stays what it is.
+    The id is a number that no other process has, or that of `nobody` in a container without such numbers: the kernel
+    limits the threads of any user except root. The capability is to read, since packages may lie where only root can;
+    Landlock bounds what it opens. Who is not root, cannot change, or has no other id (in some user namespaces), stays
+    what it is.
     """
-    permitted, landlock = kernel.permitted_capabilities(), landlock_version() > 0
+    permitted = kernel.permitted_capabilities()
     needed = kernel.CAP_CHOWN, kernel.CAP_DAC_OVERRIDE, kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID
-    if os.geteuid() != 0 or not all(permitted >> c & 1 for c in needed):
+    # Landlock confines the second one to reading
+    able = [kernel.CAP_DAC_READ_SEARCH, *([kernel.CAP_DAC_OVERRIDE] if landlock_version() else [])]
+    keep = [c for c in able if permitted >> c & 1][:1]
+    if os.geteuid() != 0 or not keep or not all(permitted >> c & 1 for c in needed):
         return None, []
-    keep = []
-    if is_closed(readable):
-        # Landlock confines the second one to reading
-        able = [kernel.CAP_DAC_READ_SEARCH, *([kernel.CAP_DAC_OVERRIDE] if landlock else [])]
-        keep = [c for c in able if permitted >> c & 1][:1]
-        if not keep:
-            return None, []
     with open("/proc/self/uid_map") as lines:
         ranges = [tuple(map(int, line.split())) for line in lines]
     numbers = (_FIRST_ID + os.getpid(), NOBODY)
@@ -119,7 +117,8 @@ def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
     places |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"}
     places |= {"/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", *glob.glob("/etc/python3*")}
     for name in LOADER_VARIABLES:
-        places |= {path for path in os.environ.get(name, "").split(":") if path.startswith("/")}
+        paths = os.environ.get(name, "").split(":")
+        places |= {path for path in paths if path.startswith("/") and not is_private(path)}
     with open("/proc/self/maps") as maps:  # this process's libraries: some systems keep even libc elsewhere
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/" in line}
     places |= {path for path in mapped if ".so" in os.path.basename(path) and os.path.isfile(path)}
@@ -127,22 +126,27 @@ def interpreter_places(executable: str = sys.executable) -> tuple[str, ...]:
 
 
 @functools.cache
-def is_closed(places: tuple[str, ...]) -> bool:
-    """Whether only root can read all of `places` and of the packages, with the folders on the way to them.
+def package_places() -> tuple[str, ...]:
+    """Where this process finds packages: entries of `sys.path`, what is linked into them, and editable installs.
 
-    Looks at the packages' folders, not at each of their files.
+    PYTHONPATH, the user's site and .pth files are in `sys.path`. The first call decides: make it before folders of a
+    run's own files are there too. What holds more than packages is left out (`is_private`).
     """
-    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    packages = [os.path.join(place, name) for place in libraries if os.path.isdir(place) for name in os.listdir(place)]
-    folders = {folder for place in {*places, *libraries} for folder in pathlib.Path(os.path.realpath(place)).parents}
-    open_to_others = map(_is_open, filter(os.path.exists, {*places, *libraries, *packages}))
-    return not all(open_to_others) or any(not f.stat().st_mode & stat.S_IXOTH for f in folders if f.exists())
+    places = {path for path in sys.path if not is_private(path)}
+    children = {child for path in places for child in glob.glob(f"{glob.escape(path)}/*")}
+    for link in filter(os.path.islink, children):
+        if link.endswith(".py") or any(os.path.exists(f"{link}/{name}") for name in ("__init__.py", "METADATA")):
+            places.add(link)
+    for finder in sys.meta_path:  # those of setuptools' editable installs map names to packages and modules
+        mapping = getattr(sys.modules.get(getattr(finder, "__module__", "")), "MAPPING", {})
+        places |= {path + suffix for path in mapping.values() for suffix in ("", ".py")}
+    return tuple(sorted(place for place in places if os.path.exists(place) and not is_private(place)))
 
 
-def _is_open(path: str) -> bool:
-    mode = os.stat(path).st_mode
-    wanted = stat.S_IROTH | (stat.S_IXOTH if stat.S_ISDIR(mode) else 0)
-    return mode & wanted == wanted
+def is_private(place: str) -> bool:
+    """Whether a place is or holds the working folder, the home folder, the project, or that of temporary files."""
+    folders = os.getcwd(), os.path.expanduser("~"), processes.ROOT, tempfile.gettempdir()
+    return any(pathlib.Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(place)) for folder in folders)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

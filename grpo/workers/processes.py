@@ -97,6 +97,9 @@ class Workers:
         """
         self.what, self.is_ready, self.num_open, self._inbox = what, False, 0, b""
         passed = environment(variables)
+        if "PYTHONPATH" in passed:  # the supervisor starts in another folder
+            folders = map(os.path.abspath, passed["PYTHONPATH"].split(os.pathsep))
+            passed["PYTHONPATH"] = os.pathsep.join(folders)
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.supervisor = subprocess.Popen(

@@ -91,10 +91,10 @@ def check_programs(allow_without_landlock: bool) -> str:
     if trial.stdout != "42\n":
         raise ValueError(f"a program that prints 42 does not run here: {(trial.stdout + trial.stderr).strip()[-2000:]}")
     files = f"only its own and the interpreter's files (Landlock {version})" if version else "ALL FILES OF ITS USER"
-    other, kept = lockdown.identity(lockdown.interpreter_places())
-    user = "this user" if os.geteuid() else "ROOT WITHOUT CAPABILITIES" if other is None else "another user than root"
-    capability = " with the capability to read" if kept else ""
-    return f"programs run with: no network, {files}, threads but no processes, few system calls, {user}{capability}"
+    other, _ = lockdown.identity()
+    another = "another user than root with the capability to read"
+    user = "this user" if os.geteuid() else "ROOT WITHOUT CAPABILITIES" if other is None else another
+    return f"programs run with: no network, {files}, threads but no processes, few system calls, {user}"
 
 
 def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
@@ -104,7 +104,7 @@ def run_python(code: str, stdin: str, limits: Limits) -> Outcome:
     """
     deadline = time.monotonic() + limits.timeout_seconds
     folder = tempfile.mkdtemp(prefix="program-")
-    lockdown.is_closed(lockdown.interpreter_places())  # looked up once, and not after each fork
+    lockdown.interpreter_places()  # looked up once, and not after each fork
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, and why it could not be run
     caller, program = os.getpid(), os.fork()
     if program == 0:
@@ -233,7 +233,7 @@ def _become_program(code: str, stdin: str, limits: Limits, folder: str, caller: 
 
 def _num_other_tasks() -> int:
     """Tasks that the limit on threads counts with the program's: all of its user."""
-    user, _ = lockdown.identity(lockdown.interpreter_places())
+    user, _ = lockdown.identity()
     if user not in (None, lockdown.NOBODY):
         return 0  # it has not run before
     user, count = os.geteuid() if user is None else user, 0

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from typing import Any
 
-from grpo.workers import kernel, processes
+from grpo.workers import kernel, lockdown, processes
 from grpo.workers.processes import Call
 from grpo.workers.worker import LOAD, Peer, describe, work
 
@@ -57,6 +57,7 @@ class Supervisor:
         with owner.makefile("rb") as reader:
             folder, path, *settings = pickle.load(reader)
         os.chdir(folder)
+        lockdown.package_places()  # for good, before the owner's own folders are in sys.path
         sys.path[:] = path
         self.load_seconds, self.load, self.num_workers, self.memory_gib, self.loads_once = settings
         # temporary files end with this process, whichever worker was killed

@@ -1,14 +1,17 @@
 """`python -m grpo.check_reward`: what it shows of a function, before any run."""
 
 import json
+import sys
 
 import pytest
 
 from grpo.check_reward import main, some_completions
 from grpo.data.rows import Example
 from grpo.rewards.builtin import math_reward
+from grpo.workers.lockdown import missing_measures
 
 REWARDS = """
+import os
 from grpo.rewards.builtin import group_level
 
 def trl(prompts, completions, answer, **columns):
@@ -24,6 +27,13 @@ def fails(completions, **columns):
 
 def strict(completions, answer):
     return [0.0]
+
+def loops(completions, **columns):
+    while True:
+        pass
+
+def needs_a_key(completions, **columns):
+    return [float(len(os.environ["JUDGE_KEY"]))]
 """
 
 
@@ -66,7 +76,32 @@ def test_a_group_level_function_gets_all_of_a_row(show):
 def test_what_fails_is_told_with_its_line(show):
     code, out = show("mine.py:fails")
     assert code == 1
-    assert out.count("FAILS: ZeroDivisionError: division by zero (") == 9 and "mine.py:13)" in out
+    assert out.count("FAILS: ZeroDivisionError: division by zero (") == 9 and "mine.py:14)" in out
+
+
+def test_a_call_has_the_limits_and_variables_of_a_run(show, monkeypatch):
+    code, out = show("mine.py:loops", "--reward.timeout-seconds", "1")
+    assert code == 1 and out.count("FAILS: took longer than 1 s") == 9
+    monkeypatch.setenv("JUDGE_KEY", "hunter2")
+    code, out = show("mine.py:needs_a_key")
+    assert code == 1 and out.count("reward functions get few environment variables") == 9
+    code, out = show("mine.py:needs_a_key", "--reward.environment", "JUDGE_KEY")
+    assert code == 0 and "FAILS" not in out
+
+
+@pytest.mark.skipif(bool(missing_measures()), reason=f"this kernel has no {missing_measures()}")
+def test_a_built_in_function_is_confined_and_names_the_folder_that_is_closed_to_it(show, tmp_path, monkeypatch):
+    """math-verify is found in the working folder alone, which the driver may read."""
+    flags = ("--reward.answer-format", "boxed")
+    assert show("math_reward", *flags)[0] == 0
+    (tmp_path / "math_verify.py").write_text("raise KeyError('it was read')")
+    others = [path for path in sys.path if not path.endswith("site-packages")]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
+    code, out = show("math_reward", *flags)
+    assert code == 1 and "it was read" not in out
+    assert out.splitlines()[-1].startswith("error: the reward functions cannot be loaded: ")
+    closed = out.partition("built-in rewards read nothing that lies right in ")[2].partition(", which")[0]
+    assert str(tmp_path) in closed.split(", ")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grpo.config import RewardConfig
-from grpo.rewards import pool as reward_pool
+from grpo.rewards import loading
 from grpo.rewards.loading import part, readable_places
 from grpo.rewards.pool import RewardPool
 from grpo.types import Completion, Prompt, Rollout
@@ -174,7 +174,7 @@ def filter_mode(pid: str) -> str:
 
 
 def test_a_kernel_without_landlock_runs_built_in_rewards_and_says_so(monkeypatch, capfd):
-    monkeypatch.setattr(reward_pool.lockdown, "landlock_version", lambda: 0)
+    monkeypatch.setattr(loading.lockdown, "landlock_version", lambda: 0)
     (scored,) = rewards(["format_reward"], "a")
     assert scored.failures == {}
     assert "warning: this kernel has no Landlock: processes of built-in rewards" in capfd.readouterr().out
