@@ -102,8 +102,10 @@ def run_rank(main: Callable[[], Result]) -> Result:
         is_follower = rank != "0"
         line = "" if is_follower else f"error: {error}"
     except BaseException as error:
-        is_follower = any(sign in str(error) for sign in LOST_PEER)
-        line = f"error: rank {rank} ({here.role}) failed in phase {here.phase}: {error}"
+        # torchrun ends a follower before it speaks; without torchrun nobody would
+        is_follower = "TORCHELASTIC_RUN_ID" in os.environ and any(sign in str(error) for sign in LOST_PEER)
+        why = str(error) or type(error).__name__
+        line = f"error: rank {rank} ({here.role}) failed in phase {here.phase}: {why}"
         trace = traceback.format_exc()
     here.ending = True
     if is_follower:

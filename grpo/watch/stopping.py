@@ -3,23 +3,34 @@
 SIGTERM, SIGINT, SIGHUP or SIGUSR1 at any rank (torchrun passes the first three on), the file `stop` in the run folder,
 or the one that STOP_VARIABLE names. The driver decides it between two steps: what is done is saved, no other step
 begins, and one line says so. Left out: how a signal at another rank reaches the driver (watchdog.py).
+
+No handler hears the signals: they are blocked from a script's start on, and one thread waits for them. Triton's
+compiler (LLVM) replaces the handlers of its process. While one of its own runs, the next signal finds none and kills,
+and `timeout` sends two within microseconds, to the process and to its group; SIGUSR1 it keeps for itself. Programs that
+the run starts inherit what is blocked, so a signal to the group leaves them alive, SIGTERM too: end them by SIGKILL.
 """
 
 import os
 import pathlib
 import signal
 import subprocess
+import sys
+import threading
 
+from grpo.watch import failures
 from grpo.workers import kernel
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOP_FILE = "stop"
 STOP_VARIABLE = "GRPO_STOP_FILE"  # of launch scripts, which do not know the run folder and look after that file
 
+LOOK_SECONDS = 0.2  # until the thread that hears signals at the start sees that another one hears them
+
 # Waits for the process $1, which may be dead and not yet waited for, and prints $2.
 LAST_WORD = 'while grep -qs "^State:.[^ZX]" /proc/$1/status; do sleep 0.05; done; echo "$2"'
 
 _asked: list[str] = []  # names of signals, the first is the reason
+is_watched = threading.Event()  # the watchdog hears signals from here on
 
 
 def ask_to_stop(reason: str) -> None:
@@ -64,13 +75,50 @@ def launched_by_torchrun() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Let the kernel end this process when torchrun is gone, which could not end it any more; SIGINT ends it too.
+    """Let the kernel end this process when torchrun is gone, which could not end it any more.
 
-    Until a run listens to signals, see watchdog.py, Ctrl-C is no exception in whatever is being imported.
+    A stop signal ends it too, at once, until a run is watched (watchdog.py).
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    held = hold_signals()
+    threading.Thread(target=_end_by_signal, args=(held,), name="signals", daemon=True).start()
     if launched_by_torchrun():
         launcher = os.getppid()
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if launcher == 1 or os.getppid() != launcher:  # it was gone before that
             os._exit(1)
+
+
+def hold_signals() -> set[signal.Signals]:
+    """Block the stop signals in this thread, and in the threads and programs that it starts; returns which these are.
+
+    A thread takes them with `signal.sigtimedwait`. Ignored signals (nohup) stay ignored.
+    """
+    held = {number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    return held
+
+
+def _let_fork_end() -> None:
+    """Let SIGTERM end this fork: that is how pools of processes end their own."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+os.register_at_fork(after_in_child=_let_fork_end)
+
+
+def _end_by_signal(held: set[signal.Signals]) -> None:
+    heard = None
+    while heard is None and not is_watched.is_set():
+        heard = signal.sigtimedwait(held, LOOK_SECONDS)
+    if heard is None:
+        return
+    if is_watched.is_set():
+        os.kill(os.getpid(), heard.si_signo)  # for the watchdog
+        return
+    if not launched_by_torchrun():  # which says it
+        name = signal.Signals(heard.si_signo).name
+        print(f"{name}: ended, nothing to save", file=sys.stderr, flush=True)
+    failures.exit_now(128 + heard.si_signo)

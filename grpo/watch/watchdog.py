@@ -5,9 +5,9 @@ itself does nothing for it. Rank 0's thread looks at all places and past the dea
 name of the rank that hangs, which prints its stack, if it still can. Rank 1's thread does the same a little later, for
 a rank 0 that was stopped.
 
-Signals wake the thread at once, also while the main thread waits in a collective. SIGTERM means two things: stop, or
-that torchrun ends all ranks because one has failed. In the second case a rank's process is gone, or the store says that
-the run is over.
+Signals wake the thread at once, also while the main thread waits in a collective (stopping.py). SIGTERM means two
+things: stop, or that torchrun ends all ranks because one has failed. In the second case a rank's process is gone, or
+the store says that the run is over.
 """
 
 import contextlib
@@ -37,8 +37,7 @@ TICK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # a rank whose thread told no place for so long is stopped, gone or starved
 OWN_GAP_SECONDS = 10.0  # longer between two looks means that this process was stopped (Ctrl-Z, a machine that slept)
 SECOND_PATIENCE_SECONDS = 10.0  # rank 1 looks for a rank 0 that should have ended the run so long ago
-STACK_SECONDS = 3.0  # for the ranks that hang to print their stacks
-SECOND_SIGNAL_SECONDS = 1.0  # after Ctrl-C, a later signal ends at once; torchrun passes the first on in milliseconds
+STACK_SECONDS = 3.0  # for the ranks that hang to print their stacks, or for one that fails to print why
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,27 +157,33 @@ class Watchdog:
         self.store = PrefixStore("watch", roles.store.clone())  # another thread's wait would block its connection
         patience = SECOND_PATIENCE_SECONDS if roles.rank else 0.0
         self.detector = HangDetector(deadline_minutes, patience) if roles.rank <= 1 else None
-        self.asked, self.asked_at = "", 0.0
-        self.closing = threading.Event()
+        self.asked = ""
+        # A tick without a signal has gone by since one asked the run to stop; sooner, another one is the same request.
+        # No clock: on a busy machine this thread sees both late.
+        self.is_quiet = False
+        self.closing, self.closed = threading.Event(), threading.Event()
         self.stdout, self.stderr = sys.stdout, sys.stderr  # compilers of kernels turn them away for seconds
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
         """Listen to signals and begin to tell. On the main thread."""
-        self.wake_reader, self.wake_writer = socket.socketpair()
-        self.wake_reader.settimeout(TICK_SECONDS)
-        self.wake_writer.setblocking(False)
-        for number in stopping.STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, lambda *_: None)  # only a signal with a handler is written to the socket
-        signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
+        self.handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in stopping.STOP_SIGNALS}
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self.held = stopping.hold_signals()
         self.thread.start()
+        stopping.is_watched.set()
+        for number in self.held:  # of a thread that was there before and does not block it, in a notebook
+            signal.signal(number, lambda number, _: signal.pthread_kill(self.thread.ident, number))
 
     def close(self) -> None:
-        """End the thread; signals from here on are without effect. On the main thread."""
+        """End the thread; in a script, signals from here on are without effect. On the main thread."""
         self.closing.set()
-        self.wake_writer.send(b"\0")
+        for number in self.held:
+            signal.pthread_kill(self.thread.ident, number)  # it ends at once, not after its tick
+            signal.signal(number, self.handlers[number])
+        self.closed.set()
         self.thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
 
     def tell_end(self, *others: int) -> None:
         """Let all know that the run is over, and that it was said why this rank and these others end."""
@@ -195,13 +200,20 @@ class Watchdog:
                     self._ask(self.store.get("asked").decode())
                 if self.detector and (hang := self.detector.look(places := self._places(), time.monotonic())):
                     self._end(hang, places)
-                with contextlib.suppress(TimeoutError):
-                    for number in filter(None, self.wake_reader.recv(64)):
-                        self._hear(signal.Signals(number))
+                heard = signal.sigtimedwait(self.held, TICK_SECONDS)
+                if heard is None:
+                    self.is_quiet = bool(self.asked)
+                elif not self.closing.is_set():
+                    self._hear(signal.Signals(heard.si_signo))
         except (DistNetworkError, DistStoreError):  # the process that holds the store is gone, and its ranks with it
             if not self.closing.is_set():
-                failures.leave_for_launcher(f"rank {self.roles.rank} lost the store of its launcher")
+                line = f"error: rank {self.roles.rank} lost the store of its launcher, in phase {here.phase}"
+                failures.leave_for_launcher(line)
+                if os.environ.get("LOCAL_RANK") == "0":  # one of each machine
+                    print(line, file=self.stderr, flush=True)
                 failures.exit_now(1)
+        finally:
+            self.closed.wait()  # no signal can be sent to a thread that is gone
 
     def _tell_place(self) -> None:
         progress = here.changes, collectives_entered(self.roles)
@@ -246,15 +258,17 @@ class Watchdog:
     def _hear(self, number: signal.Signals) -> None:
         """A stop, or torchrun's way of ending what is left."""
         if self._is_over() or here.ending:  # in this order: the first to see it tells
+            if not stopping.launched_by_torchrun():
+                time.sleep(STACK_SECONDS)  # the main thread is about to say why, and ends
             self.tell_end()
             failures.exit_now(1)
-        again = self.asked == signal.SIGINT.name and time.monotonic() - self.asked_at > SECOND_SIGNAL_SECONDS
+        again = self.asked == signal.SIGINT.name and self.is_quiet
         if here.in_steps and not again:
             self._ask(number.name)
             return
         if self.roles.is_driver:
             how = "again: ended at once, without saving" if again else "before the first step: nothing to save"
-            print(line := f"{number.name} {how}", file=self.stdout, flush=True)
+            print(line := f"{number.name} {how}", file=self.stderr, flush=True)
             stopping.ask_to_stop(number.name)
             stopping.repeat_behind_launcher(line)
             self.tell_end()
@@ -266,7 +280,7 @@ class Watchdog:
     def _ask(self, name: str) -> None:
         if self.asked:
             return
-        self.asked, self.asked_at = name, time.monotonic()
+        self.asked = name
         if self.roles.is_driver:
             stopping.ask_to_stop(name)
             print(f"{name}: the run stops when this step is done and saved", file=self.stdout, flush=True)

@@ -308,6 +308,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.getppid() == owner or sys.exit(0))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the owner blocks some
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     Supervisor(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -2,6 +2,7 @@
 
 import datetime
 import pathlib
+import signal
 import threading
 
 import pytest
@@ -73,6 +74,81 @@ def test_a_rank_that_does_not_start_is_named():
     store = dist.HashStore()
     with pytest.raises(TimeoutError, match=r"^of 2 ranks, these did not start within 0 s: 1$"):
         meet(store, 0, 2, datetime.timedelta(seconds=0.1))
+
+
+RUN = """
+import ctypes, multiprocessing, os, signal, subprocess, sys, time
+from grpo.watch import stopping
+from grpo.watch.failures import run_script, set_place
+
+
+def hear_twice():
+    for each in stopping.STOP_SIGNALS:  # as while the handler of a compiler's library runs
+        ctypes.CDLL(None).signal(each, ctypes.c_void_p(0))
+    helper = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # ends its processes by SIGTERM
+        pool.apply(abs, (-1,))
+    os.kill(os.getpid(), number)
+    time.sleep(float(sys.argv[2]))
+    os.killpg(0, number)
+    while not stopping.stop_reason("/nowhere"):
+        time.sleep(0.01)
+    print("helper:", helper.communicate(b"alive")[0].decode())
+    print("saved", flush=True)
+
+
+def main():
+    from grpo.roles.process_groups import setup_trainers
+    from grpo.watch.watchdog import watched
+
+    with watched(setup_trainers(), 10):
+        set_place(phase="train")
+        if sys.argv[2] != "later":
+            hear_twice()
+        while sys.argv[2] == "later":
+            os.kill(os.getpid(), number)
+            time.sleep(3)
+
+
+number = signal.Signals[sys.argv[1]]
+stopping.end_with_launcher()
+if sys.argv[2] == "early":
+    os.kill(os.getpid(), number)
+    time.sleep(600)
+run_script(main)
+"""
+
+
+def send(tmp_path: pathlib.Path, name: str, how: str) -> tuple[int, str]:
+    """Exit code and output of a run without models that sends itself a signal."""
+    (tmp_path / "run.py").write_text(RUN)
+    result = finish(start_python(tmp_path / "run.py", name, how), deadline=120)
+    return result.returncode, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"), [("SIGINT", 0), ("SIGINT", 0.2), ("SIGTERM", 0), ("SIGHUP", 0), ("SIGUSR1", 0)]
+)
+def test_a_signal_to_the_run_and_then_to_its_group_is_one_request(name, seconds, tmp_path):
+    """`timeout` and terminals send two. No library's handler and no helper's death ends the run before it has saved."""
+    code, output = send(tmp_path, name, str(seconds))
+    assert output.splitlines()[-3:] == [
+        f"{name}: the run stops when this step is done and saved",
+        "helper: alive",
+        "saved",
+    ]
+    assert code == (130 if name == "SIGINT" else 0)
+
+
+def test_a_later_ctrl_c_ends_the_run_at_once(tmp_path):
+    code, output = send(tmp_path, "SIGINT", "later")
+    assert output.splitlines()[-1] == "SIGINT again: ended at once, without saving" and code == 130
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_a_signal_while_a_script_is_imported_ends_it_with_a_line(name, tmp_path):
+    code, output = send(tmp_path, name, "early")
+    assert output == f"{name}: ended, nothing to save\n" and code == 128 + signal.Signals[name]
 
 
 CTRL_C = """
