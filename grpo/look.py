@@ -28,7 +28,7 @@ import numpy as np
 from grpo.folder.run_folder import read_marker
 from grpo.report.page import write_page
 from grpo.report.samples import describe
-from grpo.text import compact_number, shorten
+from grpo.text import compact_number, one_line, shorten
 
 COMPLETIONS, EVALUATION = "completions.jsonl", "evaluation.jsonl"
 Record = dict[str, Any]  # a line of a .jsonl file
@@ -38,6 +38,8 @@ MARKS = "─•×+o#"  # what draws the curve of each run; the first one's is a 
 LATE_METRICS = ("kl", "entropy", "completion/length_mean", "grad_norm", "tokens_per_second", "time/step")
 LATE_STEPS = 10
 CELL_CHARACTERS = 40
+# Held-out questions whose answers before and after are shown, and how much of each text
+NUM_ANSWERS, ANSWER_CHARACTERS = 3, 200
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -104,8 +106,44 @@ def summarize(run_dirs: list[pathlib.Path]) -> str:
     if label := next((label for label in found[0] if all(label in run for run in found)), ""):
         lines += ["", f"{label}:", *map("{} {}".format, MARKS, run_dirs)]
         lines += ["", terminal_curves([run[label] for run in found])]
+    if len(run_dirs) == 1:
+        lines += answers_before_and_after(run_dirs[0])
     files = (run_dir / name for run_dir in run_dirs for name in ("tensorboard", "samples.txt", "model"))
     return "\n".join([*lines, "", *(str(path) for path in files if path.exists())])
+
+
+def answers_before_and_after(run_dir: pathlib.Path) -> list[str]:
+    """Show the first held-out questions with the model's greedy answers in the first and the last evaluation.
+
+    Returns lines for a terminal; none if there were not two evaluations.
+    """
+    path = run_dir / EVALUATION
+    if not path.is_file():
+        return []
+    first: dict[Any, Record] = {}
+    last: dict[Any, Record] = {}
+    for record in read_lines(path, ""):
+        if record["kind"] != "greedy":
+            continue
+        row = record.get("source"), record["row"]
+        first.setdefault(row, record)
+        last[row] = record
+    rows = [row for row in first if last[row]["step"] > first[row]["step"]]
+    lines = []
+    for row in rows[:NUM_ANSWERS]:
+        lines += ["", f"held out   {one_line(question_of(first[row]))}"]
+        for name, record in ("before", first[row]), ("after", last[row]):
+            answer = shorten(one_line(record["completion"]), ANSWER_CHARACTERS)
+            reward = "none" if record["reward"] is None else compact_number(record["reward"])
+            lines.append(f"  {name:<8} {answer}   (reward {reward})")
+    return lines
+
+
+def question_of(record: Record) -> str:
+    """Return the text of a column that stands in the prompt, the longest if several do, else the end of the prompt."""
+    prompt = record["prompt"]
+    in_prompt = [text for text in record["columns"].values() if isinstance(text, str) and text and text in prompt]
+    return max(in_prompt, key=len, default=prompt[-ANSWER_CHARACTERS:])
 
 
 def curves(records: list[Record]) -> dict[str, Curve]:
