@@ -13,7 +13,7 @@ config = c.GRPOConfig(
     roles=c.RolesConfig(colocated=True, num_trainers=1),
     data=c.DataConfig(path="toy:word_problems", system_prompt="", max_prompt_tokens=96),
     reward=c.RewardConfig(functions={"math_reward": 1.0}),
-    generator=c.GeneratorConfig(max_completion_tokens=96, gpu_memory_utilization=0.1, engine={"max_num_seqs": 512}),
+    generator=c.GeneratorConfig(max_completion_tokens=96, gpu_memory_utilization=0.1),
     trainer=c.TrainerConfig(
         micro_batch_tokens=32_768,
         activation_checkpointing="none",

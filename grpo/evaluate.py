@@ -47,7 +47,7 @@ def load_config(model: str, words: list[str], num_ranks: int) -> GRPOConfig | SF
         changes["run_dir"] = new_folder(model)
 
     def fit(config: Config, _recipe: Config) -> Config:
-        """All ranks hold engines. A GRPO config names a trainer too, as it must."""
+        """Give every rank an engine. A GRPO config must name a trainer too."""
         if isinstance(config, SFTConfig):
             layout = {"num_trainers": num_ranks}
         else:

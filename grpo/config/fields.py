@@ -97,7 +97,7 @@ class GeneratorConfig:
     sleep: Annotated[bool, Harmless] = False
     """Colocated only: the engine gives its memory back while the trainer works."""
     engine: Table[Json] = field(default_factory=dict)
-    """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor max_num_seqs 512`."""
+    """Further arguments of vLLM's EngineArgs: `--generator.engine quantization fp8_per_tensor kv_cache_dtype fp8`."""
     sampling: Table[Json] = field(default_factory=dict)
     """Further arguments of vLLM's SamplingParams, in evaluations too: `--generator.sampling top_p 0.9 min_tokens 8`."""
 

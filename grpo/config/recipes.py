@@ -32,8 +32,8 @@ def load(
 ) -> Config:
     """Read `[RECIPE.py] [--field value ...]` into a checked config. Prints what differs and what follows.
 
-    config_type: what the recipe may bind; of several, its flags are those of the one that it binds. fit: makes of what
-    was written, and the recipe's config, the one that will run, which is then checked. Raises ValueError if the recipe
+    config_type: what the recipe may bind; of several, its flags are those of the one that it binds. fit: gets the
+    config as written and the recipe's, and returns the one that will run, which is then checked. Raises ValueError if the recipe
     or a flag cannot be used or a check failed, SystemExit for `--help`, which tyro prints.
     """
     import tyro  # not needed by code that gets its config as an object
@@ -193,8 +193,8 @@ def change(base: Config | str | os.PathLike, changes: dict[str, Any]) -> Config:
 def for_one_process(config: Config, recipe: Config | None = None) -> Config:
     """Return the config with all roles on one rank, which is what a script is without torchrun.
 
-    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest. A flag's part stays,
-    which is another than the recipe's. A config that needs one rank is returned as it is.
+    On a GPU the engine then takes a smaller part of the memory, because a trainer has the rest. A part that a flag set
+    stays: it differs from the one in `recipe`. A config that needs one rank is returned as it is.
     """
     if config.num_ranks == 1:
         return config

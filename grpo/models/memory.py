@@ -164,9 +164,8 @@ def fit_engine(sizes: Sizes, config: Config, num_asked: int, gpu_gib: float | No
     """Return the config with vLLM's `max_num_seqs` decided, if `generator.engine` does not say it.
 
     It becomes `num_asked`, the sequences that one engine gets at one time, up to MOST_NUM_SEQS; above MAX_NUM_SEQS only
-    as many as the KV cache holds at half of their longest length. Sequences that grow together take less than that
-    unless most of them run to the limit; for which there is no room then, vLLM puts off and computes again, as it does
-    in any case below. gpu_gib: of a GPU; None for a CPU.
+    as many as the KV cache holds at half of their longest length. Sequences that grow together need less, unless most
+    of them run to the limit. Then vLLM puts some off and computes them again. gpu_gib: of a GPU; None for a CPU.
     """
     generator = config.generator
     if "max_num_seqs" in generator.engine:

@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
-from grpo import evaluate, replay
+import train_grpo
+from grpo import check_loss, evaluate, replay
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig
 from grpo.config.fields import SHARED_GPU
 from grpo.config.recipes import as_recipe, change, for_one_process
 from grpo.run.command_line import checked_config
+from grpo.watch.failures import BadInput
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -101,3 +103,13 @@ def test_tools_check_the_ranks_that_they_have(tmp_path):
     (tmp_path / "config.py").write_text(as_recipe(recorded))
     again = replay.load_config(str(tmp_path), ["--trainer.tensor-parallel", "2"], num_trainers=2)
     assert (again.roles.num_trainers, again.trainer.tensor_parallel) == (2, 2)
+    for flags in (ON_ONE_GPU, ("--overlap-steps", "1")):  # a run's own, of one process or several
+        assert check_loss.main(["grpo", *flags]) == 0
+
+
+def test_a_config_that_met_no_command_line_is_checked_too(without_torchrun):
+    """As in a notebook."""
+    with pytest.raises(BadInput, match="needs 8 processes"):
+        train_grpo.main(GRPOConfig())
+    with pytest.raises(BadInput, match="generator.sleep needs roles.colocated"):
+        train_grpo.main(change(GRPOConfig(), {"generator.sleep": True}))
