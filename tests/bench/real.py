@@ -31,6 +31,11 @@ from toy_runs import records
 RUNS_DIR = ROOT / "runs" / "real"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
 GSM8K = "--data.path {data}/train.jsonl --evaluation.path {data}/test.jsonl"
+TASKS = ("spell_backward", "letter_counting", "chain_sum")
+REASONING_GYM = f"--data.sources {' '.join(f'{task} {{data}}/{task}_train.jsonl' for task in TASKS)}"
+REASONING_GYM += f" --evaluation.sets {' '.join(f'{task} {{data}}/{task}_test.jsonl' for task in TASKS)}"
+# Behind the run `sft`, whose model is --model
+AFTER_SFT = "--data.system-prompt= --reward.answer-format hashes --generator.max-completion-tokens 256"
 INTERVAL = 10  # steps in one line
 ALL_PROMPTS = 1319  # GSM8K's test split; a smaller one is taken whole
 MEANS = ("reward/mean", "completion/length_mean", "completion/truncated_frac", "entropy", "mismatch/mean", "grad_norm")
@@ -66,6 +71,27 @@ RUNS = {
         "qwen2_5_coder_0_5b_gsm8k.py",
         expected={0: START, 20: (0.27, 0.39), 40: (0.31, 0.43), 100: None},
     ),
+    "gsm8k_tool": Run("qwen2_5_coder_0_5b_gsm8k_tool.py", expected={0: None, 100: None}),
+    "programs": Run("qwen2_5_coder_0_5b_programs.py", expected={0: (0.40, 0.75), 60: None}),
+    "reasoning_gym": Run(
+        "qwen2_5_coder_0_5b_reasoning_gym.py",
+        data=REASONING_GYM,
+        expected={0: None, 100: None},
+    ),
+    "gsm8k_1_5b": Run("qwen2_5_coder_1_5b_gsm8k.py", expected={0: None, 100: None}),
+    "gsm8k_1_5b_lora": Run(
+        "qwen2_5_coder_1_5b_gsm8k.py",
+        "--trainer.lora-rank 16 --trainer.learning-rate 3e-5",
+        expected={0: None, 100: None},
+    ),
+    "sft": Run(
+        "qwen2_5_coder_0_5b_sft_gsm8k.py",
+        data=f"{GSM8K} --validation.path {{data}}/test.jsonl",
+        expected={234: None},
+        script="train_sft.py",
+    ),
+    "after_sft": Run("qwen2_5_coder_0_5b_gsm8k.py", AFTER_SFT, expected={0: None, 100: None}),
+    "distill": Run("qwen2_5_coder_0_5b_distill.py", expected={0: START, 100: None}),
     "grpo": method(""),
     "dr_grpo": method("--algorithm.loss dr_grpo"),
     "dapo": method("--algorithm.loss dapo"),

@@ -30,6 +30,8 @@ FAMILIES = {
     "word": {},
     "a3b": QWEN3_MOE,
 }  # by what is in the recipes' names
+# What rewards of some recipes read besides
+OTHERS = {"tests": "assert False", "entry": '{"answer": "85", "metadata": {"source_dataset": "chain_sum"}}'}
 WORDS = "Mia has 37 pens. She buys 4 boxes with 12 pens each. How many pens does Mia have now?"
 
 SMALLER = ("--model.dtype", "float32", "--trainer.no-compile", "--trainer.micro-batch-tokens", 1024, "--num-steps", 2)
@@ -61,7 +63,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
     """Rows as the recipes expect them: of GSM8K, and chats."""
     folder = tmp_path_factory.mktemp("rows")
-    problems = [{"question": f"{i}. {WORDS}", "answer": f"4*12=48. 37+48=85.\n#### {i}"} for i in range(40)]
+    answers = [f"4*12=48. 37+48=85.\n#### {i}" for i in range(40)]
+    problems = [{"question": f"{i}. {WORDS}", "answer": text, **OTHERS} for i, text in enumerate(answers)]
     turns = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "85"}]
     chats = [{"messages": [*turns, {"role": "user", "content": f"And {i}?"}, turns[1]]} for i in range(40)]
     for name, rows in {"grpo": problems, "sft": chats}.items():
@@ -79,11 +82,17 @@ def test_a_recipe_in_small(recipe: str, ranks: str, started: str, models, data, 
     family = [name for name in FAMILIES if name in recipe][-1]
     task, own = ("grpo", (*GRPO, *rewards_of(recipe))) if script == "train_grpo.py" else ("sft", SFT)
     flags = ["--model.path", models[family], *SMALLER, *own, "--run-dir", tmp_path / "run", *SAVED]
-    if family != "word":
+    if recipe.endswith("reasoning_gym"):
+        pytest.importorskip("reasoning_gym")
+        flags += ["--data.sources", "a", data[task], "b", data[task], "--evaluation.sets", "a", data[task]]
+    elif recipe.endswith("sft_gsm8k"):
+        flags += ["--data.path", data["grpo"], "--validation.path", data["grpo"], "--evaluation.path", data["grpo"]]
+        flags += ["--evaluation.num-prompts", 4, "--generator.max-completion-tokens", 16]
+    elif family != "word":
         held_out = "--evaluation.path" if task == "grpo" else "--validation.path"
         flags += ["--data.path", data[task], held_out, data[task]]
-    if recipe == "qwen3_1_7b_distill":
-        flags += ["--model.reference-path", models["qwen3"]]
+    if recipe.endswith("distill"):
+        flags += ["--model.reference-path", models[family]]
 
     output = torchrun(script, f"configs/{recipe}.py", *flags, nproc=int(ranks), deadline=290)
 

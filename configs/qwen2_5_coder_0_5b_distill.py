@@ -1,0 +1,27 @@
+"""Qwen2.5-Coder-0.5B-Instruct learns GSM8K from the 1.5B: on-policy distillation, every role on one GPU.
+
+    torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_distill.py
+
+The student samples, and the teacher says of every token how much likelier it finds it than the student did. The reward
+has weight 0: it measures and teaches nothing. A folder of the teacher is `--model.reference-path`.
+
+What to expect: greedy accuracy from 0.26 (512 held-out questions, standard error 0.02) toward the teacher's; the
+teacher's, the end and the minutes on an H100: not measured yet.
+
+Memory: as in qwen2_5_coder_0_5b_gsm8k.py, and 2.9 GiB for the teacher.
+"""
+
+from grpo import config as c
+from grpo.config import change
+
+config = change(
+    "qwen2_5_coder_0_5b_gsm8k.py",
+    {
+        "model.reference_path": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        "reward.functions": {"math_reward": 0.0},
+        "algorithm": c.AlgorithmConfig(loss="reinforce", distill_coef=1.0),
+        "run_dir": "runs/qwen2_5_coder_0_5b_distill",
+        "prompts_per_step": 512,
+        "group_size": 1,
+    },
+)
