@@ -1,6 +1,9 @@
 """Environments in processes of their own: what they say, and what each way of failing comes to."""
 
 import os
+import pathlib
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -157,6 +160,30 @@ def test_a_failure_has_its_cause_and_costs_its_own_deadline(host, what, kind):
     assert reply["kind"] == kind and reply["failed"].startswith("turn: ")
     assert say(room, 1, "turn", call("add", number=1))["answers"] == ["1"]  # the others do not notice
     assert say(room, 2, "reset", {}, 0, 0)["text"]
+
+
+def test_a_call_that_loops_is_told_from_one_that_waits_where_a_core_has_other_work(host):
+    room = host()
+    say(room, 0, "reset", {}, 0, 0)
+    say(room, 1, "reset", {}, 0, 0)
+    core = min(os.sched_getaffinity(0))
+    supervisor = room.workers.supervisor.pid
+    for pid in pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
+        os.sched_setaffinity(int(pid), {core})
+    work = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
+    command = [sys.executable, "-c", work]
+    others = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(12)]
+    try:
+        for other in others:
+            other.stdout.readline()
+        kinds = [
+            say(room, i, "turn", call("do", what=what), seconds=5.0)["kind"] for i, what in enumerate(("loop", "sleep"))
+        ]
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
+    assert kinds == ["hung", "lost"]
 
 
 def test_a_reset_is_tried_once_more(host):
