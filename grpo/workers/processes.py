@@ -31,8 +31,8 @@ from typing import Any
 
 from grpo.workers import kernel
 
-# For one process to load a user's files.
-LOAD_SECONDS = 60.0
+# For the supervisor to start, and for one process to load a user's files.
+START_SECONDS, LOAD_SECONDS = 60.0, 60.0
 # For the supervisor to end when its owner closes the connection.
 CLOSE_SECONDS = 60.0
 # Waited for outcomes at once; the supervisor has the deadlines.
@@ -111,9 +111,10 @@ class Workers:
                 cwd=ROOT,
             )
         self._send(pickle.dumps((os.getcwd(), sys.path, LOAD_SECONDS, load, num_workers, memory_gib, loads_once)))
-        if not self.poll(2 * LOAD_SECONDS):
+        seconds = START_SECONDS + LOAD_SECONDS
+        if not self.poll(seconds):
             self.close()
-            raise ValueError(f"loading the {what} took longer than {2 * LOAD_SECONDS:g} s")
+            raise ValueError(f"loading the {what} took longer than {seconds:g} s")
         self.is_ready = True
 
     def submit(self, calls: list[Call]) -> None:
@@ -234,9 +235,15 @@ def children() -> set[int]:
         return {pid for pid in pids if _stat(pid)[1:2] == [str(os.getpid()).encode()]}
 
 
-def cpu_seconds(pid: int) -> float:
-    """Seconds that a process and its children that have ended have computed; 0 if it is gone."""
-    return sum(map(int, _stat(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
+def busy_seconds(pid: int) -> float:
+    """Seconds that a process and its children that have ended have computed, or its main thread has waited for a core.
+
+    0 if it is gone.
+    """
+    waited = 0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
+        waited = int(file.read().split()[1])  # nanoseconds; some kernels have no such file
+    return sum(map(int, _stat(pid)[11:15])) / os.sysconf("SC_CLK_TCK") + waited / 1e9
 
 
 def _stat(pid: int) -> list[bytes]:

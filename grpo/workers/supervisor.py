@@ -28,7 +28,7 @@ from grpo.workers import kernel, lockdown, processes
 from grpo.workers.processes import Call
 from grpo.workers.worker import LOAD, Peer, describe, work
 
-# Share of its seconds that a late call must have computed in, to be busy.
+# Share of its seconds that a late call must have computed in, or waited for a core, to be busy.
 BUSY_FRAC = 0.2
 # Most calls without memory handed to a worker at once, so that a cheap one does not wait for a message each time.
 CHUNK_CALLS = 32
@@ -116,7 +116,7 @@ class Supervisor:
 
     def _give(self, worker: Peer, calls: list[Call]) -> None:
         worker.calls += calls
-        worker.cpu_seconds = processes.cpu_seconds(worker.pid)
+        worker.busy_seconds = processes.busy_seconds(worker.pid)
         worker.begin_call()
         self._send(worker, b"".join(b"[%d, %s]\n" % (call.number, call.arguments) for call in calls))
 
@@ -193,7 +193,7 @@ class Supervisor:
     def _end(self, worker: Peer, reason: str | None) -> None:
         """Kill a worker, or what a dead one left. What it runs failed for that reason; the rest goes to others."""
         late = not worker.closed and time.monotonic() >= worker.deadline
-        computed = processes.cpu_seconds(worker.pid) - worker.cpu_seconds  # it is not reaped yet
+        busy = processes.busy_seconds(worker.pid) - worker.busy_seconds  # it is not reaped yet
         processes.kill(worker.pid)
         del self.workers[worker.pid]
         if not worker.closed:
@@ -205,7 +205,7 @@ class Supervisor:
             return
         if worker.calls and reason is not None:
             call = worker.calls.popleft()
-            cause = "died" if not late else "busy" if computed >= BUSY_FRAC * call.seconds else "late"
+            cause = "died" if not late else "busy" if busy >= BUSY_FRAC * call.seconds else "late"
             self._tell(call=call.number, failed=reason, cause=cause)
         self.queue.extendleft(reversed(worker.calls))
 

@@ -44,7 +44,7 @@ class Peer:
         self.connection, self.pid, self.closed = connection, pid, False
         self.inbox, self.outbox = bytearray(), bytearray()
         self.calls, self.conversation = deque[Call](), None
-        self.deadline, self.cpu_seconds = math.inf, 0.0
+        self.deadline, self.busy_seconds = math.inf, 0.0
 
     @property
     def is_loading(self) -> bool:

@@ -12,9 +12,9 @@ from grpo.watch.watchdog import deadline_seconds
 from tests.torchrun import run_torchrun
 
 PROGRAM = "tests/dist/programs/faults.py"
-DEADLINE = 6.0  # seconds that nothing may happen; in the phase generate three times as long
-# torchrun looks every 0.1 s, rank 0 every second, the stacks take 3 s; the rest is for a busy machine
-SOON = 12.0
+DEADLINE = 15.0  # seconds that nothing may happen; in the phase generate three times as long
+# torchrun looks every 0.1 s, rank 0 every second, the stacks take 3 s; the rest is for a machine that may be busy
+SOON = 120.0
 SECOND = 10.0  # rank 1 waits so much longer, where rank 0 is stopped
 
 # What the line says of a rank to which this happened
@@ -114,7 +114,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: pathlib.Path):
     assert result.returncode == 1 and f"error: rank 0 (rank) failed in phase start: {line}" in result.stdout
     assert line in result.stdout.partition("Root Cause")[2]
     # rank 0 counts from its own arrival, which imports may delay
-    assert ended - float(re.search(r"fault at ([\d.]+)", result.stdout)[1]) < 6 + 5 * SOON
+    assert ended - float(re.search(r"fault at ([\d.]+)", result.stdout)[1]) < 6 + SOON
 
 
 def test_a_stop_signal_at_any_rank_reaches_the_driver():

@@ -1,21 +1,22 @@
 """A recipe of the run that STOP describes, in whose middle one rank gets SIGTERM; nothing else is changed.
 
-STOP is JSON: recipe, script (grpo or sft), rank (of torchrun), phase and step (counted from 1).
+STOP is JSON: recipe, script (grpo or sft), rank (of torchrun), phase and step (counted from 1), and heard, a file that
+appears when the driver has heard of the signal.
 """
 
 import json
 import os
+import pathlib
 import signal
 import time
 
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load_recipe
 from grpo.run.step_timer import StepTimer
-
-# Until the driver has heard of a signal at another rank, which takes up to two seconds
-HEARD_SECONDS = 3.0
+from grpo.watch import stopping
 
 stop = json.loads(os.environ["STOP"])
+heard, ask_to_stop = pathlib.Path(stop["heard"]), stopping.ask_to_stop
 config = load_recipe(stop["recipe"], {"grpo": GRPOConfig, "sft": SFTConfig}[stop["script"]])
 
 
@@ -29,10 +30,17 @@ def arm(phase: str, step: int) -> None:
             begun.append(name)
             if len(begun) == step:
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(HEARD_SECONDS)
+                while not heard.exists():
+                    time.sleep(0.05)
 
     StepTimer.enter = enter_with_signal
 
 
+def ask_and_tell(reason: str) -> None:
+    ask_to_stop(reason)
+    heard.touch()
+
+
+stopping.ask_to_stop = ask_and_tell
 if os.environ["RANK"] == str(stop["rank"]):
     arm(stop["phase"], stop["step"])

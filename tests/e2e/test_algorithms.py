@@ -143,10 +143,10 @@ def test_verifiers_that_fail_cost_their_completion_alone(model: pathlib.Path, tm
         tmp_path,
         model,
         *("--reward.functions", f"{HERE}/tiny_rewards.py:fails_for_some", 1, f"{HERE}/tiny_rewards.py:digit_share", 1),
-        *("--reward.timeout-seconds", 0.5, "--reward.num-workers", 4),
+        *("--reward.timeout-seconds", 3, "--reward.num-workers", 4),
     )
     lines = read_completions(tmp_path / "run")
-    reasons = {0: "signal 9", 1: "took longer than 0.5 s", 2: "KeyError: 'no such thing'"}
+    reasons = {0: "signal 9", 1: "took longer than 3 s", 2: "KeyError: 'no such thing'"}
     for m in metrics:
         of_step = [line for line in lines if line["step"] == m["step"]]
         kinds = [sum(map(ord, line["completion"])) % 4 for line in of_step]

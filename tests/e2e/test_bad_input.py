@@ -6,7 +6,6 @@ import pathlib
 import re
 import shutil
 import subprocess
-import time
 
 import pytest
 
@@ -287,12 +286,10 @@ def start_and_finish(config: GRPOConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def failing_run(*arguments: object, nproc: int, within: float) -> str:
-    """What our ranks wrote (not the launcher) in a run that must fail within so many seconds."""
-    started = time.monotonic()
-    result: subprocess.CompletedProcess = run_torchrun("train_grpo.py", *arguments, nproc=nproc, deadline=within)
+def failing_run(*arguments: object, nproc: int) -> str:
+    """What our ranks wrote (not the launcher) in a run that must fail."""
+    result: subprocess.CompletedProcess = run_torchrun("train_grpo.py", *arguments, nproc=nproc)
     assert result.returncode != 0
-    assert time.monotonic() - started < within
     launcher = LAUNCHER.search(result.stdout)
     assert launcher, result.stdout  # else the cut would be at nothing
     root_cause = result.stdout.partition("Root Cause")[2]  # torchrun's report, the last thing on the screen
@@ -315,13 +312,13 @@ def check_refused(output: str, *parts: str) -> None:
 
 def test_wrong_number_of_processes():
     """Before any group exists."""
-    output = failing_run(TINY, nproc=2, within=60)
+    output = failing_run(TINY, nproc=2)
     check_refused(output, "2 trainer + 1 reference + 1 generator", "needs 4", "started 2", "--roles.num-trainers 1")
 
 
 def test_unknown_field():
     """Once, and not by each rank."""
-    output = failing_run(TINY, "--algorithm.beta", 0.1, nproc=2, within=60)
+    output = failing_run(TINY, "--algorithm.beta", 0.1, nproc=2)
     assert output.count("--algorithm.beta") == 1, output
     assert "Traceback" not in output
 
@@ -330,13 +327,13 @@ def test_missing_data_file(model: pathlib.Path, tmp_path: pathlib.Path):
     """In the driver, when the groups exist."""
     layout = ("--roles.num-trainers", 1, "--roles.num-references", 0)
     flags = ("--model.path", model, "--data.path", "no.jsonl", "--run-dir", tmp_path / "run")
-    output = failing_run(TINY, *layout, *flags, nproc=2, within=60)
+    output = failing_run(TINY, *layout, *flags, nproc=2)
     check_refused(output, "no.jsonl does not exist")
 
 
 def test_a_reward_that_always_fails(model: pathlib.Path, tmp_path: pathlib.Path):
     arguments = (*COLOCATED, "--model.path", model, "--run-dir", tmp_path / "run")
-    output = failing_run(TINY, *arguments, "--reward.functions", f"{REWARDS}:always_raises", 1.0, nproc=1, within=90)
+    output = failing_run(TINY, *arguments, "--reward.functions", f"{REWARDS}:always_raises", 1.0, nproc=1)
     (error,) = errors_in(output)
     assert error.startswith("error: reward function ") and "Traceback" not in output
     message = output[output.index(error) :]  # the completion is on the lines below

@@ -155,6 +155,7 @@ def test_10_steps_equal_5_a_stop_and_5(
 
     run(mode.recipe, whole := tmp_path / "whole")
     stop = {"recipe": mode.recipe, "script": mode.script, "rank": mode.rank, "phase": mode.phase, "step": STOPPED}
+    stop["heard"] = str(tmp_path / "heard")
     monkeypatch.setenv("STOP", json.dumps(stop))
     output = run(str(HERE / "stop_in_a_step.py"), parts := tmp_path / "parts")
     assert re.search(rf"^stopped by SIGTERM, saved after step {STOPPED};", output, re.MULTILINE), output[-2000:]

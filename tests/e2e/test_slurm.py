@@ -83,7 +83,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
     processes = []
 
     def call(*words: str) -> str:
-        done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -94,17 +94,17 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
             time.sleep(1)
         wait_for(
             lambda: set(call("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == {f"{node} idle" for node in nodes},
-            60,
+            240,
             lambda: logs(folder),
         )
         yield call
     finally:
-        subprocess.run(["scancel", "--full", "-u", "root"], env=environment, timeout=60)
+        subprocess.run(["scancel", "--full", "-u", "root"], env=environment, timeout=240)
         time.sleep(2)
         for process in reversed(processes):
             process.terminate()
         for process in processes:
-            process.wait(30)
+            process.wait(120)
 
 
 def logs(folder: pathlib.Path) -> str:

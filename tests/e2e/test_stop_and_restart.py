@@ -22,9 +22,16 @@ import time
 from grpo.config import SFTConfig
 from grpo.config.recipes import load_recipe
 from grpo.roles.trainer import Trainer
+from grpo.watch import stopping
 
 config = load_recipe("configs/toy_sft.py", SFTConfig)
 marker, calls, optimizer_step = pathlib.Path({marker!r}), [], Trainer.optimizer_step
+heard, ask_to_stop = marker.with_name("heard"), stopping.ask_to_stop
+
+
+def ask_and_tell(reason):
+    ask_to_stop(reason)
+    heard.touch()
 
 
 def with_signal(self):
@@ -33,11 +40,13 @@ def with_signal(self):
     if len(calls) == 3 and os.environ["RANK"] == {rank!r} and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.{signal})
-        time.sleep(3)  # until the driver has heard of it, which takes up to two seconds
+        while not heard.exists():
+            time.sleep(0.05)
     return metrics
 
 
 Trainer.optimizer_step = with_signal
+stopping.ask_to_stop = ask_and_tell
 """
 
 
@@ -123,6 +132,7 @@ def test_the_stop_file(flags, tmp_path: pathlib.Path):
     run_dir = tmp_path / "run"
     text = recipe(tmp_path, "SIGTERM", 0).read_text()
     text = text.replace("os.kill(os.getpid(), signal.SIGTERM)", f"pathlib.Path({str(run_dir / 'stop')!r}).touch()")
+    text = text.replace("while not heard.exists()", "while False")
     (tmp_path / "recipe.py").write_text(text)
     result = run_torchrun("train_sft.py", tmp_path / "recipe.py", *flags, "--run-dir", run_dir, nproc=2)
     assert result.returncode == 0, result.stdout

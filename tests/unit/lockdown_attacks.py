@@ -201,7 +201,7 @@ class Program(NamedTuple):
     """May use T too; limited to 8 processes and threads, 256 MiB and 8 MiB of files."""
     bounded: str
     """What bounds it, as an expression of `status` and `stdout`."""
-    seconds: float = 30.0
+    seconds: float = 120.0
     """Its limit; of a program that another limit ends long enough for a loaded machine."""
 
 
@@ -458,7 +458,7 @@ def without_lockdown(job: dict[str, Any]) -> str:
 
 def in_a_program(job: dict[str, Any]) -> str:
     """What the attacks print as a program."""
-    return run_python(_PROGRAM, json.dumps(job), Limits(60.0, memory_gib=2.0)).stdout
+    return run_python(_PROGRAM, json.dumps(job), Limits(240.0, memory_gib=2.0)).stdout
 
 
 def try_all(mode: str) -> dict[str, dict[str, str]]:

@@ -107,5 +107,5 @@ def test_a_reader_who_stops_reading_sees_no_traceback(run_dir):
     (run_dir / "completions.jsonl").write_text("".join(lines[1:2] * 2000))  # more than a pipe holds
     command = f"{sys.executable} -m grpo.look {run_dir} --step latest --num 0 | head -1"
     root = pathlib.Path(__file__).parents[2]
-    done = subprocess.run(command, shell=True, cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, shell=True, cwd=root, capture_output=True, text=True, timeout=240)
     assert "2000 of 2000 completions" in done.stdout and done.stderr == ""

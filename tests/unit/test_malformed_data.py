@@ -9,7 +9,6 @@ import gzip
 import json
 import lzma
 import pathlib
-import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +19,6 @@ from grpo.data import toy
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
 from grpo.watch.failures import BadInput, refuse_bad_input
 
-SECONDS = 20.0
 MOST_CHARACTERS = 3000  # of a message
 
 
@@ -57,12 +55,10 @@ def look_at(path: pathlib.Path, tokenizer, sft: bool, **fields) -> None:
 
 
 def refusal(path: pathlib.Path, tokenizer, sft: bool, **fields) -> str:
-    """The one line that it is refused with, in time; it names the file."""
-    began = time.monotonic()
+    """The one line that it is refused with; it names the file."""
     with pytest.raises(BadInput) as refused:
         look_at(path, tokenizer, sft, **fields)
     message = str(refused.value)
-    assert time.monotonic() - began < SECONDS
     assert str(path) in message and "\n" not in message and len(message) < MOST_CHARACTERS, message
     return message
 
@@ -202,9 +198,7 @@ def test_a_huge_text_is_left_out_and_told(row_format: str, tokenizer, tmp_path: 
     column = next(iter(good))
     huge = [{"role": "user", "content": "1+2 " * 1_000_000}, CHAT[1]] if column == "messages" else "1+2 " * 1_000_000
     path = write_rows(tmp_path, good, good | {column: huge}, good)
-    began = time.monotonic()
     look_at(path, tokenizer, row_format in SFT_ROWS)
-    assert time.monotonic() - began < SECONDS
     assert "left out: 1 longer than" in capsys.readouterr().out
 
 

@@ -6,7 +6,6 @@ import os
 import pathlib
 import re
 import shutil
-import time
 from collections.abc import Callable
 
 import pytest
@@ -20,7 +19,6 @@ from grpo.run.session import open_model_folder
 from grpo.watch.failures import BadInput, refuse_bad_input
 from tests.tiny_models import SMALL
 
-SECONDS = 150.0  # of a busy machine; a template is tried for 10 seconds of the processor
 MOST_CHARACTERS = 1500  # of a message
 
 
@@ -46,11 +44,9 @@ def open_folder(folder: pathlib.Path, **data) -> None:
 
 
 def refusal(folder: pathlib.Path, **data) -> str:
-    began = time.monotonic()
     with pytest.raises(BadInput) as refused:
         open_folder(folder, **data)
     message = str(refused.value)
-    assert time.monotonic() - began < SECONDS
     assert str(folder) in message and "\n" not in message and len(message) < MOST_CHARACTERS, message
     return message
 

@@ -23,8 +23,6 @@ from grpo.workers.worker import Failure, plain_values
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(120)
-
 
 # ---- Values
 
@@ -109,7 +107,9 @@ def own(tmp_path: pathlib.Path) -> str:
 
 
 def rewards(functions: list[str], *texts: str, fields: dict | None = None, **columns) -> list[Rollout]:
-    config = RewardConfig(functions=dict.fromkeys(functions, 1.0), num_workers=1, **(fields or {}))
+    config = RewardConfig(
+        functions=dict.fromkeys(functions, 1.0), num_workers=1, timeout_seconds=120.0, **(fields or {})
+    )
     pool = RewardPool(config, 100)
     try:
         completion = Completion.of(torch.tensor([1]), torch.tensor([0.0]), False)
@@ -163,7 +163,9 @@ def test_built_in_functions_and_the_users_own_run_in_different_processes(own, tm
     assert modes == ["2" if kernel.can_deny_calls() else filter_mode("self"), filter_mode("self")]
 
     code = "\n```python\nx = 1\n```"
-    (scored,) = rewards(functions, f"<think>a</think><answer>5</answer>{code}", answer="5", tests="assert x == 1")
+    text = f"<think>a</think><answer>5</answer>{code}"
+    fields = {"options": {"code_reward": {"timeout_seconds": 60.0}}}
+    (scored,) = rewards(functions, text, fields=fields, answer="5", tests="assert x == 1")
     assert scored.rewards == dict.fromkeys(functions, 1.0) and scored.failures == {}
     assert (tmp_path / "written").read_text().startswith("<think>")
     assert not os.path.exists((tmp_path / "temporary").read_text())  # temporary files end with the run

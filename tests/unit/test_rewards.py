@@ -5,7 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
-import time
+import types
 
 import pytest
 
@@ -22,6 +22,10 @@ from grpo.rewards.builtin import (
     thinking_reward,
 )
 from grpo.rewards.loading import call_arguments, load_functions
+from grpo.workers.programs import Outcome
+
+# For a program that ends by itself, on a machine that may be busy.
+SECONDS = 60.0
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,8 @@ def program(code: str) -> str:
     ],
 )
 def test_code_reward(text, tests, reward):
-    assert code_reward([text], tests=[tests], timeout_seconds=2.0, question=["?"]) == [reward]
+    seconds = 2.0 if "while True" in text else SECONDS
+    assert code_reward([text], tests=[tests], timeout_seconds=seconds, question=["?"]) == [reward]
 
 
 @pytest.mark.parametrize(
@@ -117,24 +122,33 @@ def test_code_reward(text, tests, reward):
     ],
 )
 def test_success_cannot_be_had_by_leaving_early(code):
-    assert code_reward([program(code)], tests=["assert False"], timeout_seconds=2.0) == [0.0]
+    assert code_reward([program(code)], tests=["assert False"], timeout_seconds=SECONDS) == [0.0]
 
 
 def test_success_is_a_marker_that_is_drawn_anew(monkeypatch):
     monkeypatch.setattr(builtin.secrets, "token_hex", lambda length: "the-marker")
     known = program("print('the-marker'); import os, sys; sys.stdout.flush(); os._exit(0)")
-    assert code_reward([known], tests=["assert False"]) == [1.0]
+    assert code_reward([known], tests=["assert False"], timeout_seconds=SECONDS) == [1.0]
     monkeypatch.undo()
-    assert code_reward([known], tests=["assert False"]) == [0.0]
+    assert code_reward([known], tests=["assert False"], timeout_seconds=SECONDS) == [0.0]
 
 
-def test_all_tests_of_a_completion_share_the_time():
-    slow = program("import time; time.sleep(0.5); print(input())")
-    tests = [{"input": "a", "output": "a"}] * 4
-    start = time.monotonic()
-    assert code_reward([slow], tests=[tests[:1]], timeout_seconds=1.5) == [1.0]
-    assert code_reward([slow], tests=[tests], timeout_seconds=1.5) == [0.0]  # they need 2.0
-    assert time.monotonic() - start < 5
+def test_all_tests_of_a_completion_share_the_time(monkeypatch):
+    """By a clock that only programs move, each by 0.5 s."""
+    clock = [0.0]
+
+    def run(code, stdin, limits):
+        granted.append(limits.timeout_seconds)
+        clock[0] += 0.5
+        return Outcome("ok", stdin, "")
+
+    monkeypatch.setattr(builtin, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(builtin, "run_python", run)
+    for number, reward, expected in ((3, 1.0, [1.5, 1.0, 0.5]), (4, 0.0, [1.5, 1.0, 0.5])):
+        granted = []
+        tests = [{"input": "a", "output": "a"}] * number
+        assert code_reward([program("any")], tests=[tests], timeout_seconds=1.5) == [reward]
+        assert granted == expected
 
 
 @pytest.mark.parametrize("tests", [5, {"input": "1"}, [{"input": "1"}], '[{"inputs": ["1"]}]', [1, 2]])
@@ -235,8 +249,9 @@ def test_load_functions_gives_every_built_in_its_options():
             "overlong_penalty": {"tokens": 50},
             "repetition_penalty": {"ngram": 1},
             "language_reward": {"language": "greek"},
-            "code_reward": {"timeout_seconds": 1.0},
+            "code_reward": {"timeout_seconds": SECONDS},
         },
+        timeout_seconds=2 * SECONDS,
     )
     functions = load_functions(config, columns=["answer", "tests"], max_completion_tokens=200)
     text = "αβ γ γ\n```\nx = 7\n```\n#### 105"  # words: αβ γ γ ``` x = 7 ``` #### 105
@@ -345,7 +360,7 @@ def test_the_library_that_compares_latex_is_loaded_at_the_start():
         "print('math_verify' in sys.modules)"
     )
     root = pathlib.Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=240)
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
 
 

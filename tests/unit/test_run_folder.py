@@ -159,7 +159,7 @@ from grpo.config import GRPOConfig
 from grpo.folder.run_folder import begin_run
 begin_run(GRPOConfig(run_dir=sys.argv[1]), "train_grpo.py")
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

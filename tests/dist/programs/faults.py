@@ -31,7 +31,7 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTER
 
 
 def fail(kind: str) -> None:
-    time.sleep(2 * watchdog.TICK_SECONDS)  # so that the others know the phase
+    time.sleep(5 * watchdog.TICK_SECONDS)  # so that the others know the phase
     print(f"fault at {time.time()}", flush=True)
     if kind == "raise":
         raise RuntimeError("forced")
