@@ -13,10 +13,10 @@ that one of the ranks does to files, in an order by chance: shards, metadata, dr
 removal of the checkpoint before. Every second kill comes some milliseconds later, in the midst of writing. After each
 kill the newest checkpoint must be whole and at most one step older than the one that was being written, and the next
 start must leave nothing unfinished there.
-timeout: `timeout -s INT -k 60` around train_grpo.py with the recipe and flags given, in one process, so with a real model
-on a GPU too. Its time is over as soon as the log has step `--after-step`, and again after the next start with --resume,
-`--times` in all. It prints what was said from the signal on, and whether the newest checkpoint has all steps. Triton
-must have compiled before the signal, so no warm cache: TRITON_CACHE_DIR is an empty folder.
+timeout: `timeout -s INT -k 60` around train_grpo.py with the recipe and flags given, in one process, so with a real
+model on a GPU too. Its time is over as soon as there are `--after-step` steps, and again after the next start with
+--resume, `--times` in all. It prints what was said from the signal on, and whether the newest checkpoint has all steps.
+Triton must have compiled before the signal, so no warm cache: TRITON_CACHE_DIR is an empty folder.
 
 At the end of the first three the metrics of all steps, without times, are compared with those of an undisturbed run.
 """
