@@ -19,7 +19,6 @@ config = c.GRPOConfig(
     model=c.ModelConfig(path="Qwen/Qwen3-1.7B"),
     data=c.DataConfig(chat_template_kwargs={"enable_thinking": False}),
     evaluation=c.EvaluationConfig(interval=20),
-    checkpoint=c.CheckpointConfig(interval=50),
     run_dir="runs/qwen3_1_7b_gsm8k",
     prompts_per_step=64,
 )

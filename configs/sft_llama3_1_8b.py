@@ -25,7 +25,6 @@ config = c.SFTConfig(
         min_lr_ratio=0.1,
     ),
     validation=c.ValidationConfig(interval=100, path="HuggingFaceH4/ultrachat_200k:test_sft"),
-    checkpoint=c.CheckpointConfig(interval=200),
     run_dir="runs/sft_llama3_1_8b",
     num_trainers=8,
     num_steps=1600,

@@ -513,7 +513,8 @@ class CheckpointConfig:
     """Saving, resuming and the exported model."""
 
     interval: Interval = 0
-    """Steps between checkpoints, after the last step too, so that `num_steps` saves once; 0 saves none."""
+    """Steps between checkpoints, after the last step too, so that `num_steps` saves once; 0 saves only a
+    run that is stopped."""
     keep: Annotated[int, AtLeast(1)] = 2
     """How many of the newest checkpoints are kept."""
     keep_best: str = ""

@@ -2,12 +2,13 @@
 
 torch.distributed.checkpoint holds the sharded model, optimizer and schedule and the random states of each rank, so a
 run may resume on another number of trainer ranks. What the driver needs (step, place in the data, groups in flight) is
-in `driver.pt`, written last; then the folder gets its name. Reading runs no code. Files that are missing or cut short
-are found before anything is loaded; a bit that a disk flipped is not.
+in `driver.pt`, written last; then the folder gets its name. A save copies all of it to the host's memory; a thread
+writes the copy while training goes on. Reading runs no code. Files that are missing or cut short are found before
+anything is loaded; a bit that a disk flipped is not.
 """
 
+import datetime
 import enum
-import functools
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import pathlib
 import pickle
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -22,12 +24,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.utils import _DistWrapper
 
-from grpo.config import CheckpointConfig, GRPOConfig, SFTConfig
+from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import changes_since
 from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, check_run_folder, read_marker, step_folders, step_of
+from grpo.roles.process_groups import SAVERS, TIMEOUT_DEADLINES
 from grpo.watch.failures import BadInput
 
 DRIVER_FILE = "driver.pt"
@@ -117,57 +120,124 @@ def check_checkpoint(checkpoint: pathlib.Path) -> dict[str, Any]:
 
 def best_checkpoint(run_dir: str | pathlib.Path, metric: str) -> pathlib.Path | None:
     """The checkpoint with the highest `eval/<metric>` after its step, the newest of equal ones; None without any."""
+    return _best_of(step_folders(run_dir), _held_out_values(run_dir, metric))
+
+
+def _held_out_values(run_dir: str | pathlib.Path, metric: str) -> dict[int, float]:
+    """The metric by step."""
     values = {}
     with open(pathlib.Path(run_dir) / "metrics.jsonl", encoding="utf-8") as file:
         for record in map(json.loads, file):
             if (value := record.get(f"eval/{metric.removeprefix('eval/')}")) is not None:
                 values[record["step"]] = value
-    evaluated = {folder: values[step_of(folder)] for folder in step_folders(run_dir) if step_of(folder) in values}
+    return values
+
+
+def _best_of(folders: list[pathlib.Path], values: dict[int, float]) -> pathlib.Path | None:
+    evaluated = {folder: values[step_of(folder)] for folder in folders if step_of(folder) in values}
     return max(reversed(evaluated), key=evaluated.get, default=None)
 
 
 # ---- Saving
 
 
-def save_checkpoint(
-    run_dir: str, config: CheckpointConfig, step: int, trained: Stateful, driver_state: dict[str, Any] | None
-) -> None:
-    """Write the checkpoint of `step` and delete all but the `keep` newest, and the best by `keep_best`.
+class CheckpointSaver:
+    """Saves checkpoints, one at a time, on every trainer rank. Training goes on while a thread writes.
 
-    `trained` is anything with a state_dict; `driver_state`, of plain values and tensors, is wanted on rank 0 alone.
-    Collective over the trainer ranks. If the files cannot be written, nothing of them is left, older checkpoints stay,
-    and every rank raises BadInput.
+    The thread has a process group of its own, so its collectives do not meet those of training. The copy of what is
+    saved stays in the host's memory for the next save; on a GPU's host it is pinned.
     """
-    target = pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}"
-    partial = target.with_suffix(PARTIAL)
-    on_rank_0 = functools.partial(_DistWrapper(None, True, 0).broadcast, "save")  # what fails there, fails on each rank
 
-    def complete() -> None:
-        """Make a checkpoint of what all ranks have written, and delete those that are not kept."""
-        torch.save(driver_state, content := io.BytesIO())
-        (partial / DRIVER_FILE).write_bytes(content.getbuffer())
+    def __init__(self, config: GRPOConfig | SFTConfig):
+        """Collective over the trainer ranks."""
+        self.config = config
+        timeout = datetime.timedelta(minutes=TIMEOUT_DEADLINES * config.deadline_minutes)
+        self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc=SAVERS)
+        on_gpu = torch.cuda.is_available()
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,  # the next update would change what is copied
+                use_non_blocking_copy=on_gpu,
+            )
+        )
+        self.step = 0
+        self.writing: Future | None = None
+
+    def save(self, step: int, trained: Stateful, driver_state: dict[str, Any] | None) -> None:
+        """Begin to write the checkpoint of `step`, when the one before is written.
+
+        When it is complete, all but the `keep` newest and the best by `keep_best` are deleted. `trained` is anything
+        with a state_dict; `driver_state`, of plain values and tensors, is wanted on rank 0 alone. Collective over the
+        trainer ranks. Raises what `finish` raises.
+        """
+        self.finish()
+        self.step = step
+        state = trained.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}
+        self.writing = dcp.async_save(
+            state,
+            storage_writer=_Writer(self.config, step, driver_state),
+            process_group=self.group,
+            async_stager=self.stager,
+        )
+
+    def raise_failure(self) -> None:
+        """Raise what `finish` raises if that is known. Returns at once."""
+        if self.writing is not None and self.writing.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is written, if one is being written. Not collective.
+
+        If its files cannot be written, nothing of them is left, older checkpoints stay, and every rank raises BadInput.
+        """
+        writing, self.writing = self.writing, None
+        try:
+            if writing is not None:
+                writing.result()
+        except dcp.api.CheckpointException as error:  # the same on every rank
+            partial = _partial_folder(self.config.run_dir, self.step)
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            cause = _cause(error)
+            if not isinstance(cause, OSError | RuntimeError):  # torch's writer has both for a full disk
+                raise cause from error
+            free = shutil.disk_usage(self.config.run_dir).free
+            raise BadInput(
+                f"the checkpoint of step {self.step} could not be saved in {partial.parent}: {cause}; without it "
+                f"{free / 2**30:.2f} GiB are free, and older checkpoints stay. Make room and continue with --resume"
+            ) from cause
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes one checkpoint under another name, and makes it complete."""
+
+    def __init__(self, config: GRPOConfig | SFTConfig, step: int, driver_state: dict[str, Any] | None):
+        super().__init__(_partial_folder(config.run_dir, step))
+        self.config = config
+        self.driver_file = io.BytesIO()
+        torch.save(driver_state, self.driver_file)  # now: the driver goes on
+        best = config.checkpoint.keep_best
+        self.held_out_values = _held_out_values(config.run_dir, best) if best and driver_state else {}
+
+    def finish(self, metadata: dcp.Metadata, results: list) -> None:
+        """On rank 0, when all ranks have written: give the folder its name, and delete those that are not kept."""
+        super().finish(metadata, results)
+        partial = pathlib.Path(self.path)
+        (partial / DRIVER_FILE).write_bytes(self.driver_file.getbuffer())
         _bring_to_disk(partial / DRIVER_FILE)
         _bring_to_disk(partial)
-        partial.rename(target)  # in one step: a crash before it leaves the older checkpoints as they are
-        _bring_to_disk(target.parent)
-        best = best_checkpoint(run_dir, config.keep_best) if config.keep_best else None
-        for old in step_folders(run_dir)[: -config.keep]:
+        partial.rename(partial.with_suffix(""))  # in one step: a crash before it leaves the older ones as they are
+        _bring_to_disk(partial.parent)
+        best = _best_of(step_folders(self.config.run_dir), self.held_out_values)
+        for old in step_folders(self.config.run_dir)[: -self.config.checkpoint.keep]:
             if old != best:
                 shutil.rmtree(old.rename(old.with_suffix(PARTIAL)))  # killed meanwhile, it is not half a checkpoint
 
-    try:
-        dcp.save(trained.state_dict() | {"random": {str(dist.get_rank()): _random_state()}}, checkpoint_id=partial)
-        on_rank_0(complete)
-    except dcp.api.CheckpointException as error:  # the same on every rank
-        on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
-        cause = _cause(error)
-        if not isinstance(cause, OSError | RuntimeError):  # torch's writer has both for a full disk
-            raise cause from error
-        free = shutil.disk_usage(run_dir).free
-        raise BadInput(
-            f"the checkpoint of step {step} could not be saved in {partial.parent}: {cause}; without it "
-            f"{free / 2**30:.2f} GiB are free, and older checkpoints stay. Make room and continue with --resume"
-        ) from cause
+
+def _partial_folder(run_dir: str, step: int) -> pathlib.Path:
+    return (pathlib.Path(run_dir) / CHECKPOINTS / f"step-{step:08d}").with_suffix(PARTIAL)
 
 
 def _bring_to_disk(path: pathlib.Path) -> None:

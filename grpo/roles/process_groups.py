@@ -31,6 +31,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from grpo.config import RolesConfig
+from grpo.watch.failures import here
 
 # Between two looks of rank 0 for ranks that have started
 MEETING_SECONDS = 0.02
@@ -38,6 +39,7 @@ MEETING_SECONDS = 0.02
 MEETING_NOTICE_SECONDS = 60
 # Timeout of a collective, in `deadline_minutes`: beyond the deadline of every phase, so that a hang is named first
 TIMEOUT_DEADLINES = 4
+SAVERS = "checkpoints"  # the group of threads that write checkpoints, see grpo/folder/checkpoint.py
 
 # Forwards that this rank's engine has begun, by the first rank of its replica; torch does not see what vLLM sends.
 engine_steps: collections.Counter[int] = collections.Counter()
@@ -280,6 +282,8 @@ def collectives_entered(roles: Roles) -> dict[str, int]:
     entered[f"{first}/groups made"] = distributed_c10d._world.group_count  # which waits for all ranks of the world too
     for group in list(distributed_c10d._world.pg_map):  # a copy, because another thread may add groups
         ranks = distributed_c10d._world.pg_group_ranks.get(group)
+        if group.group_desc == SAVERS and here.phase != "save":
+            continue  # a thread's, which keeps nobody waiting until a rank waits for the thread
         if group not in bridges and ranks and len(ranks) > 1:
             # torch's names are counted in each process: groups of other ranks may have the same
             entered[f"{first}/{group.group_name}/{','.join(map(str, ranks))}"] = _begun(group)

@@ -150,8 +150,9 @@ def check_memory(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: De
     if roles.num_reference_ranks and (config.needs_reference or sizes.reward_model):
         needs.append(("reference", roles.num_reference_ranks, memory.reference_gib(sizes, config)))
     if not device.num_gpus:
-        total = sum(num_ranks * sum(parts.values()) for _, num_ranks, parts in needs)
-        found = f"all ranks {total:.1f} GiB, free on this host {device.gib:.1f}"
+        copied = checkpoint_gib(config, sizes) if roles.num_trainers else 0.0
+        total = sum(num_ranks * sum(parts.values()) for _, num_ranks, parts in needs) + copied
+        found = f"all ranks {total:.1f} GiB with the copy of a checkpoint, free on this host {device.gib:.1f}"
         return [Verdict("memory", total <= device.gib, found, "a smaller model or --trainer.micro-batch-tokens")]
     verdicts = []
     for role, _, parts in needs:
@@ -166,12 +167,17 @@ def check_memory(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: De
     return verdicts
 
 
+def checkpoint_gib(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> float:
+    """Size of a checkpoint, and of the copy in the hosts' memory from which it is written."""
+    trainer = config.trainer
+    # with LoRA, it holds the adapters alone
+    parameters = memory.num_adapter_parameters(sizes, trainer) if trainer.lora_rank else sizes.parameters
+    return parameters * (memory.state_bytes(trainer) - 4) / 2**30  # gradients are not saved
+
+
 def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
     """Ask for room in the run folder's file system: the checkpoints that are kept, one being written, the export."""
-    saved, trainer = config.checkpoint, config.trainer
-    # with LoRA, a checkpoint holds the adapters alone
-    one = memory.num_adapter_parameters(sizes, trainer) if trainer.lora_rank else sizes.parameters
-    one *= (memory.state_bytes(trainer) - 4) / 2**30  # gradients are not saved
+    saved, one = config.checkpoint, checkpoint_gib(config, sizes)
     steps_saved = math.ceil(config.num_steps / saved.interval) if saved.interval else 0
     count = min(saved.keep + 1 + bool(saved.keep_best), steps_saved)
     export = memory.DTYPE_BYTES[config.model.dtype] * sizes.parameters / 2**30 if saved.export else 0.0

@@ -116,6 +116,7 @@ class Session:
         # on rank 0, what `read` finds; the prompts later on all ranks
         self.saved_state: dict[str, Any] = {}  # the driver's, in the checkpoint to continue from
         self.scorer: Scorer | None = None
+        self.saver: checkpoint.CheckpointSaver | None = None  # of every trainer, once its model is loaded
         self.reward_model: RewardModel | None = None  # of every learner, once it is loaded
         self.stream: Any = None  # which training draws from
         self.validation: dict[str, Any] = {}
@@ -187,6 +188,7 @@ class Session:
         with timer.startup("loading the models"):
             if roles.trains:
                 trainer = Trainer(config.model, begun.fitted.trainer, folder, config.num_steps, roles, config.seed)
+                self.saver = checkpoint.CheckpointSaver(config)
             if roles.references and roles.has_reference:
                 policy = None if config.reference_has_model else trainer.model
                 ranks = config.reference_tensor_parallel
@@ -230,6 +232,8 @@ class Session:
         """The steps to do, each the number of those done before; the one that `profile` names leaves a trace."""
         steps = range(self.first_step, self.config.num_steps)
         for step in profile_step(steps, self.config.profile, self.config.run_dir, self.roles):
+            if self.saver and self.roles.is_driver:  # if it raises, torchrun ends the other ranks
+                self.saver.raise_failure()
             yield step
             self.timer.enter("other")  # on ranks that do not log, too
 
@@ -240,14 +244,15 @@ class Session:
         return bool(reason)
 
     def save(self, step: int, trainer: Trainer | None, driver_state: Callable[[], dict[str, Any]] = dict) -> None:
-        """Save what `step` steps made, unless that was done; `driver_state`: what else to hold, called on rank 0.
+        """Begin to save what `step` steps made, unless that was done. Training goes on meanwhile.
 
-        Every rank calls it, last in a step: dying before it is complete repeats the step, its log line too.
+        `driver_state`: what else to hold, called on rank 0. Every rank calls it, last in a step: dying before the
+        checkpoint is complete repeats steps, their log lines too.
         """
         if trainer and step > self.saved_step:
             with self.timer.phase("save"):
                 state = {"step": step, **driver_state()} if self.roles.is_driver else None
-                checkpoint.save_checkpoint(self.config.run_dir, self.config.checkpoint, step, trainer, state)
+                self.saver.save(step, trainer, state)
         self.saved_step = step
 
     def evaluate(self, generator: Generator | None, step: int) -> None:
@@ -296,7 +301,10 @@ class Session:
             export_hf(trainer.model, pathlib.Path(self.config.run_dir) / "model", trainer.dtype, self.form)
 
     def end(self, generator: Generator | None) -> None:
-        """Close the log and leave the groups. Collective over `roles.control`."""
+        """Wait for the last checkpoint, close the log and leave the groups. Collective over `roles.control`."""
+        with self.timer.phase("save"):
+            if self.saver:
+                self.saver.finish()
         self._finish()
         close_roles(self.roles, generator.close if generator else None)
 

@@ -14,9 +14,9 @@ import sys
 import threading
 from typing import Any
 
-from grpo.config import CheckpointConfig, SFTConfig, change
+from grpo.config import SFTConfig, change
 from grpo.config.recipes import load_recipe
-from grpo.folder import checkpoint
+from grpo.folder.checkpoint import CheckpointSaver
 
 SAVE = 3  # the first two leave an older checkpoint to be removed
 # Events of the interpreter, and which of their arguments is the descriptor of the folder that a name is relative to
@@ -37,18 +37,19 @@ config = change(
 
 def watch_files(operation: int, delay: float, note: str) -> None:
     """Note what this process does to files of checkpoints in its third save, and kill it at one of these operations."""
-    save, fsync, saves, lines = checkpoint.save_checkpoint, os.fsync, [], []
+    save, fsync, saves, lines = CheckpointSaver.save, os.fsync, [], []
 
     def tell(line: str) -> None:
         with open(note, "a") as file:
             file.write(f"{line}\n")
 
-    def counting_save(run_dir: str, settings: CheckpointConfig, step: int, *rest: Any) -> None:
+    def counting_save(self: CheckpointSaver, step: int, *rest: Any) -> None:
+        self.finish()  # its operations are those of the save before
         if not saves:
-            folder = pathlib.Path(run_dir) / "checkpoints"
+            folder = pathlib.Path(self.config.run_dir) / "checkpoints"
             tell(" ".join(["there:", *sorted(path.name for path in folder.glob("*"))]))
         saves.append(step)
-        save(run_dir, settings, step, *rest)
+        save(self, step, *rest)
 
     def begin(what: str, path: str) -> None:
         """An operation, before it is done."""
@@ -73,7 +74,7 @@ def watch_files(operation: int, delay: float, note: str) -> None:
         begin("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    checkpoint.save_checkpoint, os.fsync = counting_save, counting_fsync
+    CheckpointSaver.save, os.fsync = counting_save, counting_fsync
     sys.addaudithook(hear)
 
 

@@ -3,6 +3,7 @@
     nice -n 5 python tests/bench/stops.py terms [--times 20] [--seed 0]
     nice -n 5 python tests/bench/stops.py kills [--times 3] [--seed 0]
     nice -n 5 python tests/bench/stops.py saves [--times (all)] [--seed 0]
+    python tests/bench/stops.py timeout [--times 1] [--after-step 2] -- RECIPE [--field value ...]
 
 terms: SIGTERM at a random moment, to torchrun or to a random rank, then the same command with --resume, and so on.
 After each stop the newest checkpoint has all steps that metrics.jsonl had when the signal came; nothing else saves.
@@ -12,8 +13,12 @@ that one of the ranks does to files, in an order by chance: shards, metadata, dr
 removal of the checkpoint before. Every second kill comes some milliseconds later, in the midst of writing. After each
 kill the newest checkpoint must be whole and at most one step older than the one that was being written, and the next
 start must leave nothing unfinished there.
+timeout: `timeout -s INT -k 60` around train_grpo.py with the recipe and flags given, in one process, so with a real
+model on a GPU too. Its time is over as soon as there are `--after-step` steps, and again after the next start with
+--resume, `--times` in all. It prints what was said from the signal on, and whether the newest checkpoint has all steps.
+Triton must have compiled before the signal, so no warm cache: TRITON_CACHE_DIR is an empty folder.
 
-At the end the metrics of all steps, without times, are compared with those of an undisturbed run.
+At the end of the first three the metrics of all steps, without times, are compared with those of an undisturbed run.
 """
 
 import argparse
@@ -52,10 +57,16 @@ RUN_LIMIT = 900.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("terms", "kills", "saves"))
+    parser.add_argument("what", choices=("terms", "kills", "saves", "timeout"))
     parser.add_argument("--times", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    parser.add_argument("--after-step", type=int, default=2)
+    words = sys.argv[1:]
+    own = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:own])
+    if options.what == "timeout":
+        timeouts(options.times or 1, options.after_step, words[own + 1 :])
+        return
     chance = random.Random(options.seed)
     if options.what == "saves":
         saves(options.times or 1000, chance)
@@ -154,6 +165,33 @@ def saves(times: int, chance: random.Random) -> None:
     save_run("saves")
     print(f"{number + 1} kills, {wrong} not as they should be")
     compare("saves", undisturbed)
+
+
+def timeouts(times: int, after_step: int, run: list[str]) -> None:
+    """Let `timeout` end a run `times` times, each `after_step` steps after its start."""
+    run_dir, caches = FOLDER / "timeout", FOLDER / "timeout-caches"
+    for old in (run_dir, caches):
+        shutil.rmtree(old, ignore_errors=True)
+    log = FOLDER / "timeout.log"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"TRITON_CACHE_DIR": str(caches), "PYTHONPATH": str(ROOT)}
+    for number in range(1, times + 1):
+        command = ["timeout", "-s", "INT", "-k", "60", str(int(RUN_LIMIT)), sys.executable, "train_grpo.py", *run]
+        command += ["--run-dir", str(run_dir), "--num-steps", "100000", "--resume"]
+        before = len(steps_of("timeout"))
+        begun = time.monotonic()
+        with open(log, "w") as output:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        while process.poll() is None and len(steps_of("timeout")) < before + after_step:
+            time.sleep(0.02)
+        length, after = len(log.read_text(errors="replace")), time.monotonic() - begun
+        process.send_signal(signal.SIGALRM)  # what `timeout` sends itself when its time is over
+        code, seconds = wait(process)
+        print(f"{number}: signal {after:.1f} s after the start; timeout ended with {code} after {seconds:.1f} s. Then:")
+        print(log.read_text(errors="replace")[length:].rstrip())
+        saved, logged = newest_step("timeout"), len(steps_of("timeout"))
+        verdict = "ok" if saved == logged >= before + after_step else "LOST STEPS"
+        print(f"{number}: the log has {logged} steps, the newest checkpoint {saved}: {verdict}", flush=True)
 
 
 def save_run(

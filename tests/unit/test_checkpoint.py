@@ -9,6 +9,8 @@ import pathlib
 import pickle
 import resource
 import shutil
+import threading
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from grpo.config import CheckpointConfig, GRPOConfig
 from grpo.export import find_checkpoint
 from grpo.folder import checkpoint
-from grpo.folder.checkpoint import SafeReader
+from grpo.folder.checkpoint import CheckpointSaver, SafeReader
 from grpo.folder.run_folder import begin_run, step_folders, step_of
 from grpo.watch.failures import BadInput
 
@@ -58,10 +60,16 @@ class Evil:
 LOGPROBS = torch.rand(50)
 
 
+def saver_of(run_dir: pathlib.Path, **config) -> CheckpointSaver:
+    return CheckpointSaver(GRPOConfig(run_dir=str(run_dir), checkpoint=CheckpointConfig(**config)))
+
+
 def save(run_dir: pathlib.Path, step: int, **config) -> pathlib.Path:
     """A checkpoint; returns its folder."""
     state = {"step": step, "data": {"num_drawn": 8 * step}, "tensors": [LOGPROBS, torch.empty(0)]}
-    checkpoint.save_checkpoint(str(run_dir), CheckpointConfig(**{"keep": 2} | config), step, Trained(step), state)
+    saver = saver_of(run_dir, **{"keep": 2} | config)
+    saver.save(step, Trained(step), state)
+    saver.finish()
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
@@ -93,6 +101,31 @@ def test_everything_comes_back(tmp_path):
     found, state = checkpoint.newest_checkpoint(str(tmp_path))
     assert (found, state["step"], state["data"]) == (saved, 3, {"num_drawn": 24})
     assert torch.equal(state["tensors"][0], LOGPROBS) and state["tensors"][1].shape == (0,)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """Nothing is written before the weights and the driver's state have changed, and it is those of step 3."""
+    changed, write = threading.Event(), dcp.FileSystemWriter.write_data
+
+    def write_later(*arguments):
+        assert changed.wait(60), "the save waits until it is written"
+        return write(*arguments)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_later)
+    saver, trained, state = saver_of(tmp_path), Trained(3), {"step": 3, "data": {"num_drawn": 24}}
+    weight, moments = trained.model.weight.clone(), trained.optimizer.state[trained.model.weight]["exp_avg"].clone()
+    saver.save(3, trained, state)
+    saver.raise_failure()
+    trained.optimizer.step()
+    state["data"]["num_drawn"] = 32
+    assert step_folders(tmp_path) == []
+    changed.set()
+    saver.finish()
+    other = Trained(2)
+    checkpoint.load_checkpoint(step_folders(tmp_path)[0], other)
+    assert torch.equal(other.model.weight, weight) and not torch.equal(trained.model.weight, weight)
+    assert torch.equal(other.optimizer.state[other.model.weight]["exp_avg"], moments)
+    assert checkpoint.newest_checkpoint(str(tmp_path))[1]["data"] == {"num_drawn": 24}
 
 
 def test_the_newest_are_kept_and_strangers_too(tmp_path):
@@ -248,12 +281,15 @@ def test_no_room_ends_the_run_with_the_numbers_and_leaves_the_older_ones(room, r
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    saver = saver_of(run_dir)
     with pytest.raises(BadInput) as stopped, contextlib.ExitStack() as limits:
         if room == "driver.pt":
             monkeypatch.setattr(checkpoint, "_bring_to_disk", full)
         else:
             limits.enter_context(largest_file(room))
-        checkpoint.save_checkpoint(str(run_dir), CheckpointConfig(), 6, Trained(6), {"step": 6, "data": {}})
+        saver.save(6, Trained(6), {"step": 6, "data": {}})
+        wait([saver.writing])
+        saver.raise_failure()  # as before each step, without waiting
     monkeypatch.undo()
     message = str(stopped.value)
     assert f"the checkpoint of step 6 could not be saved in {run_dir / 'checkpoints'}: " in message
