@@ -14,19 +14,22 @@ from grpo import config as c
 from grpo.config import change
 
 SYSTEM_PROMPT = """\
-Call the tool calculator with one expression that gives the answer. Reply with the call alone, in this form:
+Reason step by step about what to calculate. Then call the tool calculate with one expression that gives the answer, in
+this form:
 
 ```json
-{"name": "calculator", "arguments": {"expression": "12*(3+4)"}}
+{"name": "calculate", "arguments": {"expression": "12*(3+4)"}}
 ```
 
-When you get the result, put it within \\boxed{}."""
+When you get its result, write the final answer within \\boxed{}."""
 
 config = change(
     "qwen2_5_coder_0_5b_gsm8k.py",
     {
         "data.system_prompt": SYSTEM_PROMPT,
-        "environment": c.EnvironmentConfig(tools=("calculator",), calls="fence", max_turns=4),
+        "environment": c.EnvironmentConfig(
+            tools=("configs/examples/calculator.py:calculate",), calls="fence", max_turns=4
+        ),
         "run_dir": "runs/qwen2_5_coder_0_5b_gsm8k_tool",
     },
 )
