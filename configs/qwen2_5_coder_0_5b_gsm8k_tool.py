@@ -14,14 +14,13 @@ from grpo import config as c
 from grpo.config import change
 
 SYSTEM_PROMPT = """\
-Reason step by step about what to calculate. Then call the tool calculate with one expression that gives the answer, in
-this form:
+Call the tool calculate with one expression that gives the answer. Reply with the call alone, in this form:
 
 ```json
 {"name": "calculate", "arguments": {"expression": "12*(3+4)"}}
 ```
 
-When you get its result, write the final answer within \\boxed{}."""
+When you get the result, put it within \\boxed{}."""
 
 config = change(
     "qwen2_5_coder_0_5b_gsm8k.py",

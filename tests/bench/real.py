@@ -31,7 +31,7 @@ from toy_runs import records
 RUNS_DIR = ROOT / "runs" / "real"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
 GSM8K = "--data.path {data}/train.jsonl --evaluation.path {data}/test.jsonl"
-TASKS = ("spell_backward", "letter_counting", "chain_sum")
+TASKS = ("chain_sum", "basic_arithmetic", "simple_equations")
 REASONING_GYM = f"--data.sources {' '.join(f'{task} {{data}}/{task}_train.jsonl' for task in TASKS)}"
 REASONING_GYM += f" --evaluation.sets {' '.join(f'{task} {{data}}/{task}_test.jsonl' for task in TASKS)}"
 # Behind the run `sft`, whose model is --model
