@@ -3,30 +3,37 @@
     torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_gsm8k_tool.py
 
 As qwen2_5_coder_0_5b_gsm8k.py. The chat template asks for calls in <tool_call> tags, and the model writes them in a
-```json block, so the system prompt shows one and `environment.calls` reads it. Any other tool or several: see
-configs/ENVIRONMENTS.md.
+```json block, so the system prompt shows one and `environment.calls` reads it.
 
-What to expect: accuracy at the start and after 100 steps, calls per episode (`environment/calls`), and minutes on an
-H100: not measured yet.
+What to expect: before training 2 of 20 held-out questions are right (greedy, within 240 tokens, on a CPU, weights from
+a 5-bit file). The model calls in 10 of 40 conversations, copies results without a box, and also solves problems in
+words as it would without a tool. What 100 steps make of accuracy and `environment/calls`, and the minutes on an H100:
+not measured yet. Two other system prompts failed on the same model: "step by step, leave every calculation to the tool"
+gave no call in 12 conversations, and "reply with the call alone" gave calls in nearly all and no right answer in 48.
 """
 
 from grpo import config as c
 from grpo.config import change
 
 SYSTEM_PROMPT = """\
-Call the tool calculator with one expression that gives the answer. Reply with the call alone, in this form:
+Say in a few words what to calculate, then call the tool calculate with one expression that gives the answer. This is a
+reply to "A box of 4 pens costs 3 dollars. How much are 20 pens?":
+
+20 pens are 20/4 boxes, and each box costs 3 dollars.
 
 ```json
-{"name": "calculator", "arguments": {"expression": "12*(3+4)"}}
+{"name": "calculate", "arguments": {"expression": "20/4*3"}}
 ```
 
-When you get the result, put it within \\boxed{}."""
+When you get the result, 15, reply with \\boxed{15}."""
 
 config = change(
     "qwen2_5_coder_0_5b_gsm8k.py",
     {
         "data.system_prompt": SYSTEM_PROMPT,
-        "environment": c.EnvironmentConfig(tools=("calculator",), calls="fence", max_turns=4),
+        "environment": c.EnvironmentConfig(
+            tools=("configs/examples/calculator.py:calculate",), calls="fence", max_turns=4
+        ),
         "run_dir": "runs/qwen2_5_coder_0_5b_gsm8k_tool",
     },
 )

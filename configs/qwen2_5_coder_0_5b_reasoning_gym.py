@@ -1,16 +1,22 @@
 """Qwen2.5-Coder-0.5B-Instruct learns three tasks of reasoning-gym at once: every role on one GPU.
 
     pip install reasoning-gym
-    python configs/examples/reasoning_gym_rows.py data/reasoning_gym spell_backward letter_counting chain_sum
+    python configs/examples/reasoning_gym_rows.py data/reasoning_gym \\
+        chain_sum '{"max_terms": 3}' basic_arithmetic simple_equations
     torchrun --nproc_per_node=1 train_grpo.py configs/qwen2_5_coder_0_5b_reasoning_gym.py
 
-A task's own verifier is the reward. Other tasks: the names in `TASKS`, here and on the command line of the second line.
+Each task's own verifier is the reward. For other tasks change `TASKS` and the names in the second command.
+
+What to expect: before training 0.31, 0.13 and 0.06 of 16 held-out prompts each are right (within 160 tokens, on a CPU,
+weights from a 5-bit file). Many answers stand in a box in place of the tag, others are wrong. The end and the minutes
+on an H100: not measured yet. Many of the hundred tasks are too hard for this model: within 160 tokens none of 16 was
+right of letter_counting, gcd, number_filtering, family_relationships and spell_backward.
 """
 
 from grpo import config as c
 from grpo.config import change
 
-TASKS = ("spell_backward", "letter_counting", "chain_sum")
+TASKS = ("chain_sum", "basic_arithmetic", "simple_equations")
 
 config = change(
     "qwen2_5_coder_0_5b_gsm8k.py",

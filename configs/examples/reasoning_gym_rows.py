@@ -1,10 +1,10 @@
 """Tasks of reasoning-gym as rows, and their verifiers as a reward: `pip install reasoning-gym`.
 
-    python configs/examples/reasoning_gym_rows.py data/reasoning_gym spell_backward letter_counting chain_sum
+    python configs/examples/reasoning_gym_rows.py data/reasoning_gym chain_sum '{"max_terms": 3}' basic_arithmetic
 
 writes data/reasoning_gym/TASK_train.jsonl and TASK_test.jsonl for each task, which may be any of its hundred. JSON
-behind a name sets the task's options: `chain_sum '{"max_terms": 3}'`. The same command writes the same rows, and no
-question of a train file is in its test file. configs/qwen2_5_coder_0_5b_reasoning_gym.py learns these rows.
+behind a name sets the task's options. The same command writes the same rows, and no question of a train file is in its
+test file. configs/qwen2_5_coder_0_5b_reasoning_gym.py learns such rows.
 """
 
 import json
@@ -18,7 +18,7 @@ NUM_TRAIN, NUM_TEST = 2000, 200
 
 
 def verified(completions: list[str], entry: list[str], **columns: list) -> list[float]:
-    """What the task's verifier gives the text in the last <answer> tag: 1 for right, some tasks a part for nearly."""
+    """Ask the task's verifier about the text in the last <answer> tag: 1 for right; some give a part for nearly."""
     scores = []
     for completion, text in zip(completions, entry, strict=True):
         row = json.loads(text)
@@ -28,7 +28,7 @@ def verified(completions: list[str], entry: list[str], **columns: list) -> list[
 
 
 def write_rows(folder: pathlib.Path, task: str, options: dict) -> None:
-    """Write both files of a task: the question, and what its verifier needs as JSON."""
+    """Write both files of a task; `entry` is what its verifier needs, as JSON."""
     # one data set, cut in two: those of seeds 0 and 1 have all rows but one in common
     made = reasoning_gym.create_dataset(task, seed=0, size=NUM_TRAIN + NUM_TEST, **options)
     rows = list({row["question"]: row for row in made}.values())

@@ -119,7 +119,8 @@ def no_answer_line(rollouts: list[Rollout], answer_format: str) -> str:
 
 def unread_calls_line(rollouts: list[Rollout]) -> str:
     """What to say if turns call tools in a style that is not read: how many, which style reads most, an example."""
-    turns = [turn for r in rollouts if r.completion.episode for turn in r.completion.episode["turns"]]
+    episodes = [r.completion.episode for r in rollouts if r.completion.episode]
+    turns = [turn for episode in episodes for turn in episode["turns"]]
     styles = collections.Counter(turn["unread"] for turn in turns if "unread" in turn)
     if not styles:
         return ""
@@ -127,9 +128,10 @@ def unread_calls_line(rollouts: list[Rollout]) -> str:
     text = next(turn["text"] for turn in turns if turn.get("unread") == style)
     opening = TAGS[style][0] if style in TAGS else "{"
     example = _one_line(text[text.find(opening) :])
+    num_read = sum(episode["counts"].get("calls", 0) for episode in episodes)
     return (
-        f"{styles.total()} of {len(turns)} turns call a tool in a form that is not read, so nothing was called; "
-        f"--environment.calls {style} reads {count} of them, such as {example!r}"
+        f"{styles.total()} of {len(turns)} turns call a tool in a form that is not read, beside {num_read} calls that "
+        f"are; --environment.calls {style} reads {count} of them, such as {example!r}"
     )
 
 

@@ -31,7 +31,7 @@ from toy_runs import records
 RUNS_DIR = ROOT / "runs" / "real"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
 GSM8K = "--data.path {data}/train.jsonl --evaluation.path {data}/test.jsonl"
-TASKS = ("spell_backward", "letter_counting", "chain_sum")
+TASKS = ("chain_sum", "basic_arithmetic", "simple_equations")
 REASONING_GYM = f"--data.sources {' '.join(f'{task} {{data}}/{task}_train.jsonl' for task in TASKS)}"
 REASONING_GYM += f" --evaluation.sets {' '.join(f'{task} {{data}}/{task}_test.jsonl' for task in TASKS)}"
 # Behind the run `sft`, whose model is --model
@@ -103,23 +103,28 @@ RUNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=RUNS)
-    parser.add_argument("--model", help="a folder in place of the recipe's model")
-    parser.add_argument("--data", help="a folder in place of the recipe's data")
-    parser.add_argument("--teacher", help="a folder in place of the recipe's teacher")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--full-ends", action="store_true")
-    parser.add_argument("--limit", type=float, help="seconds after which the run is stopped, and counts as it is")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("flags", nargs="*", help="behind --: for the run")
-    options = parser.parse_args()
+    options = parser().parse_args()
     out = options.out or RUNS_DIR / f"{options.name}_{options.seed}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out, "w") as file:
         sys.exit(run(options, out.absolute(), file))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("name", choices=RUNS)
+    words.add_argument("--model", help="a folder in place of the recipe's model")
+    words.add_argument("--data", help="a folder in place of the recipe's data")
+    words.add_argument("--teacher", help="a folder in place of the recipe's teacher")
+    words.add_argument("--seed", type=int, default=0)
+    words.add_argument("--steps", type=int)
+    words.add_argument("--out", type=pathlib.Path)
+    words.add_argument("--full-ends", action="store_true")
+    words.add_argument("--limit", type=float, help="seconds after which the run is stopped, and counts as it is")
+    words.add_argument("--tiny", action="store_true")
+    words.add_argument("flags", nargs="*", help="behind --: for the run")
+    return words
 
 
 def run(options: argparse.Namespace, out: pathlib.Path, file: TextIO) -> int:

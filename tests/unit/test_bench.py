@@ -1,14 +1,18 @@
-"""Which seconds the learning bench counts."""
+"""What benches say of runs: which seconds count, what a run leaves that is cut off, whether it is as expected."""
 
+import json
 import sys
 
 import pytest
 
+from grpo.config import GRPOConfig, SFTConfig
+from grpo.config.recipes import load
 from tests.torchrun import ROOT
 
 sys.path.append(str(ROOT / "tests" / "bench"))
 
 import learning
+import real
 
 OURS = [
     {"step": 0, "eval/accuracy": 0.4},
@@ -28,3 +32,45 @@ TRL = [
 @pytest.mark.parametrize("lines", [OURS, TRL])
 def test_seconds_are_those_since_the_launch_without_evaluations(lines):
     assert learning.curve(lines) == [(0, 60, 0.4), (2, 60 + 2 + 2, 0.5)]
+
+
+PROGRAM = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir()
+lines = [{"step": 0, "time": 0, "eval/a/accuracy": 0.2, "eval/b/accuracy": 0.4}]
+lines += [{"step": n, "time": 0, "reward/mean": n / 100} for n in range(1, 21)]
+lines += [{"step": 20, "time": 0, "eval/a/accuracy": 0.5, "eval/b/accuracy": 0.6}]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+sys.exit(3)
+"""
+
+
+def test_a_real_run_that_fails_leaves_its_evaluations_and_the_means_of_ten_steps(tmp_path):
+    out = tmp_path / "out.jsonl"
+    with open(out, "w") as file:
+        program = [sys.executable, "-c", PROGRAM, tmp_path / "run"]
+        assert real.follow(program, tmp_path / "run", tmp_path / "log", file, limit=None) == 3
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    means = {line["step"]: line["reward/mean"] for line in written if "reward/mean" in line}
+    assert means == {1: 0.01, 2: 0.02, 10: pytest.approx(0.065), 20: pytest.approx(0.155)}
+    accuracies = {line["step"]: real.accuracy_of(line) for line in written if real.accuracy_of(line) is not None}
+    assert accuracies == {0: pytest.approx(0.3), 20: pytest.approx(0.55)}
+    expected = {0: (0.2, 0.4), 20: (0.6, 0.7), 30: None}
+    verdicts = [real.verdict(accuracies, step, expected) for step in expected]
+    assert verdicts == ["within 0.2 to 0.4: 0.300", "OUTSIDE 0.6 to 0.7: 0.550", "not reached"]
+
+
+@pytest.mark.parametrize("name", real.RUNS)
+def test_flags_of_a_real_run_parse(name, tmp_path):
+    """With local folders, as on a machine without a network."""
+    words = ["--model", str(tmp_path), "--data", str(tmp_path), "--steps", "3", "--tiny"]
+    options = real.parser().parse_args([name, *words])
+    chosen = real.RUNS[name]
+    config = load(
+        SFTConfig if chosen.script == "train_sft.py" else GRPOConfig,
+        str(ROOT / "configs" / chosen.recipe),
+        real.given_flags(chosen, options),
+    )
+    paths = [source.path for source in (*config.data.all_sources, *config.evaluation.held_out(config.data))]
+    assert config.num_steps == 3 and all(path.startswith(str(tmp_path)) for path in (config.model.path, *paths))

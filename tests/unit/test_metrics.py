@@ -176,10 +176,13 @@ def test_calls_that_are_not_read_are_told_with_the_style_that_reads_them():
     rollouts = []
     for turns in ([tagged], [fenced, {"text": "4"}], [fenced]):
         rollout = make_rollout(0.0)
-        completion = dataclasses.replace(rollout.completion, episode={"turns": turns})
+        completion = dataclasses.replace(rollout.completion, episode={"turns": turns, "counts": {"calls": 2}})
         rollouts.append(dataclasses.replace(rollout, completion=completion))
     line = unread_calls_line(rollouts)
-    assert line.startswith("3 of 4 turns call a tool in a form that is not read") and line.isprintable()
+    assert (
+        line.startswith("3 of 4 turns call a tool in a form that is not read, beside 6 calls that are; ")
+        and line.isprintable()
+    )
     assert line.endswith('--environment.calls fence reads 2 of them, such as \'```json {"name": "add"} ```\'')
     assert unread_calls_line([make_rollout(0.0)]) == ""
 

