@@ -1,13 +1,13 @@
 """TRL's GRPOTrainer on a recipe of ours: the same prompts in the same order, rewards, loss, rates and numbers of steps.
 
     python tests/bench/trl_grpo.py [RECIPE.py] [--field value ...] [--rows 16] [--weights bfloat16]
-        [--no-gradient-checkpointing] [--no-vllm] [--out FILE.jsonl] [--full-ends] [--limit SECONDS]
+        [--no-gradient-checkpointing] [--no-vllm] [--out FILE.jsonl] [--limit SECONDS]
 
 A real model beside tests/bench/real.py, with the same rows, reward, sizes and rate:
 
     python3 tests/bench/trl_grpo.py configs/qwen2_5_coder_0_5b_gsm8k.py --model.path /root/qwen05 \\
         --data.path /root/gsm8k/train.jsonl --evaluation.path /root/gsm8k/test.jsonl --weights float32 --rows 32 \\
-        --no-gradient-checkpointing --seed 0 --out $OUT/trl_0.jsonl --limit 560 --full-ends
+        --no-gradient-checkpointing --seed 0 --out $OUT/trl_0.jsonl --limit 560
 
 vLLM is colocated (`vllm_mode="colocate"`), on one GPU, with as much of it as the recipe gives our engine. TRL's own
 defaults stay where a recipe says nothing, among them its importance correction, for which it computes the log-probs of
@@ -20,8 +20,7 @@ sides. On a CPU its engine does not compile, and new weights reach it by `reload
 
 Writes metrics.jsonl into the run folder, or `--out`, under our names, each line as soon as it is known, with the
 seconds since the launch. A step goes from the end of the one before to its own; evaluations, greedy by the trainer's
-engine, are not in it. `--full-ends` also evaluates ALL_PROMPTS held-out prompts before the first step, which is left
-out of the seconds, and after the last. After `--limit` seconds no further step begins. `--no-vllm` samples by
+engine, are not in it. After `--limit` seconds no further step begins. `--no-vllm` samples by
 transformers, for a look on a CPU.
 """
 
@@ -32,7 +31,6 @@ import pathlib
 import statistics
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
@@ -56,7 +54,6 @@ from grpo.data.streams import PromptStream
 from grpo.rewards.loading import load_functions
 from grpo.run.session import open_model_folder
 
-ALL_PROMPTS = 1319  # GSM8K's test split, as in real.py
 DEFAULT_RECIPE = pathlib.Path(__file__).parent / "colocated.py"
 
 
@@ -69,7 +66,6 @@ def main() -> None:
     parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--vllm", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=pathlib.Path, help="default: metrics.jsonl in the run folder")
-    parser.add_argument("--full-ends", action="store_true")
     parser.add_argument("--limit", type=float, default=float("inf"))
     options, rest = parser.parse_known_args()
     config = load(GRPOConfig, str(DEFAULT_RECIPE), rest)
@@ -82,7 +78,7 @@ def main() -> None:
     if tools:
         tokenizer.response_template = qwen3_template
     log = Log(config, tokenizer, functions, [row["prompt"] for row in rows], [len(p.ids) for p in prompts], started)
-    log.open(options.out, options.full_ends, options.limit)
+    log.open(options.out, options.limit)
     on_cpu = not torch.cuda.is_available()
     if options.vllm:  # TRL leaves the type to vLLM, which makes bfloat16 of float32
         eager = {"enforce_eager": True} if on_cpu else {}
@@ -180,7 +176,6 @@ class Log(TrainerCallback):
         self.held_out = (
             load_eval_prompts(config.data, config.evaluation, tokenizer) if config.evaluation.interval else []
         )
-        self.all_held_out: list = []
         self.last_evaluated = -1
         self.launched = psutil.Process().create_time()
         self.trainer: GRPOTrainer | None = None
@@ -189,14 +184,11 @@ class Log(TrainerCallback):
         self.num_turns: list[int] = []
         self.last_end = self.generating = 0.0
 
-    def open(self, out: pathlib.Path | None, full_ends: bool, limit: float) -> None:
-        """Begin the file. full_ends, limit: see the docstring of the file."""
+    def open(self, out: pathlib.Path | None, limit: float) -> None:
+        """Begin the file. limit: see the docstring of the file."""
         self.limit, self.file = limit, out or pathlib.Path(self.config.run_dir) / "metrics.jsonl"
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text("")
-        if full_ends:
-            everything = replace(self.config.evaluation, num_prompts=ALL_PROMPTS)
-            self.all_held_out = load_eval_prompts(self.config.data, everything, self.tokenizer)
 
     def reward(self, prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
         """TRL's reward function: the recipe's weighted sum. Raises RuntimeError unless the prompts are ours."""
@@ -232,7 +224,6 @@ class Log(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.evaluate(0)
-        self.evaluate_all(0, "start")
         self.write(step=0, **{"time/startup": time.perf_counter() - self.started})
         self.last_end = time.perf_counter()
 
@@ -253,19 +244,11 @@ class Log(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self.last_evaluated != state.global_step:
             self.evaluate(state.global_step)
-        self.evaluate_all(state.global_step, "end")
 
     def evaluate(self, step: int) -> None:
         if self.held_out:
             self.write(step=step, **self.greedy_metrics(self.held_out))
             self.last_evaluated = step
-
-    def evaluate_all(self, step: int, end_name: str) -> None:
-        if not self.all_held_out:
-            return
-        before = self.seconds
-        self.write(all_prompts=end_name, step=step, **self.greedy_metrics(self.all_held_out))
-        self.launched += self.seconds - before
 
     def greedy_metrics(self, prompts: list) -> dict[str, float]:
         """What the present weights do on held-out prompts."""

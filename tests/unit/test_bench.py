@@ -65,7 +65,7 @@ def test_a_real_run_that_fails_leaves_its_evaluations_and_the_means_of_ten_steps
 def test_flags_of_a_real_run_parse(name, tmp_path):
     """With local folders, as on a machine without a network."""
     words = ["--model", str(tmp_path), "--data", str(tmp_path), "--steps", "3", "--tiny"]
-    options = real.parser().parse_args([name, *words])
+    options = real.read_options([name, *words])
     chosen = real.RUNS[name]
     config = load(
         SFTConfig if chosen.script == "train_sft.py" else GRPOConfig,
