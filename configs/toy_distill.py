@@ -1,8 +1,9 @@
-"""Additions from a teacher alone: on-policy distillation, without a reward, of the quickstart's end into its start.
+"""Additions from a teacher alone: on-policy distillation, without a reward, of toy_arithmetic's end into its start.
 
     torchrun --nproc_per_node=4 train_grpo.py configs/toy_distill.py
 
-Needs what `bash launch/quickstart.sh` leaves: the student is runs/toy_sft/model, the teacher runs/toy_arithmetic/model.
+The student is what `train_sft.py configs/toy_sft.py` leaves, the teacher what `train_grpo.py configs/toy_arithmetic.py`
+leaves.
 The reward function has weight 0, so it measures accuracy and teaches nothing. One completion per prompt is enough,
 because nothing is compared within a group; 256 prompts are as many completions as the 32 x 8 of toy_arithmetic.py.
 """

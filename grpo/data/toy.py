@@ -1,4 +1,4 @@
-"""Tiny models, tokenizers and tasks that need no download: what the tests, the quickstart and `toy:NAME` paths run on.
+"""Tiny models, tokenizers and tasks that need no download: what the tests and `toy:NAME` paths run on.
 
 Additions are learnable in a minute on a CPU: one token per character, and the columns from the right as thinking, each
 as its two digits and the digit below them. They are learned late and then fast, and when exactly differs by tens of

@@ -241,6 +241,7 @@ def build_model(
     # Without other data-parallel ranks there is nothing to gather; then FSDP only casts, and what needs no cast needs
     # no FSDP, which would hold all weights a second time.
     alone = parallel_dims.get_optional_mesh("batch") is None
+    casts = model.dtype != training.dtype
     module = family_of(hf).parallelize(
         module,
         parallel_dims=parallel_dims,
@@ -249,9 +250,9 @@ def build_model(
         compile_config=_compile_config(compiled, has_experts(hf), model.dtype),
         ac_config=None if frozen else CHECKPOINTING_OF_BLOCKS[trainer.activation_checkpointing],
         dump_folder="",
-        skip_dp=alone and (frozen or adapted),
+        skip_dp=alone and not casts,
     )
-    if holds_copy := alone and not (frozen or adapted):  # else each pass would cast all weights anew
+    if holds_copy := alone and casts:  # else each pass would cast all weights anew
         module.set_reshard_after_forward(False)
         module.set_reshard_after_backward(False)
     if compiled and attention == "flash":

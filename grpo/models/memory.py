@@ -212,7 +212,8 @@ def _of_a_forward(
     trains_head = trains and not trainer.lora_rank
     gathered = 2 * max(sizes.blocks) + sizes.parameters - sum(sizes.blocks)
     if num_ranks == tensor_parallel:
-        gathered = sizes.parameters if trains_head else 0
+        casts = trains_head and config.model.dtype != "float32"  # the master weights' dtype
+        gathered = sizes.parameters if casts else 0
     vocab_size, chunk_tokens = len(head), min(trainer.micro_batch_tokens, trainer.logprob_chunk_tokens)
     # Compiled, float32 values exist only in registers: the product h W^T is there and, when trained, its gradient.
     # Otherwise three float32 tensors come on top of the product.

@@ -2,8 +2,8 @@
 
     python tests/bench/distill.py [--methods grpo distill mixed hint hint_policy] [--seeds 0 1 2] [-- --num-steps 60]
 
-Needs what `bash launch/quickstart.sh` leaves: both start from runs/toy_sft/model, the teacher is
-runs/toy_arithmetic/model. One process per run, colocated on one core, 256 completions per step; what is behind `--`
+Needs what `configs/toy_sft.py` and `configs/toy_arithmetic.py` leave: both start from runs/toy_sft/model, the teacher
+is runs/toy_arithmetic/model. One process per run, colocated on one core, 256 completions per step; what is behind `--`
 goes to every run. Each run leaves `runs/distill/METHOD-SEED`; one that is finished there is not run again.
 
 `hint` and `hint_policy` are self-distillation with the answer in the prompt of the teacher, which is the start or the

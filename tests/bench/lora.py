@@ -2,7 +2,7 @@
 
     python tests/bench/lora.py [--methods full rank1 rank8] [--seeds 0 1 2] [-- --num-steps 60 ...]
 
-Needs what `bash launch/quickstart.sh` leaves: every run starts from runs/toy_sft/model. One process per run, colocated
+Needs what `configs/toy_sft.py` leaves: every run starts from runs/toy_sft/model. One process per run, colocated
 on one core, 256 completions per step; the learning rate is the recipe's, and 10 times that with adapters (Schulman et
 al. 2025, "LoRA Without Regret"). What is behind `--` goes to every run. Each run leaves `runs/lora/METHOD-SEED`; one
 that is finished there is not run again.

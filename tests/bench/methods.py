@@ -2,7 +2,7 @@
 
     python tests/bench/methods.py [--methods grpo dapo ...] [--seeds 0 1 2] [--jobs 2] [-- --num-steps 60 ...]
 
-Needs `runs/toy_sft/model` (`bash launch/quickstart.sh` leaves it). What is behind `--` goes to every run. Each run
+Needs `runs/toy_sft/model` (`configs/toy_sft.py` leaves it). What is behind `--` goes to every run. Each run
 leaves `runs/methods/METHOD-SEED`; one that is finished there is not run again. Every step makes two updates, so that
 the policy leaves the one that sampled, and the losses differ.
 """

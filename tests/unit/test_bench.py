@@ -65,6 +65,7 @@ def test_a_real_run_that_fails_leaves_its_evaluations_and_the_means_of_ten_steps
 def test_flags_of_a_real_run_parse(name, tmp_path):
     """With local folders, as on a machine without a network."""
     words = ["--model", str(tmp_path), "--data", str(tmp_path), "--steps", "3", "--tiny"]
+    words += ["--", "--trainer.learning-rate", "0.5"]
     options = real.read_options([name, *words])
     chosen = real.RUNS[name]
     config = load(
@@ -73,4 +74,5 @@ def test_flags_of_a_real_run_parse(name, tmp_path):
         real.given_flags(chosen, options),
     )
     paths = [source.path for source in (*config.data.all_sources, *config.evaluation.held_out(config.data))]
-    assert config.num_steps == 3 and all(path.startswith(str(tmp_path)) for path in (config.model.path, *paths))
+    assert config.num_steps == 3 and config.trainer.learning_rate == 0.5
+    assert all(path.startswith(str(tmp_path)) for path in (config.model.path, *paths))

@@ -39,6 +39,18 @@ def test_problems_of_human_eval_are_split_and_pay_for_the_right_program(tmp_path
     assert code_reward(programs, tests=[test[1]["tests"]] * 2) == [1.0, 0.0]
 
 
+def test_sums_are_held_out_and_paid_by_their_last_number(tmp_path):
+    write = load_function(f"{EXAMPLES}/sums.py:write_rows", "test")
+    last_number = load_function(f"{EXAMPLES}/sums.py:last_number", "test")
+    write(tmp_path)
+    train, test = rows_of(tmp_path / "train.jsonl"), rows_of(tmp_path / "test.jsonl")
+    assert len(test) == 256 and len({row["question"] for row in train + test}) == 90 * 90
+    row = {"question": "What is 23 + 45? Reply with the number only.", "answer": "68"}
+    assert row in train + test
+    completions = ["68", "23 + 45 = 68.", "68 is 23 + 45", "I do not know.", "168"]
+    assert last_number(completions, ["68"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
 def test_tasks_of_reasoning_gym_are_paid_by_their_own_verifier(tmp_path):
     pytest.importorskip("reasoning_gym")
     write = load_function(f"{EXAMPLES}/reasoning_gym_rows.py:write_rows", "test")

@@ -96,6 +96,25 @@ def test_runs_are_compared_in_one_table_and_one_plot(tmp_path, capsys):
         main([first, second, "--worst"])
 
 
+def test_the_first_held_out_questions_are_shown_with_the_answers_before_and_after(tmp_path, capsys):
+    answers = {0: "We add\nthem.", 20: "4"}  # by step
+    held_out = [
+        record(step, float(step > 0), f"<user> What is 2+{row}? <bot>", answers[step], row=row, kind=kind)
+        | {"columns": {"question": f"What is 2+{row}?", "answer": "2"}}
+        for step in (0, 20)
+        for kind in ("greedy", "sample")
+        for row in range(5)
+    ]
+    (tmp_path / "evaluation.jsonl").write_text("".join(json.dumps(r) + "\n" for r in held_out))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "eval/accuracy": 1.0}\n')
+    main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert re.findall("^held out +(.*)", out, re.MULTILINE) == ["What is 2+0?", "What is 2+1?", "What is 2+2?"]
+    for name, answer, reward in ("before", "We add them.", 0), ("after", "4", 1):
+        texts = re.findall(f"^  {name} +(.*)", out, re.MULTILINE)
+        assert len(texts) == 3 and all(text.startswith(answer) and f"reward {reward}" in text for text in texts)
+
+
 def test_without_such_a_run_there_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match="does not exist: name the folder of a run") as stop:
         main([str(tmp_path), "--step", "latest"])
