@@ -25,7 +25,7 @@ def last_number(completions, answer, **columns):
 def write_rows(folder: pathlib.Path) -> None:
     """Write the questions and answers of both files, in the same random order on every machine."""
     rows = [
-        {"question": f"What is {a} + {b}? Reply with the number only.", "answer": str(a + b)}
+        {"question": f"Reply with the number only. What is {a} + {b}?", "answer": str(a + b)}
         for a, b in itertools.product(NUMBERS, NUMBERS)
     ]
     random.Random(0).shuffle(rows)

@@ -45,7 +45,7 @@ def test_sums_are_held_out_and_paid_by_their_last_number(tmp_path):
     write(tmp_path)
     train, test = rows_of(tmp_path / "train.jsonl"), rows_of(tmp_path / "test.jsonl")
     assert len(test) == 256 and len({row["question"] for row in train + test}) == 90 * 90
-    row = {"question": "What is 23 + 45? Reply with the number only.", "answer": "68"}
+    row = {"question": "Reply with the number only. What is 23 + 45?", "answer": "68"}
     assert row in train + test
     completions = ["68", "23 + 45 = 68.", "68 is 23 + 45", "I do not know.", "168"]
     assert last_number(completions, ["68"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
