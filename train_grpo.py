@@ -31,8 +31,8 @@ Every rank must make every call that takes `roles`, `driver` or `session`, in th
 runs on rank 0; the other ranks get what it decides, and None where it returns data, which the next call sends.
 What is under `if trainer` only trainers call; each of them holds the whole batch and runs its share of micro-batches.
 
-A step trains on what the weights sampled that it begins with. With `overlap_steps=1` generators sample for the next step
-from `launch` to `land`, still with the weights that this one began with: completions are one step old. With
+A step trains on what the weights sampled that it begins with. With `overlap_steps=1` generators sample for the next
+step from `launch` to `land`, still with the weights that this one began with: completions are one step old. With
 `sampling.carry_over` groups that are unfinished when a step is full go on in the next, so their tokens are of several
 weights. Each token keeps the log-prob of the weights that sampled it, which `correct_importance` uses.
 
