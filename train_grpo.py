@@ -30,7 +30,15 @@ prompts, has completions scored, decides and logs.
 Every rank must make every call that takes `roles`, `driver` or `session`, in the order of the page. A driver's method
 runs on rank 0; the other ranks get what it decides, and None where it returns data, which the next call sends.
 What is under `if trainer` only trainers call; each of them holds the whole batch and runs its share of micro-batches.
-With `overlap_steps=1` generators sample for the next step from `launch` to `land`, with the weights of this one.
+
+A step trains on what the weights sampled that it begins with. With `overlap_steps=1` generators sample for the next
+step from `launch` to `land`, still with the weights that this one began with: completions are one step old. With
+`sampling.carry_over` groups that are unfinished when a step is full go on in the next, so their tokens are of several
+weights. Each token keeps the log-prob of the weights that sampled it, which `correct_importance` uses.
+
+A sync check compares log-probs of trainers and generators for a few fresh completions. A mean distance above
+`config.largest_mismatch` ends the run with an error before the step changes anything. `driver.state` is the place in
+the data and the groups that wait for a later step; with it and the trainers' part, a resumed run is the same.
 
 A suffix on a tensor's name spells its dimensions: P prompts and G completions of a group, S sequences (a prompt with
 its completion), N tokens of all sequences laid end to end, B rows and T positions of a micro-batch (grpo/types.py).
@@ -82,7 +90,8 @@ def train(config: GRPOConfig, session: Session) -> None:
 
     for step in session.steps():
         source_weights = config.data.weights  # a curriculum goes here, as a function of the step
-        plan = driver.plan(step, source_weights)  # the same on all ranks; a filter on prompts: in there
+        wanted = None  # a filter goes here, as a function of a prompt (grpo/types.py): True keeps it
+        plan = driver.plan(step, source_weights, wanted)  # the same on all ranks
         if plan.stop:  # by a signal, or the file `stop` in the run folder
             session.save(step, trainer, driver.state)
             break
@@ -106,7 +115,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             driver.record(rollouts, batch, rewards)  # a file, for grpo/replay.py
 
         timer.enter("train")
-        metrics = StepMetrics(batch.num_sequences if trainer else 0)
+        metrics = StepMetrics(batch.num_sequences if trainer else 0)  # of completions: record what `rollouts` say
         if trainer:
             batch = add_advantages(config, batch, *rewards, kl_coef, metrics)
             update(config, trainer, batch, kl_coef, metrics)
@@ -120,7 +129,7 @@ def train(config: GRPOConfig, session: Session) -> None:
         if plan.evaluate:
             timer.enter("evaluate")
             session.evaluate(generator, step + 1)
-        driver.log(step + 1, rollouts, batch, metrics)  # a metric or a log of yours: in there, on rank 0
+        driver.log(step + 1, rollouts, batch, metrics)  # returns all metrics on rank 0, for a log of yours
         if plan.save:
             session.save(step + 1, trainer, driver.state)
     else:  # not stopped
@@ -190,6 +199,8 @@ def add_advantages(
 def update(config: GRPOConfig, trainer: Trainer, batch: TrainBatch, kl_coef: float, metrics: StepMetrics) -> None:
     """Make the step's optimizer updates: one for each mini-batch of each epoch, by default one in all."""
     algorithm = config.algorithm.resolved
+    if algorithm.kl_coef:
+        metrics.record(kl_coef=kl_coef)
     if algorithm.old_logprobs == "generator":
         batch = replace(batch, old_logprobs_N=batch.generator_logprobs_N)
     elif config.updates_per_step > 1:  # with one, LossInputs takes this forward's own, detached

@@ -17,7 +17,7 @@ import pathlib
 from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
 from grpo.config.fields import Config
 from grpo.config.recipes import load
-from grpo.run.command_line import DEFAULT_RECIPES, subject_of
+from grpo.run.command_line import DEFAULT_RECIPES, check_folder_early, subject_of
 from grpo.run.inputs import check_functions, read_evaluation
 from grpo.run.session import Session, run
 from grpo.watch.failures import refuse_bad_input, run_script
@@ -30,6 +30,7 @@ def main() -> None:
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     with refuse_bad_input():
         config = load_config(model, words, num_ranks)
+        check_folder_early(config, "grpo.evaluate")
     # no rank trains, and rank 0 is the driver all the same
     layout = RolesConfig(num_trainers=0, num_references=0, num_generators=num_ranks)
     run(config, "grpo.evaluate", read, evaluate, layout)

@@ -45,7 +45,7 @@ from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import Trainer
-from grpo.run.command_line import subject_of
+from grpo.run.command_line import check_folder_early, subject_of
 from grpo.run.session import Session, is_due, run
 from grpo.text import compact_number
 from grpo.types import TrainBatch
@@ -82,6 +82,7 @@ def main() -> None:
                 raise ValueError(f"--methods takes one process, torchrun started {num_trainers}; start it by python")
             configs = configs_of(losses, config, load_recipe(f"{recorded}/config.py", GRPOConfig))
             config, train = next(iter(configs.values())), partial(compare, recorded, configs)
+        check_folder_early(config, "grpo.replay")
     run(config, "grpo.replay", partial(read, recorded), train, layout)
 
 

@@ -110,6 +110,8 @@ def _check_data(data: DataConfig) -> None:
     _ = data.all_sources  # raises ValueError for one that is not written as it should be
     for label in data.weights.keys() - data.sources.keys():
         raise ValueError(f"data.weights has {label!r}, not in data.sources{near_miss(label, data.sources)}")
+    if not any(source.weight for source in data.all_sources):
+        raise ValueError(f"data.weights={data.weights} draw from no source; give one a weight above 0")
     if data.is_text_template and "{question}" not in data.prompt_template:
         raise ValueError(
             f"data.prompt_template={data.prompt_template!r} has no {{question}}; add it, or give a .jinja file"

@@ -170,8 +170,9 @@ class DataConfig:
     in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and revision; split train, or e.g. train[:90%]."""
     sources: Table[str] = field(default_factory=dict)
     """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
-    weights: Table[Annotated[float, Above(0)]] = field(default_factory=dict)
-    """How often prompts come from each of `sources`, relative to each other, by their names; 1 where not named."""
+    weights: Table[Annotated[float, AtLeast(0)]] = field(default_factory=dict)
+    """How often prompts come from each of `sources`, relative to each other, by their names; 1 where not named. 0 draws
+    none, for a curriculum that begins so."""
     row: str = ""
     """Your own `path/file.py:function`, in place of the columns below: a row in; out comes a dict with `prompt` and the
     columns that the rewards get, or None, which leaves the row out."""

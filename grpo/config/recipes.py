@@ -160,6 +160,8 @@ def load_recipe(path: str, *config_types: type[Config]) -> Config:
             check_fields(config)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
         raise ValueError(f"{path}{cause_and_line(error, path)}") from error
+    if config is None:
+        raise ValueError(f"{path} binds no `config`, which makes a Python file a recipe; see configs/README.md")
     if not isinstance(config, config_types):
         names = " or ".join(config_type.__name__ for config_type in config_types)
         script = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}.get(type(config))

@@ -263,7 +263,8 @@ def _load(source: Source, kind: str, files: dict[str, list[str]]) -> "datasets.D
                 _check_text(path)
         way_out = (
             "check the spelling; for a local file, give a path ending in .jsonl, .json, .csv or .parquet; without "
-            "network, load the data set where there is one and bring its cache (HF_HOME)"
+            "network, load the data set where there is one and bring its cache (HF_HOME); to ask about memory alone, "
+            "--data.path toy:addition"
         )
         if isinstance(error, datasets.exceptions.DatasetGenerationError):
             way_out = (

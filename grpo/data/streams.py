@@ -5,7 +5,7 @@ Only the driver (rank 0) reads data; generators and trainers see token ids.
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo.config import GRPOConfig, SFTConfig
@@ -107,13 +107,30 @@ class Mixture:
 class PromptStream(Mixture):
     """The run's prompts, one after the other without end."""
 
+    wanted: Callable[[Prompt], bool] | None = None
+    """Prompts that it says no to are passed over."""
+
     def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, across epochs where needed; Prompt.index counts on through the whole run."""
-        prompts = []
-        for _ in range(count):
+        """Return the next `count` prompts, across epochs where needed. Prompt.index counts on through the whole run.
+
+        Raises ValueError if `wanted` says no to as many in a row as there are rows.
+        """
+        prompts, num_unwanted = [], 0
+        num_rows = sum(order.num_rows for order in self.orders.values())
+        while len(prompts) < count:
             index, order = self.num_drawn, self.next_order()
             row, encoded = order.draw()
-            prompts.append(as_prompt(encoded, index, row, order.label))
+            prompt = as_prompt(encoded, index, row, order.label)
+            if self.wanted is None or self.wanted(prompt):
+                prompts.append(prompt)
+                num_unwanted = 0
+                continue
+            num_unwanted += 1
+            if num_unwanted >= num_rows:
+                raise ValueError(
+                    f"the filter on prompts said no to {num_unwanted} in a row, and the data have {num_rows} rows; let "
+                    "it leave some"
+                )
         return prompts
 
 

@@ -20,6 +20,7 @@ import shutil
 import socket
 import stat
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
@@ -47,7 +48,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def check_run_folder(
     run_dir: str, script: str, inputs: Iterable[str], *, resume: bool = False, overwrite: bool = False
 ) -> None:
-    """Refuse a folder that is not for this run to write into. Changes nothing.
+    """Refuse a folder that is not for this run to write into. Changes nothing; an empty folder is made and removed.
 
     script: what starts the run, such as train_grpo.py; inputs: paths (or hub names) that the run reads from.
     Raises ValueError if it cannot be a folder, is in use by another run, has other files than a run's, holds an earlier
@@ -56,8 +57,13 @@ def check_run_folder(
     """
     folder = pathlib.Path(run_dir)
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(f"run_dir {folder} cannot be written: {place} is no writable folder; choose another --run-dir")
+    try:  # root may write everywhere, but in /proc or on a disk that is mounted to be read
+        tempfile.TemporaryDirectory(dir=place).cleanup()
+    except OSError as error:
+        raise ValueError(
+            f"run_dir {folder} cannot be written: {place} is no writable folder ({error.strerror}); choose another "
+            "--run-dir"
+        ) from error
     if os.path.lexists(folder / LOCK):
         os.close(_take_lock(folder))
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

@@ -71,6 +71,13 @@ def resolve_folder(path: str, scores: bool = False) -> str:
     return str(folder)
 
 
+def has_config_alone(path: str) -> bool:
+    """Whether a local folder has a config.json, which arithmetic takes, and lacks weights or the tokenizer."""
+    folder = pathlib.Path(path)
+    is_whole = any(folder.glob("*.safetensors")) and (folder / "tokenizer_config.json").is_file()
+    return (folder / "config.json").is_file() and not is_whole
+
+
 def _download(path: str, files: list[str]) -> str:
     """The folder with these files of a hub model; raises FileNotFoundError if there is none such."""
     is_run = path.startswith("runs/") and pathlib.Path("runs").is_dir()

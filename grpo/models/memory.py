@@ -24,6 +24,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 MARGIN_FRAC, MARGIN_GIB = 0.05, 3.0
 # What a trainer rank holds besides weights with moments while an engine samples
 STAYING = ("frozen weights", "reference", "reward model")
+# Moments of a trainer rank
+TRAINS, AWAKE = "while it trains", "while the engine is awake"
 CHECKPOINTING = ("none", "logits", "selective", "full")  # what "auto" chooses from, the fastest first
 
 
@@ -85,26 +87,35 @@ def fit_trainer(sizes: Sizes, config: Config, gpu_gib: float | None) -> Config:
         return config
     for kind in CHECKPOINTING:
         decided = replace(config, trainer=replace(config.trainer, activation_checkpointing=kind))
-        if gpu_gib is None or trainer_peak(sizes, decided, gpu_gib)[0] * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
+        if gpu_gib is None or trainer_peak(sizes, decided, gpu_gib) * (1 + MARGIN_FRAC) + MARGIN_GIB <= gpu_gib:
             break
     return decided
 
 
-def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> tuple[float, dict[str, float]]:
-    """Return what a trainer rank's GPU of `gpu_gib` holds at one time, with an engine that shares it, and its parts."""
+def trainer_peak(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> float:
+    """Return the most that a trainer rank's GPU of `gpu_gib` holds at one time, with an engine that shares it; GiB."""
+    return max(sum(parts.values()) for parts in trainer_moments(sizes, config, gpu_gib).values())
+
+
+def trainer_moments(sizes: Sizes, config: GRPOConfig | SFTConfig, gpu_gib: float) -> dict[str, dict[str, float]]:
+    """Return what a trainer rank's GPU of `gpu_gib` holds while it trains; GiB, by part.
+
+    An engine on the same GPU is there too. If it sleeps meanwhile, the time while it is awake is the second moment.
+    """
     parts, generator = trainer_gib(sizes, config), config.generator
-    total = sum(parts.values())
     if not config.roles.colocated:
-        return total, parts
+        return {TRAINS: parts}
     engine = generator.gpu_memory_utilization * gpu_gib
     if cache := generator.engine.get("kv_cache_memory_bytes"):
         engine = (_engine_weights(sizes, config) + cache) / 2**30
     if not generator.sleep:
-        return total + engine, parts | {"an engine": engine}
-    states = sum(gib for part, gib in parts.items() if part.endswith("moments"))
-    states -= states * DTYPE_BYTES["float32"] / state_bytes(config.trainer)  # an update leaves no gradients
-    at_rest = states + sum(gib for part, gib in parts.items() if part in STAYING)
-    return max(total, at_rest + engine), parts | {"an engine that sleeps meanwhile": engine}
+        return {TRAINS: parts | {"an engine": engine}}
+    at_rest = {part: gib for part, gib in parts.items() if part in STAYING}
+    for part, gib in parts.items():
+        if part.endswith("moments"):  # an update leaves no gradients
+            without_gradients = 1 - DTYPE_BYTES["float32"] / state_bytes(config.trainer)
+            at_rest[part.replace(", gradients", "")] = gib * without_gradients
+    return {TRAINS: parts, AWAKE: at_rest | {"an engine": engine}}
 
 
 def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float]:

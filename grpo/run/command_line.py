@@ -17,6 +17,7 @@ from functools import partial
 from grpo.config.checks import check_world_size
 from grpo.config.fields import Config, GRPOConfig, SFTConfig
 from grpo.config.recipes import differences, for_one_process, load
+from grpo.folder.run_folder import check_run_folder
 from grpo.watch.failures import refuse_bad_input, run_rank
 from grpo.watch.stopping import end_with_launcher
 
@@ -26,6 +27,7 @@ DEFAULT_RECIPES = {
     GRPOConfig: str(RECIPES / "qwen3_1_7b_gsm8k.py"),
     SFTConfig: str(RECIPES / "sft_llama3_1_8b.py"),
 }
+SCRIPTS = {GRPOConfig: "train_grpo.py", SFTConfig: "train_sft.py"}
 CACHE_VARIABLE = "GRPO_CACHE_DIR"
 # Variables of the libraries, and each one's part of that folder
 CACHES = {
@@ -56,7 +58,18 @@ def read_config(config_type: type[Config]) -> Config:
 def _read(config_type: type[Config]) -> Config:
     keep_caches()
     with refuse_bad_input():
-        return checked_config(config_type)
+        config = checked_config(config_type)
+        check_folder_early(config, SCRIPTS[config_type])
+        return config
+
+
+def check_folder_early(config: Config, script: str) -> None:
+    """Refuse a run folder that cannot be taken, on rank 0, before anything slow; see `check_run_folder`.
+
+    Whether the run reads from it is checked with the data.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        check_run_folder(config.run_dir, script, (), resume=config.resume, overwrite=config.overwrite)
 
 
 def checked_config(config_type: type[Config], words: list[str] | None = None) -> Config:

@@ -5,7 +5,7 @@ for its decisions (`comm.on_driver`, `comm.from_driver`). What was sampled is in
 out: everything that several ranks do together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,10 +50,11 @@ class Driver:
     # ---- one step -----------------------------------------------------------------------------------------------
 
     @partial(from_driver, scores=True)
-    def plan(self, step: int, weights: Mapping[str, float]) -> StepPlan:
-        """Everything that is decided about a step before it starts. A filter on prompts belongs here.
+    def plan(self, step: int, weights: Mapping[str, float], wanted: Callable[[Prompt], bool] | None = None) -> StepPlan:
+        """Decide everything about a step before it starts.
 
-        Prompts drawn from now on come from the sources of the data by `weights`, see Mixture.set_weights.
+        Prompts drawn from now on come from the sources of the data by `weights`, see Mixture.set_weights; those that
+        `wanted` says no to are passed over, and others drawn in their place.
         """
         config, check_interval = self.config, self.config.sync_check_interval
         if self.session.is_stopped(step):
@@ -62,6 +63,7 @@ class Driver:
         is_last = step + 1 == config.num_steps
         self.step, self.times_ahead = step, {}
         self.stream.set_weights(weights)
+        self.stream.wanted = wanted
         self.flight.begin_step()
         requests = self._fill()
         prompts = requests.prompts if requests else [group.prompt for group in self.flight.taken]
@@ -174,8 +176,8 @@ class Driver:
     # ---- the log ------------------------------------------------------------------------------------------------
 
     @on_driver
-    def log(self, step: int, rollouts: list[Rollout], batch: TrainBatch, measured: StepMetrics) -> None:
-        """The step's one log call, after `step` steps. A metric of completions belongs in `rollout_metrics`."""
+    def log(self, step: int, rollouts: list[Rollout], batch: TrainBatch, measured: StepMetrics) -> dict[str, float]:
+        """Log the step, after `step` steps. Returns its metrics by name."""
         num_tokens = sum(rollout.num_tokens for rollout in self.flight.everything)
         times = self.timer.close_step() | self.times_ahead
         metrics = self._sampling_metrics(rollouts, batch) | measured_metrics(measured, times, num_tokens)
@@ -185,6 +187,7 @@ class Driver:
             rollouts = [replace(r, advantage=a, mismatch=m) for r, a, m in values]
             self.session.run_log.completions(step, rollouts, self.scorer.prompt_texts(rollouts))
         self.session.log(step, metrics)
+        return metrics
 
     def _sampling_metrics(self, rollouts: list[Rollout], batch: TrainBatch) -> dict[str, float]:
         config, completions = self.config, [r.completion for r in rollouts]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo.config import GRPOConfig, RolesConfig, SFTConfig
+from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
 from grpo.config.checks import describe_roles, suggest_roles
-from grpo.config.fields import Config
+from grpo.config.fields import SHARED_GPU, Config
 from grpo.folder.run_folder import CHECKPOINTS, installed_version
 from grpo.models import memory
 from grpo.models.hf_folder import read_hf_config
@@ -25,11 +25,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 PINNED = re.compile(r"^(torch|torchtitan|vllm|transformers)(?:-cpu)?==([^+\s]+)", re.MULTILINE)
 # What to do about a role that needs more memory than there is
 TO_DO = {
-    "trainer": "lower --trainer.micro-batch-tokens, take --trainer.activation-checkpointing full, --trainer.moments "
-    "bfloat16 or more trainers; beside an engine, set --generator.sleep or lower --generator.gpu-memory-utilization",
     "generator": "raise --generator.tensor-parallel or --generator.gpu-memory-utilization",
     "reference": "raise --roles.num-references, or lower --trainer.micro-batch-tokens",
 }
+LORA_RANK = 16  # of the LoRA that is proposed
+LEAST_RELIEF_FRAC = 0.02  # of what a rank holds; less is no advice
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,61 @@ def check_memory(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: De
         return [Verdict("memory", total <= device.gib, found, "a smaller model or --trainer.micro-batch-tokens")]
     verdicts = []
     for role, _, parts in needs:
-        peak, room = sum(parts.values()), device.gib
+        check = f"memory of a {role}"
         if role == "trainer":
-            peak, parts = memory.trainer_peak(sizes, config, device.gib)
-        if role == "generator":  # of its share, what the weights leave is KV cache
-            peak, room = parts["weights"], config.generator.gpu_memory_utilization * device.gib
-        listed = ", ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
-        found = f"{peak:.1f} of {room:.1f} GiB ({listed})"
-        verdicts.append(Verdict(f"memory of a {role}", peak < room, found, TO_DO[role]))
+            verdicts += _check_trainer(config, sizes, device)
+        elif role == "generator":  # of its share, what the weights leave is KV cache
+            room = config.generator.gpu_memory_utilization * device.gib
+            cache = "; ".join(f"{part}: {gib:.1f}" for part, gib in parts.items() if part != "weights")
+            found = f"weights {parts['weights']:.1f} of {room:.1f} GiB, the rest is for the cache ({cache})"
+            verdicts.append(Verdict(check, parts["weights"] < room, found, TO_DO[role]))
+        else:
+            verdicts.append(Verdict(check, sum(parts.values()) < device.gib, _listed(parts, device), TO_DO[role]))
     return verdicts
+
+
+def _check_trainer(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device) -> list[Verdict]:
+    """Hold each moment of a trainer rank, with an engine that shares its GPU, against the GPU."""
+    moments = memory.trainer_moments(sizes, config, device.gib)
+    verdicts = []
+    for moment, parts in moments.items():
+        fits = sum(parts.values()) < device.gib
+        to_do = "" if fits else _ways_out(config, sizes, device, moment)
+        when = f" {moment}" if len(moments) > 1 else ""
+        verdicts.append(Verdict(f"memory of a trainer{when}", fits, _listed(parts, device), to_do))
+    return verdicts
+
+
+def _listed(parts: dict[str, float], device: Device) -> str:
+    listed = ", ".join(f"{gib:.1f} {part}" for part, gib in parts.items())
+    return f"{sum(parts.values()):.1f} of {device.gib:.1f} GiB ({listed})"
+
+
+def _ways_out(config: GRPOConfig | SFTConfig, sizes: memory.Sizes, device: Device, moment: str) -> str:
+    """Say which flags lower what a trainer rank holds at a moment, first those with each of which it fits."""
+    lowest = {
+        "trainer.micro_batch_tokens": config.max_sequence_tokens,
+        "trainer.activation_checkpointing": "full",
+        "trainer.moments": "bfloat16",
+        "generator.sleep": True,
+        "generator.gpu_memory_utilization": SHARED_GPU,
+    }
+    if not config.trainer.lora_rank:
+        lowest["trainer.lora_rank"] = LORA_RANK
+    now = sum(memory.trainer_moments(sizes, config, device.gib)[moment].values())
+    fitting, lowering = [], []
+    for path, value in lowest.items():
+        changed = change(config, {path: value})
+        then = sum(memory.trainer_moments(sizes, changed, device.gib)[moment].values())
+        if then > (1 - LEAST_RELIEF_FRAC) * now:
+            continue
+        flag = f"--{path.replace('_', '-')}" + ("" if value is True else f" {value}")
+        fits = memory.trainer_peak(sizes, changed, device.gib) < device.gib
+        (fitting if fits else lowering).append(flag)
+    ways = ["it fits with " + " or ".join(fitting)] if fitting else []
+    ways += ["it is less with " + ", ".join(lowering)] if lowering else []
+    ways += ["share it among more trainers"] if device.num_gpus > 1 else []
+    return "; ".join(ways) or "take a smaller model"
 
 
 def checkpoint_gib(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> float:
@@ -187,4 +233,7 @@ def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
     replaced = sum(path.stat().st_size for path in there) / 2**30  # resumed or overwritten, they make room
     needed, free = max(one * count + export - replaced, 0), shutil.disk_usage(place).free / 2**30
     found = f"{count} checkpoints of {one:.2f} GiB and an export of {export:.2f}, free in {place}: {free:.1f} GiB"
-    return Verdict("disk", needed <= free, found, "another --run-dir, or a lower --checkpoint.keep")
+    ways = ["another --run-dir"]
+    ways += ["a lower --checkpoint.keep"] if count > 1 and saved.keep > 1 else []
+    ways += ["--checkpoint.no-export"] if saved.export else []
+    return Verdict("disk", needed <= free, found, " or ".join(ways))

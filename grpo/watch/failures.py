@@ -32,6 +32,7 @@ LOST_PEER = (
     "wait timeout after",  # gloo's, and of stores
     "remote process exited",  # NCCL's
 )
+FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large")
 STEP_BEGINS_WITH = ("generate", "train")  # phases of train_grpo.py and train_sft.py
 
 Result = TypeVar("Result")
@@ -106,7 +107,10 @@ def run_rank(main: Callable[[], Result]) -> Result:
         is_follower = "TORCHELASTIC_RUN_ID" in os.environ and any(sign in str(error) for sign in LOST_PEER)
         why = str(error) or type(error).__name__
         line = f"error: rank {rank} ({here.role}) failed in phase {here.phase}: {why}"
-        trace = traceback.format_exc()
+        if any(sign in why for sign in FULL_DISK):
+            line += "; make room, and the same command with --resume goes on from the last checkpoint"
+        else:
+            trace = traceback.format_exc()
     here.ending = True
     if is_follower:
         time.sleep(FOLLOWER_PATIENCE_SECONDS)  # torchrun ends all soon after the first exit, which has the message

@@ -139,7 +139,7 @@ CASES = {
     "train_grpo.py configs/toy_sft.py": "train_sft.py",
     "train_sft.py configs/toy_arithmetic.py": "train_grpo.py",
     "train_grpo.py {here}/raises.py": "line 2: ZeroDivisionError",
-    "train_grpo.py {here}/unbound.py": "must bind `config`",
+    "train_grpo.py {here}/unbound.py": "binds no `config`",
     "train_grpo.py {here}/lr.py": "trainer.learning_rate",
     "train_grpo.py {here}/keyword.py": "lr",
     # ranks

@@ -25,6 +25,8 @@ ROOT = pathlib.Path(__file__).parents[2]
         (["--trainer.learning-rat", "1e-5"], 1, "--trainer.learning-rate"),
         (["--num-steps", "0"], 1, "error: num_steps=0"),
         (["configs/nothing.py"], 1, "error: recipe configs/nothing.py does not exist"),
+        (["--run-dir", "/proc/nowhere"], 1, "error: run_dir /proc/nowhere cannot be written"),
+        (["--run-dir", "configs"], 1, "error: configs has files"),
         (["--help"], 0, "usage: train_"),
     ],
 )

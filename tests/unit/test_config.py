@@ -130,6 +130,7 @@ REFUSED_IN_SFT = [
     (OWN_SETS | {"evaluation.interval": 2}, "held out: set evaluation.path or evaluation.sets"),
     (OWN_SETS | {"validation.interval": 1}, "held out: set validation.path or validation.sets"),
     ({"data.weights": {"gsm": 1}, **OWN_SETS}, "data.weights has 'gsm', not in data.sources"),
+    ({"data.weights": {"a": 0}, **OWN_SETS}, "data.weights=.*'a': 0.* above 0"),
     ({"data.prompt_template": "no place"}, "data.prompt_template='no place' has no {question}.* .jinja"),
 ]
 

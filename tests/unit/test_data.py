@@ -127,6 +127,17 @@ def test_each_epoch_is_a_new_permutation_from_the_seed(tokenizer, ten_rows):
     assert first != answers(seed=2)
 
 
+def test_a_filter_passes_over_prompts_and_others_come_in_their_place(tokenizer, ten_rows):
+    """No number of a prompt comes twice, and a filter that leaves none is told from one that leaves few."""
+    stream = prompts_of(config_of(ten_rows, shuffle=False), tokenizer, seed=0)
+    stream.wanted = lambda prompt: prompt.columns["answer"] in ("3", "8")
+    prompts = stream.draw(3)
+    assert [(prompt.row, prompt.index) for prompt in prompts] == [(3, 3), (8, 8), (3, 13)]
+    stream.wanted = lambda prompt: False
+    with pytest.raises(ValueError, match="10 in a row, .* 10 rows"):
+        stream.draw(1)
+
+
 @pytest.mark.parametrize("num_drawn", [0, 7, 10, 13])
 def test_a_resumed_stream_continues_the_same_way(tokenizer, ten_rows, num_drawn):
     stream = prompts_of(config_of(ten_rows), tokenizer, seed=3)

@@ -4,12 +4,14 @@ import json
 import pathlib
 
 import pytest
+import transformers
 
 import train_grpo
 import train_sft
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import load
 from grpo.watch.failures import BadInput
+from tests.unit.test_memory import QWEN3_1_7B
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -42,7 +44,14 @@ def test_a_grpo_recipe_of_four_ranks_for_this_machine_and_for_another_one(dry_ru
     code, said = dry_run(*toy, "--gpus", 3, "--gpu-gib", 0.1)
     assert code == 1 and "PROBLEM  GPUs: 3 x GPU of 0.1 GiB, 4 needed (" in said
     assert "; for 3: --roles.no-colocated --roles.num-trainers 1" in said
-    assert "PROBLEM  memory of a trainer: " in said and "; lower --trainer.micro-batch-tokens" in said
+    assert "PROBLEM  memory of a trainer: " in said and "--trainer.micro-batch-tokens 48" in said
+
+
+def test_for_arithmetic_config_json_is_enough(dry_run, tmp_path):
+    transformers.AutoConfig.for_model(**QWEN3_1_7B).save_pretrained(tmp_path / "model")
+    flags = ("--model.path", tmp_path / "model", "--data.path", "no/rows", "--gpus", 4, "--gpu-gib", 80)
+    code, said = dry_run(train_grpo.main, GRPOConfig, "toy_arithmetic.py", *flags)
+    assert code == 0 and "fits  memory of a trainer: " in said and "fits  disk: " in said
 
 
 def test_an_sft_recipe_that_evaluates(dry_run):

@@ -27,6 +27,23 @@ def test_a_message_cannot_act_on_a_terminal(error, monkeypatch, capsys):
     assert "\x1b" not in told and ("Traceback" in told) == (error is ValueError)
 
 
+def test_a_full_disk_is_one_line_wherever_it_was_written(monkeypatch, capsys):
+    """The kernel's device that is always full; libraries have the system's words in errors of their own."""
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setenv("RANK", "0")
+
+    def write_through_a_library():
+        try:
+            pathlib.Path("/dev/full").write_text("a line of metrics")
+        except OSError as error:
+            raise RuntimeError(f"cannot write: {error}") from error
+
+    for main in (lambda: pathlib.Path("/dev/full").write_text("a line of metrics"), write_through_a_library):
+        run_rank(main)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: rank 0 ") and "No space left on device" in line and "--resume" in line
+
+
 def test_a_failure_leaves_no_shared_memory_of_its_start(monkeypatch, tmp_path: pathlib.Path):
     """The replicas of this start go; what an earlier start, another run or a user has there stays."""
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)

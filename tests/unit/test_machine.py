@@ -1,5 +1,6 @@
 """What a config asks of the machine, each with a machine that has it and one that does not."""
 
+import re
 import shutil
 
 import pytest
@@ -76,16 +77,46 @@ def test_memory_of_each_role_against_a_gpu():
 def test_memory_of_a_trainer_that_shares_its_gpu():
     """Qwen3-1.7B: a peak of 46.6 GiB, at rest 19.2; the engine takes 27.7, 47.5 or 63.4 of 79.2 GiB."""
 
-    def colocated(**generator) -> bool:
+    def colocated(**generator) -> dict[str, bool]:
         layout = c.RolesConfig(colocated=True, num_trainers=1, num_references=0)
-        return statuses(grpo(roles=layout, generator=c.GeneratorConfig(**generator)), QWEN3_1_7B)["trainer"]
+        found = statuses(grpo(roles=layout, generator=c.GeneratorConfig(**generator)), QWEN3_1_7B)
+        assert found.pop("generator")
+        return found
 
-    assert colocated(gpu_memory_utilization=0.35)
-    assert not colocated(gpu_memory_utilization=0.6)
-    assert colocated(gpu_memory_utilization=0.6, sleep=True)
-    assert not colocated(gpu_memory_utilization=0.8, sleep=True)
+    assert colocated(gpu_memory_utilization=0.35) == {"trainer": True}
+    assert colocated(gpu_memory_utilization=0.6) == {"trainer": False}
+    while_training, awake = "trainer while it trains", "trainer while the engine is awake"
+    assert colocated(gpu_memory_utilization=0.6, sleep=True) == {while_training: True, awake: True}
+    assert colocated(gpu_memory_utilization=0.8, sleep=True) == {while_training: True, awake: False}
     evaluates = c.SFTConfig(evaluation=c.EvaluationConfig(interval=5), generator=c.GeneratorConfig())  # 0.85
     assert not statuses(evaluates, QWEN3_1_7B)["trainer"]
+
+
+COLOCATED = c.RolesConfig(colocated=True, num_trainers=1, num_references=0)
+FLAG_OF_LORA = "--trainer.lora-rank 16"
+
+
+@pytest.mark.parametrize("lora_rank", [0, 16])
+def test_parts_add_up_and_advice_is_what_is_not_set_yet(lora_rank):
+    """Qwen3-1.7B on 24 GiB, a sleeping engine, full checkpointing: LoRA fits, and is not proposed where it is there."""
+    trainer = c.TrainerConfig(activation_checkpointing="full", lora_rank=lora_rank)
+    config = grpo(roles=COLOCATED, trainer=trainer, generator=c.GeneratorConfig(sleep=True, gpu_memory_utilization=0.9))
+    rows = check_memory(config, sizes(QWEN3_1_7B), Device(1, "L4", 24.0))
+    rows = [row for row in rows if row.check.startswith("memory of a trainer")]
+    assert len(rows) == 2 and not rows[1].fits
+    for row in rows:
+        total, of, parts = re.match(r"([\d.]+) of ([\d.]+) GiB \((.*)\)", row.found).groups()
+        terms = [float(number) for number in re.findall(r"(?:^|, )(\d+\.\d) ", parts)]
+        assert float(total) == pytest.approx(sum(terms), abs=0.05 * (len(terms) + 1)) and of == "24.0"
+        assert "checkpointing" not in row.to_do and "--generator.sleep" not in row.to_do
+        assert (FLAG_OF_LORA in row.to_do.partition(";")[0]) == (not lora_rank and not row.fits)
+    assert "--generator.gpu-memory-utilization 0.35" in rows[1].to_do
+    with_advice = grpo(
+        roles=COLOCATED,
+        trainer=c.TrainerConfig(activation_checkpointing="full", lora_rank=16),
+        generator=c.GeneratorConfig(sleep=True, gpu_memory_utilization=0.35),
+    )
+    assert all(row.fits for row in check_memory(with_advice, sizes(QWEN3_1_7B), Device(1, "L4", 24.0)))
 
 
 def test_memory_of_all_ranks_on_a_cpu():
@@ -115,7 +146,8 @@ def test_disk_for_checkpoints_and_export(fields, tmp_path, monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(2**50, 0, free))
         row = check_disk(config, sizes(QWEN3_1_7B))
         assert row.fits == fits and f"{checkpoints} checkpoints of 19.23 GiB" in row.found
-    assert "--checkpoint.keep" in row.to_do
+    assert ("--checkpoint.keep" in row.to_do) == (config.checkpoint.keep > 1 and checkpoints > 1)
+    assert ("--checkpoint.no-export" in row.to_do) == bool(exports)
 
 
 def test_what_a_resumed_run_replaces_counts_as_room(tmp_path, monkeypatch):

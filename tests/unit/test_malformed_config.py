@@ -38,7 +38,7 @@ def test_any_field_takes_an_odd_value_or_names_it(config: GRPOConfig | SFTConfig
 RECIPES = {
     "NUL bytes": (b"\0\0\0", "null bytes"),
     "no UTF-8": (b"config = '\xff\xfe'", "utf-8"),
-    "nothing": (b"", "must bind `config`"),
+    "nothing": (b"", "binds no `config`"),
     "a class": (b"from grpo.config import GRPOConfig as config", "must bind `config` to a GRPOConfig, it binds type"),
     "a recipe of SFT": (
         b"from grpo import config as c\nconfig = c.SFTConfig()",

@@ -88,6 +88,7 @@ def test_what_cannot_be_a_folder(tmp_path):
         "file": "file cannot be written: .*/file is no writable folder",
         "file/run": "file/run cannot be written: .*/file is no writable folder",
         "nowhere": "cannot be written: .*/nowhere is no writable folder",
+        "/proc/nowhere": "/proc/nowhere cannot be written: /proc is no writable folder",  # for root too
     }.items():
         with pytest.raises(ValueError, match=f"{message}.*--run-dir"):
             check(tmp_path / name)

@@ -164,6 +164,7 @@ def test_a_hub_data_set_that_does_not_load_gives_one_error_with_the_way_out(monk
         f"data set a/b[x]@v1:train could not be loaded: {type(error).__name__}: {error}; "
     )
     assert ".jsonl" in str(caught.value) and "\n" not in str(caught.value)
+    assert "--data.path toy:addition" in str(caught.value)  # a dry run without network asks about memory so
 
 
 def test_a_table_with_mixed_types_in_a_nested_column_is_refused_in_one_line(monkeypatch):

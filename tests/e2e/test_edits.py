@@ -1,0 +1,106 @@
+"""The edits that the page of train_grpo.py invites, each a few lines, made in a copy of it that runs two steps."""
+
+import csv
+import math
+import pathlib
+import statistics
+
+import pytest
+
+from tests.e2e.runs import TINY, read_completions, read_metrics
+from tests.torchrun import ROOT, torchrun
+
+# What of the page is replaced, and by what
+EDITS = {
+    "a filter": (
+        "        wanted = None",
+        "        wanted = lambda prompt: int(prompt.columns['answer']) % 2 == 0",
+    ),
+    "a curriculum": (
+        "        source_weights = config.data.weights",
+        "        source_weights = {'a': 1 - step, 'b': step}",
+    ),
+    "a KL coefficient that decays": (
+        "        kl_coef = config.algorithm.kl_coef",
+        "        kl_coef = config.algorithm.kl_coef * (1 - step / config.num_steps)",
+    ),
+    "a second term of the loss, and metrics of tokens": (
+        "        loss_BT = loss_BT.where(x.loss_mask_BT, 0)\n",
+        "        metrics['mine/policy'] = loss_BT.detach()\n"
+        "        metrics['mine/nll'] = -x.logprobs_BT.detach()\n"
+        "        loss_BT = loss_BT - 0.5 * x.logprobs_BT\n"
+        "        loss_BT = loss_BT.where(x.loss_mask_BT, 0)\n",
+    ),
+    "a metric of completions": (
+        "        if trainer:\n            batch = add_advantages(",
+        "        if rollouts:\n"
+        "            metrics.record(**{'mine/characters': sum(len(r.text) for r in rollouts) / len(rollouts)})\n"
+        "        if trainer:\n            batch = add_advantages(",
+    ),
+    "a log in CSV": (
+        "        driver.log(step + 1, rollouts, batch, metrics)",
+        "        logged = driver.log(step + 1, rollouts, batch, metrics)\n"
+        "        if logged:\n"
+        "            with open(f'{config.run_dir}/log.csv', 'a') as file:\n"
+        "                print(step + 1, logged['loss'], logged['mine/characters'], sep=',', file=file)",
+    ),
+}
+MOST_LINES = 7
+
+
+@pytest.fixture(scope="module")
+def run_dir(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Folder of a run of two steps with all edits, on two trainers that hold the reference, and a generator."""
+    page = (ROOT / "train_grpo.py").read_text()
+    for name, (place, edited) in EDITS.items():
+        assert page.count(place) == 1, name
+        page = page.replace(place, edited)
+    folder = tmp_path_factory.mktemp("edits")
+    (folder / "train_mine.py").write_text(page)
+    layout = ["--roles.num-trainers", 2, "--roles.num-references", 0, "--roles.num-generators", 1]
+    data = ["--data.path", "", "--data.sources", "a", "toy:addition", "b", "toy:addition", "--data.weights", "a", 1]
+    arguments = [TINY, "--model.path", model, *layout, *data, "b", 0, "--algorithm.aggregation", "token_mean"]
+    arguments += ["--algorithm.kl-coef", 0.1, "--run-dir", folder / "run"]
+    torchrun(str(folder / "train_mine.py"), *arguments, nproc=3, deadline=280)
+    return folder / "run"
+
+
+def test_each_edit_is_a_few_lines():
+    assert max(edited.count("\n") for _, edited in EDITS.values()) <= MOST_LINES
+
+
+def test_a_filter_on_prompts_decides_what_is_trained_on(run_dir: pathlib.Path):
+    """The step is full all the same: 4 prompts of 4 completions."""
+    completions = read_completions(run_dir)
+    assert {int(line["columns"]["answer"]) % 2 for line in completions} == {0}
+    assert [sum(line["step"] == step for line in completions) for step in (1, 2)] == [16, 16]
+
+
+def test_a_curriculum_draws_by_the_step(run_dir: pathlib.Path):
+    """`--data.weights` gives b no prompt, and the page's weights count in its place."""
+    shares = [[m.get(f"prompt/source/{name}", 0) for name in "ab"] for m in read_metrics(run_dir)]
+    assert shares == [[1, 0], [0, 1]]
+
+
+def test_a_kl_coefficient_that_decays_is_logged_and_weighs(run_dir: pathlib.Path):
+    assert [m["kl_coef"] for m in read_metrics(run_dir)] == pytest.approx([0.1, 0.05])
+
+
+def test_a_second_term_is_in_the_loss_and_metrics_of_tokens_are_means(run_dir: pathlib.Path):
+    for m in read_metrics(run_dir):
+        assert m["mine/nll"] > 0.1
+        assert m["loss"] == pytest.approx(m["mine/policy"] + 0.5 * m["mine/nll"], rel=1e-5)
+
+
+def test_a_metric_of_completions_and_a_log_of_ones_own(run_dir: pathlib.Path):
+    texts = {
+        step: [line["completion"] for line in read_completions(run_dir) if line["step"] == step] for step in (1, 2)
+    }
+    metrics = read_metrics(run_dir)
+    assert [m["mine/characters"] for m in metrics] == pytest.approx(
+        [statistics.fmean(map(len, texts[step])) for step in (1, 2)]
+    )
+    with open(run_dir / "log.csv") as file:
+        rows = [[float(cell) for cell in row] for row in csv.reader(file)]
+    assert rows == [[m["step"], m["loss"], m["mine/characters"]] for m in metrics]
+    assert all(math.isfinite(cell) for row in rows for cell in row)
