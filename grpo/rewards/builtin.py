@@ -20,6 +20,7 @@ from typing import Any
 
 from grpo.rewards.answers import extract_answer, last_box, same_answer
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
+from grpo.rewards.latex import OutOfTime
 from grpo.rewards.latex import load as load_math_verify
 from grpo.workers.programs import Limits, run_python
 
@@ -67,7 +68,10 @@ def math_reward(
             return None
         if (given := extract_answer(text, answer_format)) is None:
             return 0.0
-        return 1.0 if same_answer(given, reference, tolerance, latex) else partial_credit
+        try:
+            return 1.0 if same_answer(given, reference, tolerance, latex) else partial_credit
+        except OutOfTime:
+            return None
 
     return [reward(*pair) for pair in zip(completions, answer, strict=True)]
 

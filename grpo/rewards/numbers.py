@@ -172,6 +172,7 @@ def _unit_name(text: str) -> str:
     if degrees := _TEMPERATURE.fullmatch(text):
         return f"°{degrees[1].upper()}"
     base, caret, power = text.replace(" ^", "^").partition("^")
+    power = power.replace(" ", "")  # 3x^2 y
     # symbols have a case (mg is not Mg), words do not
     for word in (base, base.lower() if len(base) > 3 else base):
         singular = _PLURAL.sub("", word)
