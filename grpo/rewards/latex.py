@@ -154,7 +154,7 @@ def _letters(text: str) -> list[str]:
 
 
 def _have_same_words(given: str, reference: str) -> bool:
-    """Whether two texts have the same letters together, as `on` and `no` do not, or the same in a row: 3 x y and 3xy."""
+    """Whether two texts have the same letters together (`on` is not `no`), or the same in a row (`3 x y` is `3xy`)."""
     runs, others = _letters(given), _letters(reference)
     words, other_words = ([run for run in some if len(run) > 1] for some in (runs, others))
     return sorted(words) == sorted(other_words) or "".join(runs) == "".join(others)
@@ -198,7 +198,7 @@ def _digits(node: Any) -> float:
 # Comparing
 
 
-# What is counted in a printed expression: numbers, names, sums, powers, calls; a factor of 1 stands only before * and /.
+# What is counted in a printed expression: numbers, names, sums, powers, calls. A factor of 1 stands before * and /.
 _COUNTED = re.compile(r"(?!1[*/])[0-9.]+|[a-zA-Z]+| [-+] |\*\*|(?<=[a-z])\(")
 
 

@@ -16,8 +16,8 @@ NUMBER_CHARACTERS = 200
 # Powers of ten beyond a float's are refused: 1e999999999 would fill the memory.
 LARGEST_EXPONENT = 308
 
-# Spellings of the units that an answer may have and its reference not, or the other way round. Those of four letters and
-# more, with an s, are plurals too; shorter plurals are named here, since ms is not m.
+# Spellings of the units that an answer may have and its reference not, or the other way round. Plurals of fewer than
+# four letters are named here, because ms is not m.
 UNITS = {
     "$": "$ US$ USD dollar", "€": "€ EUR euro", "£": "£ GBP", "¥": "¥ yen", "₹": "₹ rupee", "cent": "¢ cent",
     "%": "% percent", "°": "° degree deg", "°C": "°C", "°F": "°F",
@@ -109,7 +109,7 @@ _NUMBER = re.compile(
     r"(?P<gap> ?)(?P<unit>(?:[a-zA-Z%°$€£¥₹¢]|/(?=[a-zA-Z]))[^-+=<>()\[\]|,;\\]*)?"  # no sign, bracket or relation
 )
 _OPERATION = re.compile(rf"({_DECIMAL}) ?([-+/]|{_TIMES}) ?({_DECIMAL})")
-# The s of a word of four letters and more; fewer letters are symbols, and ms is not m.
+# The s of a word of four letters and more. Fewer letters may be symbols.
 _PLURAL = re.compile("(?<=[a-zA-Z]{3})(?<!s)s$")
 _TEMPERATURE = re.compile(r"(?!.$)(?:°|deg(?:rees?)?)? ?(c|f)(?:elsius|ahrenheit)?", re.IGNORECASE)
 
@@ -118,8 +118,8 @@ _TEMPERATURE = re.compile(r"(?!.$)(?:°|deg(?:rees?)?)? ?(c|f)(?:elsius|ahrenhei
 def read_number(text: str) -> Number | None:
     """The one number that a clean text is: `$1,234.50`, `12 apples`, `-3/4`, `1 1/2`, `1.5e3 km`, `10^6`, `42°`, `≈12`.
 
-    What follows the digits is the unit, whatever it says, unless it has a sign, a bracket or a relation in it (`2x + 1`);
-    only one in UNITS may be missing on the other side. None for anything else: no number, an operation (`2*3`, `5!`),
+    What follows the digits is the unit, whatever it says, but without a sign, bracket or relation in it (`2x + 1`).
+    Only one in UNITS may be missing on the other side. None for anything else: no number, an operation (`2*3`, `5!`),
     words in front, more than NUMBER_CHARACTERS.
     """
     match = _NUMBER.fullmatch(_with_slashes(text)) if len(text) <= NUMBER_CHARACTERS else None
