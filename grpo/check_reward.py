@@ -4,11 +4,11 @@
     python -m grpo.check_reward math_reward [RECIPE.py] [--field value ...]               or a built-in one
 
 Three completions of each row: the reference (the row's `answer`, in `reward.answer_format`), a wrong answer in the same
-format, and an empty text. The function is called as a run calls it: in a process with the same limits, environment
-variables and, for a built-in one, lockdown. Shown are the columns with their types, the values, the seconds, and what
-the function prints, which a run throws away. Data and options are those of the recipe (without one: of train_grpo.py).
-`num_tokens` counts words, because no tokenizer is loaded, and `completion_ids` are as many zeros. Exit code 1 if a call
-fails.
+format, and an empty text. Of a list of answers the first is the reference. The function is called as a run calls it:
+in a process with the same limits, environment variables and, for a built-in one, lockdown. Shown are the columns with
+their types, the values, the seconds, and what the function prints, which a run throws away. Data and options are those
+of the recipe (without one: of train_grpo.py). `num_tokens` counts words, because no tokenizer is loaded, and
+`completion_ids` are as many zeros. Exit code 1 if a call fails.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from grpo.data.rows import Example
 from grpo.rewards import loading
 from grpo.rewards.answers import extract_answer, parse_number
 from grpo.rewards.builtin import RewardFunction
-from grpo.rewards.loading import argument_names, called_with, load_functions
+from grpo.rewards.loading import argument_names, called_with, load_functions, try_built_ins
 from grpo.rewards.pool import as_json
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.text import one_line, printable, shorten
@@ -98,14 +98,23 @@ def load_both(name: str, reward: RewardConfig, config: GRPOConfig) -> tuple[Rewa
     source = load_sources(config.data)[0]
     if not (examples := list(itertools.islice(source.examples(), NUM_ROWS))):
         raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
-    return load_functions(reward, [*examples[0].columns], config.generator.max_completion_tokens)[name], examples
+    functions = load_functions(reward, [*examples[0].columns], config.generator.max_completion_tokens)
+    for example in examples:
+        try_built_ins(functions, example.columns)
+    return functions[name], examples
 
 
 def some_completions(example: Example, answer_format: str) -> dict[str, str]:
-    """What it is -> a completion: the reference and a wrong answer, where there is a column `answer`, and no text."""
-    if "answer" not in example.columns:
+    """What it is -> a completion: the reference and a wrong answer, where there is a column `answer`, and no text.
+
+    Of a list of answers the first is the reference; what a model writes for a table nobody knows.
+    """
+    answer = example.columns.get("answer")
+    if isinstance(answer, list) and answer:
+        answer = answer[0]
+    if isinstance(answer, list | dict | None):
         return {"some text": "some text", "empty": ""}
-    answer = str(example.columns["answer"])
+    answer = str(answer)
     answer = extract_answer(answer, "hashes") or answer  # GSM8K's solutions
     number = parse_number(answer)
     wrong = f"not {answer}" if number is None else str(number + 1)  # 0.5 becomes 3/2

@@ -20,18 +20,21 @@ _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9]+(?:[.,/][
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
 _LINE = re.compile(r"(?s:.*)####\s*(.*)")  # the last one
 _BOX_COMMAND = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
-# Between two answers that are a choice: a joining sign, or "or" in the same sentence.
-_JOINED = re.compile(r"[\s,;$.*]*+(?:and|/)?[\s,;$.*]*+|[^.!?\n]*\bor\b[^.!?\n]*", re.IGNORECASE)
+# Between two answers that are a choice: joining signs and words alone, or "or" in the same sentence.
+_JOINED = re.compile(r"(?:[\s,;$.*&/\\]|\b(?:and|also|maybe|perhaps)\b)*+", re.IGNORECASE)
+_OR = re.compile(r"\bor\b", re.IGNORECASE)
+_NEXT_SENTENCE = re.compile(r"[.!?\n]")
 
 # So many characters are looked at on each side of a box, and behind an answer for what takes it back.
 _BESIDE_CHARACTERS, _BEHIND_CHARACTERS = 120, 400
 _UNSEEN = re.compile(
     r"\\(?:left|right|displaystyle|q?quad|begin ?\{[a-z]+\*?\})(?![a-zA-Z])|(?<!\\)(?:\\[()\[\],;: ]|\$)"
-    r"|(?<!~)~(?!~)|[*&#`]"
+    r"|(?<!~)~(?!~)|[*#`]|&(?!\s*-?\d)"
 )
 _SENTENCE_END = re.compile(r"[.!?]\s+|\n\s*")
 _TAKEN_BACK = re.compile(
-    r"\b(?:not?|wait|wrong|incorrect|mistaken?|actually|correction|sorry|hmm+)\b|n['’]t\b|\A[\W\d]*\b(?:or|maybe|perhaps|and\W+\d)",
+    r"\b(?:not?|wait|wrong|incorrect|mistaken?|actually|correction|sorry|hmm+)\b|n['’]t\b"
+    r"|\A[\W\d]*\b(?:(?:and|also)\W+)*(?:or|maybe|perhaps)\b|\A[\W\d]*\b(?:(?:and|also)\W+)+\d|\A\s*\\?[,;/&]\W*\d",
     re.IGNORECASE,
 )
 # Words beside a box that change what is in it.
@@ -139,11 +142,16 @@ def _last(text: str, found: list[Span]) -> str:
     """The last of several answers; "" if it is one of a choice, or taken back in its sentence or the next."""
     if len(found) > 1:
         (_, end, before), (start, _, last) = found[-2:]
-        if before.strip() not in ("", last.strip()) and _JOINED.fullmatch(text, end, start):
+        if before.strip() not in ("", last.strip()) and _is_choice(text[end:start]):
             return ""
     _, end, content = found[-1]
     sentences = _SENTENCE_END.split(_beside(text[end : end + _BEHIND_CHARACTERS]), 2)[:2]
     return "" if any(map(_TAKEN_BACK.search, sentences)) else content
+
+
+def _is_choice(between: str) -> bool:
+    """Whether what stands between two answers makes a choice of them."""
+    return bool(_JOINED.fullmatch(between) or (_OR.search(between) and not _NEXT_SENTENCE.search(between)))
 
 
 def _with_neighbours(text: str, boxes: list[Span]) -> str:
@@ -182,7 +190,8 @@ ANSWER_CHARACTERS = 1000
 # x, x_1, f(x), \theta. Two letters may be a product.
 _NAME = re.compile(r"(?:(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\w|_\{\w{1,8}\})? ?(?:\([a-zA-Z]\))?)?")
 _EQUALS = re.compile(r" ?= ?|(?<=[^ ]) ?(?=≈|\\approx)")
-_AROUND_SIGNS = re.compile(r" ?([^\w\s]) ?")
+# Blanks around signs, and behind a factor: 5 x.
+_IDLE_BLANK = re.compile(r" ?([^\w\s]) ?|(?<=[0-9]) (?=[a-zA-Z])")
 # What has no case: any word but LaTeX's commands; in a box only longer words and "no", since other letters are symbols.
 _CASELESS = {
     False: re.compile(r"(?<![\\a-zA-Z])[^\W\d_]+"),
@@ -191,7 +200,10 @@ _CASELESS = {
 
 
 def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bool:
-    """Whether two answers are the same, with `latex` also as expressions (in the process's main thread only)."""
+    """Whether two answers are the same, with `latex` also as expressions (in the process's main thread only).
+
+    Raises OutOfTime if expressions take too long.
+    """
     if max(len(given), len(reference)) > ANSWER_CHARACTERS:
         return given.split() == reference.split()
     given, reference = clean_text(given), clean_text(reference)
@@ -204,7 +216,8 @@ def same_answer(given: str, reference: str, tolerance: float, latex: bool) -> bo
     if found and expected:
         missing = not found.unit or not expected.unit
         if found.unit != expected.unit and not (missing and found.has_known_unit and expected.has_known_unit):
-            return False
+            symbols = latex and not (found.has_known_unit or expected.has_known_unit)  # 3y x^2
+            return symbols and same_expression(given, reference, tolerance)
         if found.is_division and not expected.is_division:
             return False
         integers = found.value.denominator == expected.value.denominator == 1
@@ -235,5 +248,5 @@ def _last_side(text: str) -> tuple[str, str]:
 
 
 def _text(text: str, latex: bool) -> str:
-    """What is compared as text: without blanks around signs, and without the case of words."""
-    return _CASELESS[latex].sub(lambda match: match[0].casefold(), _AROUND_SIGNS.sub(r"\1", text))
+    """What is compared as text: without blanks that say nothing, and without the case of words."""
+    return _CASELESS[latex].sub(lambda match: match[0].casefold(), _IDLE_BLANK.sub(r"\1", text))

@@ -20,6 +20,7 @@ from typing import Any
 
 from grpo.rewards.answers import extract_answer, last_box, same_answer
 from grpo.rewards.form import format_reward, language_reward, regex_match, repetition_penalty, thinking_reward
+from grpo.rewards.latex import OutOfTime
 from grpo.rewards.latex import load as load_math_verify
 from grpo.workers.programs import Limits, run_python
 
@@ -50,7 +51,9 @@ def math_reward(
     With answer_format="boxed" expressions are compared, which needs the process's main thread. A reference with ####
     (GSM8K's solutions) counts from the last one on, one with a box is what stands in the last box.
 
-    Returns `partial_credit` (0 to 1) for a wrong answer in the right form, None where the reference is empty or None.
+    Returns `partial_credit` (0 to 1) for a wrong answer in the right form, None where the reference is empty or None,
+    and where a comparison takes more than LATEX_SECONDS of CPU time. Raises ValueError for a reference that is neither
+    text nor number.
     """
     extract_answer("", answer_format)  # refuses an unknown format
     latex = answer_format == "boxed"
@@ -58,6 +61,11 @@ def math_reward(
         load_math_verify()  # at the start, not within the deadline of the first comparison
 
     def reward(text: str, reference: Any) -> float | None:
+        if not isinstance(reference, str | int | float | None) or reference != reference:  # NaN is not itself
+            raise ValueError(
+                f"the reference in `answer` is {type(reference).__name__} {str(reference)[:100]}, and must be one text "
+                "or number; name an entry, such as --data.answer-column answer.0, or make text of it in data.row"
+            )
         reference = "" if reference is None else str(reference).strip()
         if "####" in reference:
             reference = extract_answer(reference, "hashes")
@@ -67,7 +75,10 @@ def math_reward(
             return None
         if (given := extract_answer(text, answer_format)) is None:
             return 0.0
-        return 1.0 if same_answer(given, reference, tolerance, latex) else partial_credit
+        try:
+            return 1.0 if same_answer(given, reference, tolerance, latex) else partial_credit
+        except OutOfTime:
+            return None
 
     return [reward(*pair) for pair in zip(completions, answer, strict=True)]
 

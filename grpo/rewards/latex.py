@@ -5,20 +5,27 @@ a name (`\\hat{..}`). So a completion could run Python wherever an expression is
 things stand against that, for references too, because a data set may be poisoned: `load` takes the compiler away from
 sympy, and `is_plain` lets only numbers, short names and a list of commands be parsed, among them none for sums.
 
-The parser, the comparison and their time limits (SIGALRM, so the process's main thread) are the libraries', which take
-a second to load: `load` imports them where an expression is first needed.
+The parser and the comparison are the libraries', which take a second to load: `load` imports them where an expression
+is first needed. Their time limit is CPU time of the process (SIGPROF, so its main thread), which a busy machine leaves
+as it is.
 """
 
 import functools
 import math
 import re
+import signal
+from collections import Counter
 from typing import Any
 
-# Longest LaTeX answer compared as an expression, and seconds for each parse and comparison.
+# Longest LaTeX answer compared as an expression, and seconds of CPU time for each parse and comparison.
 LATEX_CHARACTERS = 300
 LATEX_SECONDS = 2
 # Of the largest number on the way to an expression's value: no alarm interrupts Python's powers of integers.
 LATEX_DIGITS = 2000
+
+
+class OutOfTime(BaseException):
+    """A parse or comparison took LATEX_SECONDS. No Exception, because the libraries catch those."""
 
 
 @functools.cache
@@ -37,22 +44,30 @@ def same_expression(given: str, reference: str, tolerance: float) -> bool:
     """Whether math-verify takes two clean LaTeX texts as equal. Numbers must also agree within `tolerance`, relative.
 
     False for a text that is no expression, too long, too large, or not plain; for two that differ in their words, their
-    equals signs, the case of a symbol or their brackets around lists; and where `given` leaves some kind of work that
-    the reference does not leave, and so may state the question instead of answering it.
+    equals signs, the case of a symbol or their brackets around lists; and where `given` leaves more work of some kind
+    than the reference, or is not solved for what the reference is solved for, and so may state the question instead of
+    answering it. Raises OutOfTime.
     """
     if _shape(given) != _shape(reference) or not _has_one_case(f"{given} {reference}"):
         return False
+    if not _have_same_words(given, reference):
+        return False
     if _has_division(given) and not _has_division(reference):
+        return False
+    if not set(_FUNCTION.findall(given)) <= set(_FUNCTION.findall(reference)):  # the parser makes x of e^{\ln x}
         return False
     expected = parse_expression(reference)
     found = None if expected is None else parse_expression(given)
     equal = found is not None and _within_seconds(_equal, found, expected, tolerance)
-    return bool(equal and _within_seconds(lambda: _work(found) <= _work(expected)))
+    return bool(equal and _within_seconds(_is_as_worked_out, found, expected))
 
 
 @functools.lru_cache(maxsize=1024)  # the completions of a group have one reference
 def parse_expression(text: str) -> Any | None:
-    """The sympy expression that a LaTeX text is; None if it is none, too long, or not safe to evaluate."""
+    """The sympy expression that a LaTeX text is; None if it is none, too long, or not safe to evaluate.
+
+    Raises OutOfTime.
+    """
     if len(text) > LATEX_CHARACTERS:
         return None
     load()
@@ -70,16 +85,20 @@ def parse_expression(text: str) -> Any | None:
 
 
 def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | None:
-    from math_verify.errors import TimeoutException
-    from math_verify.utils import timeout
+    """Call the function; None if it raises. Raises OutOfTime after LATEX_SECONDS of the process's CPU time."""
 
+    def stop(*_: Any) -> None:
+        raise OutOfTime
+
+    earlier = signal.signal(signal.SIGPROF, stop)  # raises ValueError outside of the main thread
+    signal.setitimer(signal.ITIMER_PROF, LATEX_SECONDS)
     try:
-        return timeout(LATEX_SECONDS)(function)(*arguments, **options)
-    # the parser raises plain Exception for a syntax error, and sympy nearly any class for what it cannot handle
-    except (Exception, TimeoutException) as error:
-        if isinstance(error, ValueError) and "main thread" in str(error):
-            raise
+        return function(*arguments, **options)
+    except Exception:  # the parser raises plain Exception for a syntax error, sympy nearly any class for what it lacks
         return None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, earlier)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,6 +114,7 @@ _NOTATION = frozenset(
         r"\sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh \cosh \tanh \log \ln \exp"
     )
 )
+_FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?(?![a-zA-Z])|\\(?:log|ln)(?![a-zA-Z])")
 # The parser takes 7(8) for the mixed number 15, and 7e3 for 21 e.
 _MIXED = re.compile(r"[0-9] ?\)? ?\( ?-?[0-9. /]+\)|[0-9]e[0-9]")
 _MATRIX = re.compile(r"\\(?:begin|end)\{[bp]?matrix\}")
@@ -129,16 +149,22 @@ def _has_division(text: str) -> bool:
 
 
 def _letters(text: str) -> list[str]:
-    """The letters that stand together in a text, in order of the alphabet, except for commands."""
-    return sorted(re.findall("[a-zA-Z]+", _COMMAND.sub(" ", _MATRIX.sub(" ", text))))
+    """The letters that stand together in a text, except for commands."""
+    return re.findall("[a-zA-Z]+", _COMMAND.sub(" ", _MATRIX.sub(" ", text)))
+
+
+def _have_same_words(given: str, reference: str) -> bool:
+    """Whether two texts have the same letters together (`on` is not `no`), or the same in a row (`3 x y` is `3xy`)."""
+    runs, others = _letters(given), _letters(reference)
+    words, other_words = ([run for run in some if len(run) > 1] for some in (runs, others))
+    return sorted(words) == sorted(other_words) or "".join(runs) == "".join(others)
 
 
 def _shape(text: str) -> tuple:
-    """What math-verify looks through: words, equals signs, and how many items stand in which brackets."""
-    words = [run for run in _letters(text) if len(run) > 1]
+    """What math-verify looks through: equals signs, and how many items stand in which brackets."""
     items = len(re.findall("[,;]", text))
     is_set = "\\{" in text or "\\lbrace" in text
-    return words, text.count("="), items, is_set, (text[:1], text[-1:]) if items and not is_set else ""
+    return text.count("="), items, is_set, (text[:1], text[-1:]) if items and not is_set else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,27 +198,75 @@ def _digits(node: Any) -> float:
 # Comparing
 
 
-# What is counted in a printed expression: numbers, names and sums; a factor of 1 stands only before * and /.
-_COUNTED = re.compile(r"(?!1[*/])[0-9.]+|[a-zA-Z]+| [-+] ")
+# What is counted in a printed expression: numbers, names, sums, powers, calls. A factor of 1 stands before * and /.
+_COUNTED = re.compile(r"(?!1[*/])[0-9.]+|[a-zA-Z]+| [-+] |\*\*|(?<=[a-z])\(")
 
 
-def _work(expression: Any) -> set[str]:
-    """The kinds of work that an expression leaves: functions by their names, and arithmetic, if sympy's shortens it."""
+def _is_as_worked_out(given: Any, reference: Any) -> bool:
+    return _work(given) <= _work(reference) and _isolated(reference) <= _isolated(given)
+
+
+def _isolated(expression: Any) -> set[Any]:
+    """The symbols, or functions such as f(x), that stand alone on one side of an equation or inequality."""
+    from sympy import preorder_traversal
+    from sympy.core.function import AppliedUndef
+    from sympy.core.relational import Relational
+
+    relations = [node for node in preorder_traversal(expression) if isinstance(node, Relational)]
+    sides = [side for relation in relations for side in (relation.args, relation.args[::-1])]
+    return {one for one, other in sides if (one.is_Symbol or isinstance(one, AppliedUndef)) and not other.has(one)}
+
+
+def _work(expression: Any) -> Counter[str]:
+    """How often an expression leaves each kind of work, see the page; the same work twice counts once."""
     import sympy
     from sympy.logic.boolalg import Boolean
 
-    if isinstance(expression, sympy.MatrixBase):
-        return set().union(*map(_work, expression.flat()))
-    nodes = list(sympy.preorder_traversal(expression))
+    nodes = set(sympy.preorder_traversal(expression))
     numbers = sympy.Atom | sympy.Add | sympy.Mul | sympy.Pow | sympy.exp
-    others = sympy.Tuple | Boolean | sympy.Interval | sympy.FiniteSet | sympy.Union
-    kinds = {type(node).__name__ for node in nodes if not isinstance(node, numbers | others)}
-    powers = [node for node in nodes if node.is_Pow and node.exp.is_Integer]
+    others = sympy.Tuple | Boolean | sympy.Interval | sympy.FiniteSet | sympy.Union | sympy.MatrixBase
+    work = Counter(type(node).__name__ for node in nodes if not isinstance(node, numbers | others))
+    powers = [node for node in nodes if node.is_Pow and node.free_symbols and node.exp.is_Rational]
+    divisions = [node for node in powers if node.exp.is_negative and not node.base.as_base_exp()[1].free_symbols]
+    work["division"] = len(divisions)  # 1/e^x is no more work than e^{-x}
+    work["root"] = sum(not node.exp.is_Integer for node in powers)
+    parts = [expression]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, sympy.MatrixBase):
+            parts += part.flat()
+        elif isinstance(part, sympy.Expr):
+            work["arithmetic"] |= _has_arithmetic(part)
+            work["cancelling"] |= _can_cancel(part)
+        else:
+            parts += part.args
+    return +work
+
+
+def _can_cancel(expression: Any) -> bool:
+    """Whether numerator and denominator have a common factor."""
+    import sympy
+
+    if not expression.free_symbols:
+        return False
+    top, bottom = sympy.fraction(sympy.together(expression))
+    return sympy.gcd(top, bottom) != 1
+
+
+def _has_arithmetic(expression: Any) -> bool:
+    """Whether sympy's arithmetic makes an expression shorter, or a power of numbers is left."""
+    import sympy
+
+    powers = [node for node in sympy.preorder_traversal(expression) if node.is_Pow and node.exp.is_Integer]
+    plain = {power: sympy.Symbol("ten") for power in powers if power.base == 10}
     with sympy.evaluate(False):
-        written = expression.xreplace({power: sympy.Symbol("ten") for power in powers if power.base == 10})
+        for node in expression.atoms(sympy.log):
+            if node.args[1:] == (sympy.E,):  # as the parser writes a natural logarithm
+                plain[node] = sympy.log(node.args[0])
+        written = expression.xreplace(plain)
     sizes = [len(_COUNTED.findall(str(form))) for form in (written, written.doit())]
     left = [p for p in powers if p.is_number and not (p.exp == -1 or p.base.is_NumberSymbol or p.base == 10)]
-    return kinds | {"arithmetic"} if left or sizes[1] < sizes[0] else kinds
+    return bool(left) or sizes[1] < sizes[0]
 
 
 def _equal(given: Any, reference: Any, tolerance: float) -> bool:

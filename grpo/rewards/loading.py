@@ -119,6 +119,21 @@ def load_functions(
     return functions
 
 
+def try_built_ins(functions: Mapping[str, RewardFunction], columns: Mapping[str, Any]) -> None:
+    """Call each built-in function with an empty completion and the columns of one row.
+
+    Raises ValueError if it cannot read them, such as a list as the answer.
+    """
+    row = {name: [value] for name, value in (dict.fromkeys(EXTRA_COLUMNS, 0) | dict(columns)).items()}
+    for name, function in functions.items():
+        if is_built_in(function):
+            arguments, named = call_arguments(function, [""], row)
+            try:
+                function(*arguments, **named)
+            except ValueError as error:
+                raise ValueError(f"reward function {name} cannot read the data: {error}") from error
+
+
 def _bind_options(
     name: str, function: RewardFunction, options: Mapping[str, Any], facts: Mapping[str, Any], columns: list[str] | None
 ) -> RewardFunction:

@@ -16,16 +16,17 @@ NUMBER_CHARACTERS = 200
 # Powers of ten beyond a float's are refused: 1e999999999 would fill the memory.
 LARGEST_EXPONENT = 308
 
-# Spellings of the units that an answer may have and its reference not, or the other way round. A final s is optional.
+# Spellings of the units that an answer may have and its reference not, or the other way round. Plurals of fewer than
+# four letters are named here, because ms is not m.
 UNITS = {
     "$": "$ US$ USD dollar", "€": "€ EUR euro", "£": "£ GBP", "¥": "¥ yen", "₹": "₹ rupee", "cent": "¢ cent",
     "%": "% percent", "°": "° degree deg", "°C": "°C", "°F": "°F",
-    "mm": "mm millimeter", "cm": "cm centimeter", "m": "m meter", "km": "km kilometer",
-    "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yard", "mi": "mi mile",
-    "mg": "mg milligram", "g": "g gram", "kg": "kg Kg kilo kilogram", "oz": "oz ounce", "lb": "lb pound",
+    "mm": "mm millimeter", "cm": "cm cms centimeter", "m": "m meter", "km": "km kms kilometer",
+    "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yds yard", "mi": "mi mile",
+    "mg": "mg milligram", "g": "g gram", "kg": "kg kgs Kg kilo kilogram", "oz": "oz ounce", "lb": "lb lbs pound",
     "ml": "ml mL milliliter", "l": "l L liter", "cup": "cup", "gal": "gal gallon",
-    "s": "s sec second", "min": "min minute", "h": "h hr hour", "day": "day", "week": "week wk",
-    "month": "month", "year": "year yr", "mi/h": "mph", "km/h": "kph", "unit": "unit",
+    "s": "s sec second", "min": "min minute", "h": "h hr hrs hour", "day": "day", "week": "week wk wks",
+    "month": "month", "year": "year yr yrs", "mi/h": "mph", "km/h": "kph", "unit": "unit",
 }  # fmt: skip
 _UNIT_NAMES = {spelling: name for name, spellings in UNITS.items() for spelling in spellings.split()}
 
@@ -49,11 +50,15 @@ _CHARACTERS = (
     | dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))  # without width
     | {ord("\u2212"): "-", ord("\u2013"): "-", ord("\u2044"): "/", ord("²"): "^2", ord("³"): "^3"}
     | {ord("º"): "°", ord("˚"): "°", ord("℃"): "°C", ord("℉"): "°F"}
+    | {ord("∞"): "\\infty ", ord("∅"): "\\emptyset ", ord("π"): "\\pi ", ord("≤"): "\\le ", ord("≥"): "\\ge "}
 )
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|(?<=.)~")
 _DEGREES = re.compile(r"\^? ?\{? ?(?:\\circ|\\degrees?|°)(?![a-zA-Z]) ?\}?")
-_FRACTION = re.compile(r"\\[dt]?frac ?(?:\{ ?([-+]?[0-9.]+) ?\}|([0-9])) ?(?:\{ ?([0-9.]+) ?\}|([0-9]))")
+# LaTeX's other names of a command.
+_SYNONYMS = {"cfrac": "frac", "dfrac": "frac", "tfrac": "frac", "varnothing": "emptyset", "leq": "le", "geq": "ge"}
+_SYNONYM = re.compile(rf"\\({'|'.join(_SYNONYMS)})(?![a-zA-Z])")
+_FRACTION = re.compile(r"\\frac ?(?:\{ ?([-+]?[0-9.]+) ?\}|([0-9])) ?(?:\{ ?([0-9.]+) ?\}|([0-9]))")
 # LaTeX's commands around words.
 TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox) ?\{([^{}]*)\}")
 _ONE_IN_BRACES = re.compile(r"([_^])\{(\w)\}")
@@ -73,6 +78,7 @@ def clean_text(text: str) -> str:
         text = _DEGREES.sub("°", text.translate(_CHARACTERS))
     if "\\" in text:
         text = re.sub(r"\\! ?", "", text).replace("\\$", "$").replace("\\%", "%")
+        text = _SYNONYM.sub(lambda match: f"\\{_SYNONYMS[match[1]]}", text)
         text = _DEGREES.sub("°", _SPACING.sub(" ", text))
         text = _FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
         text = TEXT_COMMAND.sub(r" \1 ", text)
@@ -100,9 +106,11 @@ _NUMBER = re.compile(
     r"|(?P<whole>[0-9]+) (?P<part>[0-9]+) ?/ ?(?P<parts>[0-9]+)"
     rf"|(?P<top>{_DECIMAL}) ?/ ?(?P<bottom>{_DECIMAL})"
     rf"|(?P<decimal>{_DECIMAL}))"
-    r"(?P<gap> ?)(?P<unit>(?:[a-zA-Z%°$€£¥₹¢]|/(?=[a-zA-Z])).*)?"
+    r"(?P<gap> ?)(?P<unit>(?:[a-zA-Z%°$€£¥₹¢]|/(?=[a-zA-Z]))[^-+=<>()\[\]|,;\\]*)?"  # no sign, bracket or relation
 )
 _OPERATION = re.compile(rf"({_DECIMAL}) ?([-+/]|{_TIMES}) ?({_DECIMAL})")
+# The s of a word of four letters and more. Fewer letters may be symbols.
+_PLURAL = re.compile("(?<=[a-zA-Z]{3})(?<!s)s$")
 _TEMPERATURE = re.compile(r"(?!.$)(?:°|deg(?:rees?)?)? ?(c|f)(?:elsius|ahrenheit)?", re.IGNORECASE)
 
 
@@ -110,8 +118,9 @@ _TEMPERATURE = re.compile(r"(?!.$)(?:°|deg(?:rees?)?)? ?(c|f)(?:elsius|ahrenhei
 def read_number(text: str) -> Number | None:
     """The one number that a clean text is: `$1,234.50`, `12 apples`, `-3/4`, `1 1/2`, `1.5e3 km`, `10^6`, `42°`, `≈12`.
 
-    What follows the digits is the unit, whatever it says; only one in UNITS may be missing on the other side. None for
-    anything else: no number, an operation (`2*3`, `5!`), words in front, more than NUMBER_CHARACTERS.
+    What follows the digits is the unit, whatever it says, but without a sign, bracket or relation in it (`2x + 1`).
+    Only one in UNITS may be missing on the other side. None for anything else: no number, an operation (`2*3`, `5!`),
+    words in front, more than NUMBER_CHARACTERS.
     """
     match = _NUMBER.fullmatch(_with_slashes(text)) if len(text) <= NUMBER_CHARACTERS else None
     if not match or (match["sign"] and match["inner_sign"]):
@@ -163,11 +172,13 @@ def _unit_name(text: str) -> str:
     if degrees := _TEMPERATURE.fullmatch(text):
         return f"°{degrees[1].upper()}"
     base, caret, power = text.replace(" ^", "^").partition("^")
+    power = power.replace(" ", "")  # 3x^2 y
     # symbols have a case (mg is not Mg), words do not
     for word in (base, base.lower() if len(base) > 3 else base):
-        for spelling in (word, re.sub("(met|lit)re(s?)$", r"\1er\2", word).removesuffix("s")):
+        singular = _PLURAL.sub("", word)
+        for spelling in (word, re.sub("(met|lit)re$", r"\1er", singular)):
             if spelling in _UNIT_NAMES:
                 return _UNIT_NAMES[spelling] + caret + power
     # a form of its own that plural and singular share: boxes and box, berries and berry, cookies and cookie (cooky)
-    shared = re.sub("(?<=[sxzh])e$", "", re.sub("(?<!s)s$", "", base))
-    return re.sub("ie$", "y", shared) + caret + power
+    shared = re.sub("(?<=[a-zA-Z]{2}[sxzh])e$", "", _PLURAL.sub("", base))
+    return re.sub("(?<=[a-zA-Z]{2})ie$", "y", shared) + caret + power

@@ -4,7 +4,7 @@ Every function raises ValueError or FileNotFoundError with the reason and the wa
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +30,7 @@ from grpo.models import hf_folder
 from grpo.models.hf_folder import ChatForm
 from grpo.report.rollout_metrics import evaluation_names
 from grpo.report.samples import show_examples
-from grpo.rewards.loading import load_functions
+from grpo.rewards.loading import load_functions, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS
 from grpo.roles.engine import check_engine
 from grpo.roles.episodes import call_style, turns_of
@@ -53,6 +53,9 @@ def read_grpo(session: Session) -> None:
     sources = load_sources(data)
     if data.row:  # which columns it makes is known only now
         check_functions(config, reward_columns(sources))
+    # the columns of all rows of a source have the same types, which the encoder checks
+    first_rows = [next(rows.examples(), None) for rows in sources]
+    try_rewards(config, [row.columns for row in first_rows if row])
     read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
     models = config.model.reference_path, *config.model.teachers.values(), config.reward.model
     inputs = (*models, *(source.path for source in read))
@@ -147,6 +150,7 @@ def held_out_prompts(session: Session) -> list[Prompt]:
     prompts = load_eval_prompts(config.data, config.evaluation, session.tokenizer, tools_of(config))
     if config.data.row or config.data.teacher_column:
         check_functions(config, list(prompts[0].columns))
+    try_rewards(config, [prompt.columns for prompt in prompts])
     return prompts
 
 
@@ -161,6 +165,13 @@ def check_functions(config: RunConfig, columns: list[str] | None = None) -> None
     if columns is not None and config.environment.enabled:
         columns = [*columns, *EPISODE_COLUMNS]
     load_functions(config.reward, columns, config.generator.max_completion_tokens)
+
+
+def try_rewards(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse rows, each the columns that rewards get, that a built-in reward function cannot read."""
+    functions = load_functions(config.reward, None, config.generator.max_completion_tokens)
+    for columns in rows:
+        try_built_ins(functions, columns)
 
 
 def tools_of(config: RunConfig) -> dict[str, list[dict[str, Any]]]:

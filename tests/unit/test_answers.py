@@ -13,7 +13,7 @@ from grpo.rewards.answers import extract_answer, parse_number, same_answer, with
 from grpo.rewards.builtin import math_reward
 from grpo.rewards.numbers import NUMBER_CHARACTERS, clean_text, read_number
 from tests.unit.answer_cheats import CHEATS
-from tests.unit.answer_pairs import LATEX_PAIRS, PAIRS, TAG_PAIRS, UNPAID, documented
+from tests.unit.answer_pairs import ALGEBRA, LATEX_PAIRS, PAIRS, TAG_PAIRS, UNPAID, documented
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 GSM8K = pathlib.Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
@@ -41,6 +41,19 @@ def test_judged_pairs_in_tags(given, reference, right, why):
 def test_judged_pairs_in_boxes(given, reference, right, why):
     completion, expected = rf"so $\boxed{{{given}}}$.", paid(given, reference, right)
     assert math_reward([completion], [reference], answer_format="boxed") == [expected], why
+
+
+@pytest.mark.parametrize(("given", "reference"), ALGEBRA)
+def test_answers_of_algebra(given, reference):
+    for one, other in ((given, reference), (reference, given), (given, given), (reference, reference)):
+        assert math_reward([rf"\boxed{{{one}}}"], [other], answer_format="boxed") == [1.0]
+    if given.replace(" ", "") == reference.replace(" ", ""):
+        assert math_reward([f"<answer>{given}</answer>"], [reference]) == [1.0]
+
+
+def test_a_unit_is_the_same_in_plural():
+    for given, reference in (("70 kgs", "70 kg"), ("3 hrs", "3 hours"), ("30 mins", "30 min"), ("2 pies", "2 pie")):
+        assert math_reward([f"<answer>{given}</answer>"], [reference]) == [1.0], given
 
 
 @pytest.mark.parametrize(("answer_format", "completion", "reference", "what"), CHEATS)
@@ -136,6 +149,13 @@ def test_math_reward(given, reference, reward):
     assert math_reward([f"<answer>{given}</answer>"], [reference], question=["?"]) == [reward]
 
 
+@pytest.mark.parametrize("reference", [["6"], [], {"value": 6}, float("nan")])
+def test_a_reference_that_is_no_text_or_number_is_refused_with_the_way_out(reference):
+    for text in ("", f"<answer>{reference}</answer>"):
+        with pytest.raises(ValueError, match=rf"is {type(reference).__name__} .*--data.answer-column answer.0"):
+            math_reward([text], [reference])
+
+
 def test_partial_credit_is_for_a_wrong_answer_in_the_right_form():
     completions = ["<answer>5</answer>", "<answer>6</answer>", "6", "<answer></answer>"]
     assert math_reward(completions, ["5"] * 4, partial_credit=0.1) == [1.0, 0.1, 0.0, 0.0]
@@ -184,6 +204,23 @@ def test_a_megabyte_of_braces_is_copied_a_few_times_and_earns_nothing(text):
     Counted.copied, Counted.limit = 0, 10 * len(text)
     assert math_reward([Counted(text)], ["42"], answer_format="boxed") == [0.0]
     assert Counted.copied > 0
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "head", "tail"),
+    [
+        ("answer_tag", "<answer>41</answer>", ".<answer>42</answer>"),
+        ("boxed", "\\boxed{41}", ".\\boxed{42}"),
+        ("hashes", "#### 41", ".\n#### 42"),
+    ],
+)
+def test_words_between_two_answers_are_read_once(answer_format, head, tail):
+    """A megabyte: time that is quadratic in it would be CPU minutes, and once through it milliseconds."""
+    for words in (" or", " and also", " maybe,"):
+        text = head + words * (1_000_000 // len(words)) + tail
+        start = time.process_time()
+        assert extract_answer(text, answer_format) in ("42", None)
+        assert time.process_time() - start < 60
 
 
 # ---- Time

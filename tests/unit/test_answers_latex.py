@@ -4,6 +4,7 @@ import builtins
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -36,6 +37,12 @@ REFERENCES = [
     "5", r"\frac{1}{2}", r"\{1, 2\}", "(0, 5)", r"\begin{pmatrix}1 & 1 \\ 0 & 1\end{pmatrix}", "x = 5", "x",
     r"\text{east}", r"\pi", r"\sum_{n=0}^{\infty} \frac{1}{n!}",
 ]  # fmt: skip
+
+
+def burn(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
 
 
 @pytest.fixture
@@ -127,6 +134,22 @@ def test_numbers_that_would_fill_the_memory_are_no_expressions(text):
 def test_numbers_of_some_hundred_digits_are():
     assert latex.same_expression("2^{1000} + 1", "1 + 4^{500}", 1e-6)
     assert not latex.same_expression("2^{1000} + 1", "4^{500}", 1e-6)
+
+
+@pytest.mark.parametrize(("wait", "reward"), [(time.sleep, 1.0), (burn, None)])
+def test_only_cpu_time_of_its_own_leaves_an_answer_without_reward(wait, reward, monkeypatch):
+    """A parser that waits for 1.5 s, as on a busy machine, and one that computes as long. The limit is 0.5 s."""
+    latex.load()
+    import latex2sympy2_extended
+
+    parse = latex2sympy2_extended.latex2sympy
+    monkeypatch.setattr(latex, "LATEX_SECONDS", 0.5)
+    monkeypatch.setattr(
+        latex2sympy2_extended, "latex2sympy", lambda *a, **options: (wait(1.5), parse(*a, **options))[1]
+    )
+    latex.parse_expression.cache_clear()
+    assert math_reward([r"\boxed{x+7}"], ["7+x"], answer_format="boxed") == [reward]
+    latex.parse_expression.cache_clear()
 
 
 def test_outside_of_the_main_thread_the_library_says_so():
