@@ -1,6 +1,6 @@
 """One row -> what it gives: a prompt and what the rewards see of it, or a chat to learn (SFT); or why it gives none.
 
-Left out of the formats: ShareGPT's `from` and `value`, images, weights of single messages.
+Left out of the formats: ShareGPT's `from` and `value`, images.
 """
 
 import functools
@@ -54,6 +54,8 @@ class Example:
 
 
 RowReader = Callable[[Row], Example | None]
+# How messages begin where a column holds them as text: as JSON, or as Python writes a list
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 # Of a text as template: the name of what stands there.
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -184,10 +186,10 @@ def detect_format(rows: Iterable[Row], columns: ChatColumns) -> RowFormat | None
 
 def no_format(names: Iterable[str], columns: ChatColumns) -> str:
     """The message about rows that have columns of these names, and no format."""
-    choices = ", or ".join(" and ".join(needed) for needed in columns.of_format.values())
+    choices = ", or ".join(f"{' and '.join(needed)} ({name})" for name, needed in columns.of_format.items())
     return (
         f"the columns {', '.join(map(str, names)) or 'none'} are no row format; there must be {choices}; rename "
-        "columns, or name those of prompt and completion"
+        "columns, or name those of prompt and completion with --data.prompt-column and --completion-column"
     )
 
 
@@ -252,9 +254,15 @@ def value_at(row: Any, path: str, default: Any = _REQUIRED) -> Any:
 
 
 def column_of(row: Row, path: str, *kinds: type) -> Any:
-    """What is at `path`, of one of these kinds: str is text, list is messages; none takes any value but no value."""
+    """What is at `path`, of one of these kinds: str is text, list is messages; none takes any value but no value.
+
+    Messages may be JSON text, as CSV has them.
+    """
     where = f"column {path!r}"
-    value = _of_kind(value_at(row, path), where, *(kinds or (object,)))
+    value = value_at(row, path)
+    if list in kinds and isinstance(value, str) and MESSAGES_AS_TEXT.match(value):
+        value = _json(value, where)
+    value = _of_kind(value, where, *(kinds or (object,)))
     if kinds and not (value.strip() if isinstance(value, str) else value):
         raise BadRow(f"{where} is empty")
     if list in kinds and isinstance(value, list):

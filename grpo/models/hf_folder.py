@@ -138,12 +138,25 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
 
 
 def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, scores: bool = False) -> None:
-    """Refuse a tokenizer with more tokens, not counting added ones, than the model has rows in its embedding."""
+    """Refuse a tokenizer with more tokens, not counting added ones, than the model has rows in its embedding.
+
+    Of added tokens those are refused that end a completion. Rows of data with others are refused where they are read.
+    """
     rows = read_hf_config(folder, scores).vocab_size
     if tokenizer.vocab_size > rows:
         raise ValueError(
             f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens and the model vocab_size={rows}; bring the "
             "tokenizer of this model"
+        )
+    if tokenizer.eos_token_id >= rows:
+        raise ValueError(
+            f"the tokenizer of {folder} has the eos_token {tokenizer.eos_token!r} ({tokenizer.eos_token_id}), beyond "
+            f"the model's vocab_size={rows}; bring the tokenizer of this model, or give its embedding more rows"
+        )
+    if unknown := [token for token in stop_token_ids(folder, tokenizer) if token >= rows]:
+        raise ValueError(
+            f"{folder}/generation_config.json: eos_token_id has {unknown[0]}, beyond the model's vocab_size={rows}; "
+            "correct it"
         )
 
 
