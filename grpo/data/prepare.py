@@ -67,7 +67,14 @@ def _chat_rows(source: Source, config: SFTConfig) -> Rows:
             print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
         way_out = f"take --row-format {found}, which the columns fit, or " if found not in (None, row_format) else ""
         flags = {columns.completion: "--completion-column"}
-        rows = _narrowed(rows, config.data, columns.of_format[row_format], ["input", columns.tools], flags, way_out)
+        rows = _narrowed(
+            rows,
+            config.data,
+            columns.of_format[row_format],
+            ["input", "system", "history", columns.tools],
+            flags,
+            way_out,
+        )
     return dataclasses.replace(rows, read=chat_reader(config, row_format))
 
 

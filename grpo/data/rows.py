@@ -186,10 +186,10 @@ def detect_format(rows: Iterable[Row], columns: ChatColumns) -> RowFormat | None
 
 def no_format(names: Iterable[str], columns: ChatColumns) -> str:
     """The message about rows that have columns of these names, and no format."""
-    choices = ", or ".join(f"{' and '.join(needed)} ({name})" for name, needed in columns.of_format.items())
+    choices = ", or ".join(" and ".join(needed) for needed in columns.of_format.values())
     return (
         f"the columns {', '.join(map(str, names)) or 'none'} are no row format; there must be {choices}; rename "
-        "columns, or name those of prompt and completion with --data.prompt-column and --completion-column"
+        "columns, or name those of --row-format prompt_completion with --data.prompt-column and --completion-column"
     )
 
 
@@ -211,16 +211,33 @@ def read_chat(row_format: RowFormat, columns: ChatColumns, row: Row) -> Example:
         raise BadRow(no_format(row, columns))
     if row_format == "text":
         return Example(text=column_of(row, "text", str))
-    if row_format == "alpaca":  # `input`, where there is one, stands below `instruction`
-        parts = ["instruction", *(["input"] if row.get("input") else [])]
-        question, answer = "\n\n".join(column_of(row, part, str) for part in parts), column_of(row, "output", str)
-        return Example(chat=as_messages(question) + as_messages(answer, "assistant"))
+    if row_format == "alpaca":
+        return Example(chat=_alpaca_chat(row))
     if row_format == "messages":
         chat = column_of(row, "messages", list)
     else:
         question, answer = (column_of(row, path, str, list) for path in (columns.prompt, columns.completion))
         chat = as_messages(question) + as_messages(answer, "assistant")
     return Example(chat=chat, tools=tools_of(row, columns.tools))
+
+
+def _alpaca_chat(row: Row) -> list[Message]:
+    """What an Alpaca row has of `system`, of the earlier questions and answers in `history`, and of its own turns.
+
+    `input` stands below `instruction`.
+    """
+    chat = as_messages(column_of(row, "system", str), "system") if row.get("system") else []
+    for number, turns in enumerate(_of_kind(row.get("history") or [], "column 'history'", list), 1):
+        where = f"column 'history', entry {number}"
+        if not isinstance(turns, list) or len(turns) != 2:
+            raise BadRow(f"{where} is not a list of a question and its answer")
+        question, answer = (_of_kind(text, where, str) for text in turns)
+        chat += as_messages(question) + as_messages(answer, "assistant")
+    parts = ["instruction", *(["input"] if row.get("input") else [])]
+    question = "\n\n".join(column_of(row, part, str) for part in parts)
+    chat += as_messages(question) + as_messages(column_of(row, "output", str), "assistant")
+    _check_surrogates(chat, "column 'history'")
+    return chat
 
 
 # ---------------------------------------------------------------------------------------------------------------------

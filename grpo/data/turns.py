@@ -190,8 +190,10 @@ def _unwritten(messages: list[Message], text: str, text_without_tools: str) -> l
     squeezed = _squeeze(text)
 
     def is_written(part: str) -> bool:
+        if _squeeze(part) in squeezed:
+            return True
         as_json = json.dumps(part, ensure_ascii=False)[1:-1]
-        return _squeeze(part) in squeezed or _squeeze(as_json) in squeezed
+        return _squeeze(as_json) in squeezed
 
     num_calls = Counter(name for message in messages for name in _called(message))
     num_written = {name: len(re.findall(rf"(?<!\w){re.escape(name)}(?!\w)", text_without_tools)) for name in num_calls}
@@ -208,8 +210,10 @@ def _unwritten(messages: list[Message], text: str, text_without_tools: str) -> l
 
 def _called(message: Message) -> list[str]:
     """The names of the functions that a message calls."""
-    calls = [*(message.get("tool_calls") or ()), message.get("function_call")]
-    return [str(call.get("function", call).get("name")) for call in calls if isinstance(call, dict)]
+    functions = [call.get("function", call) for call in message.get("tool_calls", ())]
+    if isinstance(message.get("function_call"), dict):
+        functions.append(message["function_call"])
+    return [str(function.get("name")) for function in functions]
 
 
 def _squeeze(text: str) -> str:
