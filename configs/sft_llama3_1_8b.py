@@ -28,7 +28,6 @@ config = c.SFTConfig(
     run_dir="runs/sft_llama3_1_8b",
     num_trainers=8,
     num_steps=1600,
-    row_format="messages",
     too_long="truncate",
     max_sequence_tokens=4096,
 )

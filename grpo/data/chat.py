@@ -59,7 +59,7 @@ def load_tokenizer(folder: str, data: DataConfig | None = None) -> "PreTrainedTo
     tokenizer, own = open_tokenizer(folder), data.prompt_template if data else ""
     if own and not data.is_text_template:
         try:
-            tokenizer.chat_template = pathlib.Path(own).read_text(encoding="utf-8")
+            tokenizer.chat_template = pathlib.Path(own).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             where = pathlib.Path(own).absolute()
             raise ValueError(f"data.prompt_template file {where} cannot be read as text in UTF-8 ({error})") from error

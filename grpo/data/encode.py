@@ -74,6 +74,8 @@ class Encoded:
     """JSON: [the prompt as the data has it, the columns that rewards get]; empty for chats."""
     kinds: str = ""
     """The columns that rewards get with the kinds of their values, see `kinds_of`; empty for chats."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What the user should know about the row, told with the number of rows that it holds for."""
 
     @property
     def truncated(self) -> bool:
@@ -95,6 +97,7 @@ def features() -> "datasets.Features":
         mask=List(Value("bool")),
         values=text,
         kinds=text,
+        notes=List(text),
     )
 
 
@@ -117,6 +120,8 @@ class Encoder:
     """What a teacher reads in place of the user's message; empty: the same."""
     teachers: tuple[str, ...] = ()
     """Names of which each prompt's row has one; empty: they need none."""
+    vocab_size: int | None = None
+    """Tokens that the model has; None: those of the tokenizer."""
 
     @property
     def limit(self) -> str:
@@ -144,7 +149,14 @@ class Encoder:
             elif encoded.num_tokens > self.max_tokens:  # before labels are looked for: a huge text's may be cut off
                 encoded.fate = Fate.TOO_LONG
                 continue
-            if self.train_on and not any(mask):
+            if beyond := [token for token in (*ids, *teacher_ids) if token >= (self.vocab_size or token + 1)]:
+                text = self.tokenizer.convert_ids_to_tokens(beyond[0])
+                encoded.fate = Fate.BAD
+                encoded.reason = (
+                    f"token {text!r} ({beyond[0]}) is not among the model's vocab_size={self.vocab_size}; bring the "
+                    "tokenizer of this model, or give its embedding a row for each token"
+                )
+            elif self.train_on and not any(mask):
                 encoded.fate = Fate.UNLABELLED
             else:
                 encoded.ids, encoded.mask, encoded.teacher_ids = ids, mask if self.train_on else [], teacher_ids
@@ -168,9 +180,9 @@ class Encoder:
             prompts = [example.prompt]
             if self.teacher_template:
                 prompts.append(teacher_prompt(example, self.teacher_template))
-            offered = example.tools or tools or None
             with bounds:
-                written = [write_prompt(self.tokenizer, self.data, prompt, offered) for prompt in prompts]
+                written = [write_prompt(self.tokenizer, self.data, prompt, example.tools, tools) for prompt in prompts]
+        encoded.notes = [*written[0].notes]
         most_tokens = max(self.max_tokens, COUNTED_TOKENS) + 2
         most_characters = most_tokens * longest_token(self.tokenizer)
         return [one._replace(text=one.text[:most_characters]) for one in written]
@@ -189,13 +201,15 @@ def prompt_encoder(
     tools: Mapping[str, list[dict[str, Any]]] | None = None,
     teacher_template: str = "",
     teachers: tuple[str, ...] = (),
+    vocab_size: int | None = None,
 ) -> Encoder:
     """The encoder of GRPO's rows. tools: of each environment, by its name. teachers: names, of which a row has one."""
     others = {"tools": tools or {}, "teacher_template": teacher_template, "teachers": teachers}
+    others |= {"vocab_size": vocab_size}
     return Encoder(tokenizer, data, data.max_prompt_tokens, **others)
 
 
-def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig) -> Encoder:
+def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig, vocab_size: int | None = None) -> Encoder:
     """The encoder of SFT's rows."""
     return Encoder(
         tokenizer,
@@ -204,6 +218,7 @@ def chat_encoder(tokenizer: "PreTrainedTokenizerBase", config: SFTConfig) -> Enc
         config.train_on,
         truncates=config.too_long == "truncate",
         columns=(config.row_format, config.completion_column),
+        vocab_size=vocab_size,
     )
 
 
@@ -260,7 +275,7 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     text = [
         *(rows.table._fingerprint, rows.source.text),
         repr((data, encoder.max_tokens, encoder.train_on, encoder.truncates, encoder.columns, encoder.tools)),
-        *(encoder.teacher_template, repr(encoder.teachers)),
+        *(encoder.teacher_template, repr(encoder.teachers), repr(encoder.vocab_size)),
         *(tokenizer.backend_tokenizer.to_str(), tokenizer.name_or_path, str(tokenizer.chat_template)),
         *(repr(tokenizer.special_tokens_map), repr(tokenizer.init_kwargs)),
         *(f"{name} {version(name)}" for name in LIBRARIES),

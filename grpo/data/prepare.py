@@ -58,28 +58,50 @@ def _chat_rows(source: Source, config: SFTConfig) -> Rows:
     """The format of the rows, unless it is given, is that of the first rows for all of a source."""
     rows, columns, row_format = load_rows(source), ChatColumns.of(config), config.row_format
     if not config.data.row:
+        found = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
         if row_format == "auto":
-            row_format = detect_format(itertools.islice(rows, LISTED_ROWS), columns)
+            row_format = found
             if row_format is None:
                 raise ValueError(f"{source.path}: {no_format(_names(rows), columns)}")
             needed = " and ".join(columns.of_format[row_format])
             print(printable(f"data: {source.path} has {needed}, so its row_format is {row_format}"), flush=True)
-        rows = _narrowed(rows, config.data, columns.of_format[row_format], ["input", columns.tools])
+        way_out = f"take --row-format {found}, which the columns fit, or " if found not in (None, row_format) else ""
+        flags = {columns.completion: "--completion-column"}
+        rows = _narrowed(
+            rows,
+            config.data,
+            columns.of_format[row_format],
+            ["input", "system", "history", columns.tools],
+            flags,
+            way_out,
+        )
     return dataclasses.replace(rows, read=chat_reader(config, row_format))
 
 
-def _narrowed(rows: Rows, data: DataConfig, paths: Sequence[str], optional: Sequence[str] = ()) -> Rows:
-    """The rows with these columns only; `data.row` gets all. Raises ValueError if no row has one of `paths`."""
+def _narrowed(
+    rows: Rows,
+    data: DataConfig,
+    paths: Sequence[str],
+    optional: Sequence[str] = (),
+    more_flags: Mapping[str, str] | None = None,
+    way_out: str = "",
+) -> Rows:
+    """The rows with these columns only; `data.row` gets all.
+
+    more_flags: of columns that `data` does not name. way_out: what may help besides. Raises ValueError if no row has
+    one of `paths`.
+    """
     if data.row:
         return rows
     paths = [path for path in (*paths, data.tools_column) if path]
     narrowed = rows.narrowed([*paths, *optional])
     flags = {path: f"--data.{name.replace('_', '-')}" for name, path in vars(data).items() if name.endswith("_column")}
-    flags |= dict.fromkeys(data.columns.values(), "--data.columns")
+    flags |= dict.fromkeys(data.columns.values(), "--data.columns") | dict(more_flags or {})
     for path in paths:
         if all(value_at(row, path, ABSENT) is ABSENT for row in narrowed):
             raise ValueError(
                 f"column {path!r} is missing in {rows.source.path}; columns there: {', '.join(_names(rows))}; "
+                + way_out
                 + (f"name one of them with {flags[path]}, or " if path in flags else "")
                 + "make other rows of them with --data.row"
             )
@@ -123,21 +145,25 @@ def usable_prompts(
     config: GRPOConfig,
     tokenizer: "PreTrainedTokenizerBase",
     tools: Mapping[str, list[dict[str, Any]]] | None = None,
+    vocab_size: int | None = None,
 ) -> list[EncodedRows]:
     """The sources as prompts, without those that are too long; prints what is left.
 
-    tools: of each environment, JSON schemas, which the chat template shows to the model. Raises ValueError if rows
-    cannot be used and `data.bad_rows` is refuse, or if next to nothing is left.
+    tools: of each environment, JSON schemas, which the chat template shows to the model. vocab_size: tokens that the
+    model has; a row with another one cannot be used. Raises ValueError if rows cannot be used and `data.bad_rows` is
+    refuse, or if next to nothing is left.
     """
     encoder = prompt_encoder(
-        tokenizer, config.data, tools, config.algorithm.teacher_template, tuple(config.model.teachers)
+        tokenizer, config.data, tools, config.algorithm.teacher_template, tuple(config.model.teachers), vocab_size
     )
     return _training_rows(sources, encoder, config.prompts_per_step)
 
 
-def usable_chats(sources: list[Rows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> list[EncodedRows]:
+def usable_chats(
+    sources: list[Rows], config: SFTConfig, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
+) -> list[EncodedRows]:
     """The sources as examples of SFT, see `usable_prompts`; left out are also those of which no token is a label."""
-    return _training_rows(sources, chat_encoder(tokenizer, config), config.sequences_per_step)
+    return _training_rows(sources, chat_encoder(tokenizer, config, vocab_size), config.sequences_per_step)
 
 
 def load_eval_prompts(
@@ -145,13 +171,14 @@ def load_eval_prompts(
     evaluation: EvaluationConfig,
     tokenizer: "PreTrainedTokenizerBase",
     tools: Mapping[str, list[dict[str, Any]]] | None = None,
+    vocab_size: int | None = None,
 ) -> list[Prompt]:
     """The first `evaluation.num_prompts` usable prompts of each held-out set, in its order; prints how many.
 
     Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Raises what `usable_prompts` does.
     """
     data = dataclasses.replace(data, teacher_column="")  # nobody teaches by them
-    prompts, encoder = [], prompt_encoder(tokenizer, data, tools)
+    prompts, encoder = [], prompt_encoder(tokenizer, data, tools, vocab_size=vocab_size)
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)
         rows = _usable(_prompt_rows(source, data), encoder, "held out", evaluation.num_prompts)
@@ -159,12 +186,14 @@ def load_eval_prompts(
     return prompts
 
 
-def load_validation(config: SFTConfig, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Encoded]]:
+def load_validation(
+    config: SFTConfig, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
+) -> dict[str, list[Encoded]]:
     """Name of each held-out set (empty if there is one) -> the first `validation.num_examples` of its usable rows.
 
     It prints how many there are, and raises what `usable_chats` raises.
     """
-    sets, validation, encoder = {}, config.validation, chat_encoder(tokenizer, config)
+    sets, validation, encoder = {}, config.validation, chat_encoder(tokenizer, config, vocab_size)
     for source in validation.held_out(config.data):
         _warn_of_training_data(source, config.data, validation.section)
         rows = _usable(_chat_rows(source, config), encoder, "held out", validation.num_examples)
@@ -235,6 +264,9 @@ def _usable(rows: Rows, encoder: Encoder, what: str, most: int | None = None, pe
         f"cut off: {num_cut:,} longer than {encoder.limit}" if num_cut else "",
     ]
     print(printable("; ".join(filter(None, parts))), flush=True)
+    notes = table.data.column("notes").take(usable).to_pylist()
+    for note, count in Counter(itertools.chain(*notes)).items():
+        print(printable(f"warning: {count:,} of {len(usable):,} rows of {source.name_and_text} {note}"), flush=True)
     return EncodedRows(source, table, usable[:most], left_out)
 
 

@@ -1,6 +1,6 @@
 """One row -> what it gives: a prompt and what the rewards see of it, or a chat to learn (SFT); or why it gives none.
 
-Left out of the formats: ShareGPT's `from` and `value`, images, weights of single messages.
+Left out of the formats: ShareGPT's `from` and `value`, images.
 """
 
 import functools
@@ -54,6 +54,8 @@ class Example:
 
 
 RowReader = Callable[[Row], Example | None]
+# How messages begin where a column holds them as text: as JSON, or as Python writes a list
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 # Of a text as template: the name of what stands there.
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -187,7 +189,7 @@ def no_format(names: Iterable[str], columns: ChatColumns) -> str:
     choices = ", or ".join(" and ".join(needed) for needed in columns.of_format.values())
     return (
         f"the columns {', '.join(map(str, names)) or 'none'} are no row format; there must be {choices}; rename "
-        "columns, or name those of prompt and completion"
+        "columns, or name those of --row-format prompt_completion with --data.prompt-column and --completion-column"
     )
 
 
@@ -209,16 +211,33 @@ def read_chat(row_format: RowFormat, columns: ChatColumns, row: Row) -> Example:
         raise BadRow(no_format(row, columns))
     if row_format == "text":
         return Example(text=column_of(row, "text", str))
-    if row_format == "alpaca":  # `input`, where there is one, stands below `instruction`
-        parts = ["instruction", *(["input"] if row.get("input") else [])]
-        question, answer = "\n\n".join(column_of(row, part, str) for part in parts), column_of(row, "output", str)
-        return Example(chat=as_messages(question) + as_messages(answer, "assistant"))
+    if row_format == "alpaca":
+        return Example(chat=_alpaca_chat(row))
     if row_format == "messages":
         chat = column_of(row, "messages", list)
     else:
         question, answer = (column_of(row, path, str, list) for path in (columns.prompt, columns.completion))
         chat = as_messages(question) + as_messages(answer, "assistant")
     return Example(chat=chat, tools=tools_of(row, columns.tools))
+
+
+def _alpaca_chat(row: Row) -> list[Message]:
+    """What an Alpaca row has of `system`, of the earlier questions and answers in `history`, and of its own turns.
+
+    `input` stands below `instruction`.
+    """
+    chat = as_messages(column_of(row, "system", str), "system") if row.get("system") else []
+    for number, turns in enumerate(_of_kind(row.get("history") or [], "column 'history'", list), 1):
+        where = f"column 'history', entry {number}"
+        if not isinstance(turns, list) or len(turns) != 2:
+            raise BadRow(f"{where} is not a list of a question and its answer")
+        question, answer = (_of_kind(text, where, str) for text in turns)
+        chat += as_messages(question) + as_messages(answer, "assistant")
+    parts = ["instruction", *(["input"] if row.get("input") else [])]
+    question = "\n\n".join(column_of(row, part, str) for part in parts)
+    chat += as_messages(question) + as_messages(column_of(row, "output", str), "assistant")
+    _check_surrogates(chat, "column 'history'")
+    return chat
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,9 +271,15 @@ def value_at(row: Any, path: str, default: Any = _REQUIRED) -> Any:
 
 
 def column_of(row: Row, path: str, *kinds: type) -> Any:
-    """What is at `path`, of one of these kinds: str is text, list is messages; none takes any value but no value."""
+    """What is at `path`, of one of these kinds: str is text, list is messages; none takes any value but no value.
+
+    Messages may be JSON text, as CSV has them.
+    """
     where = f"column {path!r}"
-    value = _of_kind(value_at(row, path), where, *(kinds or (object,)))
+    value = value_at(row, path)
+    if list in kinds and isinstance(value, str) and MESSAGES_AS_TEXT.match(value):
+        value = _json(value, where)
+    value = _of_kind(value, where, *(kinds or (object,)))
     if kinds and not (value.strip() if isinstance(value, str) else value):
         raise BadRow(f"{where} is empty")
     if list in kinds and isinstance(value, list):

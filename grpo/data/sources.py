@@ -5,6 +5,7 @@ that look like dates into dates, to stop at blank lines and at rows with differe
 accept or refuse a mixture of types by where in the file it is.
 """
 
+import codecs
 import contextlib
 import csv
 import itertools
@@ -58,6 +59,7 @@ class Rows:
         rows = []
         for number, text in enumerate(batch[LINES], start=start + 1):
             try:
+                text = text.removeprefix("\ufeff")  # of a file that begins with a byte order mark
                 rows += [_parse_json(text, dict)] if text.strip() else []
             except ValueError as error:
                 where = f"{self.source.text}, line {number}"
@@ -155,7 +157,8 @@ def _kind_of(path: str) -> str:
         if (beginning := file.read(max(map(len, PACKED_OR_BROKEN)))).startswith(PACKED_OR_BROKEN):
             raise ValueError(f"data file {path} is compressed or broken: it begins with {beginning}; unpack it")
         file.seek(0)
-        first = next((line.strip() for line in file if line.strip()), b"") if path.endswith(".json") else b""
+        lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in file)
+        first = next(filter(None, lines), b"") if path.endswith(".json") else b""
     return "list" if first.startswith(b"[") else kind
 
 
@@ -176,7 +179,7 @@ def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[
 def _read_list(path: str) -> list[Row]:
     """A file that is one JSON list of all rows, perhaps over many lines."""
     try:
-        rows = _parse_json(pathlib.Path(path).read_text(encoding="utf-8"), list)
+        rows = _parse_json(pathlib.Path(path).read_text(encoding="utf-8-sig"), list)
         for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
                 raise ValueError(f"entry {number} is a {type(row).__name__}, not a JSON object")

@@ -76,8 +76,8 @@ def export_hf(model: ShardedModel, target: pathlib.Path, dtype: torch.dtype, for
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
         config = json.loads((source / "config.json").read_text())
-        config.pop("torch_dtype", None)  # the older name of the same
         config["dtype"] = str(dtype).removeprefix("torch.")
+        config["torch_dtype"] = config["dtype"]  # all that transformers before 4.56 reads
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         if form is not None:
             write_form(folder, form)

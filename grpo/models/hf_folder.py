@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import huggingface_hub
+import torch
 import torch.distributed as dist
 import transformers
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
@@ -20,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from grpo.data.chat import open_tokenizer
 from grpo.models.experts import by_expert
-from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of
-from grpo.text import one_line, shorten
+from grpo.models.families import FAMILIES, SCORES, WRITES, empty_policy, family_of, gives_scores
+from grpo.text import one_line, printable, shorten
 
 # What an exported model takes from the one that training started from, besides config.json: what a tokenizer reads.
 # By name, so that neither code nor pickles, nor anything else that lies there, travels on.
@@ -36,6 +37,10 @@ COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
 COUNTS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "BF16", "F16")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPUTED = ".rotary_emb.inv_freq"  # How tensors end that older checkpoints have, and that follow from config.json
+COMPARED_ROWS = 8192  # Rows of two tensors in memory at a time
+SHOWN_TENSORS = 5
 WAY_OUT = "copy or download it again"
 SHOWN_CHARACTERS = 300  # of a library's message
 # Of a hub model. The unwanted ones are the same weights once more, in layouts that vLLM would prefer to Hugging Face's.
@@ -145,12 +150,25 @@ def copied_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
 
 
 def check_vocabulary(folder: str, tokenizer: transformers.PreTrainedTokenizerBase, scores: bool = False) -> None:
-    """Refuse a tokenizer with more tokens, not counting added ones, than the model has rows in its embedding."""
+    """Refuse a tokenizer with more tokens, not counting added ones, than the model has rows in its embedding.
+
+    Of added tokens those are refused that end a completion. Rows of data with others are refused where they are read.
+    """
     rows = read_hf_config(folder, scores).vocab_size
     if tokenizer.vocab_size > rows:
         raise ValueError(
             f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens and the model vocab_size={rows}; bring the "
             "tokenizer of this model"
+        )
+    if tokenizer.eos_token_id >= rows:
+        raise ValueError(
+            f"the tokenizer of {folder} has the eos_token {tokenizer.eos_token!r} ({tokenizer.eos_token_id}), beyond "
+            f"the model's vocab_size={rows}; bring the tokenizer of this model, or give its embedding more rows"
+        )
+    if unknown := [token for token in stop_token_ids(folder, tokenizer) if token >= rows]:
+        raise ValueError(
+            f"{folder}/generation_config.json: eos_token_id has {unknown[0]}, beyond the model's vocab_size={rows}; "
+            "correct it"
         )
 
 
@@ -255,7 +273,8 @@ def read_table(path: pathlib.Path) -> dict[str, Any]:
 def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -> None:
     """Look at the weights without reading all: whole files, all tensors of config.json's model, finite at their begin.
 
-    Raises FileNotFoundError if there are none, ValueError if one is missing or broken.
+    Prints which tensors belong to no weight of that model. Raises FileNotFoundError if there are none, ValueError if
+    one is missing or broken, or if there is a head beside a tied embedding that differs from it.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -267,11 +286,13 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
         if absent or not named:
             found = f"{absent[0]}, which is not there" if absent else "no files of weights"
             raise ValueError(f"{folder / INDEX} names {found}; {WAY_OUT}")
-    missing = tensors_of(config)
+    expected = tensors_of(config)
+    missing, places = dict(expected), {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 there = set(tensors.keys())
+                places |= dict.fromkeys(there, file)
                 for name in [name for name in missing if name in there]:
                     _check_tensor(f"{file}: {name}", tensors.get_slice(name), missing.pop(name))
         except SafetensorError as error:
@@ -281,6 +302,30 @@ def check_weights(folder: pathlib.Path, config: transformers.PretrainedConfig) -
             f"the .safetensors files of {folder} lack {len(missing)} tensors of config.json's model, the first is "
             f"{min(missing)}; {WAY_OUT}"
         )
+    unread = {name for name in places.keys() - expected.keys() if not name.endswith(COMPUTED)}
+    unread -= {name for name in unread if any(places[name].match(pattern) for pattern in UNWANTED_FILES)}
+    if HEAD in unread and not gives_scores(config):
+        if not _is_same(places, EMBEDDING, HEAD):
+            raise ValueError(
+                f"{folder} has an {HEAD} that differs from {EMBEDDING}, and config.json ties them; set "
+                "tie_word_embeddings to false in it to train both, or take the head out of the file to train without it"
+            )
+        unread.remove(HEAD)
+    if unread:
+        shown = ", ".join(sorted(unread)[:SHOWN_TENSORS]) + ", .." * (len(unread) > SHOWN_TENSORS)
+        told = f"{len(unread)} tensors of {folder} belong to no weight of config.json's model: {shown}"
+        print(printable(f"warning: {told}; they are not read, and an export lacks them"), flush=True)
+
+
+def _is_same(places: dict[str, pathlib.Path], one: str, other: str) -> bool:
+    """Whether two tensors have the same values. places: their files by name."""
+    with safe_open(places[one], framework="pt") as file, safe_open(places[other], framework="pt") as other_file:
+        left, right = file.get_slice(one), other_file.get_slice(other)
+        if left.get_shape() != right.get_shape():
+            return False
+        starts = range(0, left.get_shape()[0], COMPARED_ROWS)
+        parts = (slice(start, start + COMPARED_ROWS) for start in starts)
+        return all(torch.equal(left[part].float(), right[part].float()) for part in parts)
 
 
 def tensors_of(config: transformers.PretrainedConfig) -> dict[str, tuple[int, ...]]:

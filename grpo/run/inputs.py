@@ -62,7 +62,7 @@ def read_grpo(session: Session) -> None:
     session.open(inputs, math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel), texts_of(sources))
     if config.needs_reference:
         session.reference_folders = reference_folders(session)
-    rows = usable_prompts(sources, config, session.tokenizer, tools_of(config))
+    rows = usable_prompts(sources, config, session.tokenizer, tools_of(config), vocab_size_of(session))
     session.stream = resumed_stream(partial(PromptStream, rows, config), session.saved_state, config.allow_changes)
     if evaluates:
         session.eval_prompts = held_out_prompts(session)
@@ -99,11 +99,11 @@ def read_sft(session: Session) -> None:
     inputs = (config.reward.model, *(source.path for source in read))
     session.open(inputs, config.trainer.tensor_parallel, texts_of(sources))
     session.form = learned_form(config, session.tokenizer)
-    rows = usable_chats(sources, config, session.tokenizer)
+    rows = usable_chats(sources, config, session.tokenizer, vocab_size_of(session))
     session.stream = resumed_stream(partial(ChatStream, rows, config), session.saved_state, config.allow_changes)
     if config.show:
         show_examples(ChatStream(rows, config).draw(config.show), session.tokenizer)
-    session.validation = load_validation(config, session.tokenizer) if validates else {}
+    session.validation = load_validation(config, session.tokenizer, vocab_size_of(session)) if validates else {}
     if evaluates:
         read_evaluation(session, session.form.end_token_ids)
 
@@ -147,11 +147,17 @@ def read_evaluation(session: Session, end_token_ids: Sequence[int] = ()) -> None
 def held_out_prompts(session: Session) -> list[Prompt]:
     """The prompts that evaluation completes, with all columns that the reward functions need."""
     config = session.config
-    prompts = load_eval_prompts(config.data, config.evaluation, session.tokenizer, tools_of(config))
+    tools, vocab_size = tools_of(config), vocab_size_of(session)
+    prompts = load_eval_prompts(config.data, config.evaluation, session.tokenizer, tools, vocab_size)
     if config.data.row or config.data.teacher_column:
         check_functions(config, list(prompts[0].columns))
     try_rewards(config, [prompt.columns for prompt in prompts])
     return prompts
+
+
+def vocab_size_of(session: Session) -> int:
+    """The number of tokens that the session's model has a row for in its embedding."""
+    return hf_folder.read_hf_config(session.model_folder).vocab_size
 
 
 def check_functions(config: RunConfig, columns: list[str] | None = None) -> None:

@@ -29,7 +29,8 @@ def test_transformers_loads_the_export(exported: pathlib.Path, model: pathlib.Pa
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(model).chat_template
     assert tokenizer.decode(tokenizer("12+34")["input_ids"]) == "12+34"
-    assert json.loads((exported / "config.json").read_text())["dtype"] == "float32"
+    config = json.loads((exported / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "float32"  # the latter for transformers before 4.56
     policy, report = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(report.values()), report  # no missing, unexpected or mismatched weights
     assert {p.dtype for p in policy.parameters()} == {torch.float32}

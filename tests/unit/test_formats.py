@@ -1,8 +1,11 @@
 """Rows of each format as chats; rows that are none are told with what is wrong about them."""
 
+import json
+
 import pytest
 
-from grpo.data.rows import BadRow, ChatColumns, Example, detect_format, no_format, read_chat
+from grpo.config import DataConfig
+from grpo.data.rows import BadRow, ChatColumns, Example, detect_format, no_format, read_chat, row_reader
 
 USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
 
@@ -31,6 +34,27 @@ def chat_of(row: dict, row_format: str = "auto") -> Example:
 )
 def test_rows_with_turns(row, messages):
     assert chat_of(row) == Example(chat=messages)
+
+
+def test_an_alpaca_row_may_have_a_system_prompt_and_earlier_turns():
+    row = {"instruction": "and 2+2?", "output": "four", "system": "Be brief.", "history": [["1+1?", "two"]]}
+    asked = [{"role": "user", "content": "and 2+2?"}, {"role": "assistant", "content": "four"}]
+    assert chat_of(row) == Example(chat=[{"role": "system", "content": "Be brief."}, USER, ASSISTANT, *asked])
+    assert chat_of(row | {"system": "", "history": []}) == Example(chat=asked)
+    with pytest.raises(BadRow, match="column 'history', entry 1 is not a list of a question and its answer"):
+        chat_of(row | {"history": ["1+1?"]})
+
+
+def test_messages_as_json_text_are_messages():
+    """CSV can hold them no other way; how Python writes a list is refused."""
+    for row in ({"messages": [USER, ASSISTANT]}, {"question": [USER], "answer": [ASSISTANT]}):
+        assert chat_of({name: json.dumps(value) for name, value in row.items()}) == Example(chat=[USER, ASSISTANT])
+        with pytest.raises(BadRow, match="column '(messages|question)' holds text that is not JSON"):
+            chat_of({name: str(value) for name, value in row.items()})
+    prompt = row_reader(DataConfig())({"question": json.dumps([USER]), "answer": "2"}).prompt
+    assert prompt == [USER]
+    for text in ("[1, 2]", '[{"a": 1}] is JSON', "role: user"):
+        assert row_reader(DataConfig())({"question": text, "answer": "2"}).prompt == text
 
 
 def test_the_first_format_that_fits_is_taken_unless_one_is_named():

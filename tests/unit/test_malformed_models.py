@@ -101,6 +101,7 @@ def cut_weights(folder: pathlib.Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -111,6 +112,13 @@ def set_tensors(change: Callable[[dict[str, torch.Tensor]], object]):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return spoil
+
+
+def add_eos(folder: pathlib.Path) -> None:
+    """A token more, without a row for it."""
+    tokenizer = toy.addition_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    tokenizer.save_pretrained(folder)
 
 
 # name: (how to spoil the folder, what is said)
@@ -138,6 +146,18 @@ SPOILED = {
     "a smaller vocabulary than the tokenizer's": (set_config(vocab_size=8), "and by config.json 8 x 64"),
     "a tensor of another shape": (set_config(intermediate_size=128), "gate_proj.weight is 96 x 64"),
     "a tensor missing": (set_tensors(lambda tensors: tensors.pop(TENSOR)), f"lack 1 tensors of .* {TENSOR}"),
+    "another head beside a tied embedding": (
+        set_tensors(lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + 1})),
+        f"has an {HEAD} that differs from {EMBEDDING}.*set tie_word_embeddings to false",
+    ),
+    "an end of texts that is no token": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [1, 99]}'),
+        "generation_config.json: eos_token_id has 99, beyond the model's vocab_size=32",
+    ),
+    "an EOS that the embedding has no row for": (
+        add_eos,
+        "the eos_token '<end>' (32), beyond the model's vocab_size=32",
+    ),
     "a tensor of NaN": (set_tensors(lambda tensors: tensors[TENSOR].fill_(math.nan)), f"{TENSOR} holds NaN"),
     "weights without the last byte": (cut_weights, "model.safetensors"),
     "an index of files that are not there": (
@@ -154,6 +174,18 @@ def test_a_folder_with_one_thing_wrong(name: str, folder: pathlib.Path):
     spoil, said = SPOILED[name]
     spoil(folder)
     assert re.search(re.escape(said).replace(r"\.\*", ".*"), refusal(folder))
+
+
+def test_tensors_that_are_not_read_are_named(folder: pathlib.Path, capsys):
+    bias, computed = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    more = {bias: torch.ones(64), computed: torch.ones(8)}
+    set_tensors(lambda tensors: tensors.update(more | {HEAD: tensors[EMBEDDING].clone()}))(folder)
+    open_folder(folder)
+    told = [line for line in capsys.readouterr().out.splitlines() if "tensors" in line]
+    assert told == [
+        f"warning: 1 tensors of {folder} belong to no weight of config.json's model: {bias}; they are not read, and an "
+        "export lacks them"
+    ]
 
 
 # ---- chat templates -------------------------------------------------------------------------------------------------

@@ -1,13 +1,16 @@
 """Every row is looked at before a run: what cannot be used, why, and what is told about it."""
 
+import contextlib
 import datetime
 import json
+import pathlib
 import re
 
 import datasets
 import pytest
 
 from grpo.config import DataConfig, GRPOConfig, SFTConfig
+from grpo.config.recipes import load
 from grpo.data.encode import EncodedRows, as_prompt
 from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
 from grpo.data.rows import BadRow, row_reader, value_at
@@ -15,6 +18,7 @@ from tests.unit.test_data import word_tokenizer
 
 GOOD = {"question": "1+2", "answer": "3"}
 TOKENIZER = word_tokenizer()
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -231,8 +235,55 @@ def test_the_first_rows_decide_the_format_of_a_source(table, capsys):
     assert texts_of(chats(*rows, table=table, bad_rows="skip", row_format="text")) == ["Be brief <eos>"]
     with pytest.raises(ValueError, match="column 'messages' is missing in f.*; columns there: text, instruction"):
         chats(*rows, table=table, row_format="messages")
+    with pytest.raises(ValueError, match="take --row-format alpaca, which the columns fit"):
+        chats(*rows, table=table, row_format="messages")
     with pytest.raises(ValueError, match="f.*: the columns q, a are no row format; there must be question and com"):
         chats({"q": "1+1", "a": "2"}, table=table)
+
+
+@pytest.mark.parametrize(
+    "row, answer",
+    [
+        ({"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "yes"}]}, []),
+        ({"question": "add", "answer": "yes"}, ["--completion-column", "answer"]),
+        ({"instruction": "add", "output": "yes"}, []),
+    ],
+)
+def test_the_default_recipe_takes_rows_of_any_format(row, answer):
+    flags = ["--data.path", written((row,), table=False), *answer]
+    config = load(SFTConfig, str(ROOT / "configs/sft_llama3_1_8b.py"), flags)
+    assert texts_of(usable_chats(load_chat_sources(config), config, TOKENIZER)[0]) == [
+        "<user> add <assistant> yes <eos>"
+    ]
+
+
+def test_notes_about_rows_are_one_line_with_their_number(capsys):
+    """And rows that are left out do not count."""
+    row = GOOD | {"question": [{"role": "user", "content": "add", "mood": "glad"}]}
+    plain = GOOD | {"question": [{"role": "user", "content": "add"}]}
+    checked(plain, row, row, row | {"answer": None}, bad_rows="skip")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "bring" in line]
+    assert lines == [
+        "warning: 2 of 3 rows of f.jsonl:train bring mood, which the chat template of tiny does not write everywhere"
+    ]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_token_that_the_model_has_no_row_for(is_chat):
+    """n19 is token 29, the last one."""
+    row = {"question": "add n19", "answer": "3", "completion": "yes"}
+    data = DataConfig(
+        path=written(({"question": "add", "answer": "3", "completion": "yes"}, row), False), system_prompt=""
+    )
+    for vocab_size in (30, 29):
+        refuses = pytest.raises(ValueError, match="row 2: token 'n19' .29. is not among the model's vocab_size=29")
+        with refuses if vocab_size == 29 else contextlib.nullcontext():
+            if is_chat:
+                config = SFTConfig(data=data, sequences_per_step=1)
+                usable_chats(load_chat_sources(config), config, TOKENIZER, vocab_size)
+            else:
+                config = GRPOConfig(data=data, prompts_per_step=1)
+                usable_prompts(load_sources(data), config, TOKENIZER, vocab_size=vocab_size)
 
 
 def test_an_own_function_may_make_rows_of_any_format(own):

@@ -105,6 +105,12 @@ def test_csv_cells_are_the_text_that_they_are(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name, text", [("a.jsonl", '{"a": "1"}\n'), ("a.json", '[{"a": "1"}]'), ("a.csv", "a\n1\n")])
+def test_a_byte_order_mark_is_no_part_of_the_rows(name, text, tmp_path):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert rows_of(tmp_path / name) == [{"a": "1"}]
+
+
 def test_parquet_and_parts_of_files(tmp_path):
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list([{"a": {"b": i}} for i in range(10)]).to_parquet(str(path))
