@@ -30,7 +30,7 @@ from grpo.data.encode import Encoded
 from grpo.data.rows import Example, environment_of, row_reader
 from grpo.data.sources import load_rows
 from grpo.data.toy import trained_tokenizer
-from grpo.environments.calls import written_call
+from grpo.environments.calls import END_OF_THOUGHT, written_call
 from grpo.environments.host import EnvironmentHost
 from grpo.environments.play import Episode, Player
 from grpo.environments.suffix import Turns
@@ -39,7 +39,7 @@ from grpo.models.hf_folder import stop_token_ids
 from grpo.report.samples import show_chat
 from grpo.roles.episodes import call_style, turns_of
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
-from grpo.text import printable
+from grpo.text import printable, without_surrogates
 from grpo.types import Prompt
 
 NUM_EPISODES = 3
@@ -64,17 +64,19 @@ def main(arguments: list[str]) -> int:
         config = load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], arguments, for_one_process)
         toolboxes = load_toolboxes(config.environment)
         examples = _examples(config, toolboxes) if has_recipe else {}
+        has_model = pathlib.Path(config.model.path).is_dir()
+        most_prompt_tokens = config.data.max_prompt_tokens if has_model else config.max_sequence_tokens
         tokenizer, stops, style = _words(config, toolboxes)
         turns = turns_of(tokenizer, config.environment, config.data, stops, toolboxes)
 
         def episodes(name: str, numbers: Sequence[int]) -> Iterator[Episode]:
             """Those of some seeds, in a process of their own."""
             with closing(EnvironmentHost(config.environment, style, 1, config.reward.environment)) as host:
-                player = Player(config.environment, host, turns, tokenizer, config.max_sequence_tokens)
+                player = Player(config.environment, host, turns, tokenizer, most_prompt_tokens)
                 for number in numbers:
                     prompt = _prompt(number, examples.get(name), turns[name])
                     player.begin([Episode(prompt, 0, number, 0, name)], config.generator.max_completion_tokens)
-                    yield play(player, None if by_hand else toolboxes[name], style, stops[0])
+                    yield play(player, toolboxes[name], style, stops[0], by_hand)
 
         failed = False
         for name, toolbox in toolboxes.items():
@@ -92,6 +94,8 @@ def main(arguments: list[str]) -> int:
                 verdict = "the same texts" if first == again else f"OTHER TEXTS: {first} and {again}"
                 console.print(f"seed 0 once more, in a fresh process: {verdict}")
                 failed |= first != again
+    except EOFError:
+        print("\nleft before the end of the episode")
     except (ValueError, OSError) as error:
         print(f"error: {printable(str(error))}")
         return 1
@@ -115,27 +119,46 @@ def _prompt(number: int, examples: Sequence[Example] | None, turns: Turns) -> Pr
     return Prompt(number, turns.opening(example.prompt), example.columns, content=example.prompt)
 
 
-def play(player: Player, toolbox: Toolbox | None, style: str, stop: int) -> Episode:
-    """One episode, whose turns are random calls of the tools, or what somebody types."""
+def play(player: Player, toolbox: Toolbox, style: str, stop: int, by_hand: bool) -> Episode:
+    """Play one episode, whose turns are random calls of the tools, or what somebody types. EOFError: no more is typed.
+
+    A thought that the chat template opens is closed at once.
+    """
     (episode,) = player.episodes
     draw = random.Random(episode.seed)
+    thought = player.turns[episode.environment].opened_thought
+    closing = END_OF_THOUGHT if thought and END_OF_THOUGHT not in thought else ""
+    if by_hand:
+        print(how_to_play(toolbox, style))
     while any(most for _, most, _ in player.collect([0], 1)):
-        if toolbox is None:
+        if by_hand:
             said = episode.turns[-1]["answers"] if episode.turns else [episode.opening or episode.prompt.content]
-            print(*said, sep="\n")
-            text = input("> ")
+            print(*map(printable, said), sep="\n")
+            text = closing + without_surrogates(input("> "))
         else:
-            text = random_turn(toolbox, style, draw)
+            text = closing + random_turn(toolbox, style, draw)
         ids = player.tokenizer(text, add_special_tokens=False)["input_ids"] + [stop]
         player.ended(0, ids, [0.0] * len(ids), "stop")
     return player.finish()[0]
 
 
+def how_to_play(toolbox: Toolbox, style: str) -> str:
+    """Say how a call is written, by a call of the first tool, and what ends a turn and the episode."""
+    without = "is answered by reply" if toolbox.has_reply else "ends the episode"
+    ends = f"Enter ends a turn, one without a call {without}, Ctrl-D leaves."
+    if not toolbox.tools:
+        return ends
+    call = _random_call(toolbox.schemas[0], style, random.Random(0))
+    return f"A call is written {' '.join(call.split())}\n{ends}"
+
+
 def random_turn(toolbox: Toolbox, style: str, draw: random.Random) -> str:
     """A call of some tool with arguments of the right types, or words where there are no tools."""
-    if not toolbox.tools:
-        return draw.choice(WORDS)
-    function = draw.choice(toolbox.schemas)["function"]
+    return _random_call(draw.choice(toolbox.schemas), style, draw) if toolbox.tools else draw.choice(WORDS)
+
+
+def _random_call(schema: dict[str, Any], style: str, draw: random.Random) -> str:
+    function = schema["function"]
     known = function["parameters"]["properties"]
     return written_call(function["name"], {name: _random_value(known[name], draw) for name in known}, style)
 

@@ -34,7 +34,7 @@ def shorten(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     half = limit // 2
-    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[-half:]}"
+    return f"{text[:half]} [.. {len(text) - 2 * half} characters ..] {text[len(text) - half :]}"
 
 
 def one_line(text: str) -> str:

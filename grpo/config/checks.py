@@ -3,7 +3,7 @@
 import math
 from operator import attrgetter
 
-from grpo.config.engine_options import check_engine_options, needing_texts
+from grpo.config.engine_options import check_engine_options, needing_texts, reshaping_options
 from grpo.config.fields import (
     PAPER_DEFAULTS,
     AlgorithmConfig,
@@ -281,6 +281,12 @@ def cautions(config: GRPOConfig | SFTConfig) -> list[str]:
                 "generator.engine may sample from a coarser policy than the trained one, which "
                 "algorithm.importance_correction=none does not make up for; use truncate"
             )
+    if isinstance(config, GRPOConfig) and (reshaping := reshaping_options(config.generator.sampling)):
+        found.append(
+            f"with generator.sampling {', '.join(reshaping)} the engine draws from another distribution than the one "
+            "that is trained, so every ratio of policy to generator is off, as mismatch/mean shows; leave it out, or "
+            "lower generator.temperature, which the trainer takes into account"
+        )
     return found
 
 

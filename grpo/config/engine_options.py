@@ -48,6 +48,19 @@ SAMPLING_SET_HERE = {
 }
 # SamplingParams that choose among the tokens of one distribution, whatever came before
 TRUNCATING = ("top_p", "top_k", "min_p")
+# SamplingParams after which tokens no longer have the policy's probabilities -> values with which they still do
+RESHAPING = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+}
 # vLLM quantizes the checkpoint's weights itself, at the start and again in every weight sync. Under its other names
 # ("fp8" among them) it expects a checkpoint that is quantized already, which a policy's new weights are not.
 ONLINE_QUANTIZATION = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4", "online")
@@ -78,6 +91,11 @@ def check_engine_options(generator: GeneratorConfig) -> None:
 def needing_texts(sampling: Table) -> list[str]:
     """Return the names in `generator.sampling` for which vLLM may need a tokenizer, or all of a completion."""
     return [name for name in sampling if name not in TRUNCATING]
+
+
+def reshaping_options(sampling: Table) -> list[str]:
+    """Return the names in `generator.sampling` that make the sampled distribution another one than the policy's."""
+    return [name for name, value in sampling.items() if value not in RESHAPING.get(name, (value,))]
 
 
 @functools.cache

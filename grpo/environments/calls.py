@@ -11,7 +11,7 @@ Left out: styles that write each argument in a tag of its own, as GLM and Qwen3-
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,15 @@ STYLES = {
     "fence": '```json {"name": ..., "arguments": {...}} ```',
 }
 TAGS = {"hermes": ("<tool_call>", "</tool_call>"), "tag": ("<tool>", "</tool>"), "fence": ("```json", "```")}
-END_OF_THOUGHT, PYTHON_TAG = "</think>", "<|python_tag|>"
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+# Style -> what may begin a call: a tag, or an object with which the turn, or what follows its thoughts, begins
+OPENINGS = {style: f"(?P<call>{opening})" for style, (opening, _) in TAGS.items()}
+OPENINGS["llama3_json"] = rf"(?:\A|{END_OF_THOUGHT})\s*(?P<call>(?:<\|python_tag\|>\s*)?)(?={{)"
+MARKS = {style: re.compile(f"{opening}|{THOUGHT}|{END_OF_THOUGHT}") for style, opening in OPENINGS.items()}
+ENDS = {style: re.compile("|".join(tags)) for style, tags in TAGS.items()}
+BLANKS, BETWEEN = re.compile(r"\s*"), re.compile(r"[;,\s]*")
+NAME_OF_OBJECT = re.compile(r"\s*([^\s<]+)\s+(?={)")
+DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -36,25 +44,25 @@ class Call:
 
 
 def parse(text: str, style: str) -> list[Call | str]:
-    """The calls in a turn, in order, none if there is none; behind thoughts alone, where a model may try things out.
+    """Read the calls of a turn, in order, except those in its thoughts, where a model may try things out.
 
-    A text in place of a call says why that one cannot be read, and how it is written.
+    A <think> that nothing closes goes on to the end; a </think> that nothing opened ends what began the turn. Inside a
+    JSON text neither they nor the tags of calls mean anything. A text in place of a call says why that one cannot be
+    read, and how it is written.
     """
-    text = text.rpartition(END_OF_THOUGHT)[2]
     found: list[Call | str] = []
-    for body in text.split(TAGS[style][0])[1:] if style in TAGS else _objects(text):
-        try:
-            if style in TAGS:
-                body, closed, _ = body.partition(TAGS[style][1])
-                if style == "fence" and '"name"' not in body:
-                    continue  # a block that is no call
-                if not closed:
-                    raise ValueError(f"it has no {TAGS[style][1]}")
-            found.append(_tagged(body) if style == "tag" else _from_json(body))
-        except (ValueError, RecursionError) as error:
-            is_json = isinstance(error, json.JSONDecodeError | RecursionError)
-            why = f"it is no JSON, {error}" if is_json else error
-            found.append(f"This call cannot be read: {why}. Write {STYLES[style]}.")
+    at, is_thought = 0, False
+    while mark := MARKS[style].search(text, at):
+        at = mark.end()
+        if mark[0].startswith(END_OF_THOUGHT):
+            if not is_thought:
+                found.clear()
+            is_thought = False
+        elif mark[0] == THOUGHT:
+            is_thought = True
+        if mark["call"] is not None and not is_thought:
+            calls, at = _objects(text, at) if style == "llama3_json" else _in_tags(text, at, style)
+            found += calls
     return found
 
 
@@ -91,31 +99,66 @@ def style_of(template: str) -> str:
     )
 
 
-def _objects(text: str) -> Iterator[str]:
-    """The JSON objects of a turn that is nothing else; text before the first, or behind the last, is no call."""
-    text = text.strip().removeprefix(PYTHON_TAG).strip()
-    while text.startswith("{"):
+def _objects(text: str, at: int) -> tuple[list[Call | str], int]:
+    """Read the objects at `at`, one behind the other; returns calls, and where they end."""
+    found: list[Call | str] = []
+    while text.startswith("{", at):
+        start = at
         try:
-            _, end = json.JSONDecoder().raw_decode(text)
-        except (ValueError, RecursionError):
-            end = len(text)
-        if '"name"' in text[:end]:  # else an object of its own, which may be an answer
-            yield text[:end]
-        text = text[end:].lstrip("; \n\t,")
+            value, at = DECODER.raw_decode(text, start)
+            call = _from_json(value)
+        except (ValueError, RecursionError) as error:
+            at = at if at > start else len(text)
+            call = _unreadable(error, "llama3_json")
+        if '"name"' in text[start:at]:  # else an object of its own, which may be an answer
+            found.append(call)
+        at = BETWEEN.match(text, at).end()
+    return found, at
 
 
-def _tagged(body: str) -> Call:
+def _in_tags(text: str, start: int, style: str) -> tuple[list[Call | str], int]:
+    """Read what an opening tag before `start` opens; returns the call, none if it is none, and where it ends."""
+    closing, at, problem = TAGS[style][1], start, None
+    try:
+        if style == "tag":
+            call, at = _tagged(text, start)
+        else:
+            value, at = DECODER.raw_decode(text, BLANKS.match(text, start).end())
+            call = _from_json(value)
+    except (ValueError, RecursionError) as error:
+        problem = error
+    end = ENDS[style].search(text, at)
+    if style == "fence" and '"name"' not in text[start : end.start() if end else len(text)]:
+        return [], at  # a block that is no call
+    if end is None or end[0] != closing:
+        return [_unreadable(ValueError(f"it has no {closing}"), style)], at
+    if not problem and text[at : end.start()].strip():
+        problem = ValueError(f"it has no {closing} right behind its object")
+    return [_unreadable(problem, style) if problem else call], end.end()
+
+
+def _unreadable(error: Exception, style: str) -> str:
+    is_json = isinstance(error, json.JSONDecodeError | RecursionError)
+    return f"This call cannot be read: {'it is no JSON, ' if is_json else ''}{error}. Write {STYLES[style]}."
+
+
+def _tagged(text: str, start: int) -> tuple[Call, int]:
+    """Read a name and an object, or else a name and the text up to the next tag; returns the call and its end."""
+    if head := NAME_OF_OBJECT.match(text, start):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments, at = DECODER.raw_decode(text, head.end())
+            at = BLANKS.match(text, at).end()
+            if text.startswith(TAGS["tag"][1], at):
+                return Call(head[1], arguments), at
+    end = ENDS["tag"].search(text, start)
+    body = text[start : end.start() if end else len(text)]
     name, rest = [*body.strip().split(maxsplit=1), "", ""][:2]
     if not name:
         raise ValueError("it names no tool")
-    with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(arguments := json.loads(rest), dict):
-            return Call(name, arguments)
-    return Call(name, rest)
+    return Call(name, rest), start + len(body)
 
 
-def _from_json(body: str) -> Call:
-    call = json.loads(body)
+def _from_json(call: Any) -> Call:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError("it names no tool")
     arguments = call.get("arguments", call.get("parameters"))

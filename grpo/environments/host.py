@@ -131,23 +131,25 @@ class Episode:
             raise Lost(f"reset returned {type(text).__name__}, not text or None")
         return {"text": text}
 
-    def turn(self, text: str, earns: bool = False) -> dict[str, Any]:
+    def turn(self, text: str, earns: bool = False, opened_thought: str = "") -> dict[str, Any]:
         """Answer a turn of the model: by its calls, by `reply` where it has none, or with nothing, which ends it.
 
+        opened_thought: what the chat template wrote of the turn's thoughts; a call inside them is none.
         `role`: who answers, if not the tools. `unread`: the style of its calls, if that is not the one that is read.
         `earned`, if it earns and is not the last one: the reward so far. Raises Lost where that is None, because the
         rewards of this turn and the next are then not known.
         """
         counts = {"calls": 0, "bad_calls": 0, "tool_errors": 0, "unread_calls": 0}
         answers, role, unread = [], "", ""
-        for call in calls.parse(text, self.style) if self.toolbox.tools else []:
+        whole = opened_thought + text
+        for call in calls.parse(whole, self.style) if self.toolbox.tools else []:
             counts["calls"] += 1
             answer, kind = run_call(self.toolbox, self.object, call) if isinstance(call, calls.Call) else (call, "bad")
             counts["bad_calls"] += kind == "bad"
             counts["tool_errors"] += kind == "error"
             answers.append(answer)
         if not answers and self.toolbox.tools:
-            unread = calls.other_style(text, self.style, self.toolbox.tools)
+            unread = calls.other_style(whole, self.style, self.toolbox.tools)
             counts["unread_calls"] += bool(unread)
         if not answers and self.toolbox.has_reply:
             answer = awaited(self.object.reply(text))

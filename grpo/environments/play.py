@@ -147,7 +147,8 @@ class Player:
         text = self.tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False)
         episode.turns.append({"text": text, "tokens": len(ids), "answers": []})
         if is_whole:
-            self._ask(episode, "turn", [text, self.turns_earn], self.config.call_seconds)
+            thought = self.turns[episode.environment].opened_thought
+            self._ask(episode, "turn", [text, self.turns_earn, thought], self.config.call_seconds)
         else:
             self._end(episode, "tokens")
 
@@ -196,7 +197,8 @@ class Player:
             episode.write(self.turns[episode.environment].opening(messages))
         episode.num_prompt_tokens = number = len(episode.ids)
         if number > self.max_prompt_tokens:
-            why = f"reset: the prompt has {number} tokens, more than data.max_prompt_tokens={self.max_prompt_tokens}"
+            name = "data.max_prompt_tokens"
+            why = f"the prompt with reset's text has {number} tokens; raise {name}={self.max_prompt_tokens}"
             self._failed(episode, why, "lost")
         else:
             self._next_turn(episode, episode.ids)

@@ -62,6 +62,8 @@ class Turns:
                 ) from error
         scaffolds = [self._write(self.start), *(text for frame in self.frames.values() for text in frame)]
         self.special_ids = self._special_ids("".join(scaffolds))
+        # with what each turn begins, though the template and not the model wrote it
+        self.opened_thought = OPENED_THOUGHT.search(self._write(self.start))[0]
         self.rewrites = {role: ODD not in self._behind(role, [ODD]) for role in self.frames}
 
     @property

@@ -41,8 +41,7 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
         record = {
             "row": rollout.prompt.row,
             "prompt": without_surrogates(prompt),
-            # they came as JSON, which Python lets hold NaN
-            "columns": json.loads(json.dumps(rollout.prompt.columns), parse_constant=lambda _: None),
+            "columns": _strict_json(rollout.prompt.columns),
             "completion": without_surrogates(rollout.text),
             "rewards": {name: finite_or_none(value) for name, value in rollout.rewards.items()},
             "reward": finite_or_none(rollout.reward),
@@ -56,7 +55,8 @@ def completion_records(rollouts: list[Rollout], prompts: list[str]) -> list[dict
         if rollout.prompt.source:
             record["source"] = rollout.prompt.source
         if completion.episode:
-            record["episode"] = {name: value for name, value in completion.episode.items() if name != "waited"}
+            episode = {name: value for name, value in completion.episode.items() if name != "waited"}
+            record["episode"] = _strict_json(episode)
         elif completion.pieces[:-1]:
             record["earlier"] = [(piece.version, piece.num_tokens) for piece in completion.pieces[:-1]]
         records.append(record)
@@ -175,6 +175,11 @@ def show_chat(example: "Encoded", tokenizer: "PreTrainedTokenizerBase") -> Text:
 def finite_or_none(value: float | None) -> float | None:
     """The number, or None if it is not finite, for which JSON has no word."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def _strict_json(value: Any) -> Any:
+    """What came as JSON, which Python lets hold NaN and infinities, with None in their place."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def _is_in(value: Any, prompt: str) -> bool:

@@ -5,6 +5,7 @@ out). It returns what to say, or nothing.
 """
 
 import collections
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -24,7 +25,7 @@ MOVE_STEPS = 20
 LEAST_MOVE = 1e-6  # nats of KL to where the policy began; or what the learning rates add up to
 FLAT_STEPS = 50
 LEAST_RISE_ERRORS = 2.0  # standard errors by which a reward that rises is above its first window
-LEAST_ERRORS = 2.5  # standard errors by which an accuracy must be below the best of several
+LEAST_ERRORS = 2.5  # standard errors by which an accuracy must be below the best of several, a reward below its first
 TOO_LARGE = "the updates are too large; lower trainer.learning_rate"
 
 
@@ -39,24 +40,33 @@ def equal_rewards(history: History) -> str:
     )
 
 
-def not_moved(history: History) -> str:
-    """The policy is where it began: AdamW moves a weight by about the learning rate in a step, and there is no KL."""
+def not_moved(history: History, least_steps: int = MOVE_STEPS) -> str:
+    """The policy is where it began: AdamW moves a weight by about the learning rate in a step, and there is no KL.
+
+    least_steps: before, nothing is said about it. Rules that advise a lower learning rate ask earlier, and keep silent.
+    """
     num_steps, rates = len(history["reward/mean"]), history["learning_rate"]
     far = max(map(abs, history["kl"][-WINDOW:]), default=math.inf)  # without a reference it is not known
-    if min(num_steps, len(rates)) < MOVE_STEPS or min(total := sum(rates), far) >= LEAST_MOVE:
+    if min(num_steps, len(rates)) < least_steps or min(total := sum(rates), far) >= LEAST_MOVE:
         return ""
     told = f"the learning rates add up to {total:.2g}" + (f", kl is {far:.2g}" if math.isfinite(far) else "")
     return f"after {num_steps} steps the policy is where it began: {told}; raise trainer.learning_rate"
 
 
 def collapse(history: History) -> str:
-    """The reward is far below what it was, whatever else has changed with it."""
+    """The reward is far below what it was, whatever else has changed with it, and the policy has moved."""
     rewards, spread = history["reward/mean"], max(history["reward/std"], default=0)
     now = _recent(rewards)
-    if now is None or not spread:
+    if now is None or not spread or not_moved(history, WINDOW):
         return ""
     windows = (statistics.fmean(rewards[start : start + WINDOW]) for start in range(0, len(rewards) - WINDOW, WINDOW))
-    best = max(rewards[0], *windows, now)  # large steps may spoil the policy within the first window
+    best = max([now, *windows])
+    # Large steps may spoil the policy within the first window, but a step of few completions may be high by chance.
+    # What two neighbours differ by says how much, whatever the trend.
+    changes = [after - before for before, after in itertools.pairwise(rewards[-WINDOW:])]
+    error = math.sqrt(statistics.fmean(change**2 for change in changes) / 2)
+    if rewards[0] - now > LEAST_ERRORS * error:
+        best = max(best, rewards[0])
     if best - now <= REWARD_DROP * spread:
         return ""
     fell = f"the reward fell from {compact_number(best)} to {compact_number(now)}"
@@ -82,7 +92,9 @@ def no_rise(history: History) -> str:
 def no_entropy(history: History) -> str:
     """The policy samples the same again and again. In a supervised run this is no fault."""
     entropy = _recent(history["entropy"])
-    if not history["reward/mean"] or entropy is None or entropy >= MIN_ENTROPY or collapse(history):
+    if not history["reward/mean"] or entropy is None or entropy >= MIN_ENTROPY:
+        return ""
+    if collapse(history) or not_moved(history, WINDOW):
         return ""
     return (
         f"the policy's entropy is {compact_number(entropy)} nats: it hardly explores any more; raise "
@@ -146,7 +158,7 @@ class Watch:
                 seen[0] = seen[0]._replace(reward=statistics.fmean(rewards[:WINDOW]))
             reward = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
             seen.append(Evaluation(finite[name], finite.get(f"{name}_stderr", 0.0), reward))
-            text = lost_accuracy(seen)
+            text = "" if not_moved(self.history, WINDOW) else lost_accuracy(seen)
             found[name] = text and f"{name} {text}"
         told = {name for name, text in found.items() if text}
         new = [found[name] for name in found if name in told - self._said]

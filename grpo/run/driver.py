@@ -30,7 +30,7 @@ from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.flight import Flight
-from grpo.run.scorer import check_version
+from grpo.run.scorer import check_lost, check_version
 from grpo.run.session import Session, is_due
 from grpo.types import Completion, Prompt, Requests, Rollout, StepPlan, TrainBatch
 from grpo.watch.failures import refuse_bad_input
@@ -132,6 +132,7 @@ class Driver:
     def make_batch(self, rollouts: list[Rollout], for_teacher: bool = False) -> TrainBatch:
         """The step's rollouts laid end to end; for a teacher that reads other prompts, behind those."""
         if not any(r.completion.loss_mask_T.any() for r in rollouts):
+            check_lost(rollouts)
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         turn_weight = self.config.environment.weight if self.config.turns_earn else None
         observes = self.config.algorithm.echo_coef > 0

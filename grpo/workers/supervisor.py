@@ -153,7 +153,8 @@ class Supervisor:
             self._end(worker, None)
 
     def _tell(self, **message: Any) -> None:
-        self.owner.outbox += json.dumps(message).encode() + b"\n"
+        # a user's code may say half a character, which JSON's escapes carry and no tokenizer, file or terminal takes
+        self.owner.outbox += json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n"
 
     # -----------------------------------------------------------------------------------------------------------------
     # Workers begin and end

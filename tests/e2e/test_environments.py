@@ -129,6 +129,13 @@ def test_lost_episodes_are_left_out_and_too_many_end_the_run(model, tmp_path):
             assert record["environment/lost_count"] == record["reward/none_count"] == 4  # one of each group
     output = run(model, tmp_path / "most", 1, *flags, 1, succeeds=False)
     assert "episodes were lost" in output and "seed" in output and "row" in output
+    (tmp_path / "long.py").write_text(
+        "class Long:\n    def reset(self): return '3+4' * 20\n    def reply(self, text): return None\n"
+        "    def get_reward(self): return 1.0\n"
+    )
+    long = (*ROOM, *COLOCATED, "--roles.num-trainers", 1, "--environment.name", f"{tmp_path}/long.py:Long")
+    output = run(model, tmp_path / "long", 1, *long, succeeds=False)  # before a token is sampled
+    assert "raise data.max_prompt_tokens=16" in output and "generator is broken" not in output
 
 
 def test_an_environment_that_cannot_be_used_is_one_line(model, tmp_path):

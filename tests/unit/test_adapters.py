@@ -66,46 +66,13 @@ OPENENV = """
         def close(self):
             self.url = None
 """
-VERIFIERS = """
-    class ClientConfig:
-        pass
-
-    class Rubric:
-        async def score_rollout(self, state):
-            state["reward"] = state["answer"] in state["completion"][0]["content"]
-
-    class Ask:
-        rubric = Rubric()
-
-        def get_dataset(self):
-            prompt = [{"role": "system", "content": "Be quick."}, {"role": "user", "content": "Which?"}]
-            return [{"prompt": prompt, "answer": answer} for answer in ("a", "b")]
-
-        async def init_state(self, input, client, model):
-            return input | {"trajectory": []}
-
-        async def setup_state(self, state):
-            state["most"] = 2
-
-        async def is_completed(self, state):
-            return len(state["trajectory"]) >= state["most"]
-
-        async def env_response(self, messages, state):
-            return [{"role": "user", "content": f"You said {messages[-1]['content']}."}]
-
-        async def cleanup(self, state):
-            state.clear()
-
-    def load_environment(**arguments):
-        return Ask()
-"""
 
 
 @pytest.fixture
 def plays(tmp_path, monkeypatch):
     """Plays an episode of an example: replies to `reset` and to turns, and what `finish` says."""
     monkeypatch.syspath_prepend(tmp_path)
-    for name, code in (("gymnasium", GYMNASIUM), ("openenv/core", OPENENV), ("verifiers", VERIFIERS)):
+    for name, code in (("gymnasium", GYMNASIUM), ("openenv/core", OPENENV)):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "__init__.py").write_text(textwrap.dedent(code))
 
@@ -123,7 +90,7 @@ def plays(tmp_path, monkeypatch):
             host.close()
 
     yield play
-    for name in ("gymnasium", "openenv", "openenv.core", "verifiers"):
+    for name in ("gymnasium", "openenv", "openenv.core"):
         sys.modules.pop(name, None)
 
 
@@ -150,11 +117,3 @@ def test_a_server_of_openenv(plays):
     assert begun["text"] == 'Guess.\n\n{"text": "Which?", "tries": 0}' and "Yes." in only["answers"][0]
     gone, *_ = plays("openenv_client.py:Remote", {"url": "http://gone"}, 7)
     assert gone["kind"] == "lost" and "nobody is there" in gone["failed"]
-
-
-def test_an_environment_of_verifiers(plays):
-    options = {"module": "verifiers", "arguments": {"top": 3}}
-    begun, first, last, told = plays("verifiers_env.py:Verifiers", options, 3, "It is b", "c")
-    assert begun["text"] == "Be quick.\n\nWhich?"
-    assert (first["answers"], first["ended"]) == (["You said It is b."], False)
-    assert (last["answers"], last["ended"], told["reward"]) == ([], True, 1.0)

@@ -1,12 +1,10 @@
 """Calls in what a model wrote: read, or told why not."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.environments.calls import STYLES, Call, other_style, parse, style_of, written_call
+from grpo.environments.calls import STYLES, TAGS, Call, other_style, parse, style_of, written_call
 from tests.unit import chat_templates as templates
 
 LOOK = Call("look", {"place": "attic"})
@@ -38,6 +36,9 @@ CALL = '{"name": "look", "arguments": {"place": "attic"}}'
         ("fence", f"I look.\n```json\n{CALL}\n```\nThen I know.", [LOOK]),
         ("fence", f"```json\n{CALL}\n```\n```json\n{CALL}\n```", [LOOK, LOOK]),
         ("fence", '```json\n{"answer": 4}\n```', []),
+        ("hermes", f"<tool_call>{CALL}</tool_call><think>Again?</think><tool_call>{CALL}</tool_call>", [LOOK, LOOK]),
+        ("llama3_json", f"<think>{CALL}</think>\n{CALL}", [LOOK]),
+        ("llama3_json", f"{CALL}</think>{CALL}", [LOOK]),
         ("fence", "```python\nname = look()\n```", []),
     ],
 )
@@ -57,6 +58,8 @@ def test_calls(style, text, calls):
         ("llama3_json", '{"name": "look", "parameters": {"place": "attic"}', "it is no JSON, Expecting ',' delimiter"),
         ("tag", "<tool> </tool>", "it names no tool"),
         ("tag", "<tool>look attic", "it has no </tool>"),
+        ("hermes", f"<tool_call>{CALL}}}</tool_call>", "it has no </tool_call> right behind its object"),
+        ("hermes", '<tool_call>{"text": "a </think> b"</tool_call>', "it is no JSON, Expecting ',' delimiter"),
         ("fence", f"```json\n{CALL}", "it has no ```"),
         ("fence", '```json\n{"name": "look", "arguments": {\n```', "it is no JSON"),
     ],
@@ -72,14 +75,19 @@ def test_one_bad_call_leaves_the_others():
     assert isinstance(found[0], str) and found[1:] == [LOOK]
 
 
-TEXT = st.text(st.characters(exclude_characters="<"))  # what holds a tag is told to be unreadable
+MARKS = ["<think>", "</think>", "```", "```json", *(tag for tags in TAGS.values() for tag in tags), '"', "\\", "}"]
+TEXT = st.lists(st.sampled_from(MARKS) | st.text(max_size=6), max_size=5).map("".join)
 
 
-@given(TEXT, st.dictionaries(TEXT, st.none() | st.integers() | TEXT))
-def test_any_call_comes_back(name, arguments):
-    call = json.dumps({"name": name, "arguments": arguments})
-    assert parse(f"x<tool_call>{call}</tool_call>", "hermes") == [Call(name, arguments)]
-    assert parse(call, "llama3_json") == [Call(name, arguments)]
+@given(st.sampled_from([*STYLES]), st.dictionaries(TEXT, st.none() | st.integers() | TEXT))
+def test_any_call_comes_back_except_in_thoughts(style, arguments):
+    """Also one whose texts have the tags of calls and of thoughts."""
+    call = written_call("write", arguments, style)
+    assert parse(call, style) == parse(f"<think>Hm.</think>{call}", style) == [Call("write", arguments)]
+    if "</think>" not in call:  # which would close a thought
+        assert parse(f"<think>{call}", style) == []
+        assert parse(f"<think>{call}</think>No.", style) == parse(f"{call}</think>No.", style) == []
+        assert parse(f"<think>{call}</think>{call}", style) == [Call("write", arguments)]
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -1,8 +1,15 @@
 """The command that looks at an environment before a run."""
 
+import json
 import pathlib
+import re
+
+import pytest
 
 from grpo.check_environment import main
+from grpo.data.toy import build_if_toy
+from grpo.environments.calls import STYLES
+from tests.unit import chat_templates as templates
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "configs" / "examples"
 
@@ -30,12 +37,43 @@ def test_a_hidden_state_and_a_lost_episode_are_told(tmp_path, capsys):
     assert "no server" in capsys.readouterr().out
 
 
-def test_somebody_may_be_the_model(monkeypatch, capsys):
-    turns = iter([f"<tool>guess {number}</tool>" for number in range(1, 17)])
-    monkeypatch.setattr("builtins.input", lambda _: next(turns))
-    words = ["--play", "--environment.max-turns", "16", "--environment.calls", "tag"]
+def test_what_no_tokenizer_takes_is_played(tmp_path, capsys):
+    (tmp_path / "half.py").write_text(
+        "class Half:\n    def reset(self): return 'Begin \\ud800.'\n    def reply(self, text): return 'No \\ud800.'\n"
+    )
+    assert main([f"{tmp_path}/half.py:Half", "--environment.max-turns", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "Begin ?." in shown and shown.count("No ?.") == 6  # the third answer is not written
+
+
+@pytest.mark.parametrize("template", [None, templates.QWEN2.replace("assistant\n{%", "assistant\n<think>\n{%")])
+@pytest.mark.parametrize("style", STYLES)
+def test_somebody_may_be_the_model(style, template, monkeypatch, capsys):
+    """And is told how a call is written: its own numbers in that call find the number."""
+    printed = []
+
+    def type_next(_):
+        printed.append(capsys.readouterr().out)
+        (example,) = re.findall("A call is written (.*)", printed[0])
+        return re.sub(r"\d+", str(len(printed)), example)
+
+    monkeypatch.setattr("builtins.input", type_next)
+    words = ["--play", "--environment.max-turns", "16", "--generator.max-completion-tokens", "2000"]
+    words += ["--environment.calls", style]
+    words += ["--data.chat-template-kwargs", "chat_template", json.dumps(template)] if template else []
     assert main([f"{EXAMPLES}/guess.py:Guess", *words]) == 0
-    assert "reward 1.0" in capsys.readouterr().out
+    assert "ends the episode" in printed[0] and "reward 1.0" in capsys.readouterr().out
+
+
+def test_a_first_text_that_is_too_long_is_told_with_its_field(tmp_path, capsys):
+    folder = build_if_toy("toy:guess", tmp_path, [], seed=0)
+    words = [f"{EXAMPLES}/guess.py:Guess", "--model.path", folder, "--environment.calls", "tag"]
+    words += ["--environment.reply-as", "user", "--data.system-prompt", "", "--data.max-prompt-tokens"]
+    assert main([*words, "4"]) == 1
+    shown = capsys.readouterr().out
+    ((number, field),) = set(re.findall(r"lost: the prompt with reset's text has (\d+) tokens; raise (\S+)", shown))
+    assert field == "data.max_prompt_tokens=4"
+    assert main([*words, number]) == 0
 
 
 def test_what_cannot_be_used_is_one_line(tmp_path, capsys):

@@ -226,6 +226,22 @@ def test_a_coarse_engine_without_a_correction_is_said(coarse):
     assert cautions(change(GRPOConfig(), none)) == []
 
 
+@pytest.mark.parametrize(
+    "sampling, named",
+    [
+        ({"top_p": 0.9, "top_k": 0}, "top_p"),
+        ({"min_p": 0.1, "top_k": 50, "seed": 1}, "min_p, top_k"),
+        ({"min_tokens": 8}, "min_tokens"),
+        ({"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}, ""),
+    ],
+)
+def test_sampling_from_another_distribution_is_said_in_any_precision(sampling, named):
+    for dtype in ("bfloat16", "float32"):
+        said = cautions(change(GRPOConfig(), {"generator.sampling": sampling, "model.dtype": dtype}))
+        assert [f"sampling {named} the engine" in text for text in said] == [True] * bool(named)
+    assert cautions(change(SFTConfig(), {"generator.sampling": sampling})) == []  # which trains on no samples
+
+
 def test_odd_but_possible_layouts_pass():
     validate(GRPOConfig(roles=RolesConfig(colocated=True, num_trainers=1)))
     validate(GRPOConfig(roles=RolesConfig(num_references=2), algorithm=AlgorithmConfig(kl_coef=0.1)))

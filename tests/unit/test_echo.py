@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo.algorithm.aggregation import UpdateTotals
 from grpo.config import AlgorithmConfig, EnvironmentConfig, GRPOConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch, sample_of
 from grpo.roles.metrics import StepMetrics
@@ -100,6 +101,11 @@ def test_the_gradient_is_that_of_both_losses_however_it_is_packed(folder, micro_
     measured = metrics.means()
     assert measured["echo/loss"] == pytest.approx(cross_entropy, rel=1e-5)
     assert metrics.num_loss_tokens == 4
+
+
+def test_what_was_observed_is_no_loss_token():
+    """4 of the sampled tokens are of the only sequence that has a reward; 2 + 4 were answered."""
+    assert UpdateTotals.of(step(config_of()), 9) == UpdateTotals(4, 1, 9, 6)
 
 
 def test_a_step_of_observations_alone_trains_and_one_of_none_does_not(folder):

@@ -114,6 +114,35 @@ def test_an_episode_from_reset_to_reward(host):
     assert say(room, 8, "finish")["reward"] == 0.0
 
 
+def test_half_a_character_is_a_question_mark_wherever_it_comes_from(host, tmp_path):
+    """The policy can write one as an escape of JSON; no tokenizer and no file takes it."""
+    (tmp_path / "half.py").write_text(
+        "class Half:\n"
+        "    def reset(self, **row): return 'Begin \\ud83d.'\n"
+        "    def search(self, query: str) -> str:\n"
+        "        'Search.'\n"
+        "        self.query = query\n"
+        "        return f'No {query}.'\n"
+        "    def reply(self, text): return '\\udc80'\n"
+    )
+    room = host(name="half.py:Half")
+    assert say(room, 0, "reset", {}, 0, 0) == {"text": "Begin ?."}
+    text = '<tool_call>{"name": "search", "arguments": {"query": "a \\ud800 \\ud83d\\udc4d"}}</tool_call>'
+    assert say(room, 0, "turn", text)["answers"] == ["No a ? 👍."]
+    assert say(room, 0, "turn", "no call")["answers"] == ["?"]
+    assert say(room, 0, "finish")["info"] == {"query": "a ? 👍"}
+
+
+def test_a_call_in_a_thought_that_the_template_opened_is_none(host):
+    room = host()
+    say(room, 0, "reset", {}, 0, 0)
+    reply = say(room, 0, "turn", f"I add. </think> {call('add', number=3)}", False, "<think>\n")
+    assert reply["answers"] == ["3"]
+    reply = say(room, 0, "turn", f"I may add. {call('add', number=4)}", False, "<think>\n")
+    assert reply["ended"] and reply["counts"]["calls"] == reply["counts"]["unread_calls"] == 0
+    assert say(room, 0, "finish")["info"] == {"count": 3}
+
+
 def test_the_reward_so_far_is_asked_for_only_where_turns_earn(host):
     room, text = host(), call("add", number=4)
     say(room, 0, "reset", {}, 0, 0)

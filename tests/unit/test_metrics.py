@@ -350,6 +350,18 @@ def test_samples_cannot_act_on_a_terminal_and_completions_are_strict_json(tmp_pa
     assert b"\x1b" not in line
 
 
+def test_what_an_environment_says_is_strict_json(tmp_path):
+    """Its numbers may be none, by what the policy did."""
+    rollout = make_rollout(1.0, {"f": 1.0})
+    episode = {"turns": [], "info": {"score": math.inf, "all": [math.nan, 0.5]}, "reward": 1.0, "waited": 0.1}
+    rollout = dataclasses.replace(rollout, completion=dataclasses.replace(rollout.completion, episode=episode))
+    log = RunLog(MetricsConfig(tensorboard=False), str(tmp_path), num_steps=3)
+    log.completions(1, [rollout], ["prompt"])
+    log.close()
+    *_, record = read_records(tmp_path, "completions.jsonl")
+    assert record["episode"] == {"turns": [], "info": {"score": None, "all": [None, 0.5]}, "reward": 1.0}
+
+
 def test_tensorboard_shows_samples_as_they_are(tmp_path):
     log = RunLog(MetricsConfig(), str(tmp_path), num_steps=10)
     log.completions(5, [UNREWARDED, TRUNCATED], ["_a_ & `b`", "1+2[x](y) &lt;\n\n\\|~1~"])

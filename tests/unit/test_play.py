@@ -18,6 +18,7 @@ from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.roles.engine_loop import Stretch
 from grpo.roles.episodes import completion_of
 from grpo.types import Prompt
+from tests.unit import chat_templates as templates
 
 CONFIG = EnvironmentConfig(name="made.py:Up", max_turns=4)
 NUM = 12
@@ -33,10 +34,12 @@ class MadeHost:
 
     def __init__(self, delay, fails=(), fails_at="turn"):
         self.delay, self.fails, self.waiting, self.texts, self.fails_at = delay, fails, [], {}, fails_at
+        self.opened_thoughts = set()
 
     def ask(self, episode, do, arguments, seconds):
         reply = {"text": f"Begin {episode}."}
         if do == "turn":
+            self.opened_thoughts.add(arguments[2])
             self.texts.setdefault(episode, []).append(arguments[0])
             answer = f"<|im_start|>{len(arguments[0])}"
             reply = {"answers": [answer], "role": "", "counts": {"calls": 1}, "ended": len(arguments[0]) % 7 == 0}
@@ -186,6 +189,17 @@ def test_each_limit_ends_or_cuts_what_it_is_about():
         answers = [answer for turn in cut.turns for answer in turn["answers"]]
         assert cut.counts["cut_answers"] == sum("tokens left out ..]" in answer for answer in answers) == len(answers)
     assert not any(episode.counts["cut_answers"] for episode in free)
+
+
+def test_an_environment_hears_what_thought_the_template_opened():
+    template = templates.QWEN2.replace("assistant\n{%", "assistant\n<think>\n{%")
+    data = DataConfig(system_prompt="", chat_template_kwargs={"chat_template": template})
+    turns = Turns(tokenizer(), data, [tokenizer().eos_token_id], [], has_reply=True)
+    host, loop = MadeHost(lambda: 0.0), MadeLoop()
+    player = Player(CONFIG, host, {"": turns}, tokenizer(), 100)
+    player.begin([Episode(Prompt(0, [11, 12]), 0, 0, 3)], max_tokens=200)
+    play(CONFIG, loop, 1, loop.add, player, lambda decisions: decisions)
+    assert host.opened_thoughts == {"<think>\n"}
 
 
 def test_a_lost_episode_has_no_reward_and_a_hung_one_has_its_own():

@@ -49,6 +49,27 @@ STREAMS = {
         },
         {10: "the reward fell from 0.4 to 0.09: the updates are too large"},
     ),
+    "noise": (  # the mean of the first ten is 0.52, of the last ten 0.49; a single step of few completions was 0.75
+        {
+            "reward/mean": [0.75, *[0.45, 0.55, 0.35, 0.65, 0.45] * 5],
+            "reward/std": [0.3] * 26,
+            "learning_rate": [1e-3] * 26,
+        },
+        {},
+    ),
+    "a slow fall": (  # means of ten: 0.6, and 0.44 when nine of ten are 0.42; 0.16 is more than half of 0.3
+        {"reward/mean": [0.6] * 10 + [0.42] * 12, "reward/std": [0.3] * 22, "learning_rate": [1e-3] * 22},
+        {19: "the reward fell from 0.6 to 0.438: the updates are too large"},
+    ),
+    "no fall of a policy that has not moved": (  # nor is it told to explore, by a lower rate, and by a higher one
+        {
+            "reward/mean": [0.6] * 10 + [0.42] * 12,
+            "reward/std": [0.3] * 22,
+            "entropy": [0.001] * 22,
+            "learning_rate": [0.0] * 22,
+        },
+        {20: "after 20 steps the policy is where it began: the learning rates add up to 0; raise"},
+    ),
     "too early to tell": ({"completion/truncated_frac": [0.9] * 9}, {}),
 }
 
@@ -79,6 +100,16 @@ def test_streams(name):
 def test_lost_accuracy(evaluations, why):
     text = lost_accuracy([Evaluation(*numbers) for numbers in evaluations])
     assert why in text and bool(why) == bool(text)
+
+
+def test_an_accuracy_that_differs_by_chance_asks_for_no_lower_rate():
+    """The policy is the same; samples of it are not."""
+    for rate, num_told in ((0.0, 0), (1e-3, 1)):
+        watch = Watch()
+        watch.look({"eval/accuracy": 0.5, "eval/accuracy_stderr": 0.01})
+        for _ in range(10):
+            watch.look({"reward/mean": 0.5, "learning_rate": rate})
+        assert len(watch.look({"eval/accuracy": 0.4, "eval/accuracy_stderr": 0.01})) == num_told
 
 
 def test_accuracy_before_the_first_step_counts():
