@@ -56,6 +56,7 @@ def shown_commands() -> list[str]:
         texts.append(ast.get_docstring(ast.parse(file.read_text())) or "")
     found = []
     for text in texts:
+        text = re.sub(r"\\\n *", "", text)  # a command on several lines
         for variable, value in re.findall(r"^([A-Z]+)=(\S+)$", text, re.MULTILINE):
             text = text.replace(f"${variable}", value)
         found += re.findall(rf"^(?:    )?({STARTS}.*)$", text, re.MULTILINE)
