@@ -148,6 +148,17 @@ def test_sbatch_stops_the_run_before_its_time_is_up_and_requeues(repo, obeys):
     assert requeued == bool(obeys)
 
 
+def test_sbatch_takes_gpus_of_gres_and_needs_no_number_of_cores(repo):
+    """`--gres=gpu:4` in place of --gpus-per-node sets another variable, and cores may be left to the cluster."""
+    left_out = ("SLURM_GPUS_PER_NODE", "SLURM_CPUS_PER_TASK")
+    slurm = {name: value for name, value in SLURM.items() if name not in left_out}
+    process, calls = launch(repo, "grpo.sbatch", "recipe.py", GRPO_DEVICE="cpu", **slurm, SLURM_GPUS_ON_NODE="4")
+    assert process.returncode == 0, process.stderr
+    assert "--nproc_per_node=4" in calls[-1] and "--cpus-per-task" not in calls[-1]
+    process, _ = launch(repo, "grpo.sbatch", "recipe.py", GRPO_DEVICE="cpu", **slurm)
+    assert process.returncode == 1 and "--gres=gpu" in process.stderr
+
+
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_sft.py"])
 def test_sbatch_starts_one_torchrun_per_node_with_all_its_cores_and_gpus(repo, script):
     batch_file = script.removeprefix("train_").replace(".py", ".sbatch")
