@@ -2,9 +2,7 @@
 
     torchrun --nproc_per_node=4 train_grpo.py configs/toy_arithmetic.py
 
-Starts from the model that this leaves:
-
-    torchrun --nproc_per_node=2 train_sft.py configs/toy_sft.py
+Starts from the model that `train_sft.py configs/toy_sft.py` leaves.
 
 What to expect on two CPU cores, 5 minutes for both: 0.54 of held-out additions right at the start, 0.79 to 0.90 at the
 end.

@@ -13,6 +13,7 @@ an escape (`\\x1b`).
 
 import argparse
 import ast
+import contextlib
 import itertools
 import json
 import math
@@ -28,9 +29,12 @@ import numpy as np
 from grpo.folder.run_folder import read_marker
 from grpo.report.page import write_page
 from grpo.report.samples import describe
-from grpo.text import compact_number, one_line, shorten
+from grpo.text import compact_number, one_line, printable, shorten
 
-COMPLETIONS, EVALUATION = "completions.jsonl", "evaluation.jsonl"
+METRICS, COMPLETIONS, EVALUATION = "metrics.jsonl", "completions.jsonl", "evaluation.jsonl"
+# What is read of each line of the last two
+OF_A_ROLLOUT = ("step", "row", "prompt", "columns", "completion", "rewards", "reward", "advantage", "mismatch")
+OF_A_ROLLOUT += ("finish_reason", "num_tokens", "failures")
 Record = dict[str, Any]  # a line of a .jsonl file
 Curve = list[tuple[int, float]]  # steps and values, at least one
 MARKS = "─•×+o#"  # what draws the curve of each run; the first one's is a line
@@ -66,11 +70,11 @@ def main(arguments: list[str] | None = None) -> None:
             text = rollouts_text(given)
         else:
             text = summarize(given.run_dirs)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
+    except (ValueError, OSError) as error:
+        raise SystemExit(printable(str(error))) from error
     sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, not a traceback
     try:
-        print(text, flush=True)
+        print(printable(text), flush=True)  # files of others may hold what acts on a terminal
     except BrokenPipeError:  # of `| head`; Python would flush, and complain, once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -179,7 +183,7 @@ def differing_fields(run_dirs: list[pathlib.Path]) -> list[list[str]]:
         return []
     configs = [marker["config"] for marker in markers]
     names = [name for name in dict.fromkeys(itertools.chain(*configs)) if name != "run_dir"]
-    rows = [[name, *(shorten(config.get(name, "-"), CELL_CHARACTERS) for config in configs)] for name in names]
+    rows = [[name, *(shorten(one_line(str(c.get(name, "-"))), CELL_CHARACTERS) for c in configs)] for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
@@ -266,22 +270,37 @@ def page_text(given: argparse.Namespace) -> str:
         rollouts = itertools.chain.from_iterable(read_lines(path, "") for path in paths)
     models = [str(run_dir / "model"), str(run_dir / "initial_model")]
     if marker := read_marker(run_dir):
-        models.append(ast.literal_eval(marker["config"]["model.path"]))
+        with contextlib.suppress(ValueError, SyntaxError):  # of a foreign file
+            models.append(str(ast.literal_eval(str(marker["config"].get("model.path")))))
     path = write_page(run_dir, read_metrics(run_dir), rollouts, models)
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser; it needs no other file"
 
 
 def read_metrics(run_dir: pathlib.Path) -> list[Record]:
     """What a run logged, a record per step and per evaluation. Raises ValueError if there is no such file."""
-    return list(read_lines(run_dir / "metrics.jsonl", "train first, or name another run folder"))
+    return list(read_lines(run_dir / METRICS, "train first, or name another run folder"))
 
 
 def read_lines(path: pathlib.Path, way_out: str) -> Iterator[Record]:
-    """The records of a .jsonl file; a last line that is still being written is left out."""
+    """Read the records of a .jsonl file. A last line that is still being written is left out.
+
+    Raises ValueError with the line's number for one that is damaged.
+    """
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {way_out}")
-    with open(path, encoding="utf-8") as file:
-        yield from (json.loads(line) for line in file if line.endswith("\n"))
+    needed = ("step",) if path.name == METRICS else OF_A_ROLLOUT
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line") from error
+            missing = [name for name in needed if name not in record] if isinstance(record, dict) else needed
+            if missing:
+                raise ValueError(f"{path}, line {number}: no {', '.join(missing)}; remove that line")
+            yield record
 
 
 if __name__ == "__main__":

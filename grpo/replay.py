@@ -62,6 +62,7 @@ COLUMNS = {
     "entropy": "entropy",
     "kl": "mismatch/kl",
 }
+WIDTH, HEIGHT = 220, 150  # of a panel of comparison.svg, pixels
 Shown = dict[str, float]  # by column
 RATIO_IS_1 = "one update per step: each ratio is 1 and no clip acts; --algorithm.num-mini-batches 4 lets clips act"
 
@@ -263,11 +264,20 @@ def picture(rows: list[tuple[int, str, Shown]]) -> str:
         values = [value for _, _, value in known] or [0.0]
         low, high = min(values), max(values)
         title = f"{column}: {compact_number(low)} to {compact_number(high)}, steps {first} to {last}"
-        parts.append(f'<g transform="translate({40 + number % 3 * 290} {64 + number // 3 * 200})" fill="none">')
-        parts.append(f'<text y="-6" fill="black">{title}</text><rect width="250" height="150" stroke="#999"/>')
+        parts.append(f'<g transform="translate({60 + number % 3 * 290} {64 + number // 3 * 200})" fill="none">')
+        parts.append(f'<text y="-6" fill="black">{title}</text><rect width="{WIDTH}" height="{HEIGHT}" stroke="#999"/>')
+        for step in sorted({first, (first + last) // 2, last}):
+            x = WIDTH * (step - first) / (last - first or 1)
+            parts.append(f'<path d="M{x:.1f} {HEIGHT}v5" stroke="#999"/>')
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT + 17}" fill="#666" text-anchor="middle">{step}</text>')
+        for value in sorted({low, (low + high) / 2, high}):
+            y = HEIGHT * (high - value) / (high - low or 1)
+            parts.append(f'<path d="M0 {y:.1f}h-5" stroke="#999"/>')
+            label = compact_number(value)
+            parts.append(f'<text x="-7" y="{y + 4:.1f}" fill="#666" text-anchor="end">{label}</text>')
         for name in names:
             of_method = ((step - first, high - value) for step, other, value in known if other == name)
-            scaled = ((250 * x / (last - first or 1), 150 * y / (high - low or 1)) for x, y in of_method)
+            scaled = ((WIDTH * x / (last - first or 1), HEIGHT * y / (high - low or 1)) for x, y in of_method)
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in scaled)
             parts.append(f'<polyline points="{points}" stroke="{colors[name]}"/>')
         parts.append("</g>")

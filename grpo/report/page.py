@@ -43,8 +43,11 @@ def write_page(
         pieces.append(_packed(records))
     pieces.insert(0, _packed({"name": str(run_dir), "metrics": metrics, "steps": steps}))
     data = "\n".join(f'<script type="text/plain" id="piece-{i}">{piece}</script>' for i, piece in enumerate(pieces))
-    path = run_dir / "look.html"
-    path.write_text(TEMPLATE.read_text(encoding="utf-8").replace(DATA, data, 1), encoding="utf-8")
+    path, partial = run_dir / "look.html", run_dir / "look.html.tmp"
+    partial.unlink(missing_ok=True)
+    with open(partial, "x", encoding="utf-8") as file:  # not through a link that somebody put there
+        file.write(TEMPLATE.read_text(encoding="utf-8").replace(DATA, data, 1))
+    partial.replace(path)
     return path
 
 

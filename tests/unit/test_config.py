@@ -72,17 +72,17 @@ REFUSED_IN_GRPO = [
     (OLD_GENERATOR | MAX_WEIGHT | {CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),
     ({CORRECTION: "mask_tokens", LOW: 1.5}, "1 must lie between .*low=1.5 and .*high=2.0"),
     ({"algorithm.distill_coef": 1.0}, "distill_coef needs model.reference_path, teachers or"),
-    (SELF | {"algorithm.distill_coef": 1.0}, "teacher=policy needs algorithm.teacher_template: with the same prompt"),
+    (SELF | {"algorithm.distill_coef": 1.0}, "teacher=policy needs algorithm.teacher_template"),
     (HINT | {"algorithm.distill_coef": 0.0}, "teacher_template needs algorithm.distill_coef: it weighs"),
     (HINT | {"algorithm.kl_coef": 0.1}, "teacher_template does not go with algorithm.kl_coef: .* set kl_coef to 0"),
     (HINT | {"environment.name": "x.py:A"}, "teacher_template does not go with environment.name or classes: reset"),
-    (HINT | SELF | TEACHER, "teacher=policy does not go with model.reference_path: nobody would read it"),
+    (HINT | SELF | TEACHER, "teacher=policy .* model.reference_path"),
     (SEVERAL | {"algorithm.distill_coef": 0.0}, "model.teachers needs algorithm.distill_coef: it weighs"),
     (SEVERAL | {"data.teacher_column": ""}, "model.teachers needs data.teacher_column"),
     (SEVERAL | {"model.teachers": {}} | TEACHER, "data.teacher_column needs model.teachers"),
-    (SEVERAL | TEACHER, "model.teachers does not go with model.reference_path: both say who teaches"),
+    (SEVERAL | TEACHER, "model.teachers .* model.reference_path"),
     (SEVERAL | {"algorithm.kl_coef": 0.1}, "model.teachers does not go with algorithm.kl_coef: .* set kl_coef to 0"),
-    (SEVERAL | HINT | SELF, "teacher=policy does not go with model.teachers: nobody would read them"),
+    (SEVERAL | HINT | SELF, "teacher=policy .* model.teachers"),
     (HINT | SELF | {"roles.num_references": 1}, "policy does not go with roles.num_references: .* --roles.num-ref"),
     ({"group_size": 1, "algorithm.advantages": "rloo"}, "advantages=rloo makes"),
     (TEACHER | {"algorithm.distill_coef": 1.0, "group_size": 1}, "advantages=group_std makes every advantage 0"),
@@ -404,7 +404,7 @@ def test_recipe_is_valid_and_its_command_starts_as_many_ranks(path):
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     assert f"configs/{path.name}" in docstring
     nodes = max([1, *map(int, re.findall(r"--n?nodes=(\d+)", docstring))])
-    (per_node,) = re.findall(r"--nproc_per_node=(\d+)", docstring)
+    (per_node,) = set(re.findall(r"--nproc_per_node=(\d+)", docstring))
     assert int(per_node) * nodes == config.num_ranks
     script = "train_sft.py" if isinstance(config, SFTConfig) else "train_grpo.py"
     assert script in docstring

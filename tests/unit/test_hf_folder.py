@@ -88,7 +88,7 @@ REFUSED = {  # what is wrong: (config.json, the reason)
     ),
     "Mixtral": (
         MISTRAL_7B_V0_3 | {"model_type": "mixtral", "num_local_experts": 8},
-        "is a mixtral model; only qwen3, qwen2, llama, mistral, qwen3_moe models are supported",
+        "is a mixtral model; only qwen3, qwen2, llama, mistral, qwen3_moe ",
     ),
     "unknown to transformers": ({"model_type": "my_model", "auto_map": {}}, "is a my_model model; only qwen3"),
     "no model_type": ({"hidden_size": 64}, "is a None model; only qwen3"),

@@ -121,6 +121,50 @@ def test_without_such_a_run_there_is_one_line(tmp_path):
     assert "\n" not in str(stop.value)
 
 
+def test_what_others_wrote_cannot_act_on_a_terminal(tmp_path, capsys):
+    """A field of run.json, which is shown where two runs differ, and a path that an error shows."""
+    config = GRPOConfig()
+    runs = [write_metrics(tmp_path / name, config, {1: 0.5, 2: 0.6}) for name in ("a", "b")]
+    marker = json.loads((tmp_path / "b/run.json").read_text())
+    marker["config"]["algorithm.loss"] = "'grpo'\x1b]0;owned\x07\nsteps  9"
+    (tmp_path / "b/run.json").write_text(json.dumps(marker))
+    main(runs)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("algorithm.loss")]
+    assert line.endswith(r"'grpo'\x1b]0;owned\x07 steps  9".replace("steps  9", "steps 9"))
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path / "\x1b[2J")])
+    assert "\x1b" not in str(stop.value)
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\0\n", b"\xff\n", b'{"step": 11}\n', b"3\n", b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize("flags", [["--step", "latest"], ["--html"]])
+def test_a_damaged_line_is_named(run_dir, damage, flags):
+    path = run_dir / "completions.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], damage, *lines[2:]]))
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(SystemExit, match="completions.jsonl, line 3: "):
+        main([str(run_dir), *flags])
+
+
+def test_a_damaged_line_of_metrics_is_named(run_dir):
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0}\n{"step"\n')
+    with pytest.raises(SystemExit, match="metrics.jsonl, line 2: "):
+        main([str(run_dir)])
+
+
+def test_a_page_is_not_written_through_a_link(run_dir, tmp_path_factory):
+    """Whoever can write into the folder cannot have a file of the reader's replaced."""
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0}\n')
+    own = tmp_path_factory.mktemp("own") / "thesis.tex"
+    own.write_text("mine")
+    for name in ("look.html", "look.html.tmp"):
+        (run_dir / name).symlink_to(own)
+    main([str(run_dir), "--html"])
+    assert own.read_text() == "mine"
+    assert "piece-0" in (run_dir / "look.html").read_text() and not (run_dir / "look.html").is_symlink()
+
+
 def test_a_reader_who_stops_reading_sees_no_traceback(run_dir):
     lines = (run_dir / "completions.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "completions.jsonl").write_text("".join(lines[1:2] * 2000))  # more than a pipe holds

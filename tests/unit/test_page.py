@@ -150,6 +150,22 @@ def test_without_a_recorded_batch_there_are_texts_turn_by_turn_of_held_out_promp
     assert not page.run("document.getElementById('no-tokens').hidden") and page.run("legend.hidden")
 
 
+def test_the_list_has_prompts_and_what_is_filtered_away_is_not_shown(tmp_path, browser):
+    record = {"step": 1, "row": 0, "completion": "3", "reward": 1.0, "advantage": 0.0, "num_tokens": 1}
+    asked = record | {
+        "prompt": "system and a template, 7*6? assistant",
+        "columns": {"question": "7*6?", "answer": "42"},
+    }
+    write_run(tmp_path, [record, asked | {"reward": 0.5}])
+    page = opened(browser, tmp_path)
+    cells = page.run("[...document.querySelectorAll('#rows .row')].map((row) => row.children[4].textContent)")
+    assert cells == ["1+2=", "7*6?"]
+    assert page.run("document.querySelectorAll('#head > *').length") == 6
+    page.run("Object.assign(document.getElementById('search'), { value: '7*6' }).dispatchEvent(new Event('input'))")
+    assert page.run("document.querySelectorAll('#rows .row').length") == 1
+    assert page.run("document.getElementById('detail').textContent") == ""
+
+
 def test_what_models_write_stays_text_and_nothing_is_loaded(tmp_path, browser):
     record = {
         "step": 1,

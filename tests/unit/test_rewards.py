@@ -369,14 +369,12 @@ def test_the_library_that_compares_latex_is_loaded_at_the_start():
     [
         (
             "maths",
-            r"unknown reward function 'maths'; built-ins are math_reward, code_reward, .*, language_reward, "
-            r"your own is written path/file.py:function",
+            r"'maths'.* math_reward, code_reward, .*, language_reward, .* path/file.py:function",
         ),
         ("mine.py", "unknown reward function 'mine.py'"),
         (
             "mine.py:strict",
-            r"mine.py:strict cannot be called with completions and the columns question, answer, num_tokens, "
-            r"truncated, prompts, step: got an unexpected keyword argument 'question'; end its arguments with \*\*col",
+            r"mine.py:strict .* question, answer, num_tokens, truncated, prompts, step.*'question'.*\*\*col",
         ),
         ("mine.py:words", r"missing a required argument: 'solution'.*list the columns it needs in data.columns"),
     ],

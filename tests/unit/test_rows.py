@@ -139,10 +139,7 @@ def test_bad_rows_are_refused_with_their_numbers():
     with pytest.raises(ValueError) as refused:
         checked(*rows)
     message = str(refused.value)
-    assert message.startswith(
-        "7 of 9 rows of f.jsonl cannot be used: row 2: column 'question' is empty; rows 4, 5, 6, 7, 8, ..: column "
-        "'answer' is missing (counted from 1, without blank lines)"
-    )
+    assert re.match(r"7 of 9 rows of f.jsonl .*row 2: .*'question'.*rows 4, 5, 6, 7, 8, ..: .*'answer'", message)
     assert "\n" not in message and message.endswith("--data.bad-rows skip")
 
 
@@ -150,10 +147,7 @@ def test_bad_rows_are_skipped_and_counted(capsys):
     found = checked(GOOD, {"question": "1+2"}, GOOD, name="f\x1b[2J", bad_rows="skip")
     assert found.usable == [0, 2] and found.left_out == "1 that cannot be used"
     line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith(
-        r"warning: 1 of 3 rows of f\x1b[2J.jsonl cannot be used: row 2: column 'answer' is missing ("
-    )
-    assert line.endswith("they are left out")
+    assert re.match(r"warning: 1 of 3 rows of f\\x1b\[2J.jsonl .*row 2: .*'answer'.* left out$", line)
     assert checked(GOOD, bad_rows="skip").left_out == ""
     assert "warning" not in capsys.readouterr().out
 

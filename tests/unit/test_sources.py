@@ -1,6 +1,7 @@
 """Where rows come from: files, folders and the hub, and what is said about those that are broken."""
 
 import json
+import re
 
 import datasets
 import pytest
@@ -134,7 +135,7 @@ def test_a_folder_without_rows_or_with_several_kinds(tmp_path):
         rows_of(tmp_path)
     (tmp_path / "a.csv").write_text("a\n1\n")
     (tmp_path / "b.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(ValueError, match=r"has files of several kinds \(csv, json\); give one with files of one kind"):
+    with pytest.raises(ValueError, match=r"\(csv, json\).* one kind"):
         rows_of(tmp_path)
 
 
@@ -188,5 +189,5 @@ def test_a_table_with_mixed_types_in_a_nested_column_is_refused_in_one_line(monk
         rows_of("a/b")
     message = str(caught.value)
     assert message.startswith("data set a/b:train could not be loaded: ArrowInvalid: Could not convert 'one'")
-    assert "has text in one row and a number in another; make each column one type" in message
+    assert re.search("text .*number.* make each column one type", message)
     assert "\n" not in message

@@ -45,7 +45,7 @@ def test_micro_batches_of_one_update_add_up():
     metrics.reduce(None)
     assert metrics.means() == {"entropy": 2.5, "ratio_max": 0.0, "loss": 4.0}  # a maximum is at least 0
     add(metrics, micro_batch([[0]]), 1.0, entropy=1.0)
-    with pytest.raises(ValueError, match=r"the loss logged \['entropy'\] and then \['kl'\]; log the same each time"):
+    with pytest.raises(ValueError, match=r"\['entropy'\] .*\['kl'\]"):
         add(metrics, micro_batch([[1]]), 1.0, kl=1.0)
 
 

@@ -198,7 +198,7 @@ def test_memory_that_runs_out_is_left_to_the_worker(tmp_path):
         ("-7//2", "-4"), ("17 % 5", "2"), ("6×7÷2", "21"), ("2**100", "1267650600228229401496703205376"),
         ("*".join(["9" * 99] * 5), "9"), ("-" * 499 + "1", "-1"),
         ("1/0", "ValueError: division by zero"),
-        ("9**9**9**9", "ValueError: the exponent must be a whole number, and the result must not have too many digits"),
+        ("9**9**9**9", "ValueError: the exponent must be"),
         ("2**0.5", "ValueError: the exponent must be"),
         ("(" * 300 + "1" + ")" * 300, "ValueError: the expression has 601 characters, more than 500"),
         ("(" * 240 + "1" + ")" * 240, "ValueError: this is no expression of numbers"),

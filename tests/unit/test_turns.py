@@ -498,7 +498,7 @@ def test_templates_that_write_prompts_only(tmp_path):
         assert encoded(tokenizer, TALK[:3], data=jinja) == shown
         assert encoded(tokenizer, TALK[:3], "all", data=jinja) == "be[" + shown[2:].replace("[", "")
     for data in (text, jinja):
-        with pytest.raises(Refused, match="one question for one answer, and this chat has user, assistant, user, assi"):
+        with pytest.raises(Refused, match="one question .* user, assistant, user, assi"):
             encode_chat(tokenizer, data, TALK[:5], "last")
     assert encoded(tokenizer, TALK[:2], data=text) == "be brief, 1+1? 1+1? Assistant:"
 

@@ -185,7 +185,7 @@ def test_stop_tokens_that_are_missing():
 
 def test_what_a_user_is_told():
     assert case(0).line == ""
-    assert case(6).line == "the chat template does not show the tools; describe them in data.system_prompt"
+    assert re.search("chat template .*tools.* data.system_prompt", case(6).line)
 
 
 def test_turns_with_and_without_calls():

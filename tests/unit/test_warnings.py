@@ -1,6 +1,7 @@
 """Warnings in words, on made-up streams of metrics: at the right step, once, and again when they come back."""
 
 import math
+import re
 
 import pytest
 
@@ -28,16 +29,16 @@ STREAMS = {
     ),
     "no step": (  # 20 x 4e-8 is less than 1e-6, 25 x 4e-8 is not
         {"reward/mean": [0.5, 0.7] * 13, "learning_rate": [4e-8] * 26},
-        {20: "after 20 steps the policy is where it began: the learning rates add up to 8e-07; raise"},
+        {20: "after 20 steps .* 8e-07; raise trainer.learning_rate"},
     ),
     "no KL": (
         {"reward/mean": [0.5, 0.7] * 12, "learning_rate": [1e-3] * 24, "kl": [1e-7] * 22 + [1e-4] * 2},
-        {20: "after 20 steps the policy is where it began: the learning rates add up to 0.02, kl is 1e-07"},
+        {20: "after 20 steps .* 0.02, kl is 1e-07"},
     ),
     "a few steps": ({"reward/mean": [0.5, 0.7] * 15, "learning_rate": [1e-6] * 30, "kl": [1e-5] * 30}, {}),
     "no rise": (
         {"reward/mean": [0.5, 0.6] * 26},
-        {50: "in 50 steps the reward has not risen by more than chance (0 ± 0.0236): it"},
+        {50: r"in 50 steps .*\(0 ± 0.0236\)"},
     ),
     "a rise": ({"reward/mean": [0.5, 0.6] * 20 + [0.6, 0.7] * 6}, {}),  # 0.1, more than 2 x 0.0236
     "a collapse is no short limit": (  # means of ten: 0.09 at step 10; 0.4 - 0.09 is more than half of 0.5
@@ -47,7 +48,7 @@ STREAMS = {
             "completion/truncated_frac": [0.0, 0.5] + [1.0] * 10,
             "entropy": [0.0] * 12,
         },
-        {10: "the reward fell from 0.4 to 0.09: the updates are too large"},
+        {10: "the reward fell from 0.4 to 0.09"},
     ),
     "noise": (  # the mean of the first ten is 0.52, of the last ten 0.49; a single step of few completions was 0.75
         {
@@ -82,7 +83,7 @@ def test_streams(name):
     found = {step: texts for step, texts in found.items() if texts}
     assert found.keys() == expected.keys()
     for step, (text,) in found.items():
-        assert text.startswith(expected[step]) and "\n" not in text
+        assert re.match(expected[step], text) and "\n" not in text
 
 
 @pytest.mark.parametrize(
@@ -117,8 +118,7 @@ def test_accuracy_before_the_first_step_counts():
     assert watch.look({"eval/accuracy": 0.55, "eval/accuracy_stderr": 0.02}) == []
     found = [watch.look({"reward/mean": reward}) for reward in (0.4, 0.42, 0.3, 0.2)]  # 0.33 on average
     found += [watch.look({"eval/accuracy": 0.23, "eval/accuracy_stderr": 0.02})]
-    text = "eval/accuracy is 0.23 and was 0.55, and the reward did not rise either: the updates are too large"
-    assert found[:4] == [[]] * 4 and found[4][0].startswith(text)
+    assert found[:4] == [[]] * 4 and re.match("eval/accuracy .* 0.23 .* 0.55, .* did not rise either", found[4][0])
 
 
 def test_each_held_out_set_is_watched_for_itself():
