@@ -104,7 +104,7 @@ BAD_FLAGS = {
     "--data.path {here}/no.jsonl": "no.jsonl does not exist",
     "--data.path {here}/rows.jsonl": "rows.jsonl",
     "--data.path {here}/rows.jsonl --data.prompt-column q": "columns there: question, answer; name one",
-    "--data.path {here}/lists.jsonl": "math_reward cannot read .* is list .'3'., .*--data.answer-column answer.0",
+    "--data.path {here}/lists.jsonl --reward.functions math_reward 1": "is list .'3'., .*--data.answer-column answer.0",
     "--data.path {here}/lists.jsonl --reward.functions code_reward 1 --data.columns tests number": "tests of type int",
     "--data.path {here}/rows.jsonl:foo": "rows.jsonl:foo: a file has no splits; name the file alone",
     "--algorithm.loss {here}/files.py:unpacks": "files.py:unpacks, line 11: TypeError: ",
