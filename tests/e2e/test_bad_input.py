@@ -104,6 +104,8 @@ BAD_FLAGS = {
     "--data.path {here}/no.jsonl": "no.jsonl does not exist",
     "--data.path {here}/rows.jsonl": "rows.jsonl",
     "--data.path {here}/rows.jsonl --data.prompt-column q": "columns there: question, answer; name one",
+    "--data.path {here}/lists.jsonl --reward.functions math_reward 1": "is list .'3'., .*--data.answer-column answer.0",
+    "--data.path {here}/lists.jsonl --reward.functions code_reward 1 --data.columns tests number": "tests of type int",
     "--data.path {here}/rows.jsonl:foo": "rows.jsonl:foo: a file has no splits; name the file alone",
     "--algorithm.loss {here}/files.py:unpacks": "files.py:unpacks, line 11: TypeError: ",
     "--evaluation.interval 1 --checkpoint.interval 1 --checkpoint.keep-best acuracy": "did you mean accuracy",
@@ -138,6 +140,7 @@ def unpacks(inputs, config):
 def test_what_a_run_reads_is_looked_at_before_models_load(flags: str, model: pathlib.Path, tmp_path: pathlib.Path):
     (tmp_path / "files.py").write_text(FILES)
     (tmp_path / "rows.jsonl").write_text('{"question": "1+2", "answer": "3"}\n{"question": "1+2"}\n')
+    (tmp_path / "lists.jsonl").write_text('{"question": "1+2", "answer": ["3"], "number": 3}\n' * 64)
     arguments = flags.format(here=tmp_path).split(" ")
     message = refusal("--model.path", model, "--run-dir", tmp_path / "run", *arguments)
     assert re.search(BAD_FLAGS[flags], message), message

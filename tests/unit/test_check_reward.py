@@ -119,6 +119,22 @@ def test_what_cannot_be_called_is_one_line(show, name, flags, message):
     assert message in out.splitlines()[-1] and out.splitlines()[-1].startswith("error: ")
 
 
+def test_a_list_of_answers_is_refused_by_math_reward_and_its_first_is_shown_to_your_own(show, tmp_path):
+    rows = [{"q": "3 + 3?", "truth": {"value": ["6", "six"]}, "level": 1}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    code, out = show("math_reward")
+    assert code == 1 and "--data.answer-column answer.0" in out.splitlines()[-1]
+    assert out.splitlines()[-1].startswith("error: reward function math_reward cannot read the data: ")
+    code, out = show("math_reward", "--data.answer-column", "truth.value.0")
+    assert code == 0 and "reference  <answer>6</answer>" in out
+    (tmp_path / "any.py").write_text(
+        "def any_of(completions, answer, **_):\n"
+        "    return [float(text[8:-9] in answers) for text, answers in zip(completions, answer)]\n"
+    )
+    code, out = show("any.py:any_of")
+    assert code == 0 and "reference  <answer>6</answer>" in out and "wrong      <answer>7</answer>" in out
+
+
 @pytest.mark.parametrize(
     ("answer", "wrong"),
     [("0.5", "3/2"), ("-1/2", "1/2"), ("50%", "51"), ("x = 7", "8"), ("12345678", "12345679"), (2.5, "7/2")],
