@@ -40,8 +40,9 @@ def test_held_out_rows_need_no_teacher(tmp_path):
     (tmp_path / "own.py").write_text("def own(completions, domain, **others):\n    return [1.0 for _ in completions]\n")
     reward = RewardConfig(functions={f"{tmp_path}/own.py:own": 1.0})
     config = GRPOConfig(data=data, model=MODEL, reward=reward, evaluation=EvaluationConfig(path=held_out))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 30}')
     check_functions(config)  # training rows have what it asks for
     with pytest.raises(ValueError, match="own.*domain.*data.columns"):
-        held_out_prompts(SimpleNamespace(config=config, tokenizer=word_tokenizer()))
+        held_out_prompts(SimpleNamespace(config=config, tokenizer=word_tokenizer(), model_folder=str(tmp_path)))
     with pytest.raises(ValueError, match="'domain' is missing in .*name one of them with --data.teacher-column"):
         prompts_of(config_of(held_out, teacher_column="domain"), word_tokenizer(), model=MODEL)
