@@ -1,4 +1,13 @@
-"""A real model on two CPU cores: SmolLM2-135M-Instruct learns sums of two-digit numbers from rewards alone."""
+"""A real model on two CPU cores: SmolLM2-135M-Instruct learns sums of two-digit numbers from rewards alone.
+
+    bash launch/quickstart.sh
+
+gets the model, writes the questions and runs this, which is also
+
+    torchrun --nproc_per_node=1 train_grpo.py configs/smollm2_sums.py
+
+QUICKEXPECT
+"""
 
 from grpo import config as c
 
@@ -16,9 +25,10 @@ config = c.GRPOConfig(
         schedule="linear",
         min_lr_ratio=0.1,
     ),
+    sampling=c.SamplingConfig(dynamic=True, max_rounds=1),  # trains on no group that has nothing to compare
     evaluation=c.EvaluationConfig(path="runs/sums/test.jsonl", interval=20),
     run_dir="runs/smollm2_sums",
-    num_steps=80,
-    prompts_per_step=4,
+    num_steps=60,
+    prompts_per_step=8,
     group_size=8,
 )

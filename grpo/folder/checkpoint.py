@@ -7,7 +7,6 @@ writes the copy while training goes on. Reading runs no code. Files that are mis
 anything is loaded; a bit that a disk flipped is not.
 """
 
-import datetime
 import enum
 import io
 import json
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import changes_since
 from grpo.folder.run_folder import CHECKPOINTS, PARTIAL, check_run_folder, read_marker, step_folders, step_of
-from grpo.roles.process_groups import SAVERS, TIMEOUT_DEADLINES
+from grpo.roles.process_groups import make_savers_group
 from grpo.watch.failures import BadInput
 
 DRIVER_FILE = "driver.pt"
@@ -151,8 +150,7 @@ class CheckpointSaver:
     def __init__(self, config: GRPOConfig | SFTConfig):
         """Collective over the trainer ranks."""
         self.config = config
-        timeout = datetime.timedelta(minutes=TIMEOUT_DEADLINES * config.deadline_minutes)
-        self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc=SAVERS)
+        self.group = make_savers_group(config.deadline_minutes)
         on_gpu = torch.cuda.is_available()
         self.stager = DefaultStager(
             StagingOptions(

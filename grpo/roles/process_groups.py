@@ -31,7 +31,6 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from grpo.config import RolesConfig
-from grpo.watch.failures import here
 
 # Between two looks of rank 0 for ranks that have started
 MEETING_SECONDS = 0.02
@@ -39,7 +38,7 @@ MEETING_SECONDS = 0.02
 MEETING_NOTICE_SECONDS = 60
 # Timeout of a collective, in `deadline_minutes`: beyond the deadline of every phase, so that a hang is named first
 TIMEOUT_DEADLINES = 4
-SAVERS = "checkpoints"  # the group of threads that write checkpoints, see grpo/folder/checkpoint.py
+SAVERS = "checkpoints"  # describes the group of the threads that write them
 
 # Forwards that this rank's engine has begun, by the first rank of its replica; torch does not see what vLLM sends.
 engine_steps: collections.Counter[int] = collections.Counter()
@@ -272,18 +271,28 @@ def _bridge(
     return group
 
 
-def collectives_entered(roles: Roles) -> dict[str, int]:
+def make_savers_group(deadline_minutes: float) -> ProcessGroup:
+    """Make the group in which threads of the role's ranks write checkpoints. Collective over the role.
+
+    It is apart, so that their collectives do not meet those of training.
+    """
+    timeout = datetime.timedelta(minutes=TIMEOUT_DEADLINES * deadline_minutes)
+    return dist.new_group(backend="gloo", timeout=timeout, group_desc=SAVERS)
+
+
+def collectives_entered(roles: Roles, is_saving: bool) -> dict[str, int]:
     """Collectives that this rank has begun, as torch counts them, by group, under names that its members share.
 
-    A rank with fewer than another one of the group keeps it waiting. May be called from any thread.
+    A rank with fewer than another one of the group keeps it waiting. May be called from any thread. is_saving: the
+    rank waits for its thread that writes a checkpoint, so the thread's collectives count.
     """
     bridges = [group for group in (roles.control, roles.learners, roles.weights) if group is not None]
     entered, first = {group.group_name: _begun(group) for group in bridges}, roles.world[0]
     entered[f"{first}/groups made"] = distributed_c10d._world.group_count  # which waits for all ranks of the world too
     for group in list(distributed_c10d._world.pg_map):  # a copy, because another thread may add groups
         ranks = distributed_c10d._world.pg_group_ranks.get(group)
-        if group.group_desc == SAVERS and here.phase != "save":
-            continue  # a thread's, which keeps nobody waiting until a rank waits for the thread
+        if group.group_desc == SAVERS and not is_saving:
+            continue  # a thread keeps nobody waiting until a rank waits for it
         if group not in bridges and ranks and len(ranks) > 1:
             # torch's names are counted in each process: groups of other ranks may have the same
             entered[f"{first}/{group.group_name}/{','.join(map(str, ranks))}"] = _begun(group)

@@ -216,7 +216,7 @@ class Watchdog:
             self.closed.wait()  # no signal can be sent to a thread that is gone
 
     def _tell_place(self) -> None:
-        progress = here.changes, collectives_entered(self.roles)
+        progress = here.changes, collectives_entered(self.roles, is_saving=here.phase == "save")
         place = Place(here.role, here.phase, *progress, time.monotonic(), self.host, os.getpid())
         self.store.set(f"place/{self.roles.rank}", json.dumps(asdict(place)))
 
