@@ -16,7 +16,7 @@ config = c.GRPOConfig(
     roles=c.RolesConfig(colocated=True, num_trainers=1),
     data=c.DataConfig(path="runs/sums/train.jsonl", system_prompt="", max_prompt_tokens=64),
     reward=c.RewardConfig(functions={"configs/examples/sums.py:last_number": 1.0}),
-    generator=c.GeneratorConfig(max_completion_tokens=16, temperature=(0.7,)),
+    generator=c.GeneratorConfig(max_completion_tokens=16),
     trainer=c.TrainerConfig(
         micro_batch_tokens=2048,
         logprob_chunk_tokens=512,

@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
     configs = [load_recipe(str(path), GRPOConfig, SFTConfig) for path in RECIPES]
     recipes = {config.run_dir: as_recipe(config) for config in configs}
     default = recipes["runs/qwen3_1_7b_gsm8k"]
-    for run_dir in re.findall(r"\bruns/\w+", " ".join(shown_commands())):
+    for run_dir in re.findall(r"(?<!--run-dir )\bruns/\w+", " ".join(shown_commands())):
         (folder / run_dir).mkdir(parents=True, exist_ok=True)
         (folder / run_dir / "config.py").write_text(recipes.get(run_dir, default))
     return folder
