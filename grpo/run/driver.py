@@ -107,7 +107,8 @@ class Driver:
         """What must be sampled before the step is full; None if it is."""
         flight, num_groups = self.flight, self.config.prompts_per_step
         requests = flight.fill(self.session.stream.draw, self._score)
-        if requests is None and flight.num_informative < num_groups:
+        is_asked_for = self.config.sampling.max_rounds == 1 and flight.num_informative  # not to sample others
+        if requests is None and flight.num_informative < num_groups and not is_asked_for:
             print(
                 f"dynamic sampling: {flight.num_informative} of {num_groups} groups have different rewards after "
                 f"{flight.num_rounds} rounds with {len(flight.taken)} prompts; the step goes on with "

@@ -126,7 +126,7 @@ def test_dynamic_sampling_and_stop_strings(model: pathlib.Path, tmp_path: pathli
 
 @pytest.mark.slow
 def test_a_step_that_dynamic_sampling_cannot_fill(model: pathlib.Path, tmp_path: pathlib.Path):
-    """At most one round: the step goes on with the groups it has, and says so."""
+    """At most one round: the step goes on with the groups it has, which was asked for and needs no word."""
     chance = ("--reward.functions", f"{HERE}/tiny_rewards.py:passes_by_chance", 1, "--group-size", 2)
     metrics = run(tmp_path, model, *chance, "--prompts-per-step", 8, "--sampling.dynamic", "--sampling.max-rounds", 1)
     log = (tmp_path / "run.log").read_text()
@@ -135,7 +135,7 @@ def test_a_step_that_dynamic_sampling_cannot_fill(model: pathlib.Path, tmp_path:
         assert m["sampling/rounds"] == 1 and 0 < m["sampling/full_frac"] == m["sampling/informative_frac"] < 1
         num_groups = round(8 * m["sampling/full_frac"])
         assert sum(line["step"] == m["step"] for line in lines) == 2 * num_groups
-        assert f"dynamic sampling: {num_groups} of 8 groups have different rewards after 1 rounds" in log
+    assert "dynamic sampling:" not in log
 
 
 def test_verifiers_that_fail_cost_their_completion_alone(model: pathlib.Path, tmp_path: pathlib.Path):
