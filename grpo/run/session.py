@@ -4,6 +4,7 @@ Rank 0 opens the run folder, the model's folder and the log; then every rank loa
 every run needs belongs in `Session.open`; what one script alone checks and reads is in inputs.py.
 """
 
+import gc
 import os
 import pathlib
 import tempfile
@@ -94,6 +95,7 @@ def run(
             check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
     engine_ranks, minutes = config.generator.tensor_parallel, config.deadline_minutes
     needed = (config.needs_reference and not layout, engine_ranks, minutes, bool(config.reward.model and not layout))
+    gc.collect()  # a notebook's run before may have left cycles with groups, in whose end a fork of this one would hang
     roles = setup_roles(layout or config.roles, *needed)
     set_place(role=roles.name)
     with watched(roles, config.deadline_minutes):

@@ -529,11 +529,17 @@ def test_functions_that_can_no_longer_be_loaded_end_the_run_only_with_the_last_p
     rollouts = [rollout("kill"), *[rollout("good")] * 20]
     assert [r.reward for r in score(pool, rollouts, group_size=1)] == [None] + [4.0] * 20
     assert [r.reward for r in score(pool, rollouts[1:], group_size=1)] == [4.0] * 20
+    warned = ""
+
+    def has_warned() -> bool:
+        nonlocal warned
+        warned += capfd.readouterr().err
+        return "KeyError: 'late'" in warned
+
+    wait_until(has_warned, "the warning")
+    assert "warning: a worker process cannot be replaced: ValueError: reward file" in warned
     with pytest.raises(RuntimeError, match=r"the reward functions cannot be loaded: .*: KeyError: 'late' "):
         score(pool, rollouts, group_size=1)
-    warned = capfd.readouterr().err
-    assert "warning: a worker process cannot be replaced: ValueError: reward file" in warned
-    assert "KeyError: 'late'" in warned
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -86,7 +86,7 @@ def test_moments_are_held_in_their_dtype_and_updates_computed_in_float32(folder,
     """A trainer that takes over after three updates makes the other two; all stay close to those of float32."""
     one, other = (trainer_of(folder, moments=str(moments).removeprefix("torch.")) for _ in range(2))
     draw = torch.Generator().manual_seed(0)
-    starts = [p.detach().to_local().clone() for p in one.model.module.parameters()]
+    starts = [p.detach().clone() for p in one.model.module.parameters()]
     gradients = [[torch.randn(start.shape, generator=draw) for _ in range(5)] for start in starts]
     for step in range(5):
         if step == 3:
@@ -96,11 +96,11 @@ def test_moments_are_held_in_their_dtype_and_updates_computed_in_float32(folder,
         for trainer in (one, other):
             for parameter, given in zip(trainer.model.module.parameters(), gradients, strict=True):
                 parameter.grad = torch.zeros_like(parameter)
-                parameter.grad.to_local().copy_(given[step])
+                parameter.grad.copy_(given[step])
             trainer.optimizer.step()
     for trainer in (one, other):
         for end, start, given in zip(trainer.model.module.parameters(), starts, gradients, strict=True):
-            moved = end.detach().to_local() - start
+            moved = end.detach() - start
             exact, expected = (adamw(start, given, dtype) - start for dtype in (torch.float32, moments))
             assert (moved - expected).norm() < 1e-4 * moved.norm()  # a tie may round to the other side
             assert (moved - exact).norm() < 5e-3 * moved.norm()

@@ -9,6 +9,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, TrainerConfig
 from grpo.roles.metrics import StepMetrics
@@ -85,7 +86,9 @@ def step(trainer: Trainer, batch: TrainBatch, place: str = "", is_hit: bool = Fa
     if model_logprobs is not None:
         del trainer.model.logprobs
     if place == "gradient" and is_hit:
-        next(p for p in trainer.model.module.parameters() if p.grad is not None).grad.to_local().fill_(torch.inf)
+        gradient = next(p for p in trainer.model.module.parameters() if p.grad is not None).grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.fill_(torch.inf)
     return metrics, trainer.optimizer_step()
 
 
