@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A real language model that GRPO makes better, in minutes, on two CPU cores or on a GPU: SmolLM2-135M-Instruct learns sums
-# of two-digit numbers from rewards alone.
+# A real language model that GRPO makes better, in minutes, on two CPU cores or on a GPU: SmolLM2-135M-Instruct learns
+# sums of two-digit numbers from rewards alone.
 #
 #   bash launch/quickstart.sh
 #
