@@ -1,6 +1,6 @@
 """What a run achieved, on one screen, and the rollouts of one of its steps: `python -m grpo.look RUN_DIR`.
 
-    python -m grpo.look RUN_DIR [RUN_DIR ...]                accuracy, reward or losses, a curve; of one run answers before and after
+    python -m grpo.look RUN_DIR [RUN_DIR ...]                accuracy, reward or losses, a curve, answers
     python -m grpo.look RUN_DIR --step 40 [--worst]          that step's completions, sorted by reward
     python -m grpo.look RUN_DIR --turns                      conversations turn by turn
     python -m grpo.look RUN_DIR --evaluation                 held-out ones, of the latest step
