@@ -2,7 +2,8 @@
 
 Weights and layers are counted on the model's own module, without memory for them (torch's meta device). The sizes are
 those of the largest moment; what was measured in configs/RESULTS.md is within 15 % of what comes out
-(tests/unit/test_memory.py). Left out: what the allocator wastes, NCCL's buffers and CUDA graphs, together a few GiB.
+(tests/unit/models/test_memory.py). Left out: what the allocator wastes, NCCL's buffers and CUDA graphs, together a few
+GiB.
 """
 
 import math

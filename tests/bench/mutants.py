@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
+UNIT_TESTS = pathlib.Path("tests/unit")  # of the tree that is tested, the current folder
 NUM_PROCESSES = 2
 LIMIT = 60  # seconds of a core for one mutant's tests, which take 2 to 15
 SCRIPT_TESTS = ("test_objective", "test_advantages", "test_losses", "test_updates")
@@ -117,7 +118,8 @@ def outcome(tree: pathlib.Path, tests: tuple[str, ...]) -> str:
         sys.path[:] = [str(tree), *(path for path in sys.path if path not in (str(ROOT), str(ROOT / "tests/bench")))]
         import pytest
 
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *(f"tests/unit/{test}.py" for test in tests)]))
+        paths = [next(UNIT_TESTS.rglob(f"{test}.py")) for test in tests]
+        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *paths]))
     _, status = os.waitpid(pid, 0)
     return "late" if os.WIFSIGNALED(status) else "failed" if status else "passed"
 

@@ -2,7 +2,7 @@
 
 from tests.tiny_models import make_tiny
 from tests.torchrun import torchrun
-from tests.unit.test_turns_suffix import CARRIED
+from tests.unit.environments.test_turns_suffix import CARRIED
 
 
 def test_what_is_trained_on_is_what_was_sampled_whatever_the_template(tmp_path):

@@ -20,7 +20,7 @@ from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe, load_recipe
 from grpo.roles.engine import WRONG_ON_CPU, check_engine
 from grpo.run.command_line import checked_config
-from tests.unit.test_hf_folder import QWEN3_1_7B
+from tests.unit.models.test_hf_folder import QWEN3_1_7B
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))

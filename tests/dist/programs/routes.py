@@ -24,7 +24,7 @@ from grpo.types import FREE, Completion, Prompt, Requests, TrainBatch
 from tests.dist.programs.turns import Episodes
 from tests.tiny_models import QWEN3_MOE, SMALL
 from tests.unit import chat_templates as templates
-from tests.unit.test_turns_suffix import tokenizer_for, turns_for
+from tests.unit.environments.test_turns_suffix import tokenizer_for, turns_for
 from train_grpo import grpo_objective
 
 TOLERANCE = 2e-5  # nats, in float32

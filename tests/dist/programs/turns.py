@@ -30,7 +30,7 @@ from grpo.roles.trainer import Trainer
 from grpo.types import Prompt, Requests
 from tests.tiny_models import SMALL
 from tests.unit import chat_templates as templates
-from tests.unit.test_turns_suffix import CARRIED, PIECES, tokenizer_for, turns_for
+from tests.unit.environments.test_turns_suffix import CARRIED, PIECES, tokenizer_for, turns_for
 
 ENVIRONMENT = EnvironmentConfig(name="made.py:Odd", max_turns=4)
 GROUP_SIZE, NUM_PROMPTS = 3, 2

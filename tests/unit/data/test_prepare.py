@@ -1,0 +1,307 @@
+"""What is told and refused before a run about the lengths of rows, and mixtures of sources."""
+
+import itertools
+import json
+import re
+
+import pytest
+
+from grpo.config import DataConfig, EvaluationConfig, GRPOConfig, SFTConfig, ValidationConfig
+from grpo.data import encode
+from grpo.data.chat import check_template
+from grpo.data.prepare import (
+    load_chat_sources,
+    load_eval_prompts,
+    load_sources,
+    load_validation,
+    reward_columns,
+    usable_chats,
+    usable_prompts,
+)
+from grpo.data.streams import ChatStream, PromptStream
+from tests.unit.data.test_data import config_of, long_rows, word_tokenizer, write_rows
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer()
+
+
+def prepared(data: DataConfig, tokenizer, prompts_per_step=1):
+    return usable_prompts(load_sources(data), GRPOConfig(data=data, prompts_per_step=prompts_per_step), tokenizer)
+
+
+def test_next_to_nothing_left_is_refused_with_a_limit_that_helps(tokenizer, tmp_path):
+    path = long_rows(tmp_path, [5, *range(10, 210)])
+    with pytest.raises(ValueError, match="1 of 201 rows of .*: 200 longer than .*=9; .* 95% have at most 199; "):
+        prepared(config_of(path, max_prompt_tokens=9), tokenizer)
+
+
+def test_fewer_rows_left_than_a_step_needs_are_told(tokenizer, tmp_path, capsys):
+    path = long_rows(tmp_path, [5, 6, 7, 20, 20, 20])
+    assert len(prepared(config_of(path, max_prompt_tokens=9), tokenizer, 3)[0].usable) == 3
+    assert "several times" not in capsys.readouterr().out
+    prepared(config_of(path, max_prompt_tokens=9), tokenizer, 4)
+    assert "warning: a step of 4 rows takes each of 3 several times" in capsys.readouterr().out
+
+
+def test_up_to_five_percent_left_out_is_no_warning(tokenizer, tmp_path, capsys):
+    prepared(config_of(long_rows(tmp_path, [5] * 95 + [20] * 5), max_prompt_tokens=9), tokenizer)
+    assert "left out: 5 longer" in capsys.readouterr().out
+    prepared(config_of(long_rows(tmp_path, [5] * 94 + [20] * 6), max_prompt_tokens=9), tokenizer)
+    assert "warning: data: 94 of 100 rows" in capsys.readouterr().out
+
+
+def test_all_reasons_are_counted(tokenizer, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def f(row):\n    return {'prompt': row['question'], 'n': 1} if row['n'] < 8 else None\n"
+    )
+    rows = [{"question": "add", "n": n} for n in range(10)]
+    rows[3]["question"], rows[4]["question"] = "", "add " * 50
+    data = config_of(
+        write_rows(tmp_path / "r.jsonl", rows), row=f"{tmp_path}/mine.py:f", bad_rows="skip", max_prompt_tokens=9
+    )
+    sources = load_sources(data)
+    assert reward_columns(sources) == ["n"]
+    (found,) = usable_prompts(sources, GRPOConfig(data=data, prompts_per_step=1), tokenizer)
+    assert list(found.usable) == [0, 1, 2, 5, 6, 7]
+    assert (
+        f"left out: 2 left out by {tmp_path}/mine.py:f, 1 that cannot be used, 1 longer than data.max_prompt_tokens=9"
+    ) in capsys.readouterr().out
+
+
+def test_what_an_own_function_leaves_out_is_meant_so(tokenizer, tmp_path, capsys):
+    """2 of 400 rows are kept: no warning and no refusal, for all of those that are wanted fit."""
+    (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'add'} if row['n'] % 200 == 0 else None\n")
+    data = config_of(write_rows(tmp_path / "r.jsonl", [{"n": n} for n in range(400)]), row=f"{tmp_path}/mine.py:f")
+    assert list(prepared(data, tokenizer, 2)[0].usable) == [0, 200]
+    out = capsys.readouterr().out
+    assert "data: 2 of 400 rows of" in out and f"left out: 398 left out by {tmp_path}/mine.py:f" in out
+    assert "warning" not in out
+
+
+# ---- mixtures
+
+
+@pytest.fixture
+def two_sources(tmp_path) -> dict:
+    paths = {
+        name: write_rows(
+            tmp_path / f"{name}.jsonl",
+            [{"question": f"add n{i}", "answer": f"{name}{i}", "completion": "yes"} for i in range(number)],
+        )
+        for name, number in (("a", 7), ("b", 3))
+    }
+    return {"path": "", "sources": paths, "weights": {"a": 0.7, "b": 0.3}}
+
+
+def stream_of(data: DataConfig, tokenizer, seed=0, **fields) -> PromptStream:
+    config = GRPOConfig(data=data, seed=seed, prompts_per_step=1, **fields)
+    return PromptStream(usable_prompts(load_sources(data), config, tokenizer), config)
+
+
+def test_sources_come_by_their_weights_each_through_epochs_of_its_own(tokenizer, two_sources, capsys):
+    stream = stream_of(config_of(**two_sources, shuffle=False), tokenizer)
+    prompts = stream.draw(20)
+    assert "".join(p.source for p in prompts[:10]) == "abaaabaaba"
+    for number in range(1, 21):  # never further from 70 % than one row
+        assert abs(sum(p.source == "a" for p in prompts[:number]) - 0.7 * number) < 1
+    assert [p.columns["answer"] for p in prompts if p.source == "b"] == ["b0", "b1", "b2"] * 2
+    assert [p.row for p in prompts if p.source == "a"] == [*range(7)] * 2
+    assert [p.index for p in prompts] == list(range(20))
+    out = capsys.readouterr().out
+    assert "an epoch is 10.0 steps" in out
+
+
+def test_a_curriculum_draws_each_step_by_its_own_weights(tokenizer, two_sources):
+    stream = stream_of(config_of(**two_sources, shuffle=False), tokenizer)
+    owed = 0.0
+    for step in range(50):
+        share = step / 49
+        stream.set_weights({"a": 1 - share, "b": share})
+        num_b = sum(p.source == "b" for p in stream.draw(4))
+        owed += 4 * share - num_b
+        assert abs(owed) < 1  # shares far below a row are owed until they make one
+        assert num_b == {0: 0, 49: 4}.get(step, num_b)
+    for weights, told in [({"c": 1}, "name \\['c'\\]"), ({"a": 0, "b": 0}, "one above 0"), ({"a": -1}, "0 or more")]:
+        with pytest.raises(ValueError, match=told):
+            stream.set_weights(weights)
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1, 5, 12])
+def test_a_mixture_resumes_exactly(tokenizer, two_sources, num_drawn):
+    stream, resumed = (stream_of(config_of(**two_sources), tokenizer, seed=3) for _ in range(2))
+    stream.draw(3 * num_drawn)
+    resumed.draw(6)  # whatever it did before does not matter
+    for one in (stream, resumed):
+        one.set_weights({"a": 0.3})
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert resumed.draw(30) == stream.draw(30)
+
+
+def test_a_state_of_another_mixture_is_refused(tokenizer, two_sources):
+    state = stream_of(config_of(**two_sources), tokenizer).state_dict()
+    with pytest.raises(ValueError, match=r"has weight=0.7, this run has 0.5; resume with the data sets, weights"):
+        other = config_of(**two_sources | {"weights": {"a": 0.5, "b": 0.3}})
+        stream_of(other, tokenizer).load_state_dict(state)
+    one = config_of(path=two_sources["sources"]["a"])
+    with pytest.raises(ValueError, match=r"has data.sources=\['a', 'b'\], this run has \[''\]"):
+        stream_of(one, tokenizer).load_state_dict(state)
+
+
+def test_chats_of_a_mixture_resume_exactly(tokenizer, two_sources):
+    config = SFTConfig(data=config_of(**two_sources), sequences_per_step=4, max_sequence_tokens=20)
+    sources = usable_chats(load_chat_sources(config), config, tokenizer)
+    stream, resumed = (ChatStream(sources, config) for _ in range(2))
+    stream.draw(5)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert resumed.draw(15) == stream.draw(15)
+
+
+def test_sources_whose_own_columns_differ_are_refused(two_sources, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(row):\n    return {'prompt': 'p', row['answer'][0]: 1}\n")
+    data = config_of(**two_sources, row=f"{tmp_path}/mine.py:f")
+    with pytest.raises(ValueError, match="data.row gives the columns a for .*a.jsonl; b for .*b.jsonl; give the same"):
+        reward_columns(load_sources(data))
+
+
+# ---- real rows
+
+
+# ---- message lists
+
+
+# ---- what SFT learns
+
+
+def sft_of(path: str, **fields) -> SFTConfig:
+    return SFTConfig(data=config_of(path, shuffle=False), sequences_per_step=1, **{"max_sequence_tokens": 9} | fields)
+
+
+def chats(config: SFTConfig, tokenizer) -> list[tuple[str, str]]:
+    """The examples of an epoch and their labels as texts."""
+    sources = usable_chats(load_chat_sources(config), config, tokenizer)
+    examples = ChatStream(sources, config).draw(sum(len(rows.usable) for rows in sources))
+    pairs = []
+    for example in examples:
+        labels = [*itertools.compress(example.ids, example.mask)]
+        pairs.append((tokenizer.decode(example.ids), tokenizer.decode(labels)))
+    return pairs
+
+
+@pytest.fixture
+def talks(tmp_path) -> str:
+    """Chats of 5, 9 and 11 tokens (EOS included), and one without an assistant turn."""
+    user, yes = {"role": "user", "content": "add"}, {"role": "assistant", "content": "yes"}
+    answer = {"role": "assistant", "content": "n1 n2 n3"}
+    talks = [[user, yes], [user, yes, user, yes], [user], [user, yes, user, answer]]
+    return write_rows(tmp_path / "talks.jsonl", [{"messages": messages} for messages in talks])
+
+
+def test_an_example_without_a_label_is_counted(tokenizer, talks, capsys):
+    assert chats(sft_of(talks), tokenizer) == [
+        ("<user> add <assistant> yes <eos>", "yes <eos>"),
+        ("<user> add <assistant> yes <user> add <assistant> yes <eos>", "yes yes <eos>"),
+    ]
+    out = capsys.readouterr().out
+    assert "data: 2 of 4 rows of" in out and "tokens 5 to 11, median 9" in out
+    assert "left out: 1 without a token to learn, 1 longer than max_sequence_tokens=9" in out
+    assert len(chats(sft_of(talks, train_on="all"), tokenizer)) == 3  # there, every token is one
+
+
+def test_too_long_examples_are_cut_off_and_counted(tokenizer, talks, capsys):
+    found = chats(sft_of(talks, too_long="truncate"), tokenizer)
+    assert found[2] == ("<user> add <assistant> yes <user> add <assistant> n1 n2", "yes n1 n2")
+    assert "left out: 1 without a token to learn; cut off: 1 longer than max_" in capsys.readouterr().out
+    # of 7 tokens, the last answer's are all cut off
+    found = chats(sft_of(talks, too_long="truncate", max_sequence_tokens=7, train_on="last"), tokenizer)
+    assert found == [("<user> add <assistant> yes <eos>", "yes <eos>")]
+    assert "left out: 3 without a token to learn" in capsys.readouterr().out
+
+
+# ---- held-out examples
+
+
+def test_held_out_examples_are_the_first_that_have_labels_and_fit(tokenizer, talks, ten_answers, capsys):
+    sets = {"talks": talks, "answers": f"{ten_answers}:train[5:]"}
+    config = sft_of(ten_answers, validation=ValidationConfig(interval=1, num_examples=3, sets=sets))
+    found = load_validation(config, tokenizer)
+    texts = {name: [tokenizer.decode(example.ids) for example in examples] for name, examples in found.items()}
+    assert texts["talks"] == [
+        "<user> add <assistant> yes <eos>",
+        "<user> add <assistant> yes <user> add <assistant> yes <eos>",
+    ]
+    assert texts["answers"] == [f"<user> add <assistant> n{i} <eos>" for i in (5, 6, 7)]
+    out = capsys.readouterr().out
+    assert "held out: 2 of 4 rows of talks (" in out and "held out: 3 of 5 rows of answers (" in out
+    assert "left out: 1 without a token to learn, 1 longer than max_sequence_tokens=9" in out
+    assert f"warning: validation uses the training data {ten_answers}; set validation.path" in out
+
+
+STRICT = (
+    "{% if messages[0].content == 'n1' %}{{ raise_exception('not this') }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_what_the_template_refuses_of_held_out_rows_is_refused_or_left_out_as_in_training(tmp_path, capsys):
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = STRICT
+    rows = [{"question": f"n{i}", "answer": "1", "completion": "yes"} for i in range(4)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    held_out = {"interval": 1, "path": path}
+
+    def prompts(bad_rows: str) -> list[int]:
+        evaluation = EvaluationConfig(**held_out, num_prompts=2)
+        return [p.row for p in load_eval_prompts(config_of(path, bad_rows=bad_rows), evaluation, tokenizer)]
+
+    def examples(bad_rows: str) -> list[str]:
+        config = SFTConfig(
+            data=config_of(path, bad_rows=bad_rows), validation=ValidationConfig(**held_out, num_examples=2)
+        )
+        return [tokenizer.decode(example.ids) for example in load_validation(config, tokenizer)[""]]
+
+    told = "1 of 4 rows of .*rows.jsonl cannot be used: row 2: .* refuses .*TemplateError: not this"
+    for load in (prompts, examples):
+        with pytest.raises(ValueError, match=f"{told}.*or leave them out with --data.bad-rows skip"):
+            load("refuse")
+    assert prompts("skip") == [0, 2]
+    assert examples("skip") == [f"<user> n{i} <assistant> yes <eos>" for i in (0, 2)]
+    out = capsys.readouterr().out
+    assert len(re.findall(f"warning: {told}", out)) == out.count("left out: 1 that cannot be used") == 2
+
+
+@pytest.fixture
+def ten_answers(tmp_path) -> str:
+    rows = [{"question": "add", "completion": f"n{i}"} for i in range(10)]
+    return write_rows(tmp_path / "answers.jsonl", rows)
+
+
+# ---- many rows
+
+
+def test_processes_and_a_second_start_give_the_same_rows(tokenizer, tmp_path, monkeypatch):
+    rows = [{"question": f"add n{i % 20}" if i % 9 else "", "answer": str(i)} for i in range(700)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    data = config_of(path, bad_rows="skip")
+    monkeypatch.setattr(encode, "ROWS_PER_PROCESS", 300)
+    monkeypatch.setattr(encode.os, "sched_getaffinity", lambda _: {0, 1})
+    (by_two,) = prepared(data, tokenizer)
+    assert len(by_two.table.cache_files) == 2
+    monkeypatch.setattr(encode.Encoder, "encode", lambda *_: pytest.fail("encoded again"))
+    (again,) = prepared(data, tokenizer)  # from the cache
+    monkeypatch.undo()
+    copy = write_rows(tmp_path / "copy.jsonl", rows)
+    (alone,) = prepared(config_of(copy, bad_rows="skip"), tokenizer)
+    assert by_two.table[:] == again.table[:] == alone.table[:]
+    assert by_two.usable == alone.usable == [i for i in range(700) if i % 9]
+
+
+def test_a_template_that_takes_all_memory_for_one_row_is_refused_with_its_number(tmp_path):
+    own = word_tokenizer()
+    own.chat_template = "{{ messages[0].content }}{% if 'n1' in messages[0].content %}{{ 'a' * 2000000000 }}{% endif %}"
+    check_template(own, config_of(""))
+    rows = [{"question": f"add n{i}", "answer": "1"} for i in (0, 1, 2)]
+    with pytest.raises(ValueError, match="row 2: the chat template of .* refuses it: MemoryError"):
+        prepared(config_of(write_rows(tmp_path / "rows.jsonl", rows)), own)

@@ -1,0 +1,290 @@
+"""Every row is looked at before a run: what cannot be used, why, and what is told about it."""
+
+import contextlib
+import datetime
+import json
+import pathlib
+import re
+
+import datasets
+import pytest
+
+from grpo.config import DataConfig, GRPOConfig, SFTConfig
+from grpo.config.recipes import load
+from grpo.data.encode import EncodedRows, as_prompt
+from grpo.data.prepare import load_chat_sources, load_sources, usable_chats, usable_prompts
+from grpo.data.rows import BadRow, row_reader, value_at
+from tests.unit.data.test_data import word_tokenizer
+
+GOOD = {"question": "1+2", "answer": "3"}
+TOKENIZER = word_tokenizer()
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def written(rows: tuple[dict, ...], table: bool, name: str = "f") -> str:
+    """The rows as a file; in a table every row has every entry of every other row."""
+    if table:
+        datasets.Dataset.from_list(list(rows)).to_parquet(f"{name}.parquet")
+        return f"{name}.parquet"
+    with open(f"{name}.jsonl", "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return f"{name}.jsonl"
+
+
+def checked(*rows: dict, table: bool = False, name: str = "f", **fields) -> EncodedRows:
+    data = DataConfig(path=written(rows, table, name), **fields)
+    return usable_prompts(load_sources(data), GRPOConfig(data=data, prompts_per_step=1), TOKENIZER)[0]
+
+
+def fault(row: dict, **fields) -> str:
+    """Why the row cannot be used, or nothing."""
+    try:
+        row_reader(DataConfig(**fields))(row)
+    except BadRow as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"answer": float("nan")},
+        {"answer": ["3", {"tests": ["a", "\ud800"]}]},
+        {"answer": {"\ud800": 1}},
+        {"question": [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]},
+    ],
+)
+def test_a_row_that_cannot_be_used(changes):
+    """The last ends with the answer; test_malformed_data.py has many more."""
+    assert fault(GOOD | changes).startswith(f"column '{next(iter(changes))}' ")
+
+
+@pytest.mark.parametrize("answer", ["", 3, 0, 0.5, False, "👍 ü", [], [None, "3"], {"a": None}, {"a": [["b"]]}])
+def test_values_that_a_reward_may_get(answer):
+    assert row_reader(DataConfig())(GOOD | {"answer": answer}).columns == {"question": "1+2", "answer": answer}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("a.b", 1),
+        ("a.c.0.d", 2),
+        ("a.c.-1", 3),
+        ("a.c.:-1", [{"d": 2}]),
+        ("a.c.1:", [3]),
+        ("x.y", "the column of that name"),
+    ],
+)
+def test_a_path_leads_into_tables_and_lists(path, value):
+    row = {"a": {"b": 1, "c": [{"d": 2}, 3]}, "x.y": "the column of that name", "x": {"y": "not this"}}
+    assert value_at(row, path) == value
+
+
+@pytest.mark.parametrize("path", ["b", "a.x", "a.c.7", "a.c.d", "a.b.c", "a.c.-3"])
+def test_a_path_that_leads_nowhere(path):
+    row = {"a": {"b": 1, "c": [2, 3]}}
+    with pytest.raises(BadRow, match=f"column '{path}' is missing"):
+        value_at(row, path)
+    assert value_at(row, path, None) is None
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize(
+    ("missing", "fields"),
+    [
+        ("prompt", {"prompt_column": "prompt"}),
+        ("reward_model.truth", {"answer_column": "reward_model.truth"}),
+        ("tool", {"tools_column": "tool"}),
+    ],
+)
+def test_a_column_that_no_row_has(table: bool, missing: str, fields: dict):
+    row = GOOD | {"reward_model": {"ground_truth": "3", "style": "rule"}, "tools": ["x"]}
+    with pytest.raises(ValueError) as refused:
+        checked(row, row, table=table, **fields)
+    message = str(refused.value)
+    assert message.startswith(
+        f"column {missing!r} is missing in f.{'parquet' if table else 'jsonl'}; columns there: que"
+    )
+    assert "reward_model.style" in message or missing == "tool"
+
+
+def test_mixed_types_in_a_nested_column_are_one_clear_line():
+    def row(truth) -> dict:
+        return {"question": "1+2", "reward_model": {"ground_truth": truth}}
+
+    rows = [row("3"), row(3), row("4"), row(["5"]), row("6")]
+    with pytest.raises(ValueError) as refused:
+        checked(*rows, answer_column="reward_model.ground_truth")
+    assert re.search(
+        "2 of 5 rows.* row 2: .*answer .number.*, .* row 4: .*answer .list.*, .*bad-rows skip$", str(refused.value)
+    )
+    assert checked(*rows, answer_column="reward_model.ground_truth", bad_rows="skip").usable == [0, 2, 4]
+    assert checked(row(3), row(3.5), answer_column="reward_model.ground_truth").usable == [0, 1]  # both are numbers
+
+
+def test_deep_rows_neither_pass_unseen_nor_end_the_check():
+    deep = "\ud800"
+    for _ in range(900):
+        deep = [deep]
+    assert "surrogate" in fault(GOOD | {"answer": deep})
+
+
+def test_bad_rows_are_refused_with_their_numbers():
+    rows = [GOOD, {"question": ""}, GOOD, *[{"question": "1+2", "answer": None}] * 6]
+    with pytest.raises(ValueError) as refused:
+        checked(*rows)
+    message = str(refused.value)
+    assert re.match(r"7 of 9 rows of f.jsonl .*row 2: .*'question'.*rows 4, 5, 6, 7, 8, ..: .*'answer'", message)
+    assert "\n" not in message and message.endswith("--data.bad-rows skip")
+
+
+def test_bad_rows_are_skipped_and_counted(capsys):
+    found = checked(GOOD, {"question": "1+2"}, GOOD, name="f\x1b[2J", bad_rows="skip")
+    assert found.usable == [0, 2] and found.left_out == "1 that cannot be used"
+    line = capsys.readouterr().out.splitlines()[0]
+    assert re.match(r"warning: 1 of 3 rows of f\\x1b\[2J.jsonl .*row 2: .*'answer'.* left out$", line)
+    assert checked(GOOD, bad_rows="skip").left_out == ""
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_values_that_json_cannot_hold_are_told():
+    rows = [GOOD | {"day": datetime.date(2024, 1, day)} for day in (1, 2)]
+    with pytest.raises(ValueError, match="2 of 2 rows of f.parquet .* rows 1, 2: .*what JSON cannot .*date"):
+        checked(*rows, table=True, columns={"day": "day"})
+
+
+# ---- a function of the user's
+
+
+@pytest.fixture
+def own(tmp_path):
+    def write(body: str) -> str:
+        path = tmp_path / "mine.py"
+        path.write_text(f"def rows(row):\n    {body}\n")
+        return f"{path}:rows"
+
+    return write
+
+
+def test_an_own_function_makes_prompt_and_columns_and_leaves_rows_out(own):
+    name = own(
+        "return None if row['level'] > 2 else "
+        "{'prompt': row['q'].strip(), 'answer': row['a'][-1], 'level': row['level']}"
+    )
+    rows = [{"q": f" {i}? ", "a": ["x", str(i)], "level": i} for i in range(5)]
+    found = checked(*rows, row=name)
+    assert found.usable == [0, 1, 2]
+    assert found.left_out == f"2 left out by {name}"
+    prompt = as_prompt(found.get(2), 0, 2, "")
+    assert prompt.content == "2?" and prompt.columns == {"answer": "2", "level": 2}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return row['no']", "rows 1, 2: data.row raised KeyError: 'no'"),
+        ("return [row]", "rows 1, 2: data.row gave list, and not a dict, or None"),
+        ("return row", "rows 1, 2: data.row gave the keys question, answer: column 'prompt' is missing"),
+        ("return {'prompt': 3}", "rows 1, 2: data.row gave the keys prompt: column 'prompt' holds int, not text"),
+        ("return None", "0 of 2 rows of f.jsonl are left: 2 left out by "),
+    ],
+)
+def test_an_own_function_that_fails_is_told_with_the_row(own, body, message):
+    with pytest.raises(ValueError) as refused:
+        checked(GOOD, GOOD, row=own(body))
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_an_own_function_gives_the_same_columns_for_all_rows(own):
+    name = own("return {'prompt': 'p', **({'level': 1} if row['question'] else {})}")
+    with pytest.raises(ValueError, match="row 2: its columns are none, and in most rows level .number."):
+        checked(GOOD, GOOD | {"question": ""}, row=name)
+
+
+# ---- SFT
+
+
+def chats(*rows: dict, table: bool = False, row_format: str = "auto", **fields) -> EncodedRows:
+    data = DataConfig(path=written(rows, table), system_prompt="", **fields)
+    config = SFTConfig(data=data, row_format=row_format, sequences_per_step=1, train_on="all")
+    return usable_chats(load_chat_sources(config), config, TOKENIZER)[0]
+
+
+def texts_of(found: EncodedRows) -> list[str]:
+    return [TOKENIZER.decode(found.get(row).ids) for row in found.usable]
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_the_first_rows_decide_the_format_of_a_source(table, capsys):
+    rows = [{"text": None, "instruction": "add", "output": "yes"}, {"text": "Be brief", "instruction": "sub"}]
+    with pytest.raises(ValueError, match="1 of 2 rows of f.* cannot be used: row 2: column 'output' is missing"):
+        chats(*rows, table=table)
+    assert " has instruction and output, so its row_format is alpaca\n" in capsys.readouterr().out
+    assert chats(*rows, table=table, bad_rows="skip").usable == [0]
+    assert texts_of(chats(*rows, table=table, bad_rows="skip", row_format="text")) == ["Be brief <eos>"]
+    with pytest.raises(ValueError, match="column 'messages' is missing in f.*; columns there: text, instruction"):
+        chats(*rows, table=table, row_format="messages")
+    with pytest.raises(ValueError, match="take --row-format alpaca, which the columns fit"):
+        chats(*rows, table=table, row_format="messages")
+    with pytest.raises(ValueError, match="f.*: the columns q, a are no row format; there must be question and com"):
+        chats({"q": "1+1", "a": "2"}, table=table)
+
+
+@pytest.mark.parametrize(
+    "row, answer",
+    [
+        ({"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "yes"}]}, []),
+        ({"question": "add", "answer": "yes"}, ["--completion-column", "answer"]),
+        ({"instruction": "add", "output": "yes"}, []),
+    ],
+)
+def test_the_default_recipe_takes_rows_of_any_format(row, answer):
+    flags = ["--data.path", written((row,), table=False), *answer]
+    config = load(SFTConfig, str(ROOT / "configs/sft_llama3_1_8b.py"), flags)
+    assert texts_of(usable_chats(load_chat_sources(config), config, TOKENIZER)[0]) == [
+        "<user> add <assistant> yes <eos>"
+    ]
+
+
+def test_notes_about_rows_are_one_line_with_their_number(capsys):
+    """And rows that are left out do not count."""
+    row = GOOD | {"question": [{"role": "user", "content": "add", "mood": "glad"}]}
+    plain = GOOD | {"question": [{"role": "user", "content": "add"}]}
+    checked(plain, row, row, row | {"answer": None}, bad_rows="skip")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "bring" in line]
+    assert lines == [
+        "warning: 2 of 3 rows of f.jsonl:train bring mood, which the chat template of tiny does not write everywhere"
+    ]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_token_that_the_model_has_no_row_for(is_chat):
+    """n19 is token 29, the last one."""
+    row = {"question": "add n19", "answer": "3", "completion": "yes"}
+    data = DataConfig(
+        path=written(({"question": "add", "answer": "3", "completion": "yes"}, row), False), system_prompt=""
+    )
+    for vocab_size in (30, 29):
+        refuses = pytest.raises(ValueError, match="row 2: token 'n19' .29. is not among the model's vocab_size=29")
+        with refuses if vocab_size == 29 else contextlib.nullcontext():
+            if is_chat:
+                config = SFTConfig(data=data, sequences_per_step=1)
+                usable_chats(load_chat_sources(config), config, TOKENIZER, vocab_size)
+            else:
+                config = GRPOConfig(data=data, prompts_per_step=1)
+                usable_prompts(load_sources(data), config, TOKENIZER, vocab_size=vocab_size)
+
+
+def test_an_own_function_may_make_rows_of_any_format(own):
+    name = own("return {'messages': [{'role': 'user', 'content': row['q']}]} if row['q'] else {'text': 'brief'}")
+    assert texts_of(chats({"q": "add"}, {"q": ""}, row=name)) == ["<user> add", "brief <eos>"]
+
+
+def test_an_own_function_that_makes_no_chat(own):
+    with pytest.raises(ValueError, match="row 1: data.row gave the keys q: the columns q are no row format"):
+        chats({"q": "1+1"}, row=own("return row"))

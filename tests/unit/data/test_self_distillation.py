@@ -1,0 +1,183 @@
+"""Self-distillation: the prompt that a teacher reads, its log-probs behind that prompt, and the gradient they give."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from grpo.config import AlgorithmConfig, EvaluationConfig, GRPOConfig, ModelConfig, RewardConfig, TrainerConfig
+from grpo.data.batches import make_batch, sample_of
+from grpo.data.prepare import load_eval_prompts
+from grpo.roles.comm import add_ref_logprobs
+from grpo.roles.metrics import StepMetrics
+from grpo.roles.reference import Reference
+from grpo.roles.trainer import Trainer
+from grpo.types import Completion, Piece, Prompt
+from tests.tiny_models import make_tiny
+from tests.unit.data.test_data import config_of, ids_of, prompts_of, word_tokenizer, write_rows
+from train_grpo import add_advantages, grpo_objective
+
+# ---- The prompt
+
+
+def hinted(template: str) -> AlgorithmConfig:
+    return AlgorithmConfig(distill_coef=1.0, teacher_template=template)
+
+
+def rows_of(tmp_path, *rows: dict) -> str:
+    return write_rows(tmp_path / "rows.jsonl", [{"question": "add n1", "answer": "n2"} | row for row in rows])
+
+
+def test_it_goes_the_way_of_the_prompt_with_columns_of_the_row(tmp_path):
+    tokenizer, path = (
+        word_tokenizer(),
+        rows_of(tmp_path, {"extra": "n7"}, {"question": "{hint}", "extra": "{answer} {question}"}),
+    )
+    data = config_of(path, system_prompt="Be brief", shuffle=False, columns={"hint": "extra"})
+    algorithm = hinted("{hint} {question} {answer}")
+    first, second = prompts_of(data, tokenizer, algorithm=algorithm).draw(2)
+    assert first.ids == ids_of("<system> Be brief <user> add n1 <assistant>")
+    assert first.teacher_ids == ids_of("<system> Be brief <user> n7 add n1 n2 <assistant>")
+    # nothing within a value is taken for a placeholder
+    assert second.teacher_ids == ids_of("<system> Be brief <user> <unk> <unk> <unk> n2 <assistant>")
+    (plain,) = load_eval_prompts(data, EvaluationConfig(path=path, num_prompts=1), tokenizer)
+    assert plain.ids == first.ids and not plain.teacher_ids
+    assert not prompts_of(data, tokenizer).draw(1)[0].teacher_ids
+
+
+def test_of_a_chat_it_replaces_the_last_message_of_the_user(tmp_path):
+    turns = [("user", "add n1"), ("assistant", "n3"), ("user", "add n4")]
+    chat = [{"role": role, "content": content} for role, content in turns]
+    path = rows_of(tmp_path, {"question": chat})
+    (prompt,) = prompts_of(config_of(path), word_tokenizer(), algorithm=hinted("{question} {answer}")).draw(1)
+    assert prompt.teacher_ids == ids_of("<user> add n1 <assistant> n3 <user> add n4 n2 <assistant>")
+
+
+def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    message = r"teacher_template .*\{solution\}.* question, answer; .*data.columns"
+    with pytest.raises(ValueError, match=message):
+        prompts_of(config_of(rows_of(tmp_path, {})), word_tokenizer(), algorithm=hinted("{question} {solution}"))
+
+
+def test_one_that_is_too_long_leaves_its_row_out_with_numbers(tmp_path, capsys):
+    path = rows_of(tmp_path, {}, {"answer": "n2 n2 n2"}, {"answer": "n3"})
+    data = config_of(path, max_prompt_tokens=5, shuffle=False)
+    prompts = prompts_of(data, word_tokenizer(), algorithm=hinted("{question} {answer}")).draw(2)
+    assert [prompt.row for prompt in prompts] == [0, 2]
+    assert "2 of 3 rows" in (told := capsys.readouterr().out)
+    assert "tokens 5 to 7" in told and "left out: 1 longer than data.max_prompt_tokens=5" in told
+
+
+# ---- Its log-probs and their gradient, of three sequences by hand
+
+TEMPERATURES = (1.0, 0.7, 1.0)
+PROMPTS = ([5, 6, 7], [5, 6, 7], [9, 8])
+TEACHER_PROMPTS = ([11, 12, 5, 6, 7], [11, 12, 5, 6, 7], [13, 9, 14, 8, 15, 16])
+COMPLETIONS = ([8, 9, 10, 1], [10, 8], [7, 7, 6])
+# of the last one, an environment wrote the second token
+WRITTEN = 1
+COEF = 0.5
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[str, str]:
+    """A policy, and another model."""
+    return tuple(make_tiny(tmp_path_factory.mktemp("tiny"), kind) for kind in ("qwen3-tied", "llama3"))
+
+
+def scored(model, prompts: tuple[list[int], ...]) -> list[torch.Tensor]:
+    """Log-probs of each completion's tokens behind its prompt, by transformers, one sequence after the other."""
+    found = []
+    for prompt, completion, temperature in zip(prompts, COMPLETIONS, TEMPERATURES, strict=True):
+        ids = torch.tensor([prompt + completion])
+        log_p_TV = (model(ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        found.append(log_p_TV[range(len(completion)), completion])
+    return found
+
+
+def batches():
+    """The three sequences behind the policy's prompts, and behind the teacher's."""
+    completions = []
+    for number, (tokens, temperature) in enumerate(zip(COMPLETIONS, TEMPERATURES, strict=True)):
+        ids_T, logprobs_T = torch.tensor(tokens), torch.linspace(-2.5, -1.5, len(tokens))
+        pieces = (Piece.sampled(ids_T, logprobs_T, 0),)
+        if number == 2:
+            first, written, last = zip(ids_T.split(1), logprobs_T.split(1), strict=True)
+            before, behind = Piece.sampled(*first, 0), Piece.sampled(*last, 0)
+            pieces = (before, Piece(written[0], torch.tensor([False])), behind)
+        completions.append(Completion(pieces, truncated=False, temperature=temperature))
+    return [
+        make_batch([sample_of(Prompt(0, ids), c) for ids, c in zip(prompts, completions, strict=True)])
+        for prompts in (PROMPTS, TEACHER_PROMPTS)
+    ]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("teacher", ["reference", "policy"])
+def test_log_probs_and_gradient_of_three_sequences(folders, teacher):
+    """Against transformers and autograd; packed into one row, and into rows of at most 16 tokens."""
+    roles = SimpleNamespace(
+        device=torch.device("cpu"), is_driver=False, has_reference=True, learns=True, learners=dist.group.WORLD
+    )
+    algorithm = AlgorithmConfig(
+        loss="reinforce", distill_coef=COEF, teacher=teacher, teacher_template="-", importance_correction="none"
+    )
+    model = ModelConfig(dtype="float32")
+    policy = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    other = policy if teacher == "policy" else AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    with torch.no_grad():
+        expected = scored(other, TEACHER_PROMPTS)
+    # minus the mean over the 8 sampled tokens of COEF * (log teacher - log generator) * log policy
+    total = 0.0
+    for number, (logprobs_T, teacher_T) in enumerate(zip(scored(policy, PROMPTS), expected, strict=True)):
+        generator_T = torch.linspace(-2.5, -1.5, len(logprobs_T))
+        terms_T = COEF * (teacher_T - generator_T) * logprobs_T
+        total = total + sum(terms_T[t] for t in range(len(terms_T)) if (number, t) != (2, WRITTEN))
+    wanted_loss = -total / 8
+    wanted_loss.backward()
+    wanted = {name: parameter.grad for name, parameter in policy.named_parameters()}
+
+    for most_tokens in (64, 16):
+        options = TrainerConfig(compile=False, activation_checkpointing="none", micro_batch_tokens=most_tokens)
+        trainer = Trainer(model, options, folders[0], 1, roles)
+        shared = (trainer.model, True) if teacher == "policy" else (None, False)
+        reference = Reference(model, options, folders[1:], 1, roles, *shared)
+        batch, read = batches()
+        batch = add_ref_logprobs(batch, reference, roles, read)
+        sampled_N = torch.ones(4 + 2 + 3, dtype=torch.bool)
+        sampled_N[4 + 2 + WRITTEN] = False
+        torch.testing.assert_close(
+            batch.ref_logprobs_N[batch.loss_mask_N], torch.cat(expected)[sampled_N], rtol=0, atol=1e-5
+        )
+        config = GRPOConfig(algorithm=algorithm, group_size=1, reward=RewardConfig(functions={}))
+        metrics, no_reward = StepMetrics(3), (torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.zeros(0, 3))
+        batch = add_advantages(config, batch, *no_reward, 0.0, metrics)
+        trainer.forward_backward(batch, grpo_objective(config, batch, 0.0, True), metrics)
+        assert metrics.means()["loss"] == pytest.approx(wanted_loss.item(), abs=1e-5)
+        found = {name: p.grad for name, p in trainer.model.module.named_parameters()}
+        found = trainer.model.names.to_hf(found)
+        assert found.keys() == wanted.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_with_adapters_the_policy_teaches_with_them_and_its_start_without(folders):
+    roles = SimpleNamespace(device=torch.device("cpu"), is_driver=False)
+    options = TrainerConfig(compile=False, activation_checkpointing="none", micro_batch_tokens=64, lora_rank=2)
+    model = ModelConfig(dtype="float32")
+    trainer = Trainer(model, options, folders[0], 1, roles)
+    _, read = batches()
+    start = Reference(model, options, (), 1, roles, trainer.model)
+    policy = Reference(model, options, (), 1, roles, trainer.model, as_trained=True)
+    before_N = start.logprobs(read)
+    assert torch.equal(policy.logprobs(read), before_N)  # adapters begin as nothing
+    with torch.no_grad():
+        for parameter in trainer.model.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    assert torch.equal(start.logprobs(read), before_N)
+    moved_N = policy.logprobs(read)
+    assert (moved_N - before_N).abs().max() > 0.01 and torch.equal(moved_N, trainer.logprobs(read))

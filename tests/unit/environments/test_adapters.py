@@ -1,0 +1,119 @@
+"""The example environments that carry other libraries' ones, each with a small package of that library's interface."""
+
+import pathlib
+import sys
+import textwrap
+
+import pytest
+
+from grpo.config import EnvironmentConfig
+from grpo.environments.host import EnvironmentHost
+from grpo.environments.tools import load_toolboxes
+
+EXAMPLES = pathlib.Path(__file__).parents[3] / "configs" / "examples"
+# A walk from 0 to 2, drawn with a colour; with render_mode None, the position is the observation, and text the action.
+GYMNASIUM = """
+    class Walk:
+        def __init__(self, render_mode, start=0):
+            self.render_mode, self.start = render_mode, start
+
+        def reset(self, seed=None):
+            self.at = self.start + seed % 2
+            return self.seen(), {}
+
+        def step(self, action):
+            self.at += {0: -1, 1: 1, "on": 1}[action]
+            return self.seen(), self.at / 2, self.at == 2, self.at < 0, {}
+
+        def seen(self):
+            return self.at if self.render_mode else f"at {self.at}"
+
+        def render(self):
+            return "\\n" + "".join(f"\\x1b[41m{n}\\x1b[0m" if n == self.at else str(n) for n in range(3)) + "\\n"
+
+        def close(self):
+            self.at = None
+
+    def make(game, render_mode, **arguments):
+        return {"Walk-v0": Walk}[game](render_mode, **arguments)
+"""
+OPENENV = """
+    from dataclasses import dataclass
+
+    @dataclass
+    class StepResult:
+        observation: dict
+        reward: float | None = None
+        done: bool = False
+
+    class GenericEnvClient:
+        def __init__(self, base_url):
+            self.url = base_url
+
+        def sync(self):
+            return self
+
+        def reset(self, seed=None):
+            if self.url == "http://gone":
+                raise ConnectionError("nobody is there")
+            self.number = seed
+            return StepResult({"text": "Which?", "tries": 0})
+
+        def step(self, action):
+            right = action["guess"] == str(self.number)
+            return StepResult({"text": "Yes." if right else "No.", "tries": 1}, 0.5 if right else None, right)
+
+        def close(self):
+            self.url = None
+"""
+
+
+@pytest.fixture
+def plays(tmp_path, monkeypatch):
+    """Plays an episode of an example: replies to `reset` and to turns, and what `finish` says."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code in (("gymnasium", GYMNASIUM), ("openenv/core", OPENENV)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__init__.py").write_text(textwrap.dedent(code))
+
+    def play(example: str, options: dict, seed: int, *turns: str) -> list[dict]:
+        config = EnvironmentConfig(name=f"{EXAMPLES}/{example}", options=options)
+        _ = [toolbox.schemas for toolbox in load_toolboxes(config).values()]
+        host = EnvironmentHost(config, "tag", 1)
+        try:
+            replies = []
+            for do, *arguments in (("reset", {}, seed, 0), *(("turn", turn) for turn in turns), ("finish",)):
+                host.ask(0, do, arguments, 20.0)
+                replies += host.poll(60)
+            return replies
+        finally:
+            host.close()
+
+    yield play
+    for name in ("gymnasium", "openenv", "openenv.core"):
+        sys.modules.pop(name, None)
+
+
+def test_a_game_of_gymnasium(plays):
+    options = {"game": "Walk-v0", "task": "Walk to 2.", "actions": ["back", "on"], "arguments": {"start": 0}}
+    begun, wrong, first, last, told = plays(
+        "gymnasium_text.py:TextGame", options, 2, "<tool>act up</tool>", "<tool>act on</tool>", "<tool>act on</tool>"
+    )
+    assert begun["text"] == "Walk to 2.\n\n[0]12\n\nActions: back, on."
+    assert wrong["answers"] == ["ValueError: the actions are back, on"] and wrong["counts"]["tool_errors"] == 1
+    assert first["answers"] == ["0[1]2"] and not first["ended"]
+    assert last["answers"] == ["01[2]\nThe game is over."] and last["ended"] and told["reward"] == 1.5
+    options = {"game": "Walk-v0", "task": "Walk.", "render_mode": None}  # whose actions and observations are text
+    begun, only, told = plays("gymnasium_text.py:TextGame", options, 1, "<tool>act on</tool>")
+    assert (begun["text"], only["answers"]) == ("Walk.\n\nat 1", ["at 2\nThe game is over."])
+
+
+def test_a_server_of_openenv(plays):
+    options = {"url": "http://here", "action": "guess", "observation": "text"}
+    begun, first, last, told = plays("openenv_client.py:Remote", options, 7, "4", "<think>7?</think>\n7")
+    assert (begun["text"], first["answers"], first["ended"]) == ("Which?", ["No."], False)
+    assert (last["answers"], last["ended"], told["reward"]) == (["Yes."], True, 0.5)
+    begun, only, _ = plays("openenv_client.py:Remote", options | {"observation": "", "task": "Guess."}, 7, "7")
+    assert begun["text"] == 'Guess.\n\n{"text": "Which?", "tries": 0}' and "Yes." in only["answers"][0]
+    gone, *_ = plays("openenv_client.py:Remote", {"url": "http://gone"}, 7)
+    assert gone["kind"] == "lost" and "nobody is there" in gone["failed"]

@@ -1,0 +1,104 @@
+"""A column chooses among several environments: each row sees the tools of its own, and plays with its own class."""
+
+import json
+import textwrap
+
+import pytest
+
+from grpo.check_environment import main
+from grpo.config import DataConfig, EnvironmentConfig, GRPOConfig
+from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
+from grpo.environments.host import EnvironmentHost
+from grpo.environments.tools import load_toolboxes
+from tests.unit import chat_templates as templates
+from tests.unit.environments.test_turns_suffix import tokenizer_for
+
+CLASSES = """
+    class Sea:
+        def reset(self, **row):
+            self.depth = 0
+
+        def dive(self) -> str:
+            "Dive."
+            self.depth += 1
+            return f"At {self.depth} m."
+
+        def get_reward(self):
+            return self.depth
+
+    class Sky:
+        def reset(self, question):
+            return f"Up: {question}"
+
+        def reply(self, text):
+            return "Blue."
+"""
+CONFIG = EnvironmentConfig(classes={"wet": "places.py:Sea", "dry": "places.py:Sky"})
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """Rows of both kinds in their turn, and the file of the classes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "places.py").write_text(textwrap.dedent(CLASSES))
+    write(tmp_path, ["wet", "dry"] * 4)
+    return DataConfig(path="rows.jsonl", answer_column="", system_prompt="", environment_column="kind")
+
+
+def write(folder, kinds):
+    rows = [{"question": f"Where is number {n}?", "kind": kind} for n, kind in enumerate(kinds)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def prompts(data, tools):
+    tokenizer = tokenizer_for(templates.QWEN2)
+    rows = usable_prompts(load_sources(data), GRPOConfig(data=data, prompts_per_step=1), tokenizer, tools)[0]
+    return [tokenizer.decode(rows.get(row).ids) for row in rows.usable]
+
+
+def test_a_row_sees_the_tools_of_its_environment(data):
+    tools = {name: toolbox.schemas for name, toolbox in load_toolboxes(CONFIG).items()}
+    texts = prompts(data, tools)
+    assert [("dive" in text, "<tools>" in text) for text in texts] == [(True, True), (False, False)] * 4
+    tools["wet"][0]["function"]["description"] = "Swim downwards."  # nothing of an earlier start is taken for it
+    assert ["Swim downwards" in text for text in prompts(data, tools)] == [True, False] * 4
+
+
+def test_an_unknown_environment_is_told_with_its_row(data, tmp_path):
+    tools = {name: toolbox.schemas for name, toolbox in load_toolboxes(CONFIG).items()}
+    for value, shown in (("wte", "'wte'"), (1, "1"), (["wet"], r"\['wet'\]")):
+        write(tmp_path, ["wet", "dry", value])
+        words = f"1 of 3 rows of rows.jsonl cannot be used: row 3: column 'kind' is {shown}, .*classes has wet, dry "
+        with pytest.raises(ValueError, match=words) as refused:
+            prompts(data, tools)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match="row 3: column 'kind' is"):
+        load_eval_prompts(data, GRPOConfig().evaluation, tokenizer_for(templates.QWEN2), tools)
+
+
+def test_a_rollout_plays_with_the_class_of_its_row(data):
+    host = EnvironmentHost(CONFIG, "hermes", 2)
+    said = []
+    try:
+        for number, name in enumerate(("wet", "dry")):
+            call = '<tool_call>{"name": "dive", "arguments": {}}</tool_call>'
+            arguments = ("reset", {"question": "?"}, 0, 0, name), ("turn", call), ("finish",)
+            for do, *rest in arguments:
+                host.ask(number, do, rest, 20.0)
+                said += host.poll(60)
+    finally:
+        host.close()
+    assert [reply.get("text") for reply in said] == [None, None, None, "Up: ?", None, None]
+    assert [reply.get("answers") for reply in said] == [None, ["At 1 m."], None, None, ["Blue."], None]
+    assert [reply.get("reward") for reply in said] == [None, None, 1.0, None, None, None]
+
+
+def test_the_command_plays_all_that_a_recipe_names(data, tmp_path, capsys):
+    (tmp_path / "recipe.py").write_text(
+        "from grpo import config as c\n"
+        f"config = c.GRPOConfig(environment=c.{CONFIG!r}, data=c.{data!r}, model=c.ModelConfig(path='nowhere'))\n"
+    )
+    assert main(["recipe.py"]) == 0
+    shown = capsys.readouterr().out
+    assert "wet: tools dive" in shown and "dry: tools none" in shown and "Up: Where is number 1?" in shown
+    assert shown.count("the same texts") == 2

@@ -1,0 +1,241 @@
+"""What a user's functions and classes become: tools with schemas, calls and their answers, refusals in one line."""
+
+import errno
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from grpo.config import EnvironmentConfig
+from grpo.environments.calls import Call
+from grpo.environments.tools import Lost, Toolbox, load_toolboxes, run_call
+from grpo.workers import lockdown
+from grpo.workers.programs import ProgramError
+
+ROOT = pathlib.Path(__file__).parents[3]
+GUESS = f"{ROOT}/configs/examples/guess.py:Guess"
+MULTIPLY = f"{ROOT}/configs/examples/calculator.py:multiply"
+LOOK = 'def look(place: str) -> str:\n    """Look.\n\n    Args:\n        place: Where.\n    """\n'
+ENVIRONMENT = "class Mine:\n    def reset(self, **row):\n        pass\n"
+
+
+def load_toolbox(config: EnvironmentConfig) -> Toolbox:
+    """The only one."""
+    (toolbox,) = load_toolboxes(config).values()
+    return toolbox
+
+
+def toolbox_of(tmp_path: pathlib.Path, code: str, *, tools: tuple[str, ...] = (), **fields) -> Toolbox:
+    """With {here} in tools and name for a file of this code."""
+    (tmp_path / "mine.py").write_text(code)
+    name, *tools = (spec.replace("{here}", f"{tmp_path}/mine.py") for spec in (fields.pop("name", ""), *tools))
+    return load_toolbox(EnvironmentConfig(name=name, tools=tuple(tools), **fields))
+
+
+def test_the_example_of_a_guess():
+    toolbox = load_toolbox(EnvironmentConfig(name=GUESS))
+    game = toolbox.factory()
+    arguments = toolbox.reset_arguments({"high": 4, "question": "?"}, seed=7, rollout=2)
+    assert arguments == {"high": 4, "question": "?", "seed": 7}
+    assert game.reset(**arguments) == "I think of a number from 1 to 4. Guess it."
+    answers = [run_call(toolbox, game, Call("guess", str(number))) for number in (1, 2, 3, 4)]
+    right = answers.index(("Right.", "ok"))
+    assert answers == [("Higher.", "ok")] * right + [("Right.", "ok")] + [("Lower.", "ok")] * (3 - right)
+    assert (game.done, game.get_reward()) == (True, 1.0)
+    assert (toolbox.name, toolbox.has_reply, toolbox.has_reward) == ("Guess", False, True)
+    (schema,) = toolbox.schemas
+    assert schema["function"]["name"] == "guess" and schema["function"]["description"] == "Guess the number."
+    assert schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"value": {"type": "integer", "description": "Your guess."}},
+        "required": ["value"],
+    }
+
+
+def test_the_example_of_a_function():
+    toolbox = load_toolbox(EnvironmentConfig(tools=(MULTIPLY, "calculator")))
+    assert (toolbox.name, toolbox.kind, list(toolbox.tools)) == ("tools", None, ["multiply", "calculator"])
+    assert run_call(toolbox, None, Call("multiply", {"a": 1.5, "b": 4})) == ("6.0", "ok")
+
+
+def test_a_class_as_others_write_them(tmp_path):
+    """Inherited and static methods are tools too, in the order of their names; private ones and attributes are none."""
+    code = (
+        "class Base:\n    def reset(self):\n        return None\n"
+        '    def wait(self) -> str:\n        """Wait."""\n        return "waited"\n'
+        "class Mine(Base):\n    done = False\n    max_turns = 3\n"
+        "    def __init__(self, depth: int = 1):\n        self.depth = depth\n"
+        '    @staticmethod\n    def add(a: int, b: int = 1):\n        """Add.\n\n        Args:\n'
+        '            a: One.\n            b: Other.\n        """\n        return a + b\n'
+        "    def reply(self, text):\n        return text\n    def close(self):\n        pass\n"
+        "    def get_info(self):\n        return {}\n    def _private(self):\n        pass\n"
+    )
+    toolbox = toolbox_of(tmp_path, code, name="{here}:Mine", options={"depth": 4})
+    assert list(toolbox.tools) == ["add", "wait"] and toolbox.has_reply and not toolbox.has_reward
+    mine = toolbox.factory()
+    assert mine.depth == 4 and toolbox.reset_arguments({"a": 1}, 2, 3) == {}
+    assert run_call(toolbox, mine, Call("wait", {})) == run_call(toolbox, mine, Call("wait", "")) == ("waited", "ok")
+    assert run_call(toolbox, mine, Call("add", {"a": 2})) == run_call(toolbox, mine, Call("add", "2")) == ("3", "ok")
+
+
+REPLY = ENVIRONMENT + "    def reply(self, text):\n        pass"
+MINE = {"name": "{here}:Mine"}
+
+
+@pytest.mark.parametrize(
+    "code, fields, words",
+    [
+        (ENVIRONMENT, {"name": "{here}:Min"}, "no function 'Min'; .*Mine"),
+        (LOOK, {"tools": ("{here}:lok",)}, "no function 'lok'; .* look"),
+        (LOOK, {"tools": ("calculater",)}, r"\(built in: calculator, python\) 'calculater' names no function"),
+        (LOOK, {"tools": ("nowhere.py:f",)}, "environment.tools file .*nowhere.py does not exist"),
+        (LOOK, {"tools": ("{here}:look", "{here}:look")}, "two tools .* look; rename one"),
+        (ENVIRONMENT + "    def look(self):\n        'Look.'", MINE | {"tools": ("{here}:look",)}, "two tools .* look"),
+        (LOOK, {"name": "{here}:look"}, "look is no class; write functions as environment.tools"),
+        (ENVIRONMENT, {"tools": ("{here}:Mine",)}, "a class as environment.name"),
+        ("class Mine:\n    pass", MINE, "no method reset"),
+        (ENVIRONMENT, MINE, "Mine can answer nothing; give it a public method"),
+        (ENVIRONMENT + "    def act(self, x):\n        'Act.'", MINE, "act: .*x is missing a type .*begins with _"),
+        (ENVIRONMENT + "    def act(self, x: int):\n        pass", MINE, "tool act: .*no docstring.*begins with _"),
+        (LOOK.replace("(place", "(*place"), {"tools": ("{here}:look",)}, "look: .*unexpected keyword argument 'place'"),
+        ("def f(x: 'Nothing'):\n    'F.'", {"tools": ("{here}:f",)}, "tool f: .*'Nothing' is not defined"),
+        ("def f(x: int):\n    'F.'", {"tools": ("{here}:f",)}, "tool f: .*no description for the argument 'x'"),
+        ("import functools\nf = functools.partial(print)", {"tools": ("{here}:f",)}, "is no function"),
+        (REPLY, MINE | {"options": {"depth": 3}}, "environment.options {'depth': 3}: .*unexpected"),
+        (REPLY.replace("text", "mail, text"), MINE, "Mine.reply is no tool here, .* with a text: missing .*'text'"),
+        (REPLY + "\n    def close(self, file): 'C.'", MINE, "Mine.close is no tool .*no arguments: .*'file'"),
+        ("1 / 0", MINE, "environment.name file .*, line 1: ZeroDivisionError"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, code, fields, words):
+    if fields.get("tools") and "name" in fields:
+        code = LOOK + code
+    with pytest.raises(ValueError, match=words) as refused:
+        _ = toolbox_of(tmp_path, code, **fields).schemas
+    assert "\n" not in str(refused.value)
+
+
+def test_a_column_that_reset_needs(tmp_path):
+    code = "class Mine:\n    def reset(self, board, seed, size=3):\n        pass\n"
+    code += "    def reply(self, text):\n        pass\n"
+    toolbox = toolbox_of(tmp_path, code, name="{here}:Mine")
+    toolbox.check_columns(["board"])
+    assert toolbox.reset_arguments({"board": 1, "other": 2}, 3, 4) == {"board": 1, "seed": 3}
+    with pytest.raises(ValueError, match="the columns boards: missing .* 'board'; .*--data.columns"):
+        toolbox.check_columns(["boards"])
+
+
+CALLED = (
+    "from typing import Literal\n"
+    "def look(place: str, times: int = 1, far: bool | None = None, how: Literal['up', 'down'] = 'up', "
+    "among: list[float] = ()) -> str:\n    'Look.'\n"
+    "    if place == 'nowhere':\n        raise KeyError(place)\n    if place == 'exit':\n        raise SystemExit(3)\n"
+    "    return {'seen': [place, times, far, how, *among]}\n"
+)
+
+
+@pytest.mark.parametrize(
+    "name, arguments, answer, kind",
+    [
+        ("look", {"place": "é", "far": None, "among": [1, 2.5]}, '{"seen": ["é", 1, null, "up", 1, 2.5]}', "ok"),
+        ("look", "attic", '{"seen": ["attic", 1, null, "up"]}', "ok"),
+        ("lok", {}, "There is no tool 'lok' (did you mean look?). Tools: look.", "bad"),
+        ("look", {}, "look: missing a required argument: 'place'. It is look(place: str, times: int = 1, far: ", "bad"),
+        ("look", {"plase": 1}, "look: missing a required argument: 'place'. ", "bad"),
+        ("look", {"place": "a", "color": 1}, "look: got an unexpected keyword argument 'color'. ", "bad"),
+        ("look", {"place": 1}, "look: place cannot be 1. ", "bad"),
+        ("look", {"place": "a", "times": True}, "look: times cannot be true. ", "bad"),
+        ("look", {"place": "a", "times": "2"}, 'look: times cannot be "2". ', "bad"),
+        ("look", {"place": "a", "how": "left"}, 'look: how cannot be "left". ', "bad"),
+        ("look", {"place": "a", "among": ["x"]}, 'look: among cannot be ["x"]. ', "bad"),
+        ("look", {"place": "nowhere"}, "KeyError: 'nowhere'", "error"),
+        ("look", {"place": "exit"}, "SystemExit: 3", "error"),
+    ],
+)  # fmt: skip
+def test_what_a_call_answers(tmp_path, name, arguments, answer, kind):
+    toolbox = toolbox_of(tmp_path, CALLED, tools=("{here}:look",))
+    said, how = run_call(toolbox, None, Call(name, arguments))
+    assert (said[: len(answer)], how) == (answer, kind)
+
+
+@pytest.mark.parametrize(
+    "error, is_lost",
+    [
+        ("ConnectionResetError()", True),
+        ("TimeoutError('no answer')", True),
+        (f"OSError({errno.ENOSPC}, 'disk full')", True),
+        (f"OSError({errno.ENETUNREACH}, 'no network')", True),
+        ("Down('the server')", True),
+        ("FileNotFoundError('what the model named')", False),
+        ("PermissionError()", False),
+        ("RuntimeError('x')", False),
+    ],
+)
+def test_what_the_policy_cannot_have_caused(tmp_path, error, is_lost):
+    """Also behind another error, which a client's library raises in its place."""
+    body = f"class Down(Exception):\n    infrastructure = True\ndef f():\n    'F.'\n    raise {error}\n"
+    body += "def g():\n    'G.'\n    try:\n        f()\n    except Exception:\n        raise ValueError('x')\n"
+    toolbox = toolbox_of(tmp_path, body, tools=("{here}:f", "{here}:g"))
+    for name in "fg":
+        if is_lost:
+            with pytest.raises(Lost, match=f"^{name}: "):
+                run_call(toolbox, None, Call(name, {}))
+        else:
+            assert run_call(toolbox, None, Call(name, {}))[1] == "error"
+
+
+def test_memory_that_runs_out_is_left_to_the_worker(tmp_path):
+    toolbox = toolbox_of(tmp_path, "def f():\n    'F.'\n    raise MemoryError", tools=("{here}:f",))
+    with pytest.raises(MemoryError):
+        run_call(toolbox, None, Call("f", {}))
+
+
+@pytest.mark.parametrize(
+    "expression, answer",
+    [
+        ("12*(3+4)", "84"), ("7/2", "3.5"), ("0.1+0.2", "0.3"), ("1/3", "0.333333333333"), ("2**-2", "0.25"),
+        ("-7//2", "-4"), ("17 % 5", "2"), ("6×7÷2", "21"), ("2**100", "1267650600228229401496703205376"),
+        ("*".join(["9" * 99] * 5), "9"), ("-" * 499 + "1", "-1"),
+        ("1/0", "ValueError: division by zero"),
+        ("9**9**9**9", "ValueError: the exponent must be"),
+        ("2**0.5", "ValueError: the exponent must be"),
+        ("(" * 300 + "1" + ")" * 300, "ValueError: the expression has 601 characters, more than 500"),
+        ("(" * 240 + "1" + ")" * 240, "ValueError: this is no expression of numbers"),
+        ("2 3", "ValueError: this is no expression of numbers"), ("", "ValueError: this is no expression"),
+        ("1e999", "ValueError"), ("True", "ValueError: only numbers, + - * / // % ** and parentheses are known"),
+        ("__import__('os').getcwd()", "ValueError: only numbers"), ("a", "ValueError: only numbers"),
+        ("1 < 2", "ValueError: only numbers"),
+    ],
+)  # fmt: skip
+def test_calculator(expression, answer):
+    toolbox = load_toolbox(EnvironmentConfig(tools=("calculator",)))
+    said, how = run_call(toolbox, None, Call("calculator", {"expression": expression}))
+    assert said == answer or (how == "error" or expression.count("9") > 99) and said.startswith(answer), said
+
+
+@pytest.mark.skipif(not lockdown.kernel.can_deny_calls(), reason="this kernel filters no system calls")
+def test_python(monkeypatch):
+    toolbox = load_toolbox(EnvironmentConfig(tools=("python",), call_seconds=120.0))
+    assert run_call(toolbox, None, Call("python", {"code": "print(6 * 7)"})) == ("42\n", "ok")
+    said, how = run_call(toolbox, None, Call("python", "print(1)\n1 / 0"))
+    assert how == "ok" and said.startswith('1\nTraceback (most recent call last):\n  File "program.py", line 2')
+    assert said.endswith("ZeroDivisionError: division by zero")
+    assert run_call(toolbox, None, Call("python", "open('/etc/passwd')"))[0].count("PermissionError") == 1
+    short = load_toolbox(EnvironmentConfig(tools=("python",), call_seconds=1.0))
+    assert run_call(short, None, Call("python", "while True: pass")) == ("It took longer than 0.8 s.", "ok")
+
+    def fails(*arguments):
+        raise ProgramError("no fork")
+
+    monkeypatch.setattr("grpo.environments.builtin.run_python", fails)
+    with pytest.raises(Lost, match="python: ProgramError: no fork"):
+        run_call(toolbox, None, Call("python", "1"))
+
+
+def test_workers_load_no_large_library():
+    program = "import sys, grpo.environments.tools as tools\nfrom grpo.config import EnvironmentConfig as E\n"
+    program += f"tools.load_toolboxes(E(name={GUESS!r}))\n"
+    program += "print([m for m in ('torch', 'transformers', 'vllm', 'jinja2') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr

@@ -1,0 +1,163 @@
+"""A completion of nothing but LaTeX cannot run Python, whatever it wraps the code in and whatever it is compared to."""
+
+import builtins
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from grpo.rewards import latex
+from grpo.rewards.builtin import math_reward
+
+ROOT = pathlib.Path(__file__).parents[3]
+# What sympy evaluates numerically, with a symbol that it prints into Python source; X is the wrapped code.
+SUM = r"\sum_{n=0}^{\infty} \frac{(X+1)^n(n+2)}{n!}"
+CODE = ":=latex_marker()"  # a function of the test's own among Python's built-in ones
+
+NAMES = [
+    r"\hat{CODE}", r"\widehat{CODE}", r"\bar{CODE}", r"\overline{CODE}", r"\vec{CODE}", r"\overrightarrow{CODE}",
+    r"\tilde{CODE}", r"\dot{CODE}", r"\acute{CODE}", r"\bm{CODE}", r"\boldsymbol{CODE}", r"\mathbb{CODE}",
+    r"\mathrm{CODE}", r"\mathcal{CODE}", r"\mathbf{CODE}", r"\mathsf{CODE}", r"\text{CODE}", r"\textbf{CODE}",
+    r"\mbox{CODE}", r"\operatorname{CODE}", r"\variable{CODE}", r"x_{CODE}", r"\hat{x}_{CODE}", r"x_\hat{CODE}",
+    r"\hat {CODE}", r"\\hat{CODE}", r"\ha\!t{CODE}", r'\h"at{CODE}', r"\ha\text{}t{CODE}", r"\hat{\hat{CODE}}",
+    r"\hat{\}CODE}",
+]  # fmt: skip
+PLACES = [
+    "X", SUM, r"\prod_{n=1}^{\infty} X", r"\int_0^1 X dx", r"\lim_{n \to 0} X", r"\sum_{X=0}^{\infty} \frac{1}{X!}",
+    rf"\frac{{{SUM}}}{{2}}", rf"2^{{{SUM}}}", rf"(0, {SUM})", rf"[{SUM}, 5]", rf"\{{1, {SUM}\}}", rf"x = {SUM}",
+    rf"x < {SUM}", rf"f({SUM})", rf"\gcd({SUM}, 5)", rf"|{SUM}|", rf"\binom{{{SUM}}}{{2}}", rf"\sqrt{{{SUM}}}",
+    rf"\begin{{pmatrix}} {SUM} & 1 \\ 0 & 1 \end{{pmatrix}}", rf"\begin{{vmatrix}} {SUM} & 1 \\ 0 & 1 \end{{vmatrix}}",
+    r"X(5)", r"X^{5}", rf"\text{{if }} {SUM}", rf"{SUM} \text{{ cm}}", r"f(1 \over line{CODE})",
+]  # fmt: skip
+WRAPPED = [SUM.replace("X", name).replace("CODE", CODE) for name in NAMES]
+WRAPPED += [place.replace("X", r"\hat{CODE}").replace("CODE", CODE) for place in PLACES]
+REFERENCES = [
+    "5", r"\frac{1}{2}", r"\{1, 2\}", "(0, 5)", r"\begin{pmatrix}1 & 1 \\ 0 & 1\end{pmatrix}", "x = 5", "x",
+    r"\text{east}", r"\pi", r"\sum_{n=0}^{\infty} \frac{1}{n!}",
+]  # fmt: skip
+
+
+def burn(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+@pytest.fixture
+def marker(tmp_path, monkeypatch):
+    path = tmp_path / "marker"
+    monkeypatch.setattr(builtins, "latex_marker", lambda: path.write_text("ran") and 1, raising=False)
+    return path
+
+
+@pytest.mark.parametrize("other", REFERENCES)
+def test_no_wrapper_runs_code(other, marker):
+    """Neither as an answer nor as a reference, which a data set may have poisoned."""
+    assert len(WRAPPED) >= 40 and len(REFERENCES) == 10
+    for text in WRAPPED:
+        for given, reference in ((text, other), (other, text)):
+            math_reward([rf"\boxed{{{given}}}"], answer=[reference], answer_format="boxed")
+            assert not marker.exists(), text
+
+
+CONTROL = """
+import builtins, pathlib, sys
+import math_verify
+builtins.latex_marker = lambda: pathlib.Path(sys.argv[1]).write_text("ran") and 1
+math_verify.verify(math_verify.parse(r"$\\pi$"), math_verify.parse(f"${sys.argv[2]}$"))
+"""
+
+
+def test_the_library_alone_runs_the_code(tmp_path):
+    """The control: what the tests above try does run where nothing stands before the library."""
+    path = tmp_path / "marker"
+    text = SUM.replace("X", r"\hat{CODE}").replace("CODE", CODE)
+    subprocess.run([sys.executable, "-c", CONTROL, str(path), text], check=True, timeout=240)
+    if not path.exists():
+        pytest.skip("this version of math-verify and sympy does not run code in names any more")
+    assert path.read_text() == "ran"
+
+
+# The other guard off: only what `load` did to sympy stands between the text and the compiler. `bare` undoes that too.
+AUDIT = """
+import sys
+from grpo.rewards import latex
+from latex2sympy2_extended import latex2sympy
+if sys.argv[1] == "patched":
+    latex.load()
+latex.LATEX_SECONDS = 60
+latex.load, latex.is_plain, latex._is_small = lambda: None, lambda text: True, lambda found: found is not None
+compiled = []
+sys.addaudithook(lambda event, args: compiled.append(str(args[0])) if event == "compile" else None)
+latex._within_seconds(latex2sympy, sys.argv[2], is_real=True, convert_degrees=False, normalization_config=None)
+latex._within_seconds(latex._equal, latex.parse_expression(sys.argv[3]), latex.parse_expression("\\\\pi"), 1e-6)
+print(len([source for source in compiled if "zqp" in source]))
+"""
+
+
+@pytest.mark.parametrize(("sympy", "compiles"), [("patched", 0), ("bare", 2)])
+def test_sympy_compiles_no_text_of_a_completion(sympy, compiles):
+    """Neither while comparing nor while parsing; without the patch it does."""
+    parsed = r"(\sum_{n=0}^{\infty} \frac{\sin(\text{zqp}(5))^n}{n!}, 5]"
+    compared = SUM.replace("X", r"\hat{zqp}")
+    command = [sys.executable, "-c", AUDIT, sympy, parsed, compared]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == compiles
+
+
+def test_sums_are_worth_the_same_without_the_compiler():
+    """e, e^2, the cosine's series at 1, and one that starts late."""
+    import sympy
+
+    n, oo = sympy.Symbol("n", integer=True), sympy.oo
+    latex.load()
+    for term, start, value in (
+        (1 / sympy.factorial(n), 0, sympy.E),
+        (2**n / sympy.factorial(n), 0, sympy.E**2),
+        ((-1) ** n / sympy.factorial(2 * n), 0, sympy.cos(1)),
+        (1 / sympy.factorial(n), 2, sympy.E - 2),
+    ):
+        assert abs(sympy.Sum(term, (n, start, oo)).evalf(20) - value.evalf(20)) < 1e-18
+
+
+@pytest.mark.parametrize(
+    "text",
+    [r"9^{9^{9^9}}", r"2^{100000}", "99999999!", r"\binom{99999999}{49999999}", r"(3!)^{9999}", r"10^{10^{10}} - 1"],
+)
+def test_numbers_that_would_fill_the_memory_are_no_expressions(text):
+    assert latex.parse_expression(text) is None
+
+
+def test_numbers_of_some_hundred_digits_are():
+    assert latex.same_expression("2^{1000} + 1", "1 + 4^{500}", 1e-6)
+    assert not latex.same_expression("2^{1000} + 1", "4^{500}", 1e-6)
+
+
+@pytest.mark.parametrize(("wait", "reward"), [(time.sleep, 1.0), (burn, None)])
+def test_only_cpu_time_of_its_own_leaves_an_answer_without_reward(wait, reward, monkeypatch):
+    """A parser that waits for 1.5 s, as on a busy machine, and one that computes as long. The limit is 0.5 s."""
+    latex.load()
+    import latex2sympy2_extended
+
+    parse = latex2sympy2_extended.latex2sympy
+    monkeypatch.setattr(latex, "LATEX_SECONDS", 0.5)
+    monkeypatch.setattr(
+        latex2sympy2_extended, "latex2sympy", lambda *a, **options: (wait(1.5), parse(*a, **options))[1]
+    )
+    latex.parse_expression.cache_clear()
+    assert math_reward([r"\boxed{x+7}"], ["7+x"], answer_format="boxed") == [reward]
+    latex.parse_expression.cache_clear()
+
+
+def test_outside_of_the_main_thread_the_library_says_so():
+    program = (
+        "import concurrent.futures\n"
+        "from grpo.rewards.latex import same_expression\n"
+        "pool = concurrent.futures.ThreadPoolExecutor(1)\n"
+        "print(pool.submit(same_expression, 'x+1', '1+x', 0.0).exception())"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert "main thread" in result.stdout, result.stderr

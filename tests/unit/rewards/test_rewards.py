@@ -1,0 +1,409 @@
+"""Rewards: what counts as an answer, which numbers are equal, what each built-in function gives, and loading."""
+
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+
+from grpo.config import RewardConfig
+from grpo.rewards import builtin
+from grpo.rewards.builtin import (
+    BUILT_INS,
+    code_reward,
+    format_reward,
+    language_reward,
+    overlong_penalty,
+    regex_match,
+    repetition_penalty,
+    thinking_reward,
+)
+from grpo.rewards.loading import call_arguments, load_functions
+from grpo.workers.programs import Outcome
+
+# For a program that ends by itself, on a machine that may be busy.
+SECONDS = 60.0
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>\nlong\n\nthoughts\n</think>\n#### 5", 1.0),
+        ("<think>is it <answer>4</answer>?</think><answer>5</answer>", 1.0),
+        ("<think>2 + 3 = 5</think>", 1.0),
+        ("<answer>5</answer>", 0.0),
+        ("", 0.0),
+        ("<think>2 + 3", 0.5),
+        ("2 + 3</think><answer>5</answer>", 0.5),
+        ("</think>2 + 3<think>", 0.5),
+        ("<think>a</think><think>b</think>", 0.5),
+        ("<answer>5</answer><think>2 + 3</think>", 0.5),
+        ("<think>2 + 3 <answer>5</answer></think>", 0.5),
+    ],
+)
+def test_thinking_reward(text, reward):
+    assert thinking_reward([text], answer=["5"]) == [reward]
+
+
+# ---- Code
+
+ADD = "```python\ndef add(a, b):\n    return a + b\n```\n"
+SUBTRACT = "```python\ndef add(a, b):\n    return a - b\n```\n"
+ADD_TESTS = "assert add(2, 3) == 5\nassert add(-1, 1) == 0"
+SUM_TESTS = [{"input": "1 2\n", "output": "3"}, {"input": "10 20\n", "output": "30\n"}]
+
+
+def program(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("text", "tests", "reward"),
+    [
+        (ADD, ADD_TESTS, 1.0),
+        (ADD, ["assert add(2, 3) == 5", "assert add(-1, 1) == 0"], 1.0),
+        (ADD, json.dumps(["assert add(2, 3) == 5", "assert add(1, 1) == 3"]), 0.0),
+        (SUBTRACT, ADD_TESTS, 0.0),
+        (SUBTRACT, "assert add(3, 0) == 3", 1.0),
+        (SUBTRACT + ADD, ADD_TESTS, 1.0),
+        (ADD + SUBTRACT, ADD_TESTS, 0.0),
+        (ADD + "prints\n```\n5\n```", ADD_TESTS, 1.0),
+        (ADD + "```text\n5\n```", ADD_TESTS, 1.0),
+        ("```text\n5\n```\nbetween\n```\ndef add(a, b): return a + b\n```", ADD_TESTS, 1.0),
+        ("def add(a, b): return a + b", ADD_TESTS, 0.0),
+        ("```python\ndef add(a, b): return a + b", ADD_TESTS, 0.0),
+        ("", ADD_TESTS, 0.0),
+        (program("def add(a, b) return"), ADD_TESTS, 0.0),
+        (program("from __future__ import annotations\ndef add(a: X, b): return a + b"), ADD_TESTS, 1.0),
+        (program("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int"), "assert A(1).x == 1", 1.0),
+        (program("name = __name__"), "assert name == '__main__'; import __main__; assert __main__.name", 1.0),
+        (program("print('some output')\n" + "def add(a, b): return a + b"), ADD_TESTS, 1.0),
+        (program("print(sum(map(int, input().split())))"), SUM_TESTS, 1.0),
+        (program("print(sum(map(int, input().split())), end='  \\n\\n')"), json.dumps(SUM_TESTS), 1.0),
+        (program("print(3)"), SUM_TESTS, 0.0),
+        (program("print(sum(map(int, input().split())))\nraise SystemExit(1)"), SUM_TESTS, 0.0),
+        (program("print('', sum(map(int, input().split())))"), SUM_TESTS, 0.0),
+        (program("while True: pass"), SUM_TESTS, 0.0),
+        (ADD, "", None),
+        (ADD, "  \n", None),
+        (ADD, None, None),
+        (ADD, [], None),
+        (ADD, "[]", None),
+        (ADD, [" "], None),
+    ],
+)
+def test_code_reward(text, tests, reward):
+    seconds = 2.0 if "while True" in text else SECONDS
+    assert code_reward([text], tests=[tests], timeout_seconds=seconds, question=["?"]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "quit()",
+        "import os; os.kill(os.getpid(), 9)",
+        "import atexit, os; atexit.register(os._exit, 0); raise SystemExit",
+        "import builtins; builtins.exec = builtins.compile = lambda *a, **k: None",
+        "import os; os._exit = os.write = print",
+        "__builtins__['exec'] = print",
+        "import builtins; builtins.AssertionError = SystemExit",
+        "import sys, threading, os\nthreading.Timer(0.05, os._exit, (0,)).start()\nimport time; time.sleep(1)",
+        "import sys; print(sys.stdin.read(), open(0).read(), *sys.argv, open(sys.argv[0]).read()); raise SystemExit",
+        "import os, sys\nfor name in ('0', '1', '2', '3', '4', '5'):\n"
+        "    try: print(open('/proc/self/fd/' + name).read())\n    except OSError: pass\nraise SystemExit",
+        "print(vars(), globals()); raise SystemExit",
+        "import __main__; print(vars(__main__)); raise SystemExit",
+    ],
+)
+def test_success_cannot_be_had_by_leaving_early(code):
+    assert code_reward([program(code)], tests=["assert False"], timeout_seconds=SECONDS) == [0.0]
+
+
+def test_success_is_a_marker_that_is_drawn_anew(monkeypatch):
+    monkeypatch.setattr(builtin.secrets, "token_hex", lambda length: "the-marker")
+    known = program("print('the-marker'); import os, sys; sys.stdout.flush(); os._exit(0)")
+    assert code_reward([known], tests=["assert False"], timeout_seconds=SECONDS) == [1.0]
+    monkeypatch.undo()
+    assert code_reward([known], tests=["assert False"], timeout_seconds=SECONDS) == [0.0]
+
+
+def test_all_tests_of_a_completion_share_the_time(monkeypatch):
+    """By a clock that only programs move, each by 0.5 s."""
+    clock = [0.0]
+
+    def run(code, stdin, limits):
+        granted.append(limits.timeout_seconds)
+        clock[0] += 0.5
+        return Outcome("ok", stdin, "")
+
+    monkeypatch.setattr(builtin, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(builtin, "run_python", run)
+    for number, reward, expected in ((3, 1.0, [1.5, 1.0, 0.5]), (4, 0.0, [1.5, 1.0, 0.5])):
+        granted = []
+        tests = [{"input": "a", "output": "a"}] * number
+        assert code_reward([program("any")], tests=[tests], timeout_seconds=1.5) == [reward]
+        assert granted == expected
+
+
+@pytest.mark.parametrize("tests", [5, {"input": "1"}, [{"input": "1"}], '[{"inputs": ["1"]}]', [1, 2]])
+def test_unreadable_tests_are_refused(tests):
+    with pytest.raises(ValueError, match=r'cannot read tests .* list \(or its JSON\) of {"input": text'):
+        code_reward([ADD], tests=[tests])
+
+
+# ---- Form, length, style
+
+
+def test_regex_match():
+    assert regex_match(["see [12]", "see 12", ""], pattern=r"\[\d+\]", answer=["", "", ""]) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>\na\nb\n</think>\n\n<answer>c</answer>\n", 1.0),
+        ("", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<answer>b</answer>", 0.0),
+        ("a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>.", 0.0),
+        ("So <think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<think>a</think><answer>b</answer>" + "</answer>" * 30000, 0.0),
+    ],
+)
+def test_format_reward(text, reward):
+    assert format_reward([text], answer=["?"]) == [reward]
+
+
+def test_overlong_penalty():
+    """L_max 400: L_cache 100 by default, as a quarter; or 200."""
+    lengths = [0, 300, 350, 400, 401]
+    reward = functools.partial(overlong_penalty, max_completion_tokens=400)
+    assert reward([""] * 5, num_tokens=lengths) == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert reward([""] * 5, num_tokens=lengths, tokens=200) == [0.0, -0.5, -0.75, -1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "ngram", "reward"),
+    [
+        ("a b c d", 2, 0.0),
+        ("a b A  b", 2, -1 / 3),  # a b, b a, a b
+        ("a a a a a", 2, -0.75),  # one of four is distinct
+        ("a a a a a", 5, 0.0),
+        ("a a a a", 5, 0.0),
+        ("", 1, 0.0),
+        ("a b a b", 1, -0.5),
+    ],
+)
+def test_repetition_penalty(text, ngram, reward):
+    assert repetition_penalty([text], ngram=ngram, answer=["?"]) == [pytest.approx(reward)]
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "reward"),
+    [
+        ("Hello, Welt 42!", "latin", 1.0),
+        ("Hallo мир", "latin", 5 / 8),
+        ("Hallo мир", "Cyrillic", 3 / 8),
+        ("中文abc", "cjk", 2 / 5),
+        ("ひらがな", "hiragana", 1.0),
+        ("한국", "hangul", 1.0),
+        ("42 + 1 = 43", "latin", None),
+        ("", "latin", None),
+    ],
+)
+def test_language_reward(text, language, reward):
+    assert language_reward([text], language=language, answer=["?"]) == [reward]
+
+
+# ---- Loading
+
+
+def test_importing_rewards_does_not_import_torch():
+    names = "('torch', 'numpy', 'sympy', 'math_verify')"
+    code = f"import sys, grpo.rewards.loading; print([m for m in {names} if m in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[3], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
+
+
+def test_load_functions_gives_every_built_in_its_options():
+    """All of them, called as the pool calls them: one completion, the data's columns and two more."""
+    config = RewardConfig(
+        functions=dict.fromkeys(BUILT_INS, 1.0),
+        answer_format="hashes",
+        options={
+            "math_reward": {"partial_credit": 0.3, "tolerance": 0.1},
+            "regex_match": {"pattern": "[0-9]{3}"},
+            "overlong_penalty": {"tokens": 50},
+            "repetition_penalty": {"ngram": 1},
+            "language_reward": {"language": "greek"},
+            "code_reward": {"timeout_seconds": SECONDS},
+        },
+        timeout_seconds=2 * SECONDS,
+    )
+    functions = load_functions(config, columns=["answer", "tests"], max_completion_tokens=200)
+    text = "αβ γ γ\n```\nx = 7\n```\n#### 105"  # words: αβ γ γ ``` x = 7 ``` #### 105
+    columns = {"answer": ["100.5"], "tests": ["assert x == 7"], "num_tokens": [180], "truncated": [False]}
+    assert {name: function([text], **columns) for name, function in functions.items()} == {
+        "math_reward": [1.0],
+        "code_reward": [1.0],
+        "regex_match": [1.0],
+        "format_reward": [0.0],
+        "thinking_reward": [0.0],
+        "overlong_penalty": [-0.6],
+        "repetition_penalty": [pytest.approx(-0.2)],  # 8 of 10 are distinct
+        "language_reward": [0.8],  # αβγγ and x
+    }
+    assert functions["math_reward"](["#### 120"], **columns) == [0.3]
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "message"),
+    [
+        ("math_reward", "solution", r"math_reward cannot .* 'answer'; .* columns it needs in data.columns"),
+        ("code_reward", "answer", r"code_reward cannot .* 'tests'; .* columns it needs in data.columns"),
+        (
+            "thinking_reward",
+            "truncated",
+            r"data.columns has truncated, .* another name, such as --data.columns my_truncated truncated",
+        ),
+        ("language_reward", "language", r"column language is named like an option of language_reward; rename"),
+    ],
+)
+def test_load_functions_refuses_columns(name, column, message):
+    with pytest.raises(ValueError, match=message):
+        load_functions(RewardConfig(functions={name: 1.0}), [column])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("regex_match", {}, r"regex_match needs pattern; give it with .* regex_match '{\"pattern\": \.\.\.}'$"),
+        ("regex_match", {"pattern": "(["}, r"pattern '\(\[' is no regular expression: .*; escape"),
+        ("overlong_penalty", {"tokens": 201}, r"tokens is 201; set at most .* = 200"),
+        ("overlong_penalty", {"tokens": -1}, r"tokens is -1; set at most"),
+        ("repetition_penalty", {"ngram": 0}, r"repetition_penalty: ngram is 0; set 1 word or more"),
+        ("language_reward", {"language": "klingon"}, r"language 'klingon' is no script .* such as latin"),
+        ("code_reward", {"timeout_seconds": 10.0}, r"is 10.0; set it .* below reward.timeout_seconds = 10.0"),
+        ("code_reward", {"timeout_seconds": 0}, r"timeout_seconds is 0; set it above 0"),
+        ("code_reward", {"memory_gib": 0.0}, r"memory_gib is 0.0; set it above 0"),
+        ("code_reward", {"memory_gib": 8}, r"memory_gib is 8; .* at most reward.memory_gib = 4.0"),
+        ("math_reward", {"answer_format": "xml"}, r"of math_reward: answer_format='xml' is unknown; use"),
+        ("math_reward", {"tolerence": 1}, r"math_reward has no option 'tolerence' \(did you mean tolerance\?\)"),
+        ("overlong_penalty", {"cut": 1}, r"no option 'cut'; its options .* are: tokens, max_completion_tokens$"),
+        ("format_reward", {"tag": "a"}, r"no option 'tag'; its options .* are: none$"),
+        ("math_reward", {"tolerance": "1"}, r"options of math_reward: tolerance is '1' \(str\), not float"),
+        ("repetition_penalty", {"ngram": True}, r"ngram is True \(bool\), not int"),
+        ("math_reward", [1], r"reward.options of math_reward is \[1\]; write a table such as"),
+    ],
+)
+def test_load_functions_refuses_options(name, options, message):
+    config = RewardConfig(functions={name: 1.0}, options={name: options})
+    with pytest.raises(ValueError, match=message):
+        load_functions(config, max_completion_tokens=200)
+
+
+OWN_OPTIONS = """
+def scaled(completions, answer, *, scale: float = 1.0, answer_format, max_completion_tokens=7, **columns):
+    return [f"{answer_format} {max_completion_tokens}", scale * int(answer[0])]
+def level_or_zero(completions, *, level, **columns):
+    raise ValueError("is not called at the start")
+"""
+
+
+def test_a_function_of_the_users_has_options_and_facts_of_the_run_like_a_built_in_one(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_OPTIONS)
+    name, level = f"{tmp_path}/mine.py:scaled", f"{tmp_path}/mine.py:level_or_zero"
+
+    def load(columns=("answer",), **options):
+        config = RewardConfig(functions={name: 1.0}, options={name: options}, answer_format="boxed")
+        return load_functions(config, columns, 100)[name]
+
+    assert load()(["a"], answer=["3"], question=["?"]) == ["boxed 100", 3.0]
+    assert load(scale=2)(["a"], answer=["3"]) == ["boxed 100", 6.0]
+    assert load(scale=0.5, answer_format="hashes", max_completion_tokens=5)(["a"], answer=["3"]) == ["hashes 5", 1.5]
+    with pytest.raises(ValueError, match=r"scaled has no option 'scales' \(did you mean scale\?\)"):
+        load(scales=2)
+    with pytest.raises(ValueError, match=r"mine.py:scaled: scale is '2' \(str\), not float"):
+        load(scale="2")
+    with pytest.raises(ValueError, match=r"column scale is named like an option of /.*mine.py:scaled; rename it"):
+        load(columns=("answer", "scale"), scale=2)
+    load(columns=("answer", "scale"))
+    # what has no default may be an option or a column
+    config = RewardConfig(functions={level: 1.0})
+    with pytest.raises(ValueError, match=r"mine.py:level_or_zero needs level; give it with .* in data.columns"):
+        load_functions(config, ["answer"])
+    load_functions(config, ["answer", "level"])
+    load_functions(config)
+    config = RewardConfig(functions={level: 1.0}, options={level: {"level": 3}})
+    load_functions(config, ["answer"])
+    with pytest.raises(ValueError, match=r"column level is named like an option"):
+        load_functions(config, ["answer", "level"])
+
+
+def test_the_library_that_compares_latex_is_loaded_at_the_start():
+    program = (
+        "import sys; from grpo.config import RewardConfig; from grpo.rewards.loading import load_functions; "
+        "load_functions(RewardConfig(functions={'math_reward': 1.0}, answer_format='boxed')); "
+        "print('math_verify' in sys.modules)"
+    )
+    root = pathlib.Path(__file__).parents[3]
+    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=240)
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "maths",
+            r"'maths'.* math_reward, code_reward, .*, language_reward, .* path/file.py:function",
+        ),
+        ("mine.py", "unknown reward function 'mine.py'"),
+        (
+            "mine.py:strict",
+            r"mine.py:strict .* question, answer, num_tokens, truncated, prompts, step.*'question'.*\*\*col",
+        ),
+        ("mine.py:words", r"missing a required argument: 'solution'.*list the columns it needs in data.columns"),
+    ],
+)
+def test_load_functions_refuses(name, message, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "def words(completions, solution, **columns): return []\ndef strict(completions, answer): return []\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_functions(RewardConfig(functions={name: 1.0}), columns=["question", "answer"])
+
+
+# ---- how a function is called
+
+
+def trl(prompts, completions, answer, **columns):
+    return [float(a in text) for a, text in zip(answer, completions, strict=True)]
+
+
+def first_by_any_name(texts, **columns):
+    return [float(len(text)) for text in texts]
+
+
+@pytest.mark.parametrize(("function", "values"), [(trl, [1.0, 0.0]), (first_by_any_name, [1.0, 2.0])])
+def test_completions_go_by_their_name_or_first(function, values):
+    columns = {"prompts": ["1+2", "2+2"], "answer": ["3", "4"], "step": [1, 1]}
+    arguments, named = call_arguments(function, ["3", "55"], columns)
+    assert function(*arguments, **named) == values
+    partial = functools.partial(function)
+    arguments, named = call_arguments(partial, ["3", "55"], columns)
+    assert partial(*arguments, **named) == values

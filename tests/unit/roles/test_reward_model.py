@@ -1,0 +1,217 @@
+"""The reward model on the driver: what it reads of a rollout, what is refused, and how its score joins the others."""
+
+import json
+import pathlib
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
+
+from grpo.config import GRPOConfig, ModelConfig, SFTConfig, TrainerConfig, change
+from grpo.config.checks import check_effects, validate
+from grpo.data import toy
+from grpo.evaluate import load_config
+from grpo.models.hf_folder import check_folder
+from grpo.models.memory import reference_gib, sizes_of, trainer_gib
+from grpo.roles.reward_model import RewardModel, conversation, open_reward_model
+from grpo.run.scorer import Scorer
+from grpo.types import Completion, Prompt, Rollout, TrainBatch
+from tests.tiny_models import SMALL, make_reward_model
+from tests.unit.models.test_memory import QWEN3_1_7B, QWEN3_8B, config_of, sizes
+
+TRAINER = TrainerConfig(micro_batch_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """256 positions, tokens that are bytes and a few pairs, ChatML."""
+    made = tmp_path_factory.mktemp("reward_model") / "model"
+    return make_reward_model(made, "qwen3-tied", toy.trained_tokenizer(["1 + 1 = 2"], 300))
+
+
+def rollout(content: str | list[dict] = "1+1", text: str = "2", episode: dict | None = None) -> Rollout:
+    completion = Completion.of(torch.tensor([5, 6]), torch.zeros(2), truncated=False, episode=episode)
+    return Rollout(Prompt(0, [1, 2], content=content), completion, text)
+
+
+# ---- What it reads
+
+
+def test_it_reads_prompt_and_answer_in_its_own_chat_template(folder: str):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    turns = [{"text": "call", "answers": ["3"]}, {"text": "It is 3.", "answers": []}]
+    episode = {"turns": turns, "opening": None, "info": {}}
+    start = "<|im_start|>"
+    cases = {
+        f"{start}user\n1+1<|im_end|>\n{start}assistant\n<think>2<|im_end|>\n": conversation(rollout(), "<think>"),
+        f"{start}system\nBe brief.<|im_end|>\n{start}user\n1+1<|im_end|>\n{start}assistant\n2<|im_end|>\n": (
+            conversation(rollout(chat))
+        ),
+        f"{start}user\n1+1<|im_end|>\n{start}assistant\ncall<|im_end|>\n{start}tool\n3<|im_end|>\n"
+        f"{start}assistant\nIt is 3.<|im_end|>\n": conversation(rollout(episode=episode)),
+    }
+    reader = open_reward_model(folder, TRAINER)
+    for text, ids in zip(cases, reader.read(list(cases.values())), strict=True):
+        assert reader.tokenizer.decode(ids) == text and ids.count(reader.tokenizer.eos_token_id) == text.count("end")
+
+
+def test_what_it_cannot_read_has_a_reason_in_its_place(folder: str, tmp_path: pathlib.Path):
+    """ChatML around "1+1" and an answer has 24 tokens; one of a row's 100 places is for what follows a conversation."""
+    reader = open_reward_model(folder, TRAINER)
+    short, too_long, longest = reader.read([conversation(rollout(text=n * "x")) for n in (1, 76, 75)])
+    assert (len(short), len(longest)) == (25, 99) and "not 1 to 99 tokens" in too_long
+    assert open_reward_model(folder, TrainerConfig()).longest == 255  # of 256 positions
+    template = (
+        "{{ raise_exception('no x') if 'x' in messages[1].content }}{{ messages[0].content + messages[1].content }}"
+    )
+    reader = open_reward_model(with_template(folder, tmp_path / "picky", template), TRAINER)
+    refused, read = reader.read([conversation(rollout(text=text)) for text in ("x", "y")])
+    assert "no x" in refused and reader.tokenizer.decode(read) == "1+1y"
+
+
+class ReadsIds:
+    """A model whose output behind each token is that token's id."""
+
+    def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
+        return batch.ids_N.roll(1).float()
+
+
+def test_the_score_is_the_output_behind_the_last_token(one_rank: None):
+    """As transformers has it. What belongs to a token is computed behind the one before it."""
+    roles = SimpleNamespace(references=False, learners=dist.group.WORLD, is_driver=True, learns=True, device="cpu")
+    model = RewardModel(ModelConfig(), TRAINER, "", roles)
+    model.model = ReadsIds()
+    with model.asked():
+        assert model.scores([[5, 6, 7], [8], [9, 4]]) == [7.0, 8.0, 4.0]
+
+
+# ---- What is refused
+
+
+def copy_of(folder: str, to: pathlib.Path, **changes: object) -> str:
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | changes))
+    return str(to)
+
+
+def with_template(folder: str, to: pathlib.Path, template: str) -> str:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(copy_of(folder, to))
+    (to / "chat_template.jinja").unlink()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(to)
+    return str(to)
+
+
+def test_models_that_cannot_score_are_refused_with_the_reason(folder: str, tmp_path: pathlib.Path):
+    labels = {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
+    policy = toy.make_model(tmp_path / "policy", toy.addition_tokenizer(), 0, SMALL)
+    of_policy = copy_of(policy, tmp_path / "unnamed", architectures=["Qwen3ForSequenceClassification"], num_labels=1)
+    reasons = {
+        tmp_path / "nowhere": "does not exist",
+        policy: "Qwen3ForCausalLM in architectures .*ForSequenceClassification",
+        copy_of(folder, tmp_path / "none", architectures=None): "nothing in architectures .*ForSequenceClassification",
+        copy_of(folder, tmp_path / "two", **labels): "has 2 outputs .num_labels, id2label.; .* have 1",
+        copy_of(folder, tmp_path / "bert", model_type="bert"): "is a bert model; only qwen3",
+        of_policy: "lack 1 tensors of config.json's model, the first is score.weight",
+        with_template(folder, tmp_path / "plain", ""): "has no chat template; put the one that",
+        with_template(folder, tmp_path / "deaf", "{{ messages[0].content }}"): "leaves the assistant's answer out",
+    }
+    for path, reason in reasons.items():
+        with pytest.raises((ValueError, FileNotFoundError), match=reason):
+            open_reward_model(str(path), TRAINER)
+    with pytest.raises(ValueError, match="Qwen3ForSequenceClassification in architectures has no language model head"):
+        check_folder(folder, 64, 1)
+
+
+def test_what_a_config_with_one_may_be():
+    """It is reward enough, also for ranks of a reference, and grpo.evaluate has no ranks for it."""
+    one = {"reward.model": "my/judge", "reward.functions": {}, "roles.num_references": 1}
+    validate(change(GRPOConfig(), one | {"sampling.dynamic": True, "evaluation.interval": 5}))
+    validate(change(SFTConfig(), {"reward.model": "my/judge", "reward.functions": {}, "evaluation.interval": 5}))
+    with pytest.raises(ValueError, match="reward.functions is empty; name one.* or a reward.model"):
+        validate(change(GRPOConfig(), {"reward.functions": {}}))
+    measures = {"algorithm.distill_coef": 1.0, "model.reference_path": "my/teacher", "group_size": 1}
+    validate(change(GRPOConfig(), one | measures | {"reward.model_weight": 0.0}))
+    with pytest.raises(ValueError, match="group_size=1"):
+        validate(change(GRPOConfig(), one | measures))
+    with pytest.raises(ValueError, match="reward.model_weight=0.5 does nothing with reward.model=''"):
+        check_effects(change(GRPOConfig(), {"reward.model_weight": 0.5}), GRPOConfig())
+    with pytest.raises(
+        ValueError, match="reward.model=my/judge needs ranks that train.*--reward.model '' leaves it out"
+    ):
+        load_config("my/model", ["--reward.model", "my/judge"], num_ranks=1)
+
+
+# ---- Its part of the reward
+
+
+class Says:
+    """A model that says these scores."""
+
+    def __init__(self, *scores: float):
+        self.scores_left = list(scores)
+
+    def scores(self, sequences: list[list[int]]) -> list[float]:
+        return [self.scores_left.pop(0) for _ in sequences]
+
+
+def test_its_score_joins_the_weighted_sum(folder: str, tmp_path: pathlib.Path):
+    """Weights 2 and 0.5. Completions: long enough, too short, one that is too long to be read, a score that is NaN."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("def dots(completions, **columns): return [x.count('.') or None for x in completions]\n")
+    fields = {"reward.functions": {f"{mine}:dots": 2.0}, "reward.num_workers": 1, "trainer.micro_batch_tokens": 100}
+    config = change(GRPOConfig(), fields | {"reward.model": folder, "reward.model_weight": 0.5})
+    tokenizer = toy.trained_tokenizer(["1 + 1 = 2"], 300)
+    scorer = Scorer(config, folder, tokenizer)
+    try:
+        scorer.reward_model = Says(-3.0, 4.0, float("nan"))
+        texts = ["a..", "no dot", 80 * ".", "."]
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        completions = [Completion.of(torch.tensor(x), torch.zeros(len(x)), truncated=False) for x in ids]
+        scorer.submit([Prompt(0, [1, 2], content="1+1")], completions, step=1)
+        found = scorer.collect()
+    finally:
+        scorer.pool.close()
+    assert [r.rewards["reward_model"] for r in found] == [-3.0, 4.0, None, None]
+    assert [r.reward for r in found] == [2 * 2 + 0.5 * -3, 0.5 * 4, None, None]
+    assert [list(r.failures) for r in found] == [[], [], ["reward_model"], ["reward_model"]]
+    assert "not 1 to 99 tokens" in found[2].failures["reward_model"]
+    assert "not finite" in found[3].failures["reward_model"]
+
+
+# ---- Memory
+
+
+def test_memory_by_hand():
+    """Of Qwen3-8B's 8,190,735,360 weights, a judge of its shape has not the LM head of 151936 x 4096, but 4096 more.
+
+    In bfloat16 that is 14.1 GiB, over 2 ranks 7.05, where two blocks, embeddings, last norm and score are gathered.
+    """
+    config = config_of("--roles.num-trainers", 2, "--reward.model", "a/judge")
+    judge = hf_of(QWEN3_8B | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1})
+    both = sizes_of(hf_of(QWEN3_1_7B), judge)
+    num_weights = 8_190_735_360 - 151936 * 4096 + 4096
+    assert both.reward_model.parameters == num_weights and both.parameters == sizes(QWEN3_1_7B).parameters
+    parts = trainer_gib(both, config)
+    assert parts["reward model"] == pytest.approx(num_weights * 2 / 2 / 2**30)
+    assert sum(parts.values()) - parts["reward model"] == sum(trainer_gib(sizes(QWEN3_1_7B), config).values())
+    apart = config_of("--roles.num-references", 2, "--reward.model", "a/judge")
+    assert "reward model" not in trainer_gib(both, apart)
+    alone = reference_gib(both, apart)
+    assert alone["reward model"] == parts["reward model"] and "weights" not in alone
+    block = 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 2 * 4096 + 2 * 128
+    assert alone["gathered weights"] == pytest.approx(2 * (2 * block + 151936 * 4096 + 2 * 4096) / 2**30)
+    beside = reference_gib(
+        both, config_of("--roles.num-references", 2, "--reward.model", "j", "--algorithm.kl-coef", 1)
+    )
+    assert beside["weights"] == pytest.approx(1_720_574_976 * 2 / 2 / 2**30)
+    # the policy's forward needs more: 0.77 GiB gathered and 1.16 of logits, and the judge's 1.88
+    assert beside["gathered weights"] == pytest.approx(0.767, abs=1e-3)
+
+
+def hf_of(raw: dict) -> PretrainedConfig:
+    return AutoConfig.for_model(**raw)

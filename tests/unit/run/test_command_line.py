@@ -1,0 +1,117 @@
+"""The scripts' command line: refused before torch is imported, and one process without torchrun."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import train_grpo
+from grpo import check_loss, evaluate, replay
+from grpo.config import GRPOConfig, RolesConfig, SFTConfig
+from grpo.config.fields import SHARED_GPU
+from grpo.config.recipes import as_recipe, change, for_one_process
+from grpo.run.command_line import checked_config
+from grpo.watch.failures import BadInput
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_sft.py"])
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--trainer.learning-rat", "1e-5"], 1, "--trainer.learning-rate"),
+        (["--num-steps", "0"], 1, "error: num_steps=0"),
+        (["configs/nothing.py"], 1, "error: recipe configs/nothing.py does not exist"),
+        (["--run-dir", "/proc/nowhere"], 1, "error: run_dir /proc/nowhere cannot be written"),
+        (["--run-dir", "configs"], 1, "error: configs has files"),
+        (["--help"], 0, "usage: train_"),
+    ],
+)
+def test_the_command_line_is_read_before_torch_is_imported(script, arguments, code, text):
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-X", "importtime", script, *arguments]
+    result = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
+    assert result.returncode == code
+    assert text in result.stdout + result.stderr
+    imported = {
+        line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time")
+    }
+    assert "grpo.config.fields" in imported
+    assert not imported & {"torch", "vllm", "transformers", "datasets", "numpy"}
+
+
+ON_ONE_GPU = ("--generator.sleep", "--generator.gpu-memory-utilization", "0.4")
+
+
+@pytest.fixture
+def without_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",), ("--dry-run", "--gpus", "1")])
+def test_one_process_has_every_role_before_it_is_checked(flags, without_torchrun, capsys):
+    """What a flag says of the engine's memory holds; what the recipe says is of an engine alone on its GPU."""
+    config = checked_config(GRPOConfig, [*ON_ONE_GPU, *flags])
+    assert config.num_ranks == 1 and config.roles.colocated and config.generator.sleep
+    assert config.generator.gpu_memory_utilization == 0.4
+    capsys.readouterr()
+    config = checked_config(GRPOConfig, ["configs/qwen3_32b_gsm8k.py", "--overlap-steps", "1", *flags])
+    assert (config.num_ranks, config.overlap_steps, config.generator.gpu_memory_utilization) == (1, 0, SHARED_GPU)
+    assert config.generator.tensor_parallel == config.trainer.tensor_parallel == 1
+    said = capsys.readouterr().out
+    for changed in (
+        "generator.tensor_parallel = 1, not 4",
+        "overlap_steps = 0, not 1",
+        "roles.num_trainers = 1, not 8",
+    ):
+        assert changed in said
+    assert f"generator.gpu_memory_utilization = {SHARED_GPU}, not 0.85" in said
+    assert checked_config(SFTConfig, list(flags)).num_ranks == 1
+
+
+def test_several_gpus_are_judged_with_the_ranks_configured(without_torchrun):
+    assert checked_config(GRPOConfig, ["--dry-run", "--gpus", "8"]).num_ranks == 8
+    with pytest.raises(ValueError, match="generator.sleep needs roles.colocated"):
+        checked_config(GRPOConfig, [*ON_ONE_GPU, "--dry-run", "--gpus", "8"])
+
+
+def test_torchrun_starts_the_ranks_configured(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    for flags in ([], ["--dry-run"]):
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        assert checked_config(GRPOConfig, flags).num_ranks == 8
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        with pytest.raises(ValueError, match="needs 8 processes"):
+            checked_config(GRPOConfig, flags)
+
+
+def test_a_layout_of_one_process_stays_as_it_is():
+    roles = RolesConfig(colocated=True, num_trainers=1, num_references=0)
+    config = GRPOConfig(roles=roles)
+    assert for_one_process(config) is config
+
+
+def test_tools_check_the_ranks_that_they_have(tmp_path):
+    """Engines alone on 8 ranks, then trainers alone on 2, of a run of one process whose engine sleeps."""
+    alone = evaluate.load_config("my/model", [*ON_ONE_GPU, "--generator.tensor-parallel", "8"], num_ranks=8)
+    assert alone.roles.num_engine_ranks == 8
+    with pytest.raises(ValueError, match="3 generator ranks .* replicas of generator.tensor_parallel=2"):
+        evaluate.load_config("my/model", ["--generator.tensor-parallel", "2"], num_ranks=3)
+    recorded = for_one_process(change(GRPOConfig(), {"generator.sleep": True, "run_dir": str(tmp_path)}))
+    (tmp_path / "config.py").write_text(as_recipe(recorded))
+    again = replay.load_config(str(tmp_path), ["--trainer.tensor-parallel", "2"], num_trainers=2)
+    assert (again.roles.num_trainers, again.trainer.tensor_parallel) == (2, 2)
+    for flags in (ON_ONE_GPU, ("--overlap-steps", "1")):  # a run's own, of one process or several
+        assert check_loss.main(["grpo", *flags]) == 0
+
+
+def test_a_config_that_met_no_command_line_is_checked_too(without_torchrun):
+    """As in a notebook."""
+    with pytest.raises(BadInput, match="needs 8 processes"):
+        train_grpo.main(GRPOConfig())
+    with pytest.raises(BadInput, match="generator.sleep needs roles.colocated"):
+        train_grpo.main(change(GRPOConfig(), {"generator.sleep": True}))

@@ -1,0 +1,71 @@
+"""`--dry-run`: the run's own checks, verdicts with numbers, and a run folder that stays as it was."""
+
+import json
+import pathlib
+
+import pytest
+import transformers
+
+import train_grpo
+import train_sft
+from grpo.config import GRPOConfig, SFTConfig
+from grpo.config.recipes import load
+from grpo.watch.failures import BadInput
+from tests.unit.models.test_memory import QWEN3_1_7B
+
+CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
+
+
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch, capsys):
+    """Call a script's main on a few rows; its exit code and what it printed."""
+    monkeypatch.delenv("RANK", raising=False)
+    row = {"question": "1+1", "answer": "2", "completion": "<answer>2</answer>"}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps(row) + "\n") * 64)
+
+    def call(main, config_type, recipe: str, *flags: object) -> tuple[int, str]:
+        given = ("--data.path", rows, "--evaluation.path", rows, "--run-dir", tmp_path / "run", "--dry-run", *flags)
+        config = load(config_type, str(CONFIGS / recipe), [str(CONFIGS / recipe), *map(str, given)])
+        with pytest.raises(SystemExit) as end:
+            main(config)
+        assert not (tmp_path / "run").exists()
+        return end.value.code, capsys.readouterr().out
+
+    return call
+
+
+def test_a_grpo_recipe_of_four_ranks_for_this_machine_and_for_another_one(dry_run):
+    toy = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path", "toy:addition")
+    code, said = dry_run(*toy, "--gpus", 4, "--gpu-gib", 80)
+    assert code == 0 and "fits  GPUs: 4 x GPU of 80.0 GiB, 4 needed (2 trainer + 1 reference + 1 generator)" in said
+    assert all(f"fits  memory of a {role}: " in said for role in ("trainer", "reference", "generator"))
+    assert "fits  disk: " in said and "completions end at" in said  # the scorer was started
+    code, said = dry_run(*toy, "--gpus", 3, "--gpu-gib", 0.1)
+    assert code == 1 and "PROBLEM  GPUs: 3 x GPU of 0.1 GiB, 4 needed (" in said
+    assert "; for 3: --roles.no-colocated --roles.num-trainers 1" in said
+    assert "PROBLEM  memory of a trainer: " in said and "--trainer.micro-batch-tokens 48" in said
+
+
+def test_for_arithmetic_config_json_is_enough(dry_run, tmp_path):
+    transformers.AutoConfig.for_model(**QWEN3_1_7B).save_pretrained(tmp_path / "model")
+    flags = ("--model.path", tmp_path / "model", "--data.path", "no/rows", "--gpus", 4, "--gpu-gib", 80)
+    code, said = dry_run(train_grpo.main, GRPOConfig, "toy_arithmetic.py", *flags)
+    assert code == 0 and "fits  memory of a trainer: " in said and "fits  disk: " in said
+
+
+def test_an_sft_recipe_that_evaluates(dry_run):
+    flags = ("--evaluation.interval", 10, "--data.max-prompt-tokens", 16, "--generator.max-completion-tokens", 32)
+    code, said = dry_run(train_sft.main, SFTConfig, "toy_sft.py", *flags)
+    assert code == 0 and "held out: 64 of 64 rows" in said
+
+
+def test_what_a_run_refuses_is_refused(dry_run, tmp_path):
+    toy = (train_grpo.main, GRPOConfig, "toy_arithmetic.py", "--model.path")
+    with pytest.raises(BadInput, match="no_model does not exist"):
+        dry_run(*toy, tmp_path / "no_model")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("")
+    with pytest.raises(BadInput, match="mine.txt.*choose another --run-dir"):
+        dry_run(*toy, "toy:addition")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]

@@ -1,0 +1,102 @@
+"""What a process gives up, measure by measure, tried by one that gave it up, each time beside one that did not.
+
+The whole lockdown under attack: test_lockdown_attacks.py.
+"""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from grpo.workers import kernel, lockdown
+
+ROOT = pathlib.Path(__file__).parents[3]
+PYTHON = [sys.base_prefix, sys.prefix, "/usr/lib", "/lib", "/lib64", str(ROOT / "grpo")]
+
+landlock = pytest.mark.skipif(lockdown.landlock_version() < 1, reason="this kernel has no Landlock")
+seccomp = pytest.mark.skipif(not kernel.can_deny_calls(), reason="this kernel has no seccomp filters")
+
+
+def attempt(lock: str, code: str) -> str:
+    """`code` after `lock`, in a fresh interpreter without site-packages: "done" or the name of its OSError."""
+    program = (
+        f"import sys; sys.path.append({str(ROOT)!r})\n"
+        "import ctypes, os, signal, socket\n"
+        "from grpo.workers import kernel, lockdown\n"
+        f"{lock}\n"
+        f"try:\n    {code}\n    print('done')\nexcept OSError as error: print(type(error).__name__)\n"
+    )
+    command = [sys.executable, "-I", "-S", "-c", program]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return result.stdout.strip() or f"code {result.returncode}: {result.stderr[-300:]}"
+
+
+@landlock
+@pytest.mark.parametrize(
+    ("code", "allowed"),
+    [
+        ("open({own!r} + '/new', 'w').write('x')", True),
+        ("os.mkdir({own!r} + '/d'); os.rename({own!r} + '/file', {own!r} + '/d/moved')", True),
+        ("os.truncate({own!r} + '/file', 0)", True),
+        ("open({read!r} + '/file').read(); os.listdir({read!r})", True),
+        ("open({read!r} + '/file', 'a')", False),
+        ("os.remove({read!r} + '/file')", False),
+        ("os.rename({read!r} + '/file', {own!r} + '/taken')", False),
+        ("os.link({other!r} + '/file', {own!r} + '/taken')", False),
+        ("open({other!r} + '/file').read()", False),
+        ("os.symlink({other!r} + '/file', {own!r} + '/l'); open({own!r} + '/l').read()", False),
+        ("os.execv('/bin/sh', ['sh', '-c', 'echo done'])", False),
+        ("open('/proc/self/environ').read()", False),
+    ],
+)
+def test_files_are_a_whitelist(tmp_path, code, allowed):
+    folders = {name: str(tmp_path / name) for name in ("own", "read", "other")}
+    for folder in folders.values():
+        pathlib.Path(folder).mkdir()
+        (pathlib.Path(folder) / "file").write_text("x")
+    lock = f"lockdown.restrict_files({[*PYTHON, folders['read'], '/missing']!r}, [{folders['own']!r}])"
+    code = code.format(**folders)
+    # EXDEV is what Landlock says to a move between folders
+    assert attempt(lock, code) in (["done"] if allowed else ["PermissionError", "OSError"])
+    if not allowed:
+        for path in (tmp_path / "own").iterdir():
+            if path.name != "file":
+                path.unlink()
+        assert attempt("", code) == "done"
+
+
+@seccomp
+@pytest.mark.parametrize(
+    ("code", "still"),
+    [
+        ("socket.socket()", "socket.socketpair()"),
+        ("socket.socketpair(type=socket.SOCK_DGRAM)", "socket.socketpair(type=socket.SOCK_STREAM | 0o4000)"),
+        ("os.memfd_create('x')", "bytes(1 << 20)"),
+        ("import resource as r; r.prlimit(os.getppid(), 7)", "import resource as r; r.getrlimit(7)"),
+        ("os.sched_setaffinity(os.getppid(), {0})", "os.sched_setaffinity(0, {0})"),
+        ("os.setpriority(os.PRIO_PROCESS, os.getppid(), 0)", "os.nice(0)"),
+        ("import fcntl; fcntl.fcntl(0, 8, 0)", "import fcntl; fcntl.fcntl(0, fcntl.F_GETFL)"),
+        ("os.chmod('.', os.stat('.').st_mode)", "os.stat('.')"),
+        ("os.fork() or os._exit(0)", "import threading as t; x = t.Thread(target=print); x.start(); x.join()"),
+        ("import subprocess; subprocess.run(['/bin/true'])", "os.execv('/bin/echo', ['echo', 'done'])"),
+        ("os.kill(os.getppid(), 0)", "os.kill(os.getpid(), 0); signal.raise_signal(signal.SIGCHLD)"),
+        ("kernel.prctl(kernel.PR_SET_PDEATHSIG, 0)", "os.getpid()"),
+    ],
+)
+def test_system_calls_are_denied_and_their_harmless_uses_not(code, still):
+    lock = "kernel.deny_calls()"
+    assert attempt("", code) == "done"
+    assert attempt(lock, code) == "PermissionError"
+    assert attempt(lock, still).endswith("done")
+
+
+@pytest.mark.skipif(not kernel.permitted_capabilities() >> 2 & 1, reason="there is no such capability to keep")
+def test_one_capability_may_be_kept_by_another_user(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "file").chmod(0o600)
+    leave = "kernel.prctl(kernel.PR_SET_KEEPCAPS, 1); os.setresuid(65534, 65534, 65534)\n"
+    read, write = f"open({str(tmp_path / 'file')!r})", f"open({str(tmp_path / 'file')!r}, 'w')"
+    assert attempt(leave + "kernel.drop_capabilities()", read) == "PermissionError"
+    keep = leave + "kernel.drop_capabilities([kernel.CAP_DAC_READ_SEARCH])"
+    assert (attempt(keep, read), attempt(keep, write)) == ("done", "PermissionError")

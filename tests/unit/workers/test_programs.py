@@ -1,0 +1,329 @@
+"""Programs that loop, allocate, print, write, hide and look around, and what is left when somebody is killed."""
+
+import concurrent.futures
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import uuid
+
+import pytest
+
+from grpo.workers import lockdown, programs
+from grpo.workers.programs import Limits, Outcome, ProgramError, check_programs, run_python
+from tests.unit.workers.lockdown_attacks import ROOT
+
+needs_filters = pytest.mark.skipif(not lockdown.kernel.can_deny_calls(), reason="this kernel filters no system calls")
+pytestmark = needs_filters
+
+# Seconds for what happens within moments, on a machine that may be busy.
+DEADLINE = 120.0
+
+
+def run(code: str, stdin: str = "", timeout_seconds: float = DEADLINE, memory_gib: float = 1.0, **limits) -> Outcome:
+    return run_python(code, stdin, Limits(timeout_seconds, memory_gib, **limits))
+
+
+def find(marker: str) -> list[int]:
+    """Processes with `marker` among their arguments."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            pass  # it ended meanwhile
+    return found
+
+
+def wait_until(condition) -> bool:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def sleeper(marker: str) -> str:
+    return f"os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)', {marker!r}])"
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("print(input()[::-1])", Outcome("ok", "ßba\n", "")),
+        ("import sys; sys.exit(0)", Outcome("ok", "", "")),
+        ("import sys; print(1, file=sys.stderr); sys.exit(3)", Outcome("failed", "", "1\n")),
+        ("import os; os.kill(os.getpid(), 9)", Outcome("killed", "", "")),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)", Outcome("timeout", "", "")),
+        (r"import os; os.write(1, b'\xff\n')", Outcome("ok", "\ufffd\n", "")),
+        ("print(__name__, __file__.endswith('program.py'))", Outcome("ok", "__main__ True\n", "")),
+    ],
+)
+def test_outcome(code, outcome):
+    assert run(code, "abß\n") == outcome
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "input()\nimport os\nos.read(os.pipe()[0], 1)",
+        "import signal\nfor s in (2, 15, 17, 24): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+        "import os, time\nos.close(1); os.close(2)\ntime.sleep(100)",
+        "print('x', flush=True)\nimport threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()",
+    ],
+)
+def test_endless_programs_time_out(code):
+    start = time.monotonic()
+    assert run(code, "\n", timeout_seconds=0.5).status == "timeout"
+    assert time.monotonic() - start >= 0.5
+
+
+def test_the_limits_are_set_and_cannot_be_raised():
+    """30.5 seconds: SIGXCPU after 31 of CPU, SIGKILL after 32."""
+    code = (
+        "import resource as r\n"
+        "for name in ('CPU', 'AS', 'FSIZE', 'CORE', 'NOFILE'): print(r.getrlimit(getattr(r, f'RLIMIT_{name}')))\n"
+        "r.setrlimit(r.RLIMIT_AS, (r.RLIM_INFINITY, r.RLIM_INFINITY))"
+    )
+    outcome = run(code, timeout_seconds=30.5, memory_gib=0.5, file_bytes=100_000)
+    assert outcome.stdout.splitlines() == [
+        "(31, 32)",
+        "(536870912, 536870912)",
+        "(100000, 100000)",
+        "(0, 0)",
+        "(64, 64)",
+    ]
+    assert "not allowed to raise maximum limit" in outcome.stderr
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_endless_output_costs_no_memory(stream):
+    code = f"import sys\nwhile True: sys.{stream}.write('x' * 1_000_000)"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcome = run(code, output_bytes=100_000)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000  # KiB
+    assert (outcome.status, getattr(outcome, stream)) == ("output", "x" * 100_000)
+
+
+def test_output_up_to_the_limit_is_fine():
+    assert run("print('x' * 99_999)", output_bytes=100_000) == Outcome("ok", "x" * 99_999 + "\n", "")
+    assert run("print('x' * 100_000)", output_bytes=100_000).status == "output"
+
+
+def test_a_caller_that_ignores_signals_and_keeps_files_private_changes_nothing():
+    before, mask = signal.signal(signal.SIGTERM, signal.SIG_IGN), os.umask(0o077)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    try:
+        assert run("while True: print('x' * 1_000_000)").status == "output"
+        assert run("import os\nos.kill(os.getpid(), 15)").status == "killed"
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
+        signal.signal(signal.SIGTERM, before)
+        os.umask(mask)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True:\n    with open(str(n := n + 1), 'wb') as file: file.write(bytes(500_000))\n    time.sleep(0.01)",
+        "while True:\n    open(str(n := n + 1), 'w').close()",
+        "while True:\n    os.mkdir('d'); os.chdir('d')",
+        "os.mkdir('d', 0o300); os.chdir('d')\nwhile True:\n    open(str(n := n + 1), 'wb').write(bytes(500_000))",
+    ],
+)
+def test_all_files_share_the_limit(code):
+    assert run("import os, time\nn = 0\n" + code, file_bytes=8 << 20).status == "killed"
+
+
+def test_the_environment_is_empty(monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "secret")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)  # the loader's, which is passed on
+    names = set(run("import os\nprint(*os.environ)").stdout.split())
+    assert names - {"LC_CTYPE"} == {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
+    assert run("import grpo").status == "failed"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for _ in range(1500):\n    os.mkdir('d'); os.chdir('d')",
+        "os.makedirs('a/b'); os.mkdir('c', 0)\nopen('a/b/file', 'w').close()",
+        "os.remove('program.py')",
+    ],
+)
+def test_the_folder_is_empty_and_removed(code):
+    outcome = run("import os\nprint(os.getcwd(), os.listdir())\n" + code)
+    folder, _, listed = outcome.stdout.partition(" ")
+    assert (outcome.status, listed) == ("ok", "['program.py']\n")
+    assert os.path.basename(folder).startswith("program-") and not os.path.exists(folder)
+
+
+def test_what_a_program_needs_is_there():
+    modules = "json, math, random, sqlite3, zoneinfo, ctypes, numpy"
+    code = f"import {modules}\nprint(open('/dev/stdin').read(), numpy.ones(3).sum())"
+    outcome = run(code, "abc", memory_gib=2)
+    assert (outcome.status, outcome.stdout) == ("ok", "abc 3.0\n"), outcome.stderr
+    code = "import tempfile, threading\nwith tempfile.TemporaryFile() as file: file.write(b'x')\nprint('done')"
+    assert run(code).stdout == "done\n"
+
+
+def test_it_is_not_root_and_goes_first_when_memory_runs_out():
+    code = "import os\nprint(0 in (*os.getresuid(), *os.getresgid(), *os.getgroups()))\n"
+    assert run(code).stdout == "False\n"
+    sleeps = f"import os, sys\n{sleeper(marker := f'marker-{uuid.uuid4()}')}"
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        future = pool.submit(run, sleeps, timeout_seconds=600)
+        assert wait_until(lambda: find(f"\0{marker}\0"))
+        (program,) = find(f"\0{marker}\0")
+        assert pathlib.Path(f"/proc/{program}/oom_score_adj").read_text() == "1000\n"
+        fields = dict(line.split(":\t") for line in pathlib.Path(f"/proc/{program}/status").read_text().splitlines())
+        allowed = {"0" * 16, f"{1 << 2:016x}"}  # to read the interpreter, where it is closed to others
+        assert fields["CapEff"] in allowed and fields["CapPrm"] in allowed and fields["NoNewPrivs"] == "1"
+        os.kill(program, signal.SIGKILL)
+        assert future.result().status == "killed"
+
+
+@pytest.mark.parametrize("killed", ["caller", "program"])
+def test_whoever_is_killed_no_program_is_left(killed, tmp_path):
+    marker = f"marker-{uuid.uuid4()}"
+    code = "import ctypes, os, sys\nctypes.CDLL(None).prctl(1, 0)\n" + sleeper(marker)
+    caller = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from grpo.workers.programs import Limits, run_python\n"
+            f"print(run_python({code!r}, '', Limits(600, 1.0)).status)",
+        ],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    program = f"\0{marker}\0"  # as an argument of its own; the caller has it inside another
+    assert wait_until(lambda: len(find(program)) == 1)
+    os.kill(caller.pid if killed == "caller" else find(program)[0], signal.SIGKILL)
+    stdout, _ = caller.communicate(timeout=DEADLINE)
+    assert stdout == ("" if killed == "caller" else "killed\n")
+    assert wait_until(lambda: find(program) == [])
+    assert killed == "caller" or list(tmp_path.iterdir()) == []
+
+
+THREAD_EXECS = """
+import ctypes, os, sys, threading
+sleeps = [sys.executable, "-c", "import time; time.sleep(600)", MARKER]
+threading.Thread(target=os.execv, args=(sys.executable, sleeps)).start()
+"""
+
+
+@pytest.mark.parametrize("killed", ["supervisor", "driver", "worker"])
+def test_no_program_is_left_when_the_reward_processes_are_killed(killed, tmp_path):
+    """Also one whose thread has called execve, which clears the signal that it gets with its parent's death."""
+    marker = f"marker-{uuid.uuid4()}"
+    text = f"import os, sys\n{sleeper(marker)}" if killed == "supervisor" else f"MARKER = {marker!r}{THREAD_EXECS}"
+    program = (
+        "import types\n"
+        "from grpo.config import RewardConfig\n"
+        "from grpo.rewards.pool import RewardPool\n"
+        "pool = RewardPool(RewardConfig(functions={'code_reward': 1.0}, num_workers=2, timeout_seconds=600,\n"
+        "    options={'code_reward': {'timeout_seconds': 590}}), 10)\n"
+        "print(pool.workers[False].supervisor.pid, flush=True)\n"
+        f"code = '```python\\n' + {text!r} + '\\n```'\n"
+        'prompt = types.SimpleNamespace(columns={\'tests\': \'[{"input": "", "output": ""}]\'}, content=\'\')\n'
+        "completion = types.SimpleNamespace(num_tokens=1, truncated=False, episode=None)\n"
+        "pool.submit([types.SimpleNamespace(text=code, answer=code, prompt=prompt, completion=completion)] * 2, 1)\n"
+        "input()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    variables = os.environ | {"TMPDIR": str(tmp_path)}
+    driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=variables, **pipes)
+    supervisor = int(driver.stdout.readline())
+    programs = f"\0{marker}\0"
+    assert wait_until(lambda: len(find(programs)) == 2)
+    workers = pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    pids = {"supervisor": supervisor, "driver": driver.pid, "worker": int(workers[0])}
+    os.kill(pids[killed], signal.SIGKILL)
+    assert wait_until(lambda: len(find(programs)) == (1 if killed == "worker" else 0))
+    driver.kill()
+    driver.communicate()
+    assert wait_until(lambda: find(programs) == [])
+    assert killed == "supervisor" or wait_until(lambda: list(tmp_path.iterdir()) == [])
+
+
+def test_a_program_that_could_not_be_run_is_not_a_program_that_failed(monkeypatch):
+    monkeypatch.setattr(programs.lockdown, "restrict_files", lambda *_: 1 / 0)
+    monkeypatch.setattr(programs.lockdown, "landlock_version", lambda: 1)
+    with pytest.raises(ProgramError, match="ZeroDivisionError"):
+        run("print(42)")
+
+
+def test_the_start_of_a_run_says_what_programs_run_under_and_refuses_what_is_too_little(monkeypatch):
+    if lockdown.landlock_version():
+        line = check_programs(allow_without_landlock=False)
+        assert line.startswith("programs run with: no network, only its own") and "\n" not in line
+    monkeypatch.setattr(lockdown, "landlock_version", lambda: 0)
+    with pytest.raises(ValueError, match=r"has or allows no Landlock .* set --reward.allow-without-landlock$"):
+        check_programs(allow_without_landlock=False)
+    assert "ALL FILES OF ITS USER" in check_programs(allow_without_landlock=True)
+    code = (
+        f"import os\nprint(len(open({__file__!r}).read()) > 0)\n"
+        f"for attack in (lambda: os.kill({os.getpid()}, 0), os.fork):\n"
+        "    try: attack()\n    except PermissionError: print('refused')\n"
+    )
+    assert run(code).stdout.splitlines()[-2:] == ["refused", "refused"]
+    monkeypatch.setattr(programs.kernel, "can_deny_calls", lambda: False)
+    with pytest.raises(ValueError, match="filters no system calls"):
+        check_programs(allow_without_landlock=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="others run programs as the user that owns the interpreter")
+def test_an_environment_that_only_root_may_read_does_not_mean_running_as_root():
+    """Made under umask 077, in a folder that only root may enter. Capability 1 or 2 is to read."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        make = f"umask 077; mkdir {folder}/e; {sys.executable} -m venv --without-pip {folder}/e/env"
+        subprocess.run(["sh", "-c", make], check=True, timeout=120)
+        package = pathlib.Path(sysconfig.get_path("purelib", vars={"base": f"{folder}/e/env"})) / "package.py"
+        package.write_text("print('imported')")
+        package.chmod(0o600)
+        code = (
+            "import ctypes, os, package, struct\n"
+            "data = ctypes.create_string_buffer(24)\n"
+            "ctypes.CDLL(None).capget(struct.pack('Ii', 0x20080522, 0), data)\n"
+            "capabilities = struct.unpack('6I', data.raw)[1]\n"
+            "print(0 in (*os.getresuid(), *os.getresgid(), *os.getgroups()), capabilities & ~0b110)\n"
+            f"open({str(package)!r}, 'a')"
+        )
+        program = (
+            "from grpo.workers.programs import Limits, check_programs, run_python\n"
+            f"print(check_programs(False))\nprint(run_python({code!r}, '', Limits(120, 1.0)))"
+        )
+        result = subprocess.run(
+            [f"{folder}/e/env/bin/python", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+    line, outcome = result.stdout.splitlines()
+    assert line.endswith("with the capability to read")
+    assert r"stdout='imported\nFalse 0\n'" in outcome and "PermissionError" in outcome
+
+
+def test_the_whitelist_holds_libraries_and_not_the_places_around_them(monkeypatch, tmp_path):
+    """An environment may lie in a project's folder, beside its data; and python may be a link to a link."""
+    project = tmp_path / "project"
+    for name in ("bin", "lib", "data"):
+        (project / name).mkdir(parents=True)
+    (tmp_path / "current").symlink_to(sys.base_prefix)
+    (project / "bin" / "python").symlink_to(tmp_path / "current" / "bin" / "python3")
+    monkeypatch.setattr(sys, "prefix", str(project))
+    places = lockdown.interpreter_places.__wrapped__(str(project / "bin" / "python"))
+    links = {str(project / "bin/python"), str(tmp_path / "current/bin/python3")}
+    assert {str(project / "bin"), str(project / "lib"), "/usr/lib", *links} <= set(places)
+    private = (project, project / "data", ROOT, pathlib.Path.home(), pathlib.Path("/etc/passwd"), "/", "/usr", "/tmp")
+    assert [str(place) for place in private if str(place) in places] == []
+    assert [place for place in places if pathlib.Path(place) in ROOT.parents] == []
