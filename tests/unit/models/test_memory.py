@@ -13,7 +13,7 @@ import transformers
 from grpo import config as c
 from grpo.config.checks import describe_roles
 from grpo.config.recipes import load, load_recipe
-from grpo.models.experts import mixture_config
+from grpo.models.experts import moe_config
 from grpo.models.memory import (
     MARGIN_FRAC,
     MARGIN_GIB,
@@ -217,7 +217,7 @@ def test_what_experts_keep_is_what_torch_saves():
     mixture, dense = (trainer_gib(sizes(r), config)["activations"] for r in (raw, raw | DENSE))
     num_blocks = raw["num_hidden_layers"] + 1  # and one at work
     of_a_token = (mixture - dense) * 2**30 / config.trainer.micro_batch_tokens / num_blocks
-    module = mixture_config(64, 32, 4, 2, renormalize=True).build().bfloat16()
+    module = moe_config(64, 32, 4, 2, renormalize=True).build().bfloat16()
     x_BTD = torch.randn(1, 512, 64, dtype=torch.bfloat16, requires_grad=True)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
