@@ -130,7 +130,7 @@ def play(player: Player, toolbox: Toolbox, style: str, stop: int, by_hand: bool)
     closing = END_OF_THOUGHT if thought and END_OF_THOUGHT not in thought else ""
     if by_hand:
         print(how_to_play(toolbox, style))
-    while any(most for _, most, _ in player.collect([0], 1)):
+    while any(decision.max_tokens for decision in player.collect([0], 1)):
         if by_hand:
             said = episode.turns[-1]["answers"] if episode.turns else [episode.opening or episode.prompt.content]
             print(*map(printable, said), sep="\n")
@@ -138,7 +138,7 @@ def play(player: Player, toolbox: Toolbox, style: str, stop: int, by_hand: bool)
         else:
             text = closing + random_turn(toolbox, style, draw)
         ids = player.tokenizer(text, add_special_tokens=False)["input_ids"] + [stop]
-        player.ended(0, ids, [0.0] * len(ids), "stop")
+        player.add_turn(0, ids, [0.0] * len(ids), "stop")
     return player.finish()[0]
 
 

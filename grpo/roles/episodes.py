@@ -15,7 +15,7 @@ from grpo.data.chat import load_tokenizer
 from grpo.data.rows import environment_of
 from grpo.environments.calls import style_of
 from grpo.environments.host import EnvironmentHost
-from grpo.environments.play import Decision, Episode, Player, as_integers, from_integers, play
+from grpo.environments.play import Decision, Episode, Player, play
 from grpo.environments.suffix import Turns
 from grpo.environments.tools import Toolbox, load_toolboxes
 from grpo.roles import engine
@@ -82,7 +82,7 @@ class Episodes:
     def _tell(self, decisions: list[Decision] | None) -> list[Decision]:
         if len(self.roles.replicas[self.roles.replica]) == 1:
             return decisions
-        return from_integers(engine.tell_replica(None if decisions is None else as_integers(decisions)))
+        return engine.tell_replica(decisions)
 
     def close(self) -> None:
         """End the environment processes."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import pickle
 import random
 import time
 
@@ -12,7 +13,7 @@ import torch
 from grpo.config import DataConfig, EnvironmentConfig
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.toy import trained_tokenizer
-from grpo.environments.play import Episode, Player, as_integers, from_integers, play
+from grpo.environments.play import Episode, Player, play
 from grpo.environments.suffix import Turns
 from grpo.roles.comm import flatten_completions, unflatten_completions
 from grpo.roles.engine_loop import Stretch
@@ -96,8 +97,7 @@ def run(config, delay=lambda: 0.0, max_tokens=200, fails=(), fails_at="turn"):
     loop, told = MadeLoop(), []
 
     def tell(decisions):
-        told.append(from_integers(as_integers(decisions)))
-        assert told[-1] == decisions
+        told.append(pickle.loads(pickle.dumps(decisions)))
         return decisions
 
     play(config, loop, NUM, loop.add, player, tell)
