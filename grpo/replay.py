@@ -114,7 +114,7 @@ def read(recorded: str, session: Session) -> None:
     coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
     needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
     steps = range(session.first_step + 1, config.num_steps + 1)
-    check_recorded(recorded, steps, config.group_size, needs_reference, config.turns_earn, algorithm.echo_coef > 0)
+    check_recorded(recorded, steps, config.group_size, needs_reference, config.turns_earn)
     ranks = f"{session.layout.num_trainers} trainer ranks"
     print(f"replay of {recorded} on {ranks}, which neither samples nor evaluates", flush=True)
 

@@ -135,13 +135,12 @@ class Driver:
             check_lost(rollouts)
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         turn_weight = self.config.environment.weight if self.config.turns_earn else None
-        observes = self.config.algorithm.echo_coef > 0
         if for_teacher:
             rollouts = [replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts]
             rollouts = [replace(r, completion=replace(r.completion, routes_TLE=None)) for r in rollouts]
         samples = []
         for rollout in rollouts:
-            samples.append(sample_of(rollout.prompt, rollout.completion, turn_weight, observes))
+            samples.append(sample_of(rollout.prompt, rollout.completion, turn_weight))
         return make_batch(samples)
 
     @partial(on_driver_for_learners, scores=True)
