@@ -13,10 +13,10 @@ import torch
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.toy import make_model
+from grpo.metrics import StepMetrics
 from grpo.roles.comm import flatten_completions, unflatten_completions
+from grpo.roles.engine.generator import Generator
 from grpo.roles.engine_routes import expert_layers
-from grpo.roles.generator import Generator
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.roles.trainer import Trainer
 from grpo.run.flight import join

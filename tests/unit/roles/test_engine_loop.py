@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo.roles.engine_loop import EngineLoop
-from grpo.roles.engine_shortcuts import Taken
+from grpo.roles.engine.loop import EngineLoop
+from grpo.roles.engine.shortcuts import Taken
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo.roles.engine.shortcuts import SampledTokens, Taken
 from grpo.roles.engine_routes import Routes
-from grpo.roles.engine_shortcuts import SampledTokens, Taken
 
 
 @dataclass(frozen=True, eq=False)

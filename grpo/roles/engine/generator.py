@@ -1,8 +1,8 @@
 """The sampling engine: one vLLM engine per replica, inside its torchrun ranks.
 
-Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. engine.py starts
-engines, engine_loop.py steps them by the shortcuts of engine_shortcuts.py, engine_routes.py asks for their experts;
-only these four import vllm.
+Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. vllm_engine.py
+starts engines, loop.py steps them by the shortcuts of shortcuts.py, engine_routes.py asks for their experts; only these
+four import vllm.
 """
 
 import collections
@@ -17,12 +17,13 @@ import torch
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
+from grpo.metrics import set_given_back
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import read_hf_config
-from grpo.roles import engine
-from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
+from grpo.roles.engine import vllm_engine
+from grpo.roles.engine.episodes import Episodes, completion_of
+from grpo.roles.engine.loop import EngineLoop, Stretch, no_collection
 from grpo.roles.engine_routes import expert_layers, take_routes
-from grpo.roles.episodes import Episodes, completion_of
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt, Requests
 
@@ -72,17 +73,17 @@ class Generator:
         self.episodes = episodes
         self.version = 0
         self.asleep = False
-        engine.import_vllm(roles)
-        more = engine.in_vllms_types(config.sampling)
-        self._parameters = partial(engine.sampling_params, config, list(stop_token_ids), more)
+        vllm_engine.import_vllm(roles)
+        more = vllm_engine.in_vllms_types(config.sampling)
+        self._parameters = partial(vllm_engine.sampling_params, config, list(stop_token_ids), more)
         self.least_tokens = more.get("min_tokens", 0)
         hf = read_hf_config(folder)
         self.has_experts = has_experts(hf)
         takes_routes = takes_routes and self.has_experts
-        options = engine.options_of_model(hf, config.engine, takes_routes, roles.device)
-        self.llm = engine.start_engine(config, model, data, seed, folder, roles, options)
+        options = vllm_engine.options_of_model(hf, config.engine, takes_routes, roles.device)
+        self.llm = vllm_engine.start_engine(config, model, data, seed, folder, roles, options)
         routes = take_routes(self.llm, roles.rank in roles.heads) if takes_routes else None
-        self.loop = EngineLoop(self.llm, engine.needs_texts(config), routes)
+        self.loop = EngineLoop(self.llm, vllm_engine.needs_texts(config), routes)
 
     def generate(
         self,
@@ -216,13 +217,13 @@ class Generator:
         if self.config.sleep and self.roles.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=2)  # the weights come back with the next sync, so they need no copy on the host
-            engine.set_given_back(torch.cuda.mem_get_info()[0] - free)
+            set_given_back(torch.cuda.mem_get_info()[0] - free)
             self.asleep = True
 
     def _wake(self, tag: str) -> None:
         if self.asleep:
             torch.cuda.empty_cache()  # the trainer's cached blocks would take the room
-            engine.set_given_back(0)
+            set_given_back(0)
             self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:
@@ -236,7 +237,7 @@ class Generator:
             self.llm.llm_engine.model_executor.shutdown()
             del self.llm, self.loop
             gc.collect()
-        engine.destroy_groups()
+        vllm_engine.destroy_groups()
 
 
 def _with_tied_head(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
