@@ -38,11 +38,11 @@ from grpo.config import OWN_LOSS_DEFAULTS, AlgorithmConfig, GRPOConfig, RolesCon
 from grpo.config.checks import validate
 from grpo.config.recipes import derived, load, load_recipe
 from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step
+from grpo.metrics import StepMetrics
 from grpo.models.build import forget_forwards
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import Trainer
 from grpo.run.command_line import check_folder_early, subject_of
 from grpo.run.session import Session, is_due, run

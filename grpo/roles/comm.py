@@ -23,7 +23,7 @@ from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Piece, Requests, TrainBatch
 
 if TYPE_CHECKING:  # these load torchtitan
-    from grpo.roles.generator import Generator
+    from grpo.roles.engine.generator import Generator
     from grpo.roles.reference import Reference
 
 Method = TypeVar("Method", bound=Callable)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import predicted
+from grpo.metrics import OF_OBSERVED, StepMetrics
 from grpo.models.build import build_model, build_optimizer
-from grpo.roles.metrics import OF_OBSERVED, StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
 

@@ -15,6 +15,7 @@ import torch
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
 from grpo.data.rows import choice_of
+from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
@@ -27,7 +28,6 @@ from grpo.report.rollout_metrics import (
 )
 from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.flight import Flight
 from grpo.run.scorer import check_lost, check_version

@@ -32,8 +32,8 @@ from grpo.report.rollout_metrics import evaluation_names
 from grpo.report.samples import show_examples
 from grpo.rewards.loading import load_functions, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS
-from grpo.roles.engine import check_engine
-from grpo.roles.episodes import call_style, turns_of
+from grpo.roles.engine.episodes import call_style, turns_of
+from grpo.roles.engine.vllm_engine import check_engine
 from grpo.run.scorer import Scorer
 from grpo.run.session import Session
 from grpo.types import Prompt

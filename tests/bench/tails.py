@@ -82,7 +82,7 @@ def measure(slots: int, options: argparse.Namespace) -> None:
 def forced_lengths(slots: int, options: argparse.Namespace):
     """A Generator of the loop whose completions end where `length_of` says."""
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
-    from grpo.roles.generator import Generator
+    from grpo.roles.engine.generator import Generator
     from grpo.roles.process_groups import setup_roles
 
     class ForcedLengths(Generator):
@@ -124,7 +124,7 @@ def length_of(index: int, options: argparse.Namespace) -> int:
 
 def asked_of(requests, options: argparse.Namespace) -> list[tuple[int, int]]:
     """(Index in the run, tokens that it has already) of each completion of the one replica, in the order they begin."""
-    from grpo.roles.generator import share_out
+    from grpo.roles.engine.generator import share_out
 
     [mine] = share_out(requests, options.group_size, 1)
     return [(r.index, len(r.begun)) for r in mine]

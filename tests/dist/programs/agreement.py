@@ -21,10 +21,10 @@ from grpo.config import (
     TrainerConfig,
 )
 from grpo.data.batches import make_batch, sample_of
+from grpo.metrics import StepMetrics
 from grpo.models.export import hf_tensors
 from grpo.roles.comm import add_ref_logprobs, gather_completions, send_batch
-from grpo.roles.generator import Generator
-from grpo.roles.metrics import StepMetrics
+from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer

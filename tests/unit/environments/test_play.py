@@ -15,8 +15,8 @@ from grpo.data.toy import trained_tokenizer
 from grpo.environments.play import Episode, Player, as_integers, from_integers, play
 from grpo.environments.suffix import Turns
 from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.roles.engine_loop import Stretch
-from grpo.roles.episodes import completion_of
+from grpo.roles.engine.episodes import completion_of
+from grpo.roles.engine.loop import Stretch
 from grpo.types import Prompt
 from tests.unit import chat_templates as templates
 
