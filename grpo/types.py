@@ -197,7 +197,6 @@ class Sample:
     temperature: float = 1.0
     version: int = 0
     truncated: bool = False
-    teacher: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,8 +219,7 @@ class TrainBatch:
     """float32, what each was sampled with; int64, steps in the weights that sampled its first token; bool, it ran out
     of tokens."""
     prompt_lengths_S: torch.Tensor | None = None
-    teacher_S: torch.Tensor | None = None
-    """int64: how many of a sequence's first tokens are its prompt; its teacher's place in `model.teachers`, if any."""
+    """int64: how many of a sequence's first tokens are its prompt."""
     generator_logprobs_N: torch.Tensor | None = None
     old_logprobs_N: torch.Tensor | None = None
     ref_logprobs_N: torch.Tensor | None = None

@@ -30,7 +30,6 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
     for name in (field.name for field in fields(Sample) if "_T" in field.name):
         values = [getattr(sample, name) for sample in samples]
         per_token[name.replace("_T", "_N")] = None if any(value is None for value in values) else torch.cat(values)
-    teachers = [sample.teacher for sample in samples]
     return TrainBatch(
         **per_token,
         lengths_S=torch.tensor([len(sample.ids_T) for sample in samples]),
@@ -39,7 +38,6 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
         versions_S=torch.tensor([sample.version for sample in samples]),
         truncated_S=torch.tensor([sample.truncated for sample in samples]),
         prompt_lengths_S=torch.tensor([sample.prompt_tokens for sample in samples]),
-        teacher_S=None if None in teachers else torch.tensor(teachers),
     )
 
 
@@ -48,12 +46,11 @@ def sample_of(
     completion: Completion,
     turn_weight: float | None = None,
     observes: bool = False,
-    teacher: int | None = None,
 ) -> Sample:
     """A prompt and its completion as one sequence, of which the completion says what counts in the loss.
 
     turn_weight: of the environment's reward, where turns have credit of their own. observes: say which tokens an
-    environment answered. teacher: its place in `model.teachers`, if there are several.
+    environment answered.
     """
     prompt_ids_T, pieces = completion.behind(prompt)
     before = [] if pieces is not completion.pieces else [prompt_ids_T]  # else it is among the completion's own
@@ -69,7 +66,6 @@ def sample_of(
         temperature=completion.temperature,
         version=completion.oldest_version,
         truncated=completion.truncated,
-        teacher=teacher,
         **{name: torch.cat([nothing_T.to(values_T.dtype), values_T]) for name, values_T in others.items()},
     )
 
@@ -105,11 +101,6 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
     for start, end in itertools.pairwise(edges):
         parts.append(_part(batch, slice(start, end), slice(starts[start], starts[end])))
     return parts
-
-
-def select(batch: TrainBatch, chosen_S: torch.Tensor) -> TrainBatch:
-    """Return the sequences where `chosen_S`, bool, is True, in their order."""
-    return _part(batch, chosen_S, chosen_S[batch.owner_N])
 
 
 def _part(batch: TrainBatch, sequences: slice | torch.Tensor, tokens: slice | torch.Tensor) -> TrainBatch:

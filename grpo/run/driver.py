@@ -14,7 +14,6 @@ import torch
 
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.data.rows import choice_of
 from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import (
     alone_frac,
@@ -141,13 +140,8 @@ class Driver:
             rollouts = [replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts]
         samples = []
         for rollout in rollouts:
-            teacher = self._teacher_of(rollout.prompt)
-            samples.append(sample_of(rollout.prompt, rollout.completion, turn_weight, observes, teacher))
+            samples.append(sample_of(rollout.prompt, rollout.completion, turn_weight, observes))
         return make_batch(samples)
-
-    def _teacher_of(self, prompt: Prompt) -> int | None:
-        names, column = [*self.config.model.teachers], self.config.data.teacher_column
-        return names.index(choice_of(prompt.columns, column, names, "model.teachers")) if names else None
 
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:
