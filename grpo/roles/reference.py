@@ -1,7 +1,6 @@
 """The reference, or teacher: log-probs only, without gradients or optimizer memory."""
 
 import contextlib
-from dataclasses import replace
 
 import torch
 
@@ -38,7 +37,7 @@ class Reference:
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Log-probs of this rank's part of the tokens that count in the loss, float32 [N]; see `add_ref_logprobs`.
 
-        At the sampling temperatures, with experts that it chooses itself. Collective over the reference ranks.
+        At the sampling temperatures. Collective over the reference ranks.
         """
         with contextlib.nullcontext() if self.as_trained else adapters_off(self.model.module):
-            return self.model.token_logprobs(replace(batch, routes_NLE=None), self.trainer)
+            return self.model.token_logprobs(batch, self.trainer)

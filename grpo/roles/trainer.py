@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import ModelConfig, TrainerConfig
+from grpo.metrics import StepMetrics
 from grpo.models.build import build_model, build_optimizer
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
 
@@ -77,7 +77,7 @@ class Trainer:
             loss.backward()
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         self.model.drop_copy()
-        metrics.record(**packing.metrics(), **self.model.routing_metrics())
+        metrics.record(**packing.metrics())
         self.num_loss_tokens += int(batch.loss_mask_N.sum())
         metrics.reduce(self.model.data_ranks)  # the first to wait
 

@@ -14,6 +14,7 @@ import torch
 
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
+from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
@@ -26,7 +27,6 @@ from grpo.report.rollout_metrics import (
 )
 from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.flight import Flight
 from grpo.run.scorer import check_lost, check_version
@@ -137,7 +137,6 @@ class Driver:
         turn_weight = self.config.environment.weight if self.config.turns_earn else None
         if for_teacher:
             rollouts = [replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts]
-            rollouts = [replace(r, completion=replace(r.completion, routes_TLE=None)) for r in rollouts]
         samples = []
         for rollout in rollouts:
             samples.append(sample_of(rollout.prompt, rollout.completion, turn_weight))

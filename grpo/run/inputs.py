@@ -32,8 +32,8 @@ from grpo.report.rollout_metrics import evaluation_names
 from grpo.report.samples import show_examples
 from grpo.rewards.loading import load_functions, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS
-from grpo.roles.engine import check_engine
-from grpo.roles.episodes import call_style, turns_of
+from grpo.roles.engine.episodes import call_style, turns_of
+from grpo.roles.engine.vllm_engine import check_engine
 from grpo.run.scorer import Scorer
 from grpo.run.session import Session
 from grpo.types import Prompt
@@ -184,7 +184,7 @@ def tools_of(config: RunConfig) -> dict[str, list[dict[str, Any]]]:
 def check_generation(session: Session) -> None:
     """Refuse an engine, an environment or a metric for the best checkpoint that would fail later."""
     config = session.config
-    check_engine(config.generator, hf_folder.read_hf_config(session.model_folder), config.replays_routing)
+    check_engine(config.generator, hf_folder.read_hf_config(session.model_folder))
     check_environment(session)
     if best := config.checkpoint.keep_best.removeprefix("eval/"):
         sets = list(dict.fromkeys(prompt.source for prompt in session.eval_prompts))

@@ -27,9 +27,9 @@ from grpo.models.lora import adapted_places
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics_of_sets
 from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
-from grpo.roles.engine import import_vllm
-from grpo.roles.episodes import Episodes
-from grpo.roles.generator import Generator
+from grpo.roles.engine.episodes import Episodes
+from grpo.roles.engine.generator import Generator
+from grpo.roles.engine.vllm_engine import import_vllm
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.reward_model import RewardModel
@@ -224,8 +224,7 @@ class Session:
             where = folder, stop_token_ids, most, variables, roles, config.turns_earn
             episodes = Episodes(config.environment, config.data, *where)
         engine = config.generator, config.model, config.data, config.seed
-        takes_routes = config.replays_routing and bool(roles.trainer_ranks)
-        return Generator(*engine, folder, stop_token_ids, roles, episodes, takes_routes)
+        return Generator(*engine, folder, stop_token_ids, roles, episodes)
 
     @from_driver
     def ask_driver(self, decide: Callable[..., Result], *arguments: Any) -> Result:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from grpo.config import AlgorithmConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
+from grpo.metrics import StepMetrics
 from grpo.models.build import build_model
 from grpo.models.export import adapters_beside, export_hf, hf_tensors
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import Roles, close_roles, setup_trainers
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer

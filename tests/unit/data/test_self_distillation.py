@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from grpo.config import AlgorithmConfig, EvaluationConfig, GRPOConfig, ModelConfig, RewardConfig, TrainerConfig
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.prepare import load_eval_prompts
+from grpo.metrics import StepMetrics
 from grpo.roles.comm import add_ref_logprobs
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.reference import Reference
 from grpo.roles.trainer import Trainer
 from grpo.types import Completion, Piece, Prompt
