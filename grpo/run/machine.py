@@ -1,6 +1,6 @@
 """What a config asks of the machine: versions that fit together, GPUs, memory and disk.
 
-A run prints what would go wrong as warnings (`fit_to_machine`), `--dry-run` all of it (`tell_what_fits`). Arithmetic
+A run prints what would go wrong as warnings (`fit_to_machine`), `--dry-run` all of it (`print_what_fits`). Arithmetic
 only: nothing is loaded. Left out: what other processes hold of a GPU.
 """
 
@@ -76,7 +76,7 @@ def fit_to_machine(config: Config, layout: RolesConfig, folder: str, reward_fold
     return config
 
 
-def tell_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_folder: str = "") -> bool:
+def print_what_fits(config: GRPOConfig | SFTConfig, folder: str, reward_folder: str = "") -> bool:
     """Print a verdict on each thing that the run needs of this machine, or of `config.gpus` GPUs.
 
     Of both folders, the model's and the reward model's, config.json is read. Returns whether there is no problem.

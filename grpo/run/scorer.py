@@ -66,6 +66,7 @@ class Scorer:
         if "code_reward" in reward.functions or "python" in self.environment.tools:
             print(check_programs(reward.allow_without_landlock), flush=True)
         self.reader = open_reward_model(reward.model, config.trainer) if reward.model else None
+        self.reward_folder = self.reader.folder if self.reader else ""
         self.tokenizer = tokenizer
         further = (*generator.stop_token_ids, *end_token_ids)
         self.stop_token_ids = hf_folder.stop_token_ids(folder, tokenizer, further)

@@ -52,7 +52,7 @@ from grpo.config.user_files import load_function
 from grpo.data.prepare import load_eval_prompts, load_sources, usable_prompts
 from grpo.data.streams import PromptStream
 from grpo.rewards.loading import load_functions
-from grpo.run.session import open_model_folder
+from grpo.run.inputs import open_model_folder
 
 DEFAULT_RECIPE = pathlib.Path(__file__).parent / "colocated.py"
 

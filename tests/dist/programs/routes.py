@@ -19,7 +19,7 @@ from grpo.roles.generator import Generator
 from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.roles.trainer import Trainer
-from grpo.run.flight import join
+from grpo.run.groups import join
 from grpo.types import FREE, Completion, Prompt, Requests, TrainBatch
 from tests.dist.programs.turns import Episodes
 from tests.tiny_models import QWEN3_MOE, SMALL

@@ -43,6 +43,6 @@ def test_held_out_rows_need_no_teacher(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 30}')
     check_functions(config)  # training rows have what it asks for
     with pytest.raises(ValueError, match="own.*domain.*data.columns"):
-        held_out_prompts(SimpleNamespace(config=config, tokenizer=word_tokenizer(), model_folder=str(tmp_path)))
+        held_out_prompts(config, SimpleNamespace(tokenizer=word_tokenizer(), vocab_size=30))
     with pytest.raises(ValueError, match="'domain' is missing in .*name one of them with --data.teacher-column"):
         prompts_of(config_of(held_out, teacher_column="domain"), word_tokenizer(), model=MODEL)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from grpo.config import DataConfig, GRPOConfig, ModelConfig
 from grpo.data import toy
 from grpo.models.hf_folder import stop_token_ids
-from grpo.run.session import open_model_folder
+from grpo.run.inputs import open_model_folder
 from grpo.watch.failures import BadInput, refuse_bad_input
 from tests.tiny_models import SMALL
 
