@@ -76,8 +76,7 @@ def read(config: GRPOConfig | SFTConfig, script: str, toy_dir: str = "") -> Inpu
     """Check the rewards, the model and the held-out rows. On rank 0."""
     check_functions(config)
     paths = [source.path for source in config.evaluation.held_out(config.data)]
-    inputs = open_run(config, script, toy_dir, paths=paths, tensor_parallel=config.generator.tensor_parallel)
-    return read_evaluation(config, inputs)
+    return read_evaluation(config, open_run(config, script, toy_dir, paths))
 
 
 def evaluate(config: Config, session: Session) -> None:

@@ -111,8 +111,7 @@ def read(recorded: str, config: GRPOConfig, script: str, toy_dir: str = "") -> I
     """Check the loss, the recorded batches and the model. On rank 0."""
     algorithm = config.algorithm
     try_algorithm(algorithm)
-    paths = [str(batch_path(recorded, 1).parent)]
-    inputs = open_run(config, script, toy_dir, paths=paths, tensor_parallel=config.trainer.tensor_parallel)
+    inputs = open_run(config, script, toy_dir, [str(batch_path(recorded, 1).parent)])
     coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
     needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
     steps = range(inputs.step + 1, config.num_steps + 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo.algorithm.trial import try_algorithm
 from grpo.config import GRPOConfig, SFTConfig
-from grpo.config.fields import RunConfig
+from grpo.config.fields import EvaluationConfig, RunConfig, ValidationConfig
 from grpo.config.user_files import near_miss
 from grpo.data import toy
 from grpo.data.chat import check_template, load_tokenizer
@@ -71,6 +71,10 @@ class Inputs:
     """The prompts that evaluation completes."""
     scorer: Scorer | None = None
     """Its processes run already."""
+    stop_token_ids: Sequence[int] = ()
+    """The tokens that end a completion."""
+    reward_model: str = ""
+    """Folder or hub name."""
     validation: Mapping[str, list[Encoded]] = field(default_factory=dict)
     """The examples of each validation set, by its name."""
     form: ChatForm = ChatForm()
@@ -80,11 +84,6 @@ class Inputs:
     def vocab_size(self) -> int:
         """The number of tokens for which the model has a row in its embedding."""
         return hf_folder.read_hf_config(self.model_folder).vocab_size
-
-    @property
-    def reward_folder(self) -> str:
-        """The folder of the reward model; empty if none scores in this script."""
-        return self.scorer.reward_folder if self.scorer else ""
 
     def for_all_ranks(self) -> "Inputs":
         """Return the part that every rank needs, which is small and can be pickled."""
@@ -105,18 +104,9 @@ def read_grpo(config: GRPOConfig, script: str, toy_dir: str = "") -> Inputs:
     # all rows of a source have columns of the same types, which the encoder checks
     first_rows = [next(rows.examples(), None) for rows in sources]
     try_rewards(config, [row.columns for row in first_rows if row])
-    data_read = [*data.all_sources]
-    if config.evaluation.interval:
-        data_read += config.evaluation.held_out(data)
-    models_read = [config.model.reference_path, *config.model.teachers.values(), config.reward.model]
-    inputs = open_run(
-        config,
-        script,
-        toy_dir,
-        paths=[*models_read, *(source.path for source in data_read)],
-        tensor_parallel=math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel),
-        texts=texts_of(sources),
-    )
+    paths = [config.model.reference_path, *config.model.teachers.values()]
+    paths += data_paths(config, config.evaluation)
+    inputs = open_run(config, script, toy_dir, paths, texts_of(sources))
     if config.needs_reference:
         inputs = replace(inputs, reference_folders=reference_folders(config, inputs))
     rows = usable_prompts(sources, config, inputs.tokenizer, tool_schemas(config), inputs.vocab_size)
@@ -132,18 +122,8 @@ def read_sft(config: SFTConfig, script: str, toy_dir: str = "") -> Inputs:
     if config.evaluation.interval:
         check_functions(config)
     sources = load_chat_sources(config)
-    data_read = [*config.data.all_sources]
-    for section in (config.validation, config.evaluation):
-        if section.interval:
-            data_read += section.held_out(config.data)
-    inputs = open_run(
-        config,
-        script,
-        toy_dir,
-        paths=[config.reward.model, *(source.path for source in data_read)],
-        tensor_parallel=config.trainer.tensor_parallel,
-        texts=texts_of(sources),
-    )
+    paths = data_paths(config, config.validation, config.evaluation)
+    inputs = open_run(config, script, toy_dir, paths, texts_of(sources))
     form = learned_form(config, inputs.tokenizer)
     rows = usable_chats(sources, config, inputs.tokenizer, inputs.vocab_size)
     stream = resumed_stream(partial(ChatStream, rows, config), inputs.saved_state, config.allow_changes)
@@ -175,36 +155,38 @@ def read_evaluation(config: RunConfig, inputs: Inputs) -> Inputs:
 # ---- Folders and streams
 
 
-def open_run(
-    config: RunConfig,
-    script: str,
-    toy_dir: str,
-    *,
-    paths: Iterable[str],
-    tensor_parallel: int,
-    texts: Iterable[str] = (),
-) -> Inputs:
+def data_paths(config: RunConfig, *sections: EvaluationConfig | ValidationConfig) -> list[str]:
+    """Return the paths of the training data and of the held-out data that are used."""
+    sources = list(config.data.all_sources)
+    for section in sections:
+        if section.interval:
+            sources += section.held_out(config.data)
+    return [source.path for source in sources]
+
+
+def open_run(config: RunConfig, script: str, toy_dir: str, paths: Sequence[str], texts: Iterable[str] = ()) -> Inputs:
     """Check the run folder, find the checkpoint to continue from, and open the model's folder and tokenizer.
 
-    paths: folders, files and hub names that the run reads besides its model. For the other arguments and for what
-    raises ValueError see `open_run_folder` and `open_model_folder`.
+    paths: folders, files and hub names that the run reads besides its model and reward model. For the other arguments
+    and for what raises ValueError see `open_run_folder` and `open_model_folder`.
     """
-    checkpoint, saved_state = open_run_folder(config, script, [config.model.path, *paths])
-    folder, tokenizer = open_model_folder(config, tensor_parallel, texts, toy_dir)
+    checkpoint, saved_state = open_run_folder(config, script, [config.model.path, config.reward.model, *paths])
+    folder, tokenizer = open_model_folder(config, texts, toy_dir)
     return Inputs(folder, tokenizer, checkpoint, saved_state, step=saved_state.get("step", 0))
 
 
 def open_model_folder(
-    config: RunConfig, tensor_parallel: int, texts: Iterable[str] = (), toy_dir: str = ""
+    config: RunConfig, texts: Iterable[str] = (), toy_dir: str = ""
 ) -> tuple[str, "PreTrainedTokenizerBase"]:
     """Return the folder of `model.path` and its tokenizer, after trying its chat template.
 
-    tensor_parallel: the number that must divide heads and vocabulary. A toy model is built in `toy_dir`, by default the
-    run folder; its tokenizer may need `texts`, those of the data. Raises ValueError if the folder, the model, its
-    number of positions, the tokenizer or the template cannot be used, or a layer that should get an adapter is missing.
+    A toy model is built in `toy_dir`, by default the run folder; its tokenizer may need `texts`, those of the data.
+    Raises ValueError if the folder, the model, its number of positions, the tokenizer or the template cannot be used,
+    if the tensor_parallel degrees do not divide it, or if a layer that should get an adapter is missing.
     """
     folder = toy.build_if_toy(config.model.path, toy_dir or config.run_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
+    tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
     hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)
     adapted_places(hf_folder.read_hf_config(folder), config.trainer)
     tokenizer = load_tokenizer(folder, config.data)
@@ -265,7 +247,7 @@ def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
     if config.environment.enabled:
         check_environment(config, inputs.tokenizer, scorer.stop_token_ids)
     check_best(config, inputs.eval_prompts, scorer)
-    return replace(inputs, scorer=scorer)
+    return replace(inputs, scorer=scorer, stop_token_ids=scorer.stop_token_ids, reward_model=config.reward.model)
 
 
 def check_functions(config: RunConfig, columns: Iterable[str] | None = None) -> None:

@@ -7,7 +7,7 @@ import gc
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -53,9 +53,6 @@ class Start:
     config: RunConfig
     """The config, after rank 0 decided what it leaves to the machine."""
     inputs: Inputs
-    reward_model: str
-    """Folder or hub name; empty without a reward model."""
-    stop_token_ids: list[int]
 
 
 def run(
@@ -97,7 +94,7 @@ def dry_run(config: Config, script: str, read_inputs: ReadInputs) -> bool:
             print(f"{config.model.path} has no weights or no tokenizer: data and rewards are not checked")
             return print_what_fits(config, config.model.path)
         inputs = read_inputs(config, script, toy_dir)
-        fits = print_what_fits(config, inputs.model_folder, inputs.reward_folder)
+        fits = print_what_fits(config, inputs.model_folder, inputs.reward_model)
     if inputs.scorer:
         inputs.scorer.pool.close()
     return fits
@@ -139,14 +136,9 @@ class Session:
         self.inputs = inputs
         self.num_skipped = 0  # in a row
         self.last_line = f"done; everything is in {config.run_dir}"
-        fitted = fit_to_machine(config, self.layout, inputs.model_folder, inputs.reward_folder)
+        fitted = fit_to_machine(config, self.layout, inputs.model_folder, inputs.reward_model)
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {inputs.step}", flush=True)
-        return Start(
-            fitted,
-            inputs.for_all_ranks(),
-            reward_model=config.reward.model if inputs.reward_folder else "",
-            stop_token_ids=inputs.scorer.stop_token_ids if inputs.scorer else [],
-        )
+        return Start(fitted, inputs.for_all_ranks())
 
     def _open_log(self, step: int) -> RunLog:
         """Open the log of a run that continues after `step` steps."""
@@ -175,12 +167,12 @@ class Session:
             self.inputs = inputs
             folder = fetch_folder(inputs.model_folder, roles.control)
             reference_folders = [fetch_folder(path, roles.control) for path in inputs.reference_folders]
-            if start.reward_model:
-                reward_folder = fetch_folder(start.reward_model, roles.control, scores=True)
+            if inputs.reward_model:
+                reward_folder = fetch_folder(inputs.reward_model, roles.control, scores=True)
         self.saved_step = inputs.step
         if roles.generates:  # first, because vLLM sizes its KV cache from the free memory
             with timer.startup("starting vLLM"):
-                generator = self._start_engine(start.config, folder, start.stop_token_ids)
+                generator = self._start_engine(start.config, folder, inputs.stop_token_ids)
         with timer.startup("loading the models"):
             config = self.config
             if roles.trains:
@@ -196,7 +188,7 @@ class Session:
                     policy=None if config.reference_has_model else trainer.model,
                     as_trained=config.algorithm.teacher == "policy",
                 )
-            if start.reward_model and roles.learns:
+            if inputs.reward_model and roles.learns:
                 self.reward_model = RewardModel(config.model, config.trainer, reward_folder, roles)
                 if inputs.scorer:
                     inputs.scorer.reward_model = self.reward_model
@@ -213,7 +205,7 @@ class Session:
                 self.evaluate(generator, 0)
         return trainer, reference, generator
 
-    def _start_engine(self, config: Config, folder: str, stop_token_ids: list[int]) -> Generator:
+    def _start_engine(self, config: Config, folder: str, stop_token_ids: Sequence[int]) -> Generator:
         episodes = None
         if config.environment.enabled:
             episodes = Episodes(

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=float("inf"))
     options, rest = parser.parse_known_args()
     config = load(GRPOConfig, str(DEFAULT_RECIPE), rest)
-    folder, tokenizer = open_model_folder(config, 1)
+    folder, tokenizer = open_model_folder(config)
     stream = PromptStream(usable_prompts(load_sources(config.data), config, tokenizer), config)
     prompts = stream.draw(config.num_steps * config.prompts_per_step)
     functions = load_functions(config.reward, config.data.reward_columns, config.generator.max_completion_tokens)

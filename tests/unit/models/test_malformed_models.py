@@ -39,7 +39,7 @@ def open_folder(folder: pathlib.Path, **data) -> None:
     fields = DataConfig(path="toy:addition", system_prompt="", max_prompt_tokens=100, **data)
     config = GRPOConfig(model=ModelConfig(path=str(folder)), data=fields)
     with refuse_bad_input():
-        _, tokenizer = open_model_folder(config, tensor_parallel=1)
+        _, tokenizer = open_model_folder(config)
         stop_token_ids(str(folder), tokenizer)
 
 
