@@ -14,7 +14,7 @@ import torch
 
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.data.rows import choice_of
+from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
@@ -27,7 +27,6 @@ from grpo.report.rollout_metrics import (
 )
 from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.groups import GroupBuffer
 from grpo.run.scorer import check_lost, check_version
@@ -154,19 +153,10 @@ class Driver:
         samples = []
         for rollout in rollouts:
             prompt = rollout.prompt
-            completion = rollout.completion
-            teacher = self._teacher_of(prompt)
             if for_teacher:
                 prompt = replace(prompt, ids=prompt.teacher_ids)
-                completion = replace(completion, routes_TLE=None)
-            samples.append(sample_of(prompt, completion, turn_weight, observes, teacher))
+            samples.append(sample_of(prompt, rollout.completion, turn_weight, observes))
         return make_batch(samples)
-
-    def _teacher_of(self, prompt: Prompt) -> int | None:
-        names = list(self.config.model.teachers)
-        if not names:
-            return None
-        return names.index(choice_of(prompt.columns, self.config.data.teacher_column, names, "model.teachers"))
 
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import SamplingConfig
 from grpo.report.rollout_metrics import reward_tensors
@@ -167,8 +165,6 @@ def join(begun: Completion | None, further: Completion | None, index: int) -> Co
         return begun or further or Completion((Piece.nothing(),), truncated=False, index=index, ended=False)
     if begun is None or not begun.num_tokens:
         return further
-    if begun.routes_TLE is not None:  # each part has the routes of the tokens that the engine computed for it
-        further = replace(further, routes_TLE=torch.cat([begun.routes_TLE, further.routes_TLE]))
     *earlier, last = begun.pieces
     first, *later = further.pieces
     if last.version == first.version:  # no sync in between, so it is one piece

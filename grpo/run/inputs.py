@@ -40,8 +40,8 @@ from grpo.report.rollout_metrics import evaluation_names
 from grpo.report.samples import show_examples
 from grpo.rewards.loading import load_functions, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS
-from grpo.roles.engine import check_engine
-from grpo.roles.episodes import call_style, turns_of
+from grpo.roles.engine.episodes import call_style, turns_of
+from grpo.roles.engine.vllm_engine import check_engine
 from grpo.run.scorer import Scorer
 from grpo.types import Prompt
 
@@ -65,8 +65,7 @@ class Inputs:
     """The number of steps that the checkpoint has behind it."""
     stream: PromptStream | ChatStream | None = None
     """What training draws from."""
-    reference_folders: Sequence[str] = ()
-    """The folder of the reference, or of each teacher."""
+    reference_folder: str = ""
     eval_prompts: Sequence[Prompt] = ()
     """The prompts that evaluation completes."""
     scorer: Scorer | None = None
@@ -104,11 +103,10 @@ def read_grpo(config: GRPOConfig, script: str, toy_dir: str = "") -> Inputs:
     # all rows of a source have columns of the same types, which the encoder checks
     first_rows = [next(rows.examples(), None) for rows in sources]
     try_rewards(config, [row.columns for row in first_rows if row])
-    paths = [config.model.reference_path, *config.model.teachers.values()]
-    paths += data_paths(config, config.evaluation)
+    paths = [config.model.reference_path, *data_paths(config, config.evaluation)]
     inputs = open_run(config, script, toy_dir, paths, texts_of(sources))
     if config.needs_reference:
-        inputs = replace(inputs, reference_folders=reference_folders(config, inputs))
+        inputs = replace(inputs, reference_folder=reference_folder(config, inputs))
     rows = usable_prompts(sources, config, inputs.tokenizer, tool_schemas(config), inputs.vocab_size)
     stream = resumed_stream(partial(PromptStream, rows, config), inputs.saved_state, config.allow_changes)
     inputs = replace(inputs, stream=stream, form=learned_form(config, inputs.tokenizer))
@@ -195,19 +193,14 @@ def open_model_folder(
     return folder, tokenizer
 
 
-def reference_folders(config: GRPOConfig, inputs: Inputs) -> list[str]:
-    """Return the folder of the reference, or that of each teacher. A message about a teacher begins with its name."""
-    paths = {f"model.teachers has {name}: ": path for name, path in config.model.teachers.items()}
-    paths = paths or {"": config.model.reference_path}
-    for prefix, path in paths.items():
-        try:
-            if path or prefix:
-                folder = hf_folder.resolve_folder(path)
-                hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
-                hf_folder.check_reference(folder, inputs.model_folder, inputs.tokenizer)
-        except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"{prefix}{error}") from error
-    return [path or inputs.model_folder for path in paths.values()]
+def reference_folder(config: GRPOConfig, inputs: Inputs) -> str:
+    """Return the folder of the frozen model, checked: that of `model.reference_path`, or else the policy's."""
+    if not config.model.reference_path:
+        return inputs.model_folder
+    folder = hf_folder.resolve_folder(config.model.reference_path)
+    hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
+    hf_folder.check_reference(folder, inputs.model_folder, inputs.tokenizer)
+    return config.model.reference_path
 
 
 def resumed_stream(new_stream: Callable[[], Stream], state: Mapping[str, Any], allow_changes: bool) -> Stream:
@@ -234,7 +227,7 @@ def held_out_prompts(config: RunConfig, inputs: Inputs) -> list[Prompt]:
     """Read the prompts that evaluation completes, with all columns that the reward functions need."""
     tools = tool_schemas(config)
     prompts = load_eval_prompts(config.data, config.evaluation, inputs.tokenizer, tools, inputs.vocab_size)
-    if config.data.row or config.data.teacher_column:
+    if config.data.row:
         check_functions(config, list(prompts[0].columns))
     try_rewards(config, [prompt.columns for prompt in prompts])
     return prompts
@@ -243,7 +236,7 @@ def held_out_prompts(config: RunConfig, inputs: Inputs) -> list[Prompt]:
 def with_scorer(config: RunConfig, inputs: Inputs) -> Inputs:
     """Start the reward processes, and refuse what would fail only when the engine starts or an evaluation ends."""
     scorer = Scorer(config, inputs.model_folder, inputs.tokenizer, inputs.form.end_token_ids)
-    check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder), config.replays_routing)
+    check_engine(config.generator, hf_folder.read_hf_config(inputs.model_folder))
     if config.environment.enabled:
         check_environment(config, inputs.tokenizer, scorer.stop_token_ids)
     check_best(config, inputs.eval_prompts, scorer)

@@ -23,9 +23,9 @@ from grpo.models.hf_folder import fetch_folder
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics_of_sets
 from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
-from grpo.roles.engine import import_vllm
-from grpo.roles.episodes import Episodes
-from grpo.roles.generator import Generator
+from grpo.roles.engine.episodes import Episodes
+from grpo.roles.engine.generator import Generator
+from grpo.roles.engine.vllm_engine import import_vllm
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.reward_model import RewardModel
@@ -166,7 +166,9 @@ class Session:
             inputs = self.inputs or start.inputs  # rank 0 has all of its own
             self.inputs = inputs
             folder = fetch_folder(inputs.model_folder, roles.control)
-            reference_folders = [fetch_folder(path, roles.control) for path in inputs.reference_folders]
+            reference_folder = ""
+            if inputs.reference_folder:
+                reference_folder = fetch_folder(inputs.reference_folder, roles.control)
             if inputs.reward_model:
                 reward_folder = fetch_folder(inputs.reward_model, roles.control, scores=True)
         self.saved_step = inputs.step
@@ -182,7 +184,7 @@ class Session:
                 reference = Reference(
                     config.model,
                     config.trainer,
-                    reference_folders,
+                    reference_folder,
                     config.reference_tensor_parallel,
                     roles,
                     policy=None if config.reference_has_model else trainer.model,
@@ -227,7 +229,6 @@ class Session:
             stop_token_ids,
             self.roles,
             episodes,
-            takes_routes=config.replays_routing and bool(self.roles.trainer_ranks),
         )
 
     @from_driver
