@@ -338,7 +338,7 @@ def open_model_folder(
     folder; its tokenizer may need `texts`, those of the data. Raises ValueError if the folder, its model, its number of
     positions, its tokenizer or template cannot be used, or it lacks a layer that should get an adapter.
     """
-    folder = toy.build_if_toy(config.model.path, toy_dir or config.run_dir, texts, config.seed)
+    folder = toy.build_model(config.model.path, toy_dir or config.run_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
     hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)
     adapted_places(hf_folder.read_hf_config(folder), config.trainer)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from configs.examples import toys
 from grpo.data import toy
 from grpo.data.recorded import read_step
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
@@ -21,7 +22,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Another random model with the same tokens, of another shape."""
     changes = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
     changes |= {"max_position_embeddings": 128}
-    return toy.make_model(tmp_path_factory.mktemp("teacher") / "model", toy.addition_tokenizer(), 7, changes)
+    return toy.make_model(tmp_path_factory.mktemp("teacher") / "model", toys.addition_tokenizer(), 7, changes)
 
 
 def test_a_teacher_alone(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
@@ -45,7 +46,7 @@ def test_a_teacher_alone(model: pathlib.Path, teacher: pathlib.Path, tmp_path: p
 @torch.no_grad()
 def test_each_row_has_its_teacher(model: pathlib.Path, teacher: pathlib.Path, tmp_path: pathlib.Path):
     """In both steps of a run each sequence has the log-probs of its row's teacher; a replay of it needs neither."""
-    rows = [row | {"by": ("other", "start")[i % 2]} for i, row in enumerate(toy.task_rows("addition", "train")[:8])]
+    rows = [row | {"by": ("other", "start")[i % 2]} for i, row in enumerate(toys.addition("train")[:8])]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "other").symlink_to(teacher)
     flags = ("--model.teachers", "start", model, "other", tmp_path / "other", "--data.teacher-column", "by")
@@ -53,7 +54,7 @@ def test_each_row_has_its_teacher(model: pathlib.Path, teacher: pathlib.Path, tm
     layout = ("--roles.num-trainers", 1, "--roles.num-references", 1, "--record", "--run-dir", tmp_path / "run")
     torchrun("train_grpo.py", TINY, "--model.path", model, *layout, *flags, nproc=3, deadline=240)
 
-    tokenizer = toy.addition_tokenizer()
+    tokenizer = toys.addition_tokenizer()
     names = {row["question"]: row["by"] for row in rows}
     models = {name: AutoModelForCausalLM.from_pretrained(path) for name, path in (("start", model), ("other", teacher))}
     seen = set()
