@@ -49,7 +49,7 @@ class Checked(BaseException):
 
 def shown_commands() -> list[str]:
     """Each command of the scripts and the tools, from code blocks, tables, prose and the docstrings of recipes."""
-    pages = [ROOT / "README.md", *(ROOT / "configs").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "configs").glob("*.md")]
     pages += [ROOT / folder / "README.md" for folder in ("grpo", "launch", "tests")]
     texts = [page.read_text() for page in pages]
     for file in (*RECIPES, *(ROOT / "configs/examples").glob("*.py")):
