@@ -35,17 +35,12 @@ WRONG_ON_CPU = dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens"
 WRONG_ON_CPU |= dict.fromkeys(("speculative_config", "spec_method", "spec_model"), NO_DRAFTS)
 
 
-def check_engine(config: GeneratorConfig, hf: PretrainedConfig, replays_routing: bool) -> None:
+def check_engine(config: GeneratorConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError for what this machine's vLLM cannot do or gets wrong. Nothing is imported for it."""
     if has_experts(hf) and "quantization" in config.engine:
         raise ValueError(
             "generator.engine quantization of a mixture of experts is not supported: nobody has seen vLLM quantize its "
             "experts again in a weight sync; leave it out"
-        )
-    if has_experts(hf) and replays_routing and "enable_prefix_caching" in config.engine:
-        raise ValueError(
-            "generator.engine enable_prefix_caching is set by algorithm.replay_routing: vLLM tells experts with it on "
-            "GPUs and without it on CPUs; leave it out or use --algorithm.no-replay-routing"
         )
     if torch.cuda.is_available():
         return
@@ -96,16 +91,19 @@ def start_engine(
     return llm
 
 
-def options_of_model(
-    hf: PretrainedConfig, engine: Mapping[str, Any], takes_routes: bool, device: torch.device
-) -> dict[str, Any]:
-    """vLLM's options for a model on this machine.
+def expert_layers(llm: Any) -> list[Any]:
+    """vLLM's layers of experts in this rank's engine."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    engine: the user's own. takes_routes: the routes of a mixture of experts are asked for.
-    """
-    if device.type == "cpu":  # tokens from the prefix cache would pass no router
-        return {"enable_prefix_caching": False} if takes_routes else {}
-    options: dict[str, Any] = {"enable_return_routed_experts": True} if takes_routes else {}
+    (model,) = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    return [module for module in model.modules() if isinstance(module, MoERunner)]
+
+
+def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """vLLM's options for a model on this machine; `engine` has the user's own."""
+    options: dict[str, Any] = {}
+    if device.type == "cpu":
+        return options
     if has_experts(hf):  # of its kernels those that read weights as they are written, so a sync can write them in place
         options["moe_backend"] = "triton"
     chosen = any(name in engine for name in CHOOSE_ATTENTION)

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import DataConfig, EnvironmentConfig
@@ -60,7 +59,7 @@ class Episodes:
         loop: EngineLoop,
         rollouts: list[tuple[Prompt, int]],
         max_tokens: int,
-        add: Callable[[int, list[int], int, int, int], None],
+        add: Callable[[int, list[int], int, int], None],
         run_seed: int,
         version: int,
         held_out: bool,
@@ -114,16 +113,10 @@ def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, to
     return style_of(tokenizer.chat_template) if config.calls == "auto" else config.calls
 
 
-def completion_of(
-    episode: Episode, temperature: float, index: int, no_routes: torch.Tensor | None = None
-) -> Completion:
-    """An episode as what follows its prompt; one that was lost before it began has its prompt's tokens alone.
-
-    no_routes: what an episode without a turn has for `routes_TLE`; None for a dense model.
-    """
+def completion_of(episode: Episode, temperature: float, index: int) -> Completion:
+    """An episode as what follows its prompt; one that was lost before it began has its prompt's tokens alone."""
     pieces = tuple(episode.pieces) or (replace(Piece.nothing(), version=episode.version),)
-    routes = None if no_routes is None else torch.cat([no_routes, *episode.routes])
-    facts = {"temperature": temperature, "index": index, "routes_TLE": routes, "episode": episode.note()}
+    facts = {"temperature": temperature, "index": index, "episode": episode.note()}
     return Completion(pieces, episode.ended_by in LIMITS, **facts)
 
 

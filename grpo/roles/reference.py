@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -40,10 +39,9 @@ class Reference:
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Log-probs of this rank's part of the tokens that count in the loss, float32 [N]; see `add_ref_logprobs`.
 
-        At the sampling temperatures, with experts that it chooses itself. Of several teachers each computes its own
-        sequences alone. Collective over the reference ranks.
+        At the sampling temperatures. Of several teachers each computes its own sequences alone. Collective over the
+        reference ranks.
         """
-        batch = replace(batch, routes_NLE=None)
         if batch.teacher_S is None:
             return self._logprobs(self.models[0], batch)
         logprobs_N = torch.zeros(batch.num_tokens)

@@ -79,7 +79,7 @@ class Trainer:
             measured |= {} if micro.observed_BT is None else {OF_OBSERVED: -logprobs_BT.detach()}
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         self.model.drop_copy()
-        metrics.record(**packing.metrics(), **self.model.routing_metrics())
+        metrics.record(**packing.metrics())
         self.num_loss_tokens += int(predicted(batch).sum())
         metrics.reduce(self.model.data_ranks)  # the first to wait
 

@@ -101,14 +101,9 @@ def test_trainer_reference_and_generator_do_not_know_each_other():
         assert not imports_of(module) & (roles - {module})
 
 
-def test_four_files_import_vllm():
+def test_three_files_import_vllm():
     users = [m for m in (*MODULES_OF_FOLDERS, *SCRIPTS) if uses(m, "vllm")]
-    assert users == [
-        "grpo.roles.engine",
-        "grpo.roles.engine_loop",
-        "grpo.roles.engine_routes",
-        "grpo.roles.engine_shortcuts",
-    ]
+    assert users == ["grpo.roles.engine", "grpo.roles.engine_loop", "grpo.roles.engine_shortcuts"]
 
 
 def test_only_tools_import_a_script_and_only_the_page():
