@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from grpo.config import GRPOConfig, RewardConfig
+from grpo.config import RewardConfig
 from grpo.data.prepare import load_sources
 from grpo.data.rows import Example
 from grpo.rewards import loading
@@ -46,31 +46,19 @@ def main(arguments: list[str] | None = None) -> int:
         config = tool_config(flags)
         options = {key: value for key, value in config.reward.options.items() if key == name}
         reward = dataclasses.replace(config.reward, functions={name: 1.0}, options=options, num_workers=1)
-        examples = load_examples(config)
+        source = load_sources(config.data)[0]
+        examples = list(itertools.islice(source.examples(), NUM_ROWS))
+        if not examples:
+            raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
         max_tokens = config.generator.max_completion_tokens
-        function = load_reward(reward, examples, max_tokens)
+        functions = loading.load_functions(reward, [*examples[0].columns], max_tokens)
+        for example in examples:
+            loading.try_built_ins(functions, example.columns)
         if name == "code_reward":
             print(check_programs(reward.allow_without_landlock))
         workers = loading.start_workers(loading.load_observed, reward, loading.is_confined(name), max_tokens)
     with contextlib.closing(workers):
-        return show(function, examples, reward, workers)
-
-
-def load_examples(config: GRPOConfig) -> list[Example]:
-    """Return the first rows of the first source. Raises ValueError if no row can be used."""
-    source = load_sources(config.data)[0]
-    examples = list(itertools.islice(source.examples(), NUM_ROWS))
-    if not examples:
-        raise ValueError(f"no row of {source.source.path} can be used; a --dry-run of the recipe says why")
-    return examples
-
-
-def load_reward(reward: RewardConfig, examples: list[Example], max_completion_tokens: int) -> RewardFunction:
-    """Return the one function of `reward` with its options. Raises ValueError if it does not fit the rows."""
-    functions = loading.load_functions(reward, [*examples[0].columns], max_completion_tokens)
-    for example in examples:
-        loading.try_built_ins(functions, example.columns)
-    return functions.popitem()[1]
+        return show(functions[name], examples, reward, workers)
 
 
 def show(function: RewardFunction, examples: list[Example], reward: RewardConfig, workers: Workers) -> int:

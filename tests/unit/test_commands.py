@@ -34,7 +34,7 @@ CONFIG_TYPES = {
 TOOLS = {
     "grpo.check_environment": (check_environment, "load_toolboxes"),
     "grpo.check_loss": (check_loss, "try_algorithm"),
-    "grpo.check_reward": (check_reward, "load_examples"),
+    "grpo.check_reward": (check_reward, "load_sources"),
     "grpo.evaluate": (evaluate, "run"),
     "grpo.export": (export, "find_checkpoint"),
     "grpo.look": (look, ("summarize", "rollouts_text", "page_text")),
