@@ -41,13 +41,14 @@ from grpo.config import OWN_LOSS_DEFAULTS, AlgorithmConfig, GRPOConfig, RolesCon
 from grpo.config.checks import validate
 from grpo.config.recipes import derived, load, load_recipe
 from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step
+from grpo.metrics import StepMetrics
 from grpo.models.build import forget_forwards
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import Trainer
 from grpo.run.command_line import check_folder_early, subject_of
+from grpo.run.inputs import Inputs, open_run
 from grpo.run.session import Session, is_due, run
 from grpo.text import compact_number
 from grpo.types import TrainBatch
@@ -108,17 +109,18 @@ def load_config(recorded: str, flags: list[str], num_trainers: int, kind: str = 
     return load(GRPOConfig, recipe, [recipe, "--run-dir", f"{recorded.rstrip('/')}-{kind}", *flags], fit)
 
 
-def read(recorded: str, session: Session) -> None:
+def read(recorded: str, config: GRPOConfig, script: str, toy_dir: str = "") -> Inputs:
     """Check the loss, the recorded batches and the model. On rank 0."""
-    config, algorithm = session.config, session.config.algorithm
+    algorithm = config.algorithm
     try_algorithm(algorithm)
-    session.open((str(batch_path(recorded, 1).parent),), config.trainer.tensor_parallel)
+    inputs = open_run(config, script, toy_dir, [str(batch_path(recorded, 1).parent)])
     coefficients = {"algorithm.kl_coef": algorithm.kl_coef, "algorithm.distill_coef": algorithm.distill_coef}
     needs_reference = " and ".join(f"{name}={value}" for name, value in coefficients.items() if value)
-    steps = range(session.first_step + 1, config.num_steps + 1)
-    check_recorded(recorded, steps, config.group_size, needs_reference, config.turns_earn, algorithm.echo_coef > 0)
-    ranks = f"{session.layout.num_trainers} trainer ranks"
+    steps = range(inputs.step + 1, config.num_steps + 1)
+    check_recorded(recorded, steps, config.group_size, needs_reference, config.turns_earn)
+    ranks = f"{config.roles.num_trainers} trainer ranks"
     print(f"replay of {recorded} on {ranks}, which neither samples nor evaluates", flush=True)
+    return inputs
 
 
 def replay(recorded: str, config: GRPOConfig, session: Session) -> None:

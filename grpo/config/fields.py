@@ -38,19 +38,11 @@ class ModelConfig:
     """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
-    teachers: Table[str] = field(default_factory=dict)
-    """Several teachers in place of `reference_path`: names of your own, which `data.teacher_column` gives each row, and
-    a folder or hub name for each."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights are always float32."""
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], Harmless] = "auto"
     """How the sequences of a packed row are kept apart. flash: FlashAttention 4 (H100 or B200, bfloat16);
     flex: flex_attention, on any GPU; documents: one call for each sequence; auto: the first that runs here."""
-
-    @property
-    def num_frozen(self) -> int:
-        """Frozen models that the reference holds, where there is one with weights of its own."""
-        return max(1, len(self.teachers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +179,6 @@ class DataConfig:
     """Column with the functions that the chat template may offer to the model (list of JSON schemas, or its text)."""
     environment_column: str = ""
     """Column that says which of `environment.classes` a row gets."""
-    teacher_column: str = ""
-    """Column that says which of `model.teachers` judges a row's completions; held-out rows need none."""
     system_prompt: str = (
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
@@ -225,8 +215,8 @@ class DataConfig:
             return {"seed": "seed"} | self.columns
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
         prompt = self.prompt_column if has_name else ""
-        choices = ((column, column) for column in (self.environment_column, self.teacher_column))
-        pairs = (prompt, prompt), ("answer", self.answer_column), *choices
+        environment = self.environment_column
+        pairs = (prompt, prompt), ("answer", self.answer_column), (environment, environment)
         return {name: column for name, column in pairs if column} | self.columns
 
     @property
@@ -447,9 +437,6 @@ class AlgorithmConfig:
     {question} is the message itself, another {name} a column that rewards get. Empty: what the policy reads."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
-    echo_coef: Annotated[float, AtLeast(0)] = 0.0
-    """ECHO: weight of the cross-entropy of what environment and tools answered, at temperature 1, the mean over such
-    tokens of an update; 0 leaves it out, the paper (arXiv:2605.24517) has 0.05."""
     mask_truncated: bool = False
     """Exclude truncated completions from the loss (DAPO's overlong filtering); the group still compares with them."""
     num_mini_batches: Annotated[int, AtLeast(1)] = 1
@@ -668,8 +655,7 @@ class GRPOConfig(RunConfig):
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference is the policy without its adapters, and no model of its own."""
-        has_path = self.model.reference_path or self.model.teachers
-        return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not has_path
+        return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not self.model.reference_path
 
     @property
     def largest_mismatch(self) -> float:

@@ -119,7 +119,7 @@ def test_every_logged_metric_is_documented():
     groups = (
         "reward|completion|environment|prompt|groups|time|memory|mismatch|lag|sampling|eval|loss|distill|validation"
     )
-    groups += "|packing|echo"
+    groups += "|packing"
     for file, source in SOURCES.items():
         found = set(re.findall(rf'"((?:{groups})/\w+)"', source))
         assert found <= documented_metrics() | INGREDIENTS, file

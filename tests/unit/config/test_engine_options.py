@@ -18,7 +18,7 @@ from grpo.config.engine_options import (
     argument_names,
 )
 from grpo.config.recipes import load
-from grpo.roles.engine import check_engine, import_vllm, in_vllms_types
+from grpo.roles.engine.vllm_engine import check_engine, import_vllm, in_vllms_types
 
 DEFAULT = str(pathlib.Path(__file__).parents[3] / "configs" / "qwen3_1_7b_gsm8k.py")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -121,7 +121,7 @@ def test_sampling_values_from_json_get_vllms_types():
 
 
 def test_another_version_of_vllm_is_refused(monkeypatch):
-    monkeypatch.setattr("grpo.roles.engine._set_environment", lambda device: None)
+    monkeypatch.setattr("grpo.roles.engine.vllm_engine._set_environment", lambda device: None)
     monkeypatch.setattr("importlib.import_module", lambda name: types.SimpleNamespace(__version__="0.33.1+cpu"))
     with pytest.raises(
         RuntimeError, match=r"vLLM 0.33.1\+cpu is installed, and it must be 0.32.0: bash launch/setup.sh"

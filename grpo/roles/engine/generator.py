@@ -1,8 +1,7 @@
 """The sampling engine: one vLLM engine per replica, inside its torchrun ranks.
 
-Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. engine.py starts
-engines, engine_loop.py steps them by the shortcuts of engine_shortcuts.py;
-only these four import vllm.
+Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. vllm_engine.py
+starts engines, loop.py steps them by the shortcuts of shortcuts.py; only these three import vllm.
 """
 
 import collections
@@ -17,11 +16,12 @@ import torch
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
+from grpo.metrics import set_given_back
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import read_hf_config
-from grpo.roles import engine
-from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
-from grpo.roles.episodes import Episodes, completion_of
+from grpo.roles.engine import vllm_engine
+from grpo.roles.engine.episodes import Episodes, completion_of
+from grpo.roles.engine.loop import EngineLoop, Stretch, no_collection
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt, Requests
 
@@ -69,15 +69,15 @@ class Generator:
         self.episodes = episodes
         self.version = 0
         self.asleep = False
-        engine.import_vllm(roles)
-        more = engine.in_vllms_types(config.sampling)
-        self._parameters = partial(engine.sampling_params, config, list(stop_token_ids), more)
+        vllm_engine.import_vllm(roles)
+        more = vllm_engine.in_vllms_types(config.sampling)
+        self._parameters = partial(vllm_engine.sampling_params, config, list(stop_token_ids), more)
         self.least_tokens = more.get("min_tokens", 0)
         hf = read_hf_config(folder)
         self.has_experts = has_experts(hf)
-        options = engine.options_of_model(hf, config.engine, roles.device)
-        self.llm = engine.start_engine(config, model, data, seed, folder, roles, options)
-        self.loop = EngineLoop(self.llm, engine.needs_texts(config))
+        options = vllm_engine.options_of_model(hf, config.engine, roles.device)
+        self.llm = vllm_engine.start_engine(config, model, data, seed, folder, roles, options)
+        self.loop = EngineLoop(self.llm, vllm_engine.needs_texts(config))
 
     def generate(
         self,
@@ -184,7 +184,7 @@ class Generator:
         if self.roles.device.type == "cpu" or quantized:
             tied = self.llm.llm_engine.model_config.hf_config.tie_word_embeddings
             tensors = _with_tied_head(tensors) if tied else tensors
-            for runner in engine.expert_layers(self.llm) if self.has_experts else ():
+            for runner in vllm_engine.expert_layers(self.llm) if self.has_experts else ():
                 runner._quant_method.moe_kernel = None  # else it goes on with the experts that it packed at its start
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:  # into the live parameters, in place, so that captured CUDA graphs stay valid
@@ -206,13 +206,13 @@ class Generator:
         if self.config.sleep and self.roles.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=2)  # the weights come back with the next sync, so they need no copy on the host
-            engine.set_given_back(torch.cuda.mem_get_info()[0] - free)
+            set_given_back(torch.cuda.mem_get_info()[0] - free)
             self.asleep = True
 
     def _wake(self, tag: str) -> None:
         if self.asleep:
             torch.cuda.empty_cache()  # the trainer's cached blocks would take the room
-            engine.set_given_back(0)
+            set_given_back(0)
             self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class Generator:
             self.llm.llm_engine.model_executor.shutdown()
             del self.llm, self.loop
             gc.collect()
-        engine.destroy_groups()
+        vllm_engine.destroy_groups()
 
 
 def _with_tied_head(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

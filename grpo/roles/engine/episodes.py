@@ -17,8 +17,8 @@ from grpo.environments.host import EnvironmentHost
 from grpo.environments.play import Decision, Episode, Player, as_integers, from_integers, play
 from grpo.environments.suffix import Turns
 from grpo.environments.tools import Toolbox, load_toolboxes
-from grpo.roles import engine
-from grpo.roles.engine_loop import EngineLoop
+from grpo.roles.engine import vllm_engine
+from grpo.roles.engine.loop import EngineLoop
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Piece, Prompt
 
@@ -81,7 +81,7 @@ class Episodes:
     def _tell(self, decisions: list[Decision] | None) -> list[Decision]:
         if len(self.roles.replicas[self.roles.replica]) == 1:
             return decisions
-        return from_integers(engine.tell_replica(None if decisions is None else as_integers(decisions)))
+        return from_integers(vllm_engine.tell_replica(None if decisions is None else as_integers(decisions)))
 
     def close(self) -> None:
         """End the environment processes."""

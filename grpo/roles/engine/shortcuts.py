@@ -2,8 +2,8 @@
 
 The scheduler visits each request in Python several times for each of its tokens, for which the GPU waits with hundreds
 of sequences or a small model. The shortcut is for plain steps, in which every request decodes one token; all other
-steps, and the requests of a step that end in it, go vLLM's own way. Left out: the loop over steps (engine_loop.py), and
-which engine gets which kernels (engine.py).
+steps, and the requests of a step that end in it, go vLLM's own way. Left out: the loop over steps (loop.py), and
+which engine gets which kernels (vllm_engine.py).
 """
 
 import copy

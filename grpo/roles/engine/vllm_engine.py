@@ -16,11 +16,11 @@ from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
 from grpo.models.families import has_experts, head_dim_of
 from grpo.models.memory import CPU_KV_CACHE_GIB
-from grpo.roles.engine_shortcuts import WIDE_HEAD_DIM, widen_attention, widen_logprobs
+from grpo.roles.engine.shortcuts import WIDE_HEAD_DIM, widen_attention, widen_logprobs
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
-VLLM_VERSION = "0.32.0"  # which engine_shortcuts.py changes
+VLLM_VERSION = "0.32.0"  # which shortcuts.py changes
 # Attention on a CPU goes through whole blocks: 160 tokens are sampled 1.3 times as fast as with vLLM's default, 128
 CPU_BLOCK_TOKENS = 32
 # Those of vLLM's CPUAttentionBackend
@@ -240,23 +240,3 @@ def in_vllms_types(sampling: Mapping[str, Any]) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         raise ValueError(f"generator.sampling {dict(sampling)}: vLLM says: {error}") from error
     return {name: getattr(params, name) for name in sampling}
-
-
-# GPU memory of this process, in bytes
-_peak = 0  # of the times that are over: torch counts anew from each change
-_given_back = 0  # now
-
-
-def set_given_back(num_bytes: int) -> None:
-    """Say how much of what torch counts is not held from now on: an engine's when it falls asleep, 0 when it wakes."""
-    global _peak, _given_back
-    _peak, _given_back = peak_bytes(), num_bytes
-    torch.cuda.reset_peak_memory_stats()
-
-
-def peak_bytes() -> int:
-    """The most memory that this process held of its GPU at one time, since it began.
-
-    torch goes on counting what a sleeping engine has given back (`generator.sleep`), which this does not.
-    """
-    return max(_peak, torch.cuda.max_memory_allocated() - _given_back)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.roles.engine_shortcuts import SampledTokens
+from grpo.roles.engine.shortcuts import SampledTokens
 
 
 @dataclass(frozen=True, eq=False)
