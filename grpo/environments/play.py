@@ -60,8 +60,6 @@ class Episode:
     """Its place among the episodes that are played together."""
     ids: list[int] = field(default_factory=list)
     """The prompt and all that followed. Only appended to."""
-    routes: list[torch.Tensor] = field(default_factory=list)
-    """Of each turn, see `Stretch`; none for a dense model."""
     pieces: list[Piece] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
     """`text`, `tokens` and `answers` of each turn of the model. `earned`: the reward after it, if it was asked for.
@@ -83,11 +81,11 @@ class Episode:
     decision: Decision | None = None
     """How it goes on, until the ranks of the replica have been told."""
 
-    def write(self, ids: list[int], observed: bool = False) -> None:
-        """Append what was not sampled; `observed`, if it is an answer, and no text of the chat template."""
+    def write(self, ids: list[int]) -> None:
+        """Append tokens that were not sampled."""
         self.ids += ids
         mask_T = torch.zeros(len(ids), dtype=torch.bool)
-        self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version, observed=observed))
+        self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version))
 
     def end(self, ended_by: str) -> None:
         """Let no further turn begin."""
@@ -128,12 +126,9 @@ class Player:
             else:
                 self._open(episode, None)
 
-    def add_turn(
-        self, number: int, ids: list[int], logprobs: list[float], reason: str, routes: torch.Tensor | None = None
-    ) -> None:
+    def add_turn(self, number: int, ids: list[int], logprobs: list[float], reason: str) -> None:
         """Add a turn that the engine has finished. A turn that ran out of tokens ends the episode."""
         episode = self.episodes[number]
-        episode.routes += [] if routes is None else [routes]
         piece = Piece.sampled(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), episode.version)
         episode.pieces.append(piece)
         episode.ids += ids
@@ -214,12 +209,10 @@ class Player:
         if config.rollout_seconds and time.monotonic() - episode.began > config.rollout_seconds:
             return self._end(episode, "seconds")
         turns = self.turns[episode.environment]
-        stretches = turns.stretches(turn["answers"], episode.ids[-1], reply["role"])
-        suffix = [token for ids, _ in stretches for token in ids]
+        suffix = turns.ids(turn["answers"], episode.ids[-1], reply["role"])
         if len(episode.ids) + len(suffix) - episode.num_prompt_tokens >= self.max_tokens:
             return self._end(episode, "tokens")
-        for ids, is_answer in stretches:
-            episode.write(ids, observed=is_answer)
+        episode.write(suffix)
         self._next_turn(episode, suffix)
 
     def _next_turn(self, episode: Episode, new_ids: list[int]) -> None:
@@ -259,16 +252,16 @@ def play(
     config: EnvironmentConfig,
     loop: Any,
     num_rollouts: int,
-    add: Callable[[int, list[int], int, int, int], None],
+    add: Callable[[int, list[int], int, int], None],
     player: Player | None,
     tell: Callable[[list[Decision] | None], list[Decision]],
 ) -> None:
     """Play rollouts 0 to `num_rollouts` - 1 until none of them samples any more. Every rank of the replica calls it.
 
     loop: the EngineLoop; rollouts are its requests. add: gives the loop a turn that begins; its arguments are number,
-    ids, how many of the ids are behind the prompt, how many were there before the environment wrote, and the most
-    tokens to sample. player: on the head, after `begin`; None on other ranks. tell: sends the head's decisions to all
-    ranks, which call it at the same steps, because these follow from counts alone.
+    ids, how many of the ids are behind the prompt, and the most tokens to sample. player: on the head, after `begin`;
+    None on other ranks. tell: sends the head's decisions to all ranks. They call it at the same steps, because these
+    follow from counts alone.
     """
     delay = math.inf if config.rounds else config.answer_steps
     # rollout that waits for its next turn -> first step at which it may begin
@@ -287,16 +280,15 @@ def play(
                 number = decision.number
                 ids = all_ids[number]
                 del begins_at[number]
-                num_old = len(ids)
+                if not ids:
+                    num_prompt_tokens[number] = len(decision.new_ids)
                 ids += decision.new_ids
-                if num_old == 0:
-                    num_prompt_tokens[number] = len(ids)
                 if decision.max_tokens:
-                    add(number, list(ids), len(ids) - num_prompt_tokens[number], num_old, decision.max_tokens)
+                    add(number, list(ids), len(ids) - num_prompt_tokens[number], decision.max_tokens)
         if loop.num_running:
             step = 1.0 if math.isinf(step) else step + 1  # with rounds, each round counts from 1
             for stretch in sorted(loop.step(), key=lambda stretch: stretch.request):
                 all_ids[stretch.request] += stretch.ids
                 begins_at[stretch.request] = step + delay
                 if player:
-                    player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason, stretch.routes_TLE)
+                    player.add_turn(stretch.request, stretch.ids, stretch.logprobs, stretch.reason)

@@ -101,22 +101,19 @@ class Turns:
         role: who answers: empty for `reply_as`, `user` after a turn without calls. Several answers of the user become
         one message. Raises ValueError if `last` ends no turn.
         """
-        return [token for stretch, _ in self.stretches(answers, last, role) for token in stretch]
-
-    def stretches(self, answers: list[str], last: int, role: str = "") -> list[tuple[list[int], bool]]:
-        """Return what `ids` gives, in stretches: each with whether it is an answer or the template's own text."""
         if last not in self.stop_token_ids:
             raise ValueError(f"a turn ended with token {last}, which is none of {sorted(self.stop_token_ids)}")
         role = role or self.role
         answers = ["\n\n".join(answers)] if role == "user" else answers
         before, between, after = self.frames[role]
-        found = [(self._encode(before)[1:], False)]  # the model sampled the token that ends it, this one or another
+        ids = self._encode(before)[1:]  # the model sampled the token that ends the turn, this one or another
         for number, answer in enumerate(answers):
-            found += [(self._encode(between), False)] if number else []
+            if number > 0:
+                ids += self._encode(between)
             if self.rewrites[role]:
                 answer = _between(self._after_turn(role, [answer]), before, after, answer)
-            found.append((self._plain_ids(answer), True))
-        return [*found, (self._encode(after), False)]
+            ids += self._plain_ids(answer)
+        return ids + self._encode(after)
 
     def _frame(self, role: str) -> tuple[str, str, str]:
         """Find the texts before, between and after answers. Raises Refused if the template breaks a rule."""
