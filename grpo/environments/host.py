@@ -38,7 +38,13 @@ class PendingCall:
 class EnvironmentHost:
     """The environment processes of one replica."""
 
-    def __init__(self, config: EnvironmentConfig, style: str, num_processes: int, variables: Collection[str] = ()):
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        style: str,
+        num_processes: int,
+        variables: Collection[str] = (),
+    ):
         """Load the user's file. Call it on the main thread.
 
         style: how the model writes calls. variables: names of environment variables for the processes. Raises
@@ -49,7 +55,14 @@ class EnvironmentHost:
         load = functools.partial(load_environment, config, style)
         self.workers = Workers("environments", load, num_processes, config.memory_gib, variables, loads_once=True)
 
-    def ask(self, episode: int, do: str, arguments: list[Any], seconds: float, is_retry: bool = False) -> None:
+    def ask(
+        self,
+        episode: int,
+        do: str,
+        arguments: list[Any],
+        seconds: float,
+        is_retry: bool = False,
+    ) -> None:
         """Ask an episode to `reset`, `turn` or `finish` (see `LiveEnvironment`). `poll` returns its reply.
 
         It fails after `seconds`, which begin when a process is free.
@@ -126,7 +139,13 @@ class LiveEnvironment:
         self.style = style
         self.object = None
 
-    def reset(self, row: dict[str, Any], seed: int, rollout: int, environment: str = "") -> dict[str, Any]:
+    def reset(
+        self,
+        row: dict[str, Any],
+        seed: int,
+        rollout: int,
+        environment: str = "",
+    ) -> dict[str, Any]:
         """Make the object and call its `reset`. Returns the `text` that goes behind the row's prompt, or None.
 
         environment: the name of the class.
@@ -138,7 +157,12 @@ class LiveEnvironment:
             raise Lost(f"reset returned {type(text).__name__}, not text or None")
         return {"text": text}
 
-    def turn(self, text: str, earns: bool = False, opened_thought: str = "") -> dict[str, Any]:
+    def turn(
+        self,
+        text: str,
+        earns: bool = False,
+        opened_thought: str = "",
+    ) -> dict[str, Any]:
         """Answer a turn of the model: each of its calls, or by `reply` if it has none. No answer ends the episode.
 
         opened_thought: the beginning of the thoughts if the chat template wrote it; calls inside thoughts do not count.

@@ -109,7 +109,12 @@ class Player:
     tokenizer: PreTrainedTokenizerBase
     max_prompt_tokens: int
 
-    def begin(self, episodes: list[Episode], max_tokens: int, turns_earn: bool = False) -> None:
+    def begin(
+        self,
+        episodes: list[Episode],
+        max_tokens: int,
+        turns_earn: bool = False,
+    ) -> None:
         """Reset the environments.
 
         max_tokens: limit for everything after the prompt, including answers. turns_earn: ask for the reward after each
@@ -126,7 +131,13 @@ class Player:
             else:
                 self._open(episode, None)
 
-    def add_turn(self, number: int, ids: list[int], logprobs: list[float], reason: str) -> None:
+    def add_turn(
+        self,
+        number: int,
+        ids: list[int],
+        logprobs: list[float],
+        reason: str,
+    ) -> None:
         """Add a turn that the engine has finished. A turn that ran out of tokens ends the episode."""
         episode = self.episodes[number]
         piece = Piece.sampled(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), episode.version)

@@ -155,7 +155,13 @@ class Turns:
             _refuse("what stands before a turn is written otherwise", prompt, before_turn)
         return before, between, after
 
-    def _chat(self, history: list[Message], text: str, role: str, answers: list[str]) -> list[Message]:
+    def _chat(
+        self,
+        history: list[Message],
+        text: str,
+        role: str,
+        answers: list[str],
+    ) -> list[Message]:
         """Return messages with a turn of the model and its answers behind them."""
         answered = [{"role": role, "content": answer} for answer in answers]
         return [*history, {"role": "assistant", "content": text}, *answered]
@@ -163,7 +169,12 @@ class Turns:
     def _write(self, messages: list[Message], opening: bool = True) -> str:
         return render(self.tokenizer, self.data, messages, opening, self.schemas or None)[0]
 
-    def _after_turn(self, role: str, answers: list[str], history: list[Message] | None = None) -> str:
+    def _after_turn(
+        self,
+        role: str,
+        answers: list[str],
+        history: list[Message] | None = None,
+    ) -> str:
         """Return what the template writes after a turn that gets these answers."""
         return self._write(self._chat(history or self.start, TEXT, role, answers)).partition(TEXT)[2]
 

@@ -56,10 +56,9 @@ class Toolbox:
     @functools.cached_property
     def methods(self) -> dict[str, Callable]:
         """Public methods of the class, which are tools, by name and in TRL's order."""
-        public = [
-            name for name in dir(self.kind) if not name.startswith("_") and name not in ("reset", *OPTIONAL_METHODS)
-        ]
-        return {name: getattr(self.kind, name) for name in public if inspect.isroutine(getattr(self.kind, name))}
+        taken = ("reset", *OPTIONAL_METHODS)
+        methods = inspect.getmembers(self.kind, inspect.isroutine)
+        return {name: method for name, method in methods if name not in taken and not name.startswith("_")}
 
     @property
     def tools(self) -> dict[str, Callable]:
@@ -100,7 +99,12 @@ class Toolbox:
         """Make the object of one rollout."""
         return self.kind(**self.options)
 
-    def reset_arguments(self, row: Mapping[str, Any], seed: int, rollout: int) -> dict[str, Any]:
+    def reset_arguments(
+        self,
+        row: Mapping[str, Any],
+        seed: int,
+        rollout: int,
+    ) -> dict[str, Any]:
         """Choose what `reset` gets: the columns that it names or, with `**row`, all; `seed` and `rollout` if named."""
         parameters = inspect.signature(self.kind.reset).parameters
         named = list(parameters)[1:]
@@ -142,7 +146,11 @@ def load_toolboxes(config: EnvironmentConfig) -> dict[str, Toolbox]:
     return toolboxes
 
 
-def _load_class(spec: str, config: EnvironmentConfig, functions: Mapping[str, Callable]) -> Toolbox:
+def _load_class(
+    spec: str,
+    config: EnvironmentConfig,
+    functions: Mapping[str, Callable],
+) -> Toolbox:
     """Load a class of the user and check it. Raises ValueError if it cannot be an environment."""
     field_name = "environment.classes" if config.classes else "environment.name"
     kind = load_function(spec, field_name)
@@ -165,7 +173,12 @@ def _load_class(spec: str, config: EnvironmentConfig, functions: Mapping[str, Ca
     return toolbox
 
 
-def _check_call(function: Callable, what: str, arguments: list[Any], named: Mapping[str, Any]) -> None:
+def _check_call(
+    function: Callable,
+    what: str,
+    arguments: list[Any],
+    named: Mapping[str, Any],
+) -> None:
     """Raise ValueError, with `what` and the reason, if a function does not take these arguments."""
     try:
         inspect.signature(function).bind(*arguments, **named)
@@ -178,7 +191,11 @@ def _check_call(function: Callable, what: str, arguments: list[Any], named: Mapp
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def run_call(toolbox: Toolbox, environment: Any, call: ToolCall) -> tuple[str, Literal["ok", "bad", "error"]]:
+def run_call(
+    toolbox: Toolbox,
+    environment: Any,
+    call: ToolCall,
+) -> tuple[str, Literal["ok", "bad", "error"]]:
     """Carry out a call. Returns its answer, and how it went: `bad` if it fits no tool, `error` if the tool raised.
 
     environment: the object of the rollout, None without a class. Raises Lost for an outage, and MemoryError.
@@ -244,7 +261,11 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _by_name(arguments: dict[str, Any] | str, first: str, hints: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(
+    arguments: dict[str, Any] | str,
+    first: str,
+    hints: Mapping[str, Any],
+) -> dict[str, Any]:
     """Return arguments by name. A text goes to the argument `first`, as JSON unless that one is a text.
 
     first: empty for a tool without arguments.

@@ -80,17 +80,18 @@ def extract_answer(text: str, answer_format: str) -> str | None:
     tags = _answer_tags(text)
     if tags:
         text = _last_of(tags, text)
-    if answer_format == "hashes":
-        line = _LAST_HASHES.match(text)
-        answer = _last_of([Span(*line.span(1), line[1])], text) if line else ""
-        return answer.strip() or None
     boxes = _boxes(text)
     answer = ""
-    if tags and answer_format == "answer_tag":
-        answer = _EMPTY_BOX.sub("", text)
-    if boxes and (tags or answer_format == "boxed"):
+    if answer_format == "hashes":
+        line = _LAST_HASHES.match(text)
+        if line:
+            answer = _last_of([Span(line.start(1), line.end(1), line[1])], text)
+    elif boxes and (tags or answer_format == "boxed"):
         is_choice = tags and len({box.content.strip() for box in boxes}) > 1
-        answer = "" if is_choice or not _last_of(boxes, text) else _with_neighbours(boxes, text)
+        if not is_choice and _last_of(boxes, text):
+            answer = _with_neighbours(boxes, text)
+    elif answer_format == "answer_tag" and tags:
+        answer = _EMPTY_BOX.sub("", text)
     return answer.strip() or None
 
 
@@ -106,7 +107,7 @@ def without_thoughts(text: str) -> str:
     A <think> that never ends hides all that follows. A </think> without a beginning hides all before it, because chat
     templates can open <think> in the prompt.
     """
-    tags = list(_THINK_TAG.finditer(text)) if "<" in text else []
+    tags = list(_THINK_TAG.finditer(text))
     if not tags:
         return text
     closing = [tag for tag in tags if tag["close"]]
@@ -124,7 +125,7 @@ def _answer_tags(text: str) -> list[Span]:
     """Find all <answer>..</answer> in order. One that is cut off comes last and has no content."""
     spans = []
     opened = None
-    for tag in _ANSWER_TAG.finditer(text) if "<" in text else ():
+    for tag in _ANSWER_TAG.finditer(text):
         if not tag["close"]:
             opened = tag
         elif opened:
@@ -139,7 +140,7 @@ def _boxes(text: str) -> list[Span]:
     """Find the outermost boxes that are not empty, in order. One that is cut off comes last and has no content."""
     closed: list[tuple[int, int, int, int]] = []  # start, start and end of the content, end
     opened: list[tuple[bool, int, int]] = []  # whether it is a box, start, start of the content
-    for match in _BOX_OR_BRACE.finditer(text) if "box" in text else ():
+    for match in _BOX_OR_BRACE.finditer(text):
         token = match[0]
         if match["bare"]:
             closed.append((match.start(), *match.span("bare"), match.end()))
@@ -165,7 +166,9 @@ def _last_of(spans: list[Span], text: str) -> str:
         if differs and _is_choice(text[earlier.end : last.start]):
             return ""
     sentences = _SENTENCE_END.split(_seen(text[last.end : last.end + _CHARACTERS_AFTER]), 2)[:2]
-    return "" if any(map(_TAKEN_BACK.search, sentences)) else last.content
+    if any(map(_TAKEN_BACK.search, sentences)):
+        return ""
+    return last.content
 
 
 def _is_choice(between: str) -> bool:
@@ -176,7 +179,8 @@ def _is_choice(between: str) -> bool:
 def _with_neighbours(boxes: list[Span], text: str) -> str:
     """Return the content of the last box with the sign and unit next to it. Empty if anything else may change it."""
     box = boxes[-1]
-    floor = max(box.start - _CHARACTERS_BESIDE, boxes[-2].end if len(boxes) > 1 else 0)
+    ends = [box.end for box in boxes[-2:-1]]
+    floor = max(0, box.start - _CHARACTERS_BESIDE, *ends)
     before = _BEFORE.search(_seen(text[floor : box.start])[-24:])  # the last word, or its end
     after = _AFTER.match(_seen(text[box.end : box.end + _CHARACTERS_BESIDE]))
     if not before or not after:
@@ -186,7 +190,9 @@ def _with_neighbours(boxes: list[Span], text: str) -> str:
     number = read_number(clean_text(f"{answer} {unit}"))
     if number and number.has_known_unit:
         return f"{answer} {unit}"
-    return "" if before["sign"] or len(unit) == 1 else answer  # a word after it is prose, a letter is a factor
+    if before["sign"] or len(unit) == 1:  # a letter is a factor
+        return ""
+    return answer  # a word is prose
 
 
 def _seen(text: str) -> str:
@@ -197,7 +203,9 @@ def _seen(text: str) -> str:
 def _unboxed(content: str) -> str:
     """Return the content of a box without the boxes inside of it."""
     content = _BOX_COMMAND.sub("", _EMPTY_BOX.sub("", content)).strip()
-    return content[1:-1] if content.startswith("{") and content.endswith("}") else content
+    if content.startswith("{") and content.endswith("}"):
+        return content[1:-1]
+    return content
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,9 +281,11 @@ def _split_name(text: str) -> tuple[str, str]:
     if not sides:
         return name, text
     *work, last = sides
-    number = read_number(last) if work else None
-    is_true = all(number and arithmetic(side) == number.value for side in work)
-    return (name, last) if is_true else ("", text)
+    if work:
+        number = read_number(last)
+        if not number or any(arithmetic(side) != number.value for side in work):
+            return "", text
+    return name, last
 
 
 def _comparable(text: str, latex: bool) -> str:

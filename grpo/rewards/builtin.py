@@ -76,7 +76,9 @@ def math_reward(
         if given is None:
             return 0.0
         try:
-            return 1.0 if same_answer(given, reference, tolerance, latex) else partial_credit
+            if same_answer(given, reference, tolerance, latex):
+                return 1.0
+            return partial_credit
         except OutOfTime:
             return None
 

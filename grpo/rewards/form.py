@@ -12,7 +12,12 @@ import unicodedata
 # Form
 
 
-def regex_match(completions: list[str], *, pattern: str, **columns: list) -> list[float | None]:
+def regex_match(
+    completions: list[str],
+    *,
+    pattern: str,
+    **columns: list,
+) -> list[float | None]:
     """Pay 1.0 if the regular expression `pattern` occurs anywhere in the completion (re.search), else 0.0."""
     try:
         compiled = re.compile(pattern)
@@ -20,7 +25,7 @@ def regex_match(completions: list[str], *, pattern: str, **columns: list) -> lis
         raise ValueError(
             f"pattern {pattern!r} is no regular expression: {error}; escape literal signs with a backslash"
         ) from error
-    return [1.0 if compiled.search(text) else 0.0 for text in completions]
+    return [float(bool(compiled.search(text))) for text in completions]
 
 
 # All that a reader takes for a tag: in any case, with blanks or attributes. Possessive, so that blanks are read once.
@@ -45,8 +50,8 @@ def format_reward(completions: list[str], **columns: list) -> list[float | None]
         parts = None
         if are_proper and len(tags) == len(set(tags)):  # else the pattern could take quadratic time
             parts = _THINK_THEN_ANSWER.fullmatch(text)
-        is_right = parts and has_content(parts[1]) and has_content(parts[2])
-        rewards.append(1.0 if is_right else 0.0)
+        is_right = parts is not None and has_content(parts[1]) and has_content(parts[2])
+        rewards.append(float(is_right))
     return rewards
 
 
@@ -66,8 +71,10 @@ def thinking_reward(completions: list[str], **columns: list) -> list[float | Non
         is_before_answer = not _has_answer(before) and (_has_answer(after) or not _has_answer(thoughts))
         if has_one_block and is_before_answer and has_content(thoughts):
             rewards.append(1.0)
+        elif "think" in tags or "/think" in tags:
+            rewards.append(0.5)
         else:
-            rewards.append(0.5 if "think" in tags or "/think" in tags else 0.0)
+            rewards.append(0.0)
     return rewards
 
 
@@ -121,7 +128,12 @@ _SIGNS_CHARACTERS = 32
 _MAX_NGRAM = 100  # the n-grams of a text of 100 kB then take about 100 MB
 
 
-def repetition_penalty(completions: list[str], *, ngram: int = 4, **columns: list) -> list[float | None]:
+def repetition_penalty(
+    completions: list[str],
+    *,
+    ngram: int = 4,
+    **columns: list,
+) -> list[float | None]:
     """Punish repetition by -(1 - distinct / total) of the n-grams of `ngram` words. Fewer words give 0.
 
     Words are split at blanks, and case is ignored. In scripts without blanks (Chinese, Japanese, Thai ..) each
@@ -149,7 +161,12 @@ def _spread(repeated: re.Match) -> str:
     return f" {f'{unit} ' * (len(whole) // len(unit))}"
 
 
-def language_reward(completions: list[str], *, language: str = "latin", **columns: list) -> list[float | None]:
+def language_reward(
+    completions: list[str],
+    *,
+    language: str = "latin",
+    **columns: list,
+) -> list[float | None]:
     """Pay the share of the completion's letters (characters, not words) that are of one script. None without letters.
 
     `language` is the word with which Unicode begins the names of these letters: latin, cyrillic, greek, arabic, cjk ...

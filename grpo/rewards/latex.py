@@ -85,7 +85,9 @@ def parse_expression(text: str) -> Any | None:
         return None
     options = {"is_real": not should_treat_as_complex(text), "convert_degrees": False, "normalization_config": None}
     expression = _within_seconds(latex2sympy, text, **options)
-    return expression if _is_small(expression) else None
+    if not _is_small(expression):
+        return None
+    return expression
 
 
 def _within_seconds(function: Any, *arguments: Any, **options: Any) -> Any | None:
@@ -169,7 +171,9 @@ def _shape(text: str) -> tuple[int, int, bool, str]:
     """Return what math-verify ignores: the number of equals signs and of items, and the brackets around the items."""
     num_items = len(re.findall("[,;]", text))
     is_set = "\\{" in text or "\\lbrace" in text
-    brackets = text[:1] + text[-1:] if num_items and not is_set else ""
+    brackets = ""
+    if num_items and not is_set:
+        brackets = text[:1] + text[-1:]
     return text.count("="), num_items, is_set, brackets
 
 
@@ -192,7 +196,9 @@ def _digits(node: Any) -> float:
     from sympy import Number, Pow
 
     if isinstance(node, Number):
-        return math.log10(min(abs(node), 10**300) + 1) if node.is_finite else 1.0
+        if not node.is_finite:
+            return 1.0
+        return math.log10(min(abs(node), 10**300) + 1)
     parts = [_digits(part) for part in node.args]
     if isinstance(node, Pow):
         base, exponent = parts

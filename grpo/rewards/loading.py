@@ -45,10 +45,16 @@ def called_with(function: RewardFunction) -> Literal["completion", "group", "ste
     function = getattr(function, "func", function)  # of a partial
     if inspect.iscoroutinefunction(function):
         return "step"
-    return "group" if getattr(function, "group_level", False) else "completion"
+    if getattr(function, "group_level", False):
+        return "group"
+    return "completion"
 
 
-def call_arguments(function: RewardFunction, completions: list, columns: Mapping[str, list]) -> tuple[tuple, dict]:
+def call_arguments(
+    function: RewardFunction,
+    completions: list,
+    columns: Mapping[str, list],
+) -> tuple[tuple, dict]:
     """Return the arguments of a call. Completions go by their name if the function has it: `f(prompts, completions)`.
 
     Otherwise they are its first argument, unless that has the name of a column: `f(environments, **_)`. If prompts are
@@ -114,17 +120,23 @@ def load_functions(
         facts["max_completion_tokens"] = max_completion_tokens
     functions = {}
     for name in config.functions:
-        if name not in BUILT_INS and ":" not in name:
+        if name in BUILT_INS:
+            function = BUILT_INS[name]
+        elif ":" in name:
+            function = load_function(name, "reward")
+        else:
             raise ValueError(
                 f"unknown reward function {name!r}{near_miss(name, BUILT_INS)}; built-ins are {', '.join(BUILT_INS)}, "
                 "your own is written path/file.py:function"
             )
-        function = BUILT_INS[name] if name in BUILT_INS else load_function(name, "reward")
         functions[name] = _bind_options(name, function, config.options.get(name, {}), facts, columns)
     return functions
 
 
-def try_built_ins(functions: Mapping[str, RewardFunction], columns: Mapping[str, Any]) -> None:
+def try_built_ins(
+    functions: Mapping[str, RewardFunction],
+    columns: Mapping[str, Any],
+) -> None:
     """Call each built-in function with an empty completion and the columns of one row.
 
     Raises ValueError if it cannot read a column, such as a list as the answer.
@@ -201,9 +213,12 @@ def start_workers(
     Confined processes do not get the variables of `config.environment`. Raises ValueError if a function does not load.
     """
     loader = functools.partial(load, config, confined, max_completion_tokens)
-    variables = () if confined else config.environment
+    variables = config.environment
+    missing = ""
+    if confined:
+        variables = ()
+        missing = lockdown.missing_measures()
     workers = Workers("reward functions", loader, config.num_workers, config.memory_gib, variables)
-    missing = lockdown.missing_measures() if confined else ""
     if missing:
         print(f"warning: this kernel has no {missing}: processes of built-in rewards are not confined", flush=True)
     return workers
@@ -238,7 +253,11 @@ def part(config: RewardConfig, confined: bool) -> RewardConfig:
     return dataclasses.replace(config, functions=functions, options=options)
 
 
-def load_caller(config: RewardConfig, confined: bool, max_completion_tokens: int) -> Callable[..., list[float | None]]:
+def load_caller(
+    config: RewardConfig,
+    confined: bool,
+    max_completion_tokens: int,
+) -> Callable[..., list[float | None]]:
     """Load the functions into this process, confined or not. Returns a function that calls one of them by name."""
     private_folders = sorted({os.path.realpath(path) for path in sys.path if lockdown.is_private(path)})
     if confined:
@@ -255,7 +274,11 @@ def load_caller(config: RewardConfig, confined: bool, max_completion_tokens: int
     return lambda name, completions, columns: make_call(functions[name], completions, columns)
 
 
-def load_observed(config: RewardConfig, confined: bool, max_completion_tokens: int) -> Callable[..., dict[str, Any]]:
+def load_observed(
+    config: RewardConfig,
+    confined: bool,
+    max_completion_tokens: int,
+) -> Callable[..., dict[str, Any]]:
     """Do the same as `load_caller`, but calls return `values` or `failed`, their `seconds`, and what they `printed`."""
     call = load_caller(config, confined, max_completion_tokens)
 
@@ -285,7 +308,11 @@ def readable_places() -> tuple[str, ...]:
     return tuple(sorted({*lockdown.interpreter_places(), *lockdown.package_places(), "/dev/urandom", _PACKAGE}))
 
 
-def make_call(function: RewardFunction, completions: list[str], columns: dict[str, list]) -> list[float | None]:
+def make_call(
+    function: RewardFunction,
+    completions: list[str],
+    columns: dict[str, list],
+) -> list[float | None]:
     """Call a function. Returns its values. Raises whatever it raises, and Failure if it does not return values."""
     num_completions = len(completions)  # the function may change the list
     if "environments" in columns:
@@ -293,7 +320,8 @@ def make_call(function: RewardFunction, completions: list[str], columns: dict[st
     arguments, named = call_arguments(function, completions, columns)
     try:
         values = function(*arguments, **named)
-        values = asyncio.run(values) if inspect.iscoroutine(values) else values
+        if inspect.iscoroutine(values):
+            values = asyncio.run(values)
     finally:
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)  # an alarm that the function left would strike a later call

@@ -208,7 +208,9 @@ def arithmetic(text: str) -> Fraction | None:
 
 def _with_slashes(text: str) -> str:
     """Write fractions of LaTeX with a slash."""
-    return " ".join(_FRACTION.sub(r" \1/\3 ", text).split()) if "\\frac" in text else text
+    if "\\frac" not in text:
+        return text
+    return " ".join(_FRACTION.sub(r" \1/\3 ", text).split())
 
 
 def _value(match: re.Match) -> Fraction | None:
@@ -216,18 +218,24 @@ def _value(match: re.Match) -> Fraction | None:
     if match["whole"]:
         part = int(match["part"])
         parts = int(match["parts"])
-        return int(match["whole"]) + Fraction(part, parts) if 0 < part < parts else None
+        if not 0 < part < parts:
+            return None
+        return int(match["whole"]) + Fraction(part, parts)
     value = _decimal(match["factor"] or match["top"] or match["decimal"] or "1")
     power = _decimal(f"1e{match['exponent'] or 0}")
     bottom = _decimal(match["bottom"] or "1")
-    return None if value is None or power is None or not bottom else value * power / bottom
+    if value is None or power is None or not bottom:
+        return None
+    return value * power / bottom
 
 
 def _decimal(digits: str) -> Fraction | None:
     """Return the exact value of digits. None if their power of ten is too large."""
     mantissa, _, exponent = re.sub("[, ]", "", digits).lower().partition("e")
     exponent = int(exponent or "0")
-    return Fraction(mantissa) * Fraction(10) ** exponent if abs(exponent) <= LARGEST_EXPONENT else None
+    if abs(exponent) > LARGEST_EXPONENT:
+        return None
+    return Fraction(mantissa) * Fraction(10) ** exponent
 
 
 @functools.lru_cache(maxsize=4096)

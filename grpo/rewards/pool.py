@@ -40,7 +40,12 @@ class RewardPool:
     Start it on the main thread, because the processes end with the thread that started them.
     """
 
-    def __init__(self, config: RewardConfig, max_completion_tokens: int, opening: str = "") -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        max_completion_tokens: int,
+        opening: str = "",
+    ) -> None:
         """Start the processes and wait until all of them have loaded the functions. Raises ValueError if one cannot.
 
         opening: an opened <think> at the end of the prompt. The functions get it in front of each completion.
@@ -81,7 +86,9 @@ class RewardPool:
             if not names:
                 continue
             needs_ids = any("completion_ids" in argument_names(self.functions[name]) for name in names)
-            seconds = self.config.timeout_seconds * (1 if scope == "step" else size)
+            seconds = self.config.timeout_seconds
+            if scope != "step":
+                seconds *= size
             for start in range(0, len(rollouts), size):
                 part = rollouts[start : start + size]
                 columns = _columns(part, step)
@@ -177,10 +184,11 @@ def check_all_failed(rollouts: list[Rollout]) -> None:
 
     The error names the function and shows the first completion.
     """
-    for name in rollouts[0].failures if rollouts else ():
+    if not rollouts:
+        return
+    for name, failure in rollouts[0].failures.items():
         if all(name in rollout.failures for rollout in rollouts):
-            number = f"all {len(rollouts)} completions" if len(rollouts) > 1 else "the only completion"
-            lines = [f"reward function {name} failed for {number}: {rollouts[0].failures[name]}"]
+            lines = [f"reward function {name} failed for all {len(rollouts)} completions: {failure}"]
             shown = {"completion": rollouts[0].text, **rollouts[0].prompt.columns}
             lines += [f"  {column}: {shorten(str(value), SHOWN_CHARACTERS)!r}" for column, value in shown.items()]
             raise RewardError("\n".join(lines))
