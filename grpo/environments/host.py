@@ -151,7 +151,7 @@ class LiveEnvironment:
         environment: the name of the class.
         """
         self.toolbox = self.toolboxes[environment]
-        self.object = self.toolbox.make_environment()
+        self.object = self.toolbox.kind(**self.toolbox.options)
         text = await_result(self.object.reset(**self.toolbox.reset_arguments(row, seed, rollout)))
         if not isinstance(text, str | None):
             raise Lost(f"reset returned {type(text).__name__}, not text or None")

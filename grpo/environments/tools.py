@@ -95,10 +95,6 @@ class Toolbox:
             schemas.append(schema)
         return schemas
 
-    def make_environment(self) -> Any:
-        """Make the object of one rollout."""
-        return self.kind(**self.options)
-
     def reset_arguments(
         self,
         row: Mapping[str, Any],

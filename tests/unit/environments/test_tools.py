@@ -35,7 +35,7 @@ def toolbox_of(tmp_path: pathlib.Path, code: str, *, tools: tuple[str, ...] = ()
 
 def test_the_example_of_a_guess():
     toolbox = load_toolbox(EnvironmentConfig(name=GUESS))
-    game = toolbox.make_environment()
+    game = toolbox.kind(**toolbox.options)
     arguments = toolbox.reset_arguments({"high": 4, "question": "?"}, seed=7, rollout=2)
     assert arguments == {"high": 4, "question": "?", "seed": 7}
     assert game.reset(**arguments) == "I think of a number from 1 to 4. Guess it."
@@ -73,7 +73,7 @@ def test_a_class_as_others_write_them(tmp_path):
     )
     toolbox = toolbox_of(tmp_path, code, name="{here}:Mine", options={"depth": 4})
     assert list(toolbox.tools) == ["add", "wait"] and toolbox.has_reply and not toolbox.has_reward
-    mine = toolbox.make_environment()
+    mine = toolbox.kind(**toolbox.options)
     assert mine.depth == 4 and toolbox.reset_arguments({"a": 1}, 2, 3) == {}
     assert (
         run_call(toolbox, mine, ToolCall("wait", {}))
