@@ -51,8 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
         if target.exists():
             raise ValueError(f"{target} exists; remove it or choose another folder with --to")
     roles = setup_trainers()
-    is_toy = config.model.path.startswith("toy:")
-    folder = fetch_folder(str(run_dir / "initial_model") if is_toy else config.model.path, roles.control)
+    model_path = str(run_dir / "initial_model") if config.model.is_built else config.model.path
+    folder = fetch_folder(model_path, roles.control)
     trainer = replace(config.trainer, data_replicas=1)  # however the run was sharded
     model = build_model(config.model, trainer, folder, device=roles.device, tensor_parallel=1)
     load_model(checkpoint, model)

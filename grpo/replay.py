@@ -101,7 +101,7 @@ def load_config(recorded: str, flags: list[str], num_trainers: int, kind: str = 
     def fit(config: GRPOConfig, _recipe: GRPOConfig) -> GRPOConfig:
         """Make every rank a trainer; nothing is evaluated or sampled."""
         changes = {"roles.num_trainers": num_trainers, "generator.tensor_parallel": 1, "checkpoint.keep_best": ""}
-        if config.model.path.startswith("toy:"):  # its tokenizer may come from data that is not read now
+        if config.model.is_built:  # its tokenizer may come from data that is not read now
             changes["model.path"] = f"{recorded}/initial_model"
         return change(config, changes)
 

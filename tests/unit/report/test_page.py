@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from configs.examples.toys import addition_tokenizer
 from grpo.data.batches import make_batch
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.data.toy import addition_tokenizer
 from grpo.look import main
 from grpo.report.page import speller
 from grpo.types import Sample
