@@ -51,7 +51,9 @@ def main(arguments: list[str] | None = None) -> None:
         if target.exists():
             raise ValueError(f"{target} exists; remove it or choose another folder with --to")
     roles = setup_trainers()
-    model_path = str(run_dir / "initial_model") if config.model.is_built else config.model.path
+    model_path = config.model.path
+    if config.model.is_built:
+        model_path = str(run_dir / "initial_model")
     folder = fetch_folder(model_path, roles.control)
     trainer = replace(config.trainer, data_replicas=1)  # however the run was sharded
     model = build_model(config.model, trainer, folder, device=roles.device, tensor_parallel=1)
@@ -69,9 +71,10 @@ def find_checkpoint(run_dir: pathlib.Path, step: str, metric: str) -> pathlib.Pa
     checkpoints = {str(step_of(folder)): folder for folder in folders}
     if folders:
         checkpoints["latest"] = folders[-1]
-    best = best_checkpoint(run_dir, metric) if metric else None
-    if best:
-        checkpoints["best"] = best
+    if metric:
+        best = best_checkpoint(run_dir, metric)
+        if best:
+            checkpoints["best"] = best
     if step not in checkpoints:
         raise ValueError(
             f"{run_dir} has no checkpoint of step {step}; there are: {', '.join(checkpoints) or 'none'} (best is by "

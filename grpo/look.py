@@ -254,8 +254,8 @@ def rollouts_text(options: Options) -> str:
     matching = [record for record in records if options.prompt in record["prompt"]]
     if not matching:
         raise ValueError(f"no prompt of the step has the text {options.prompt!r}")
-    sign = 1 if options.worst else -1
-    matching.sort(key=lambda record: sign * (-math.inf if record["reward"] is None else record["reward"]))
+    # no reward is the lowest one
+    matching.sort(key=lambda record: (record["reward"] is not None, record["reward"] or 0.0), reverse=not options.worst)
     shown = matching[: options.num or None]
     order = "lowest" if options.worst else "highest"
     title = f"{run_dir} after step {step}: {len(shown)} of {len(records)} completions, {order} reward first"
@@ -316,7 +316,9 @@ def read_lines(path: pathlib.Path, way_out: str) -> Iterator[Record]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line") from error
-            missing = [name for name in needed if name not in record] if isinstance(record, dict) else needed
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number}: not an object; remove that line")
+            missing = [name for name in needed if name not in record]
             if missing:
                 raise ValueError(f"{path}, line {number}: no {', '.join(missing)}; remove that line")
             yield record

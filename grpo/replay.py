@@ -179,8 +179,10 @@ def configs_of(losses: list[str], config: GRPOConfig, recorded: GRPOConfig) -> d
             unset[f"algorithm.{name}"] = value
     configs = {}
     for loss in losses:
-        changes = {} if loss == recorded.algorithm.loss else unset
-        method = change(config, changes | {"algorithm.loss": loss})
+        changes = {"algorithm.loss": loss}
+        if loss != recorded.algorithm.loss:
+            changes |= unset
+        method = change(config, changes)
         validate(method)
         try_algorithm(method.algorithm)
         name = loss.rpartition(":")[2]
