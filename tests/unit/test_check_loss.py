@@ -91,9 +91,20 @@ def test_what_a_run_would_refuse_is_one_line(mistake: str, said: str, tmp_path: 
 
 
 def test_options_are_written_as_for_a_run(capsys: pytest.CaptureFixture):
-    assert check_loss.main(["dual_clip", "configs/toy_arithmetic.py", "--algorithm.loss-options", "bound", "0.5"]) == 1
+    assert (
+        check_loss.main(
+            [
+                "configs/examples/dual_clip.py:dual_clip",
+                "configs/toy_arithmetic.py",
+                "--algorithm.loss-options",
+                "bound",
+                "0.5",
+            ]
+        )
+        == 1
+    )
     assert "bound=0.5 must be above 1" in capsys.readouterr().out.splitlines()[-1]
-    assert check_loss.main(["dual_clip", "--algorithm.loss-options", "bound", "2"]) == 0
+    assert check_loss.main(["configs/examples/dual_clip.py:dual_clip", "--algorithm.loss-options", "bound", "2"]) == 0
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture):
