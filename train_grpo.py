@@ -144,7 +144,7 @@ def sample(
     requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
     while requests:  # once; with sampling.dynamic until enough groups have rewards that differ
         completions = generator.generate(requests, config.group_size) if generator else None
-        requests = driver.land(gather_completions(completions, roles))
+        requests = driver.receive(gather_completions(completions, roles))
     if generator:
         generator.sleep()  # does nothing unless config.generator.sleep; the next sync wakes it
     return driver.rollouts()

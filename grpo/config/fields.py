@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal, TypeVar, get_args
 
-from grpo.config.values import Above, AtLeast, AtMost, Below, ResumeSafe, Source, parse_source
+from grpo.config.values import Above, AtLeast, AtMost, Below, ResumeSafe, Source, names_function, parse_source
 
 Value = TypeVar("Value")
 # A dict from names. For a `dict` tyro would make one flag for each name in the recipe; for this type it makes
@@ -39,7 +39,8 @@ class ModelConfig:
     """The policy: any dense Qwen3, Qwen2, Llama 3 or Mistral checkpoint."""
 
     path: str = "Qwen/Qwen3-1.7B"
-    """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
+    """Hugging Face folder or hub name (config.json, safetensors, tokenizer); or your own
+    `path/file.py:function` that writes such a folder, see configs/examples/toys.py."""
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -47,6 +48,11 @@ class ModelConfig:
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], ResumeSafe] = "auto"
     """How the sequences of a packed row are kept apart. flash: FlashAttention 4 (H100 or B200, bfloat16);
     flex: flex_attention, on any GPU; documents: one call for each sequence; auto: the first that runs here."""
+
+    @property
+    def is_built(self) -> bool:
+        """Whether a function of the user's builds the policy when the run starts."""
+        return names_function(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +168,9 @@ class DataConfig:
     """Where prompts come from, what the rewards see of them, and how they become token ids."""
 
     path: str = "openai/gsm8k[main]"
-    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or a task such as `toy:addition`;
-    in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and revision; split train, or e.g. train[:90%]."""
+    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or your own
+    `path/file.py:function`, which gives rows; in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and
+    revision; split train, or e.g. train[:90%]."""
     sources: Table[str] = field(default_factory=dict)
     """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
     weights: Table[NotNegative] = field(default_factory=dict)
@@ -215,8 +222,6 @@ class DataConfig:
         """Columns for the reward functions, by the names they get. Empty with `row`, whose keys are not known."""
         if self.row:
             return {}
-        if self.path.startswith("seeds:"):
-            return {"seed": "seed"} | self.columns
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
         prompt = self.prompt_column if has_name else ""
         pairs = [(prompt, prompt), ("answer", self.answer_column), (self.environment_column, self.environment_column)]
@@ -538,7 +543,7 @@ class RunConfig:
     checkpoint: Annotated[CheckpointConfig, ResumeSafe] = field(default_factory=CheckpointConfig)
     metrics: Annotated[MetricsConfig, ResumeSafe] = field(default_factory=MetricsConfig)
     seed: int = 0
-    """The order of the data, the sampling and a toy model's first weights follow from it."""
+    """The order of the data, the sampling and the first weights of a model from nothing follow from it."""
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
     allow_changes: bool = False

@@ -127,8 +127,14 @@ def _words_of(kind: Any) -> str:
 # Suffix of a local file -> its reader; a file with any other suffix has JSON lines.
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _SOURCE_PARTS = re.compile(
-    r"(?P<path>(?:toy:)?[^\[\]@:]+)(?:\[(?P<name>[^\[\]]*)\])?(?:@(?P<revision>[^\[\]@:]+))?(?::(?P<split>.+))?"
+    r"(?P<path>[^\[\]@:]+\.py:\w+|[^\[\]@:]+)"
+    r"(?:\[(?P<name>[^\[\]]*)\])?(?:@(?P<revision>[^\[\]@:]+))?(?::(?P<split>.+))?"
 )
+
+
+def names_function(path: str) -> bool:
+    """Say whether `path` is `path/file.py:function`, a function in a file of the user's."""
+    return re.search(r"\.py:\w+$", path) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +150,9 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """Kind of source: toy, folder, hub, or for a file its reader: json, csv, parquet."""
-        if self.path.startswith("toy:") or self.path == "seeds":
-            return "toy"
+        """Kind of source: function, folder, hub, or for a file its reader: json, csv, parquet."""
+        if names_function(self.path) or self.path.endswith(".py"):
+            return "function"
         path = pathlib.Path(self.path)
         if path.is_dir():
             return "folder"

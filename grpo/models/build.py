@@ -240,7 +240,7 @@ def build_model(
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
-    name = folder if model.path.startswith("toy:") else model.path
+    name = folder if model.is_built else model.path
     return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from configs.examples import toys
 from grpo.data import toy
 from tests.e2e.conftest import BY_CHANCE
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
@@ -121,12 +122,12 @@ MODES = {
 def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What the flags name in braces."""
     folder = tmp_path_factory.mktemp("inputs")
-    rows = toy.task_rows("addition", "train")[:15]
+    rows = toys.addition("train")[:15]
     for name, part in (("a", rows[:9]), ("b", rows[9:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     changes = json.loads((model / "config.json").read_text())
     teacher = {name: changes[name] for name in ("hidden_size", "intermediate_size", "max_position_embeddings")}
-    toy.make_model(folder / "teacher", toy.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
+    toy.make_model(folder / "teacher", toys.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
     make_reward_model(folder / "judge", "llama3", toy.trained_tokenizer(["1 + 1 = 2"], 300))
     found = {name: folder / name for name in ("teacher", "judge")}
     found["moe"] = make_tiny(folder, "moe")

@@ -96,7 +96,9 @@ def test_what_save_step_did_not_write_is_refused_by_name(tmp_path):
 
 def test_the_config_of_a_replay_is_the_recorded_runs_with_other_trainers(tmp_path):
     alone = RolesConfig(colocated=True, num_trainers=1, num_references=0)
-    config = GRPOConfig(model=ModelConfig(path="toy:addition"), roles=alone, run_dir=str(tmp_path / "a"))
+    config = GRPOConfig(
+        model=ModelConfig(path="configs/examples/toys.py:addition_model"), roles=alone, run_dir=str(tmp_path / "a")
+    )
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.py").write_text(as_recipe(config))
     replayed = load_config(str(tmp_path / "a"), ["--num-steps", "2"], num_trainers=2)
