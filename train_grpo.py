@@ -60,9 +60,9 @@ from grpo.algorithm.importance import correct_importance, kl, mismatch, sequence
 from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
+from grpo.metrics import StepMetrics
 from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, land, launch, send_batch
-from grpo.roles.generator import Generator
-from grpo.roles.metrics import StepMetrics
+from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Objective, Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights

@@ -17,8 +17,8 @@ CONFIG = read_config(SFTConfig) if __name__ == "__main__" else None  # a typo do
 
 import torch
 
+from grpo.metrics import StepMetrics
 from grpo.roles.comm import send_batch
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import Trainer
 from grpo.roles.weight_sync import sync_weights
 from grpo.run.inputs import read_sft

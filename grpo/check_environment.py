@@ -37,7 +37,7 @@ from grpo.environments.suffix import Turns
 from grpo.environments.tools import Toolbox, load_toolboxes
 from grpo.models.hf_folder import stop_token_ids
 from grpo.report.samples import show_chat
-from grpo.roles.episodes import call_style, turns_of
+from grpo.roles.engine.episodes import call_style, turns_of
 from grpo.run.command_line import DEFAULT_RECIPES, subject_of
 from grpo.text import printable, without_surrogates
 from grpo.types import Prompt

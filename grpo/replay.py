@@ -25,7 +25,6 @@ import argparse
 import math
 import os
 import pathlib
-from dataclasses import replace
 from functools import partial
 from xml.sax.saxutils import escape
 
@@ -39,11 +38,11 @@ from grpo.config import OWN_LOSS_DEFAULTS, AlgorithmConfig, GRPOConfig, RolesCon
 from grpo.config.checks import validate
 from grpo.config.recipes import derived, load, load_recipe
 from grpo.data.recorded import RecordedStep, batch_path, check_recorded, read_step
+from grpo.metrics import StepMetrics
 from grpo.models.build import forget_forwards
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import read_hf_config
 from grpo.report.rollout_metrics import measured_metrics
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.trainer import Trainer
 from grpo.run.command_line import check_folder_early, subject_of
 from grpo.run.session import Session, is_due, run
@@ -143,8 +142,7 @@ def train_on(found: RecordedStep, config: GRPOConfig, trainer: Trainer) -> tuple
     """Take a recorded step; returns its batch with advantages, and what the updates measured."""
     metrics, kl_coef = StepMetrics(found.batch.num_sequences), config.algorithm.kl_coef
     rewards = found.rewards_S, found.has_reward_S, found.parts_FS
-    batch = found.batch if config.algorithm.replay_routing else replace(found.batch, routes_NLE=None)
-    batch = add_advantages(config, batch, *rewards, kl_coef, metrics)
+    batch = add_advantages(config, found.batch, *rewards, kl_coef, metrics)
     update(config, trainer, batch, kl_coef, metrics)
     return batch, metrics
 

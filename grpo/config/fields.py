@@ -39,9 +39,6 @@ class ModelConfig:
     `path/file.py:function` that writes such a folder, see configs/examples/toys.py."""
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
-    teachers: Table[str] = field(default_factory=dict)
-    """Several teachers in place of `reference_path`: names of your own, which `data.teacher_column` gives each row, and
-    a folder or hub name for each."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights are always float32."""
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], Harmless] = "auto"
@@ -52,11 +49,6 @@ class ModelConfig:
     def is_built(self) -> bool:
         """Whether a function of the user's builds the policy when the run starts."""
         return names_function(self.path)
-
-    @property
-    def num_frozen(self) -> int:
-        """Frozen models that the reference holds, where there is one with weights of its own."""
-        return max(1, len(self.teachers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +186,6 @@ class DataConfig:
     """Column with the functions that the chat template may offer to the model (list of JSON schemas, or its text)."""
     environment_column: str = ""
     """Column that says which of `environment.classes` a row gets."""
-    teacher_column: str = ""
-    """Column that says which of `model.teachers` judges a row's completions; held-out rows need none."""
     system_prompt: str = (
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
@@ -230,8 +220,8 @@ class DataConfig:
             return {}
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
         prompt = self.prompt_column if has_name else ""
-        choices = ((column, column) for column in (self.environment_column, self.teacher_column))
-        pairs = (prompt, prompt), ("answer", self.answer_column), *choices
+        environment = self.environment_column
+        pairs = (prompt, prompt), ("answer", self.answer_column), (environment, environment)
         return {name: column for name, column in pairs if column} | self.columns
 
     @property
@@ -469,9 +459,6 @@ class AlgorithmConfig:
     none: no correction; truncate: a token's loss x min(w, high); mask_tokens: x w, or x 0 where w is not within low and
     high; mask_sequences: x 0 for all of a sequence whose geometric mean of w is not within low and high.
     None takes truncate if `old_logprobs` is policy, else none."""
-    replay_routing: bool = True
-    """Mixture of experts: the policy takes the experts that the engine chose for each token (R3, arXiv:2510.11370),
-    weighed by its own scores. Nothing changes for a dense model."""
     importance_correction_low: Annotated[float, AtLeast(0)] = 0.5
     """mask_tokens, mask_sequences: smallest w that is not masked."""
     importance_correction_high: Annotated[float, Above(0)] = 2.0
@@ -659,11 +646,6 @@ class GRPOConfig(RunConfig):
         return of_class | self.reward.weights
 
     @property
-    def replays_routing(self) -> bool:
-        """Whether the policy takes the engine's experts, if it has experts."""
-        return self.algorithm.replay_routing
-
-    @property
     def needs_reference(self) -> bool:
         """Whether any rank scores as the reference, or teacher."""
         return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
@@ -681,8 +663,7 @@ class GRPOConfig(RunConfig):
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference is the policy without its adapters, and no model of its own."""
-        has_path = self.model.reference_path or self.model.teachers
-        return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not has_path
+        return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not self.model.reference_path
 
     @property
     def largest_mismatch(self) -> float:
@@ -730,7 +711,7 @@ class SFTConfig(RunConfig):
     max_sequence_tokens: Annotated[int, AtLeast(1)] = 2048
     """Longest example in tokens."""
 
-    needs_reference = reference_has_model = turns_earn = replays_routing = False  # without an annotation it is no field
+    needs_reference = reference_has_model = turns_earn = False  # without an annotation it is no field
     environment = EnvironmentConfig()
 
     @property

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from grpo.config import ModelConfig, TrainerConfig
 from grpo.data.batches import predicted
+from grpo.metrics import OF_OBSERVED, StepMetrics
 from grpo.models.build import build_model, build_optimizer
-from grpo.roles.metrics import OF_OBSERVED, StepMetrics
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
 
@@ -79,7 +79,7 @@ class Trainer:
             measured |= {} if micro.observed_BT is None else {OF_OBSERVED: -logprobs_BT.detach()}
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         self.model.drop_copy()
-        metrics.record(**packing.metrics(), **self.model.routing_metrics())
+        metrics.record(**packing.metrics())
         self.num_loss_tokens += int(predicted(batch).sum())
         metrics.reduce(self.model.data_ranks)  # the first to wait
 

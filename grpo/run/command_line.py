@@ -3,7 +3,7 @@
 Only the standard library and tyro are needed for it. What compilers keep goes into one folder, with which the next run
 starts: `~/.cache/grpo`, or what GRPO_CACHE_DIR names. Ranks, runs and nodes share it: entries are found by a hash of
 what was compiled, for which GPU, and appear whole. Those of vLLM and FlashAttention 4 are not found by the GPU, so both
-have folders of their own in it for each (engine.py, attention.py). All of it can be deleted at any time.
+have folders of their own in it for each (vllm_engine.py, attention.py). All of it can be deleted at any time.
 """
 
 import importlib.util

@@ -14,7 +14,7 @@ import torch
 
 from grpo.data.batches import make_batch, sample_of
 from grpo.data.recorded import RecordedStep, save_step
-from grpo.data.rows import choice_of
+from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import (
     alone_frac,
     measured_metrics,
@@ -27,7 +27,6 @@ from grpo.report.rollout_metrics import (
 )
 from grpo.rewards.pool import check_all_failed
 from grpo.roles.comm import from_driver, on_driver, on_driver_for_learners
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.weight_sync import PROBE_PROMPTS
 from grpo.run.flight import Flight
 from grpo.run.scorer import check_lost, check_version
@@ -139,16 +138,10 @@ class Driver:
         observes = self.config.algorithm.echo_coef > 0
         if for_teacher:
             rollouts = [replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts]
-            rollouts = [replace(r, completion=replace(r.completion, routes_TLE=None)) for r in rollouts]
         samples = []
         for rollout in rollouts:
-            teacher = self._teacher_of(rollout.prompt)
-            samples.append(sample_of(rollout.prompt, rollout.completion, turn_weight, observes, teacher))
+            samples.append(sample_of(rollout.prompt, rollout.completion, turn_weight, observes))
         return make_batch(samples)
-
-    def _teacher_of(self, prompt: Prompt) -> int | None:
-        names, column = [*self.config.model.teachers], self.config.data.teacher_column
-        return names.index(choice_of(prompt.columns, column, names, "model.teachers")) if names else None
 
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:

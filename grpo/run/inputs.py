@@ -32,8 +32,8 @@ from grpo.report.rollout_metrics import evaluation_names
 from grpo.report.samples import show_examples
 from grpo.rewards.loading import load_functions, try_built_ins
 from grpo.rewards.pool import EPISODE_COLUMNS
-from grpo.roles.engine import check_engine
-from grpo.roles.episodes import call_style, turns_of
+from grpo.roles.engine.episodes import call_style, turns_of
+from grpo.roles.engine.vllm_engine import check_engine
 from grpo.run.scorer import Scorer
 from grpo.run.session import Session
 from grpo.types import Prompt
@@ -57,11 +57,11 @@ def read_grpo(session: Session) -> None:
     first_rows = [next(rows.examples(), None) for rows in sources]
     try_rewards(config, [row.columns for row in first_rows if row])
     read = [*data.all_sources, *(config.evaluation.held_out(data) if evaluates else [])]
-    models = config.model.reference_path, *config.model.teachers.values(), config.reward.model
+    models = config.model.reference_path, config.reward.model
     inputs = (*models, *(source.path for source in read))
     session.open(inputs, math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel), texts_of(sources))
     if config.needs_reference:
-        session.reference_folders = reference_folders(session)
+        session.reference_folder = reference_folder(session)
     rows = usable_prompts(sources, config, session.tokenizer, tools_of(config), vocab_size_of(session))
     session.stream = resumed_stream(partial(PromptStream, rows, config), session.saved_state, config.allow_changes)
     if evaluates:
@@ -71,20 +71,15 @@ def read_grpo(session: Session) -> None:
     session.form = learned_form(config, session.tokenizer)
 
 
-def reference_folders(session: Session) -> list[str]:
-    """The folders of the frozen models: the reference's, or each teacher's, whose name stands in what is said of it."""
+def reference_folder(session: Session) -> str:
+    """Return the folder of the frozen model, checked: that of `model.reference_path`, or else the policy's."""
     config = session.config
-    paths = {f"model.teachers has {name}: ": path for name, path in config.model.teachers.items()}
-    paths = paths or {"": config.model.reference_path}
-    for where, path in paths.items():
-        try:
-            if path or where:
-                folder = hf_folder.resolve_folder(path)
-                hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
-                hf_folder.check_reference(folder, session.model_folder, session.tokenizer)
-        except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"{where}{error}") from error
-    return [path or session.model_folder for path in paths.values()]
+    if not config.model.reference_path:
+        return session.model_folder
+    folder = hf_folder.resolve_folder(config.model.reference_path)
+    hf_folder.check_folder(folder, config.max_sequence_tokens, config.reference_tensor_parallel)
+    hf_folder.check_reference(folder, session.model_folder, session.tokenizer)
+    return config.model.reference_path
 
 
 def read_sft(session: Session) -> None:
@@ -149,7 +144,7 @@ def held_out_prompts(session: Session) -> list[Prompt]:
     config = session.config
     tools, vocab_size = tools_of(config), vocab_size_of(session)
     prompts = load_eval_prompts(config.data, config.evaluation, session.tokenizer, tools, vocab_size)
-    if config.data.row or config.data.teacher_column:
+    if config.data.row:
         check_functions(config, list(prompts[0].columns))
     try_rewards(config, [prompt.columns for prompt in prompts])
     return prompts
@@ -189,7 +184,7 @@ def tools_of(config: RunConfig) -> dict[str, list[dict[str, Any]]]:
 def check_generation(session: Session) -> None:
     """Refuse an engine, an environment or a metric for the best checkpoint that would fail later."""
     config = session.config
-    check_engine(config.generator, hf_folder.read_hf_config(session.model_folder), config.replays_routing)
+    check_engine(config.generator, hf_folder.read_hf_config(session.model_folder))
     check_environment(session)
     if best := config.checkpoint.keep_best.removeprefix("eval/"):
         sets = list(dict.fromkeys(prompt.source for prompt in session.eval_prompts))

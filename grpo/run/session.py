@@ -27,9 +27,9 @@ from grpo.models.lora import adapted_places
 from grpo.report.log import RunLog
 from grpo.report.rollout_metrics import evaluation_metrics_of_sets
 from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
-from grpo.roles.engine import import_vllm
-from grpo.roles.episodes import Episodes
-from grpo.roles.generator import Generator
+from grpo.roles.engine.episodes import Episodes
+from grpo.roles.engine.generator import Generator
+from grpo.roles.engine.vllm_engine import import_vllm
 from grpo.roles.process_groups import Roles, close_roles, setup_roles
 from grpo.roles.reference import Reference
 from grpo.roles.reward_model import RewardModel
@@ -57,7 +57,7 @@ class Start:
     step: int
     fitted: GRPOConfig | SFTConfig  # the config, with what it leaves to the machine decided
     model_folder: str
-    reference_folders: list[str]
+    reference_folder: str
     reward_model: str
     checkpoint: pathlib.Path | None
     stop_token_ids: list[int]
@@ -127,7 +127,7 @@ class Session:
         self.stream: Any = None  # which training draws from
         self.validation: dict[str, Any] = {}
         self.eval_prompts: list[Prompt] = []
-        self.reference_folders: list[str] = []  # that of each teacher, if there are several
+        self.reference_folder = ""
         self.form = ChatForm()  # of the exported folder
 
     # ---- before the first step, on rank 0 -------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Session:
         self.last_line = f"done; everything is in {config.run_dir}"
         fitted = fit_to_machine(config, self.layout, self.model_folder, self.reward_folder)
         print(f"{describe_roles(self.layout)} ranks; {config.run_dir}, starting at step {step}", flush=True)
-        folders = self.model_folder, self.reference_folders, config.reward.model if self.reward_folder else ""
+        folders = self.model_folder, self.reference_folder, config.reward.model if self.reward_folder else ""
         stops = self.scorer.stop_token_ids if self.scorer else []
         return Start(step, fitted, *folders, self.checkpoint, stops, self.eval_prompts)
 
@@ -183,7 +183,7 @@ class Session:
         with timer.startup(f"checking data, tokenizer and model{rewards}"):
             begun = self.ask_driver(self.start)
             folder = fetch_folder(begun.model_folder, roles.control)
-            reference_folders = [fetch_folder(path, roles.control) for path in begun.reference_folders]
+            reference_folder = fetch_folder(begun.reference_folder, roles.control) if begun.reference_folder else ""
             if begun.reward_model:
                 reward_folder = fetch_folder(begun.reward_model, roles.control, scores=True)
         self.first_step = self.saved_step = begun.step
@@ -199,7 +199,7 @@ class Session:
                 policy = None if config.reference_has_model else trainer.model
                 ranks = config.reference_tensor_parallel
                 shared = policy, config.algorithm.teacher == "policy"
-                reference = Reference(config.model, config.trainer, reference_folders, ranks, roles, *shared)
+                reference = Reference(config.model, config.trainer, reference_folder, ranks, roles, *shared)
             if begun.reward_model and roles.learns:
                 self.reward_model = RewardModel(config.model, config.trainer, reward_folder, roles)
                 if self.scorer:
@@ -224,8 +224,7 @@ class Session:
             where = folder, stop_token_ids, most, variables, roles, config.turns_earn
             episodes = Episodes(config.environment, config.data, *where)
         engine = config.generator, config.model, config.data, config.seed
-        takes_routes = config.replays_routing and bool(roles.trainer_ranks)
-        return Generator(*engine, folder, stop_token_ids, roles, episodes, takes_routes)
+        return Generator(*engine, folder, stop_token_ids, roles, episodes)
 
     @from_driver
     def ask_driver(self, decide: Callable[..., Result], *arguments: Any) -> Result:

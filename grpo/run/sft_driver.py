@@ -8,9 +8,9 @@ import torch
 
 from grpo.data.batches import make_batch
 from grpo.data.encode import Encoded
+from grpo.metrics import StepMetrics
 from grpo.report.rollout_metrics import measured_metrics
 from grpo.roles.comm import from_driver, on_driver
-from grpo.roles.metrics import StepMetrics
 from grpo.run.session import Session, is_due
 from grpo.types import Sample, TrainBatch
 

@@ -105,7 +105,7 @@ def measure(shape: str, layout: str, graphs: str, num_syncs: int, lora_rank: int
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, TrainerConfig
     from grpo.models.export import stacked_shapes, stacked_tensors
     from grpo.roles.comm import broadcast, wait_for_all
-    from grpo.roles.generator import Generator
+    from grpo.roles.engine.generator import Generator
     from grpo.roles.process_groups import close_roles, setup_roles
     from grpo.roles.trainer import Trainer
     from grpo.roles.weight_sync import sync_weights

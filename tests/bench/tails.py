@@ -82,17 +82,17 @@ def measure(slots: int, options: argparse.Namespace) -> None:
 def forced_lengths(slots: int, options: argparse.Namespace):
     """A Generator of the loop whose completions end where `length_of` says."""
     from grpo.config import GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
-    from grpo.roles.generator import Generator
+    from grpo.roles.engine.generator import Generator
     from grpo.roles.process_groups import setup_roles
 
     class ForcedLengths(Generator):
         def generate(self, requests, *arguments):
             add, asked = self.loop.add, asked_of(requests, options)
 
-            def add_forced(number, ids, params, num_fed):
+            def add_forced(number, ids, params):
                 index, num_begun = asked[number]
                 params.max_tokens = length_of(index, options) - num_begun
-                add(number, ids, params, num_fed)
+                add(number, ids, params)
 
             self.loop.add = add_forced
             try:
@@ -124,7 +124,7 @@ def length_of(index: int, options: argparse.Namespace) -> int:
 
 def asked_of(requests, options: argparse.Namespace) -> list[tuple[int, int]]:
     """(Index in the run, tokens that it has already) of each completion of the one replica, in the order they begin."""
-    from grpo.roles.generator import share_out
+    from grpo.roles.engine.generator import share_out
 
     [mine] = share_out(requests, options.group_size, 1)
     return [(r.index, len(r.begun)) for r in mine]

@@ -29,8 +29,6 @@ SCHEDULE = ("--trainer.schedule", "cosine", "--trainer.warmup-steps", 3)
 EVALUATION = ("--evaluation.interval", 4, "--evaluation.num-prompts", 4)
 LORA = ("--trainer.lora-rank", 2, "--trainer.lora-alpha", 8)
 TEACHER = ("--model.reference-path", "{teacher}", "--algorithm.distill-coef", 0.5)
-TEACHERS = ("--model.teachers", "one", "{teacher}", "two", "{model}", "--data.teacher-column", "taught_by")
-TEACHERS += TEACHER[-2:]
 HINT = ("--algorithm.distill-coef", 0.5, "--algorithm.teacher-template", "{{answer}};{{question}}")
 NO_KL = ("--algorithm.kl-coef", 0)
 OVERLAP = ("--overlap-steps", 1)
@@ -104,7 +102,7 @@ MODES = {
         3, (*split(1, 1, 1), *DYNAMIC, *OVERLAP, *JUDGE, *NO_KL, *EVALUATION), rank=1
     ),
     "a teacher beside rewards": Mode(3, (*split(1, 1, 1), *TEACHER), rank=1),
-    "teachers by a column, groups carried over": Mode(3, (*split(1, 1, 1), *TEACHERS, *MIXED, *CARRIED, *NO_KL)),
+    "a teacher, groups carried over": Mode(3, (*split(1, 1, 1), *TEACHER, *MIXED, *CARRIED, *NO_KL)),
     "self-distillation by the policy, overlap": Mode(
         3, (*split(2, 0, 1), *HINT, "--algorithm.teacher", "policy", *OVERLAP, *NO_KL), phase="reference"
     ),
@@ -124,7 +122,7 @@ MODES = {
 def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What the flags name in braces."""
     folder = tmp_path_factory.mktemp("inputs")
-    rows = [row | {"taught_by": ("one", "two")[n % 2]} for n, row in enumerate(toys.addition("train")[:15])]
+    rows = toys.addition("train")[:15]
     for name, part in (("a", rows[:9]), ("b", rows[9:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     changes = json.loads((model / "config.json").read_text())

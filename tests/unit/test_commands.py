@@ -18,7 +18,7 @@ import transformers
 from grpo import check_environment, check_loss, check_reward, evaluate, export, look, replay
 from grpo.config import GRPOConfig, SFTConfig
 from grpo.config.recipes import as_recipe, load_recipe
-from grpo.roles.engine import WRONG_ON_CPU, check_engine
+from grpo.roles.engine.vllm_engine import WRONG_ON_CPU, check_engine
 from grpo.run.command_line import checked_config
 from tests.unit.models.test_hf_folder import QWEN3_1_7B
 
@@ -118,10 +118,10 @@ def test_a_command_of_a_page_passes_its_checks(command, folder, monkeypatch):
             assert config.num_ranks == num_ranks
     hf = transformers.AutoConfig.for_model(**QWEN3_1_7B)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    check_engine(config.generator, hf, config.replays_routing)
+    check_engine(config.generator, hf)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if not WRONG_ON_CPU.keys() & config.generator.engine.keys():
-        check_engine(config.generator, hf, config.replays_routing)
+        check_engine(config.generator, hf)
 
 
 def run_tool(name: str, words: list[str], monkeypatch):

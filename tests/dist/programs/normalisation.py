@@ -30,8 +30,8 @@ from grpo.config import (
     TrainerConfig,
 )
 from grpo.data.batches import build_micro_batch, make_batch
+from grpo.metrics import StepMetrics
 from grpo.models.export import hf_tensors
-from grpo.roles.metrics import StepMetrics
 from grpo.roles.process_groups import close_roles, setup_trainers
 from grpo.roles.trainer import Objective, Trainer
 from grpo.types import Sample, TrainBatch

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo.config import DataConfig, GeneratorConfig, GRPOConfig, ModelConfig, RolesConfig, SamplingConfig
 from grpo.roles.comm import broadcast, gather_completions
-from grpo.roles.generator import Generator
+from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.run.flight import Flight
 from grpo.types import Completion, Prompt, Requests

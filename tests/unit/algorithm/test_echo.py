@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from grpo.algorithm.aggregation import UpdateTotals
 from grpo.config import AlgorithmConfig, EnvironmentConfig, GRPOConfig, ModelConfig, TrainerConfig
 from grpo.data.batches import make_batch, sample_of
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.roles.trainer import Trainer
 from grpo.types import Completion, Piece, Prompt, TrainBatch
 from tests.dist.programs.normalisation import full_gradients

@@ -15,8 +15,8 @@ from grpo.data.toy import trained_tokenizer
 from grpo.environments.play import Episode, Player, as_integers, from_integers, play
 from grpo.environments.suffix import Turns
 from grpo.roles.comm import flatten_completions, unflatten_completions
-from grpo.roles.engine_loop import Stretch
-from grpo.roles.episodes import completion_of
+from grpo.roles.engine.episodes import completion_of
+from grpo.roles.engine.loop import Stretch
 from grpo.types import Prompt
 from tests.unit import chat_templates as templates
 
@@ -70,7 +70,7 @@ class MadeLoop:
     def num_running(self):
         return len(self.running)
 
-    def add(self, number, ids, num_behind, num_fed, max_tokens):
+    def add(self, number, ids, num_behind, max_tokens):
         draw = random.Random(str(ids))
         sampled = draw.choices(range(10, 260), k=draw.randint(2, 9)) + [tokenizer().eos_token_id]
         self.running[number] = [sampled[:max_tokens], max_tokens < len(sampled), 0]

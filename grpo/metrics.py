@@ -1,4 +1,4 @@
-"""What a step's updates measured, as numbers that do not depend on how the step was split.
+"""What a step's updates measured, however the step was split, and the most memory that a GPU has held.
 
 A metric is the mean over all loss tokens of the step, or their maximum where its name ends in `max`: over
 micro-batches, ranks and updates alike. One metric, OF_OBSERVED, is the mean over the observed tokens.
@@ -96,3 +96,24 @@ class StepMetrics:
         """The mean of PER_SEQUENCE over each sequence's loss tokens; None where none counted or nothing is known."""
         means = (self._sequence_totals_S2[:, 0] / self._sequence_totals_S2[:, 1]).tolist()
         return [None if math.isnan(mean) else mean for mean in means]
+
+
+# GPU memory of this process, in bytes
+_peak = 0  # before `_given_back` last changed: torch's own peak starts again from there
+_given_back = 0  # by an engine that sleeps now
+
+
+def set_given_back(num_bytes: int) -> None:
+    """Set how much of what torch counts is not held from now on: an engine's share while it sleeps, 0 when it wakes."""
+    global _peak, _given_back
+    _peak = peak_bytes()
+    _given_back = num_bytes
+    torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has ever held of its GPU at one time.
+
+    torch goes on counting what a sleeping engine has given back (`generator.sleep`), which this does not.
+    """
+    return max(_peak, torch.cuda.max_memory_allocated() - _given_back)

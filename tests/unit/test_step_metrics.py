@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo.data.batches import build_micro_batch, make_batch
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.types import MicroBatch, Sample
 
 
