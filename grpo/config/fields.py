@@ -442,9 +442,6 @@ class AlgorithmConfig:
     {question} is the message itself, another {name} a column that rewards get. Empty: what the policy reads."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
-    echo_coef: Annotated[float, AtLeast(0)] = 0.0
-    """ECHO: weight of the cross-entropy of what environment and tools answered, at temperature 1, the mean over such
-    tokens of an update; 0 leaves it out, the paper (arXiv:2605.24517) has 0.05."""
     mask_truncated: bool = False
     """Exclude truncated completions from the loss (DAPO's overlong filtering); the group still compares with them."""
     num_mini_batches: Annotated[int, AtLeast(1)] = 1

@@ -213,7 +213,7 @@ def test_rows_that_sft_cannot_use(model: pathlib.Path, tmp_path: pathlib.Path, c
     session.start()
     session.run_log.close()
     assert "warning: 2 of 3 rows of" in capsys.readouterr().out
-    assert len(session.stream.draw(4)) == 4
+    assert len(session.inputs.stream.draw(4)) == 4
     marker = json.loads((tmp_path / "run/run.json").read_text())
     assert marker["script"] == "train_sft.py"
 

@@ -9,6 +9,7 @@ import pytest
 from grpo.check_environment import main
 from grpo.data.toy import build_model
 from grpo.environments.calls import STYLES
+from grpo.watch.failures import BadInput
 from tests.unit import chat_templates as templates
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "configs" / "examples"
@@ -76,7 +77,7 @@ def test_a_first_text_that_is_too_long_is_told_with_its_field(tmp_path, capsys):
     assert main([*words, number]) == 0
 
 
-def test_what_cannot_be_used_is_one_line(tmp_path, capsys):
+def test_what_cannot_be_used_is_refused(tmp_path):
     (tmp_path / "bad.py").write_text("class Bad:\n    pass\n")
-    assert main([f"{tmp_path}/bad.py:Bad"]) == 1
-    assert "has no method reset" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="has no method reset"):
+        main([f"{tmp_path}/bad.py:Bad"])

@@ -75,8 +75,6 @@ def test_other_groups_and_a_missing_reference_are_refused(tmp_path):
         check_recorded(tmp_path, [1], group_size=4)
     with pytest.raises(ValueError, match="reference, which algorithm.kl_coef=0.1 needs"):
         check_recorded(tmp_path, [1], 2, "algorithm.kl_coef=0.1")
-    with pytest.raises(ValueError, match="which tokens were answers, which algorithm.echo_coef needs"):
-        check_recorded(tmp_path, [1], 2, needs_observed=True)
 
 
 def test_what_save_step_did_not_write_is_refused_by_name(tmp_path):

@@ -16,7 +16,7 @@ from configs.examples import toys
 from grpo.config import DataConfig, GRPOConfig, ModelConfig
 from grpo.data import toy
 from grpo.models.hf_folder import stop_token_ids
-from grpo.run.session import open_model_folder
+from grpo.run.inputs import open_model_folder
 from grpo.watch.failures import BadInput, refuse_bad_input
 from tests.tiny_models import SMALL
 
@@ -40,7 +40,7 @@ def open_folder(folder: pathlib.Path, **data) -> None:
     fields = DataConfig(path="configs/examples/toys.py:addition", system_prompt="", max_prompt_tokens=100, **data)
     config = GRPOConfig(model=ModelConfig(path=str(folder)), data=fields)
     with refuse_bad_input():
-        _, tokenizer = open_model_folder(config, tensor_parallel=1)
+        _, tokenizer = open_model_folder(config)
         stop_token_ids(str(folder), tokenizer)
 
 
