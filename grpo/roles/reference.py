@@ -1,4 +1,4 @@
-"""The reference, or teacher: log-probs only, without gradients or optimizer memory."""
+"""The reference or teacher: log-probs only, without gradients or optimizer memory."""
 
 import contextlib
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from grpo.types import TrainBatch
 
 
 class Reference:
-    """Frozen models over the reference ranks (or the trainer ranks, where there are no others), or the policy."""
+    """Frozen models, or the policy itself, over the reference ranks (else the trainer ranks)."""
 
     def __init__(
         self,
@@ -29,19 +29,23 @@ class Reference:
     ):
         """Load `folders` in the compute dtype, or take the `policy`, which holds the reference already.
 
-        folders: one, or that of each teacher in the order of `TrainBatch.teacher_S`. as_trained: the policy with the
-        weights that it has by then, its own teacher; else its base, which with LoRA stays as it was. trainer: how rows
-        are made and computed, which is the policy's way. Collective over the reference ranks.
+        folders: one, or one for each teacher in the order of `TrainBatch.teacher_S`. policy: its base is the reference,
+        which LoRA leaves as it was; with `as_trained` the policy teaches itself, with the weights that it has by then.
+        trainer: rows are made and computed as the policy's are. Collective over the reference ranks.
         """
-        self.trainer, self.as_trained = trainer, as_trained
-        options = {"device": roles.device, "tensor_parallel": tensor_parallel, "frozen": True}
-        self.models = [policy] if policy else [build_model(model, trainer, folder, **options) for folder in folders]
+        self.trainer = trainer
+        self.as_trained = as_trained
+        if policy:
+            self.models = [policy]
+        else:
+            options = {"device": roles.device, "tensor_parallel": tensor_parallel, "frozen": True}
+            self.models = [build_model(model, trainer, folder, **options) for folder in folders]
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-probs of this rank's part of the tokens that count in the loss, float32 [N]; see `add_ref_logprobs`.
+        """Return log-probs of this rank's part of the tokens that count in the loss, float32 [N]; 0 elsewhere.
 
-        At the sampling temperatures, with experts that it chooses itself. Of several teachers each computes its own
-        sequences alone. Collective over the reference ranks.
+        They are at the sampling temperatures, and a mixture chooses its experts itself. If there are several teachers,
+        each computes only its own sequences. Collective over the reference ranks.
         """
         batch = replace(batch, routes_NLE=None)
         if batch.teacher_S is None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo.roles.engine.loop import EngineLoop
-from grpo.roles.engine.shortcuts import Taken
+from grpo.roles.engine.shortcuts import RequestTokens
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_a_token_has_the_experts_of_the_place_before_it(monkeypatch, num_fed, nu
     for name in ("vllm", "vllm.sampling_params"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm.sampling_params"].RequestOutputKind = SimpleNamespace(FINAL_ONLY=2)
-    taken = Taken([7, 8, 9, 4, 4][: 3 + num_behind], [-1.0] * (3 + num_behind))
+    taken = RequestTokens([7, 8, 9, 4, 4][: 3 + num_behind], [-1.0] * (3 + num_behind))
     rows = np.arange(num_cached, 5 + 2 + num_behind, dtype=np.uint8)[:, None, None]
     taken.routes = [rows[: 5 - num_cached], *np.split(rows[5 - num_cached :], 2 + num_behind)]
     loop = EngineLoop.__new__(EngineLoop)  # without vLLM
