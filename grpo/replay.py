@@ -25,7 +25,6 @@ import argparse
 import math
 import os
 import pathlib
-from dataclasses import replace
 from functools import partial
 from xml.sax.saxutils import escape
 
@@ -143,8 +142,7 @@ def train_on(found: RecordedStep, config: GRPOConfig, trainer: Trainer) -> tuple
     """Take a recorded step; returns its batch with advantages, and what the updates measured."""
     metrics, kl_coef = StepMetrics(found.batch.num_sequences), config.algorithm.kl_coef
     rewards = found.rewards_S, found.has_reward_S, found.parts_FS
-    batch = found.batch if config.algorithm.replay_routing else replace(found.batch, routes_NLE=None)
-    batch = add_advantages(config, batch, *rewards, kl_coef, metrics)
+    batch = add_advantages(config, found.batch, *rewards, kl_coef, metrics)
     update(config, trainer, batch, kl_coef, metrics)
     return batch, metrics
 

@@ -2,7 +2,7 @@
 
 A suffix on a tensor's name spells its dimensions: B rows of a micro-batch, T positions of a row or tokens of one
 sequence, S sequences of a step, N tokens of all sequences laid end to end, P prompts, G completions of a group,
-V vocabulary, D hidden size, L layers, E experts that a token takes in each, K keys that documents attend to, R of them
+V vocabulary, D hidden size, E experts that a token takes, K keys that documents attend to, R of them
 in several documents, U uses of these. A field of a sample or a batch is laid out by its first letter.
 What is known of a token stays aligned with it from `Sample` over the wire (`TrainBatch`) to the loss (`MicroBatch`).
 """
@@ -12,9 +12,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
-
-# In place of a token's experts: the trainer's router chooses them itself
-FREE = 255
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,6 @@ class Completion:
     """Its place in the run: `Prompt.index` x group size + its place in the group."""
     ended: bool = True
     """False if it is not complete, and to be carried over."""
-    routes_TLE: torch.Tensor | None = None
-    """uint8: experts with which the engine predicted the prompt's second token and those that follow, as far as it was
-    fed; None for dense models and where off."""
     episode: dict[str, Any] | None = None
     """Of a conversation with an environment: its turns, reward, counts and end, as JSON has them."""
 
@@ -198,8 +192,6 @@ class Sample:
     """float32: the environment's weighted reward when that turn began."""
     observed_T: torch.Tensor | None = None
     """bool: an environment or a tool answered the token; None where the policy does not learn to predict answers."""
-    routes_TLE: torch.Tensor | None = None
-    """uint8: experts with which the engine predicted the token, or FREE; None: the trainer chooses them itself."""
     prompt_tokens: int = 0
     """How many of the first tokens are the prompt, of which none counts; 0 if there is none (SFT)."""
     temperature: float = 1.0
@@ -238,8 +230,7 @@ class TrainBatch:
     turn_N: torch.Tensor | None = None
     earned_N: torch.Tensor | None = None
     observed_N: torch.Tensor | None = None
-    routes_NLE: torch.Tensor | None = None
-    """int64, float32, bool, uint8: see `Sample`."""
+    """int64, float32, bool: see `Sample`."""
     advantages_N: torch.Tensor | None = None
     """float32."""
 
@@ -313,13 +304,12 @@ class MicroBatch:
     num_loss_tokens_BT: torch.Tensor
     """bool; int64: tokens of this position's sequence that count in the loss, at least 1."""
     generator_logprobs_BT: torch.Tensor | None
-    """float32, as the next seven, but for `turn_BT`, `observed_BT`, `routes_BTLE`; None where the batch has None."""
+    """float32, as the next six, but for `turn_BT`, `observed_BT`; None where the batch has None."""
     old_logprobs_BT: torch.Tensor | None
     ref_logprobs_BT: torch.Tensor | None
     turn_BT: torch.Tensor | None
     earned_BT: torch.Tensor | None
     observed_BT: torch.Tensor | None
-    routes_BTLE: torch.Tensor | None
     advantages_BT: torch.Tensor | None
     scored_M: torch.Tensor
     """int64: places b * T + t, in order, with log-probs: those of loss and observed tokens, and some for kernels."""

@@ -464,9 +464,6 @@ class AlgorithmConfig:
     none: no correction; truncate: a token's loss x min(w, high); mask_tokens: x w, or x 0 where w is not within low and
     high; mask_sequences: x 0 for all of a sequence whose geometric mean of w is not within low and high.
     None takes truncate if `old_logprobs` is policy, else none."""
-    replay_routing: bool = True
-    """Mixture of experts: the policy takes the experts that the engine chose for each token (R3, arXiv:2510.11370),
-    weighed by its own scores. Nothing changes for a dense model."""
     importance_correction_low: Annotated[float, AtLeast(0)] = 0.5
     """mask_tokens, mask_sequences: smallest w that is not masked."""
     importance_correction_high: Annotated[float, Above(0)] = 2.0
@@ -654,11 +651,6 @@ class GRPOConfig(RunConfig):
         return of_class | self.reward.weights
 
     @property
-    def replays_routing(self) -> bool:
-        """Whether the policy takes the engine's experts, if it has experts."""
-        return self.algorithm.replay_routing
-
-    @property
     def needs_reference(self) -> bool:
         """Whether any rank scores as the reference, or teacher."""
         return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
@@ -725,7 +717,7 @@ class SFTConfig(RunConfig):
     max_sequence_tokens: Annotated[int, AtLeast(1)] = 2048
     """Longest example in tokens."""
 
-    needs_reference = reference_has_model = turns_earn = replays_routing = False  # without an annotation it is no field
+    needs_reference = reference_has_model = turns_earn = False  # without an annotation it is no field
     environment = EnvironmentConfig()
 
     @property

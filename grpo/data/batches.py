@@ -1,8 +1,8 @@
 """Samples -> the batch of a step -> its mini-batches -> micro-batches of `[B, T]`, and values out of these.
 
 The one place that shifts what belongs to a token to the position that predicts it. Fields travel by their suffix:
-`x_T` of the samples is `x_N` of a batch and `x_BT` of a micro-batch, whatever x is (and further letters stay). Which
-sequences run together is decided in grpo/data/packing.py.
+`x_T` of the samples is `x_N` of a batch and `x_BT` of a micro-batch, whatever x is. Which sequences run together is
+decided in grpo/data/packing.py.
 
 Completions of a group have one prompt, and a row computes it once for neighbours that share it: its tokens, all but the
 last, are a document of their own, in front of the group's others, which begin with the prompt's last token, the first
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from grpo.types import FREE, Completion, MicroBatch, Prompt, Sample, SharedPrompts, TrainBatch
+from grpo.types import Completion, MicroBatch, Prompt, Sample, SharedPrompts, TrainBatch
 
 # Padding may be longer than any sequence, but its positions must stay within the model's, of which even toys have more.
 PAD_DOCUMENT = 128
@@ -65,7 +65,6 @@ def sample_of(
         ids_T=ids_T,
         loss_mask_T=torch.cat([nothing_T.bool(), completion.loss_mask_T]),
         generator_logprobs_T=torch.cat([nothing_T, completion.logprobs_T]),
-        routes_TLE=_routes_of(completion, len(ids_T)),
         prompt_tokens=len(prompt_ids_T),
         temperature=completion.temperature,
         version=completion.oldest_version,
@@ -90,13 +89,6 @@ def _observed_of(completion: Completion) -> torch.Tensor:
     """`Sample.observed_T` of an episode; where it was lost, nothing that was answered is taken for true."""
     is_lost = bool(completion.episode["failure"])
     return torch.cat([torch.full((p.num_tokens,), p.observed and not is_lost) for p in completion.pieces])
-
-
-def _routes_of(completion: Completion, num_tokens: int) -> torch.Tensor | None:
-    """`Sample.routes_TLE`: nothing predicts the first token, and the engine was not fed the last ones of some."""
-    if (known_TLE := completion.routes_TLE) is None:
-        return None
-    return torch.nn.functional.pad(known_TLE, (0, 0, 0, 0, 1, num_tokens - 1 - len(known_TLE)), value=FREE)
 
 
 def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[TrainBatch]:
@@ -205,11 +197,7 @@ def build_micro_batch(
     own_BT, token_BT, positions_BT, documents = _lay_out_rows(batch, rows, row_length, prompts)
 
     # what belongs to a token goes to the position that predicts it, what belongs to a sequence to all its positions
-    nothing = {"routes_NLE": FREE}  # where no token is predicted; else 0
-    per_token = {
-        name.replace("_N", "_BT"): _at(token_BT, values_N, nothing.get(name, 0))
-        for name, values_N in batch.per_token.items()
-    }
+    per_token = {name.replace("_N", "_BT"): _at(token_BT, values_N, 0) for name, values_N in batch.per_token.items()}
     owner_BT = _at(own_BT, batch.owner_N, -1)
     temperatures_BT = _at(owner_BT, batch.temperatures_S, 1)
     if batch.observed_N is not None:  # cross-entropy is of the policy itself, which did not sample these tokens

@@ -9,7 +9,6 @@ without padding. With `overlap_steps=1` nothing passes over `control` between `s
 import contextlib
 import functools
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -200,19 +199,15 @@ def broadcast_tensors(
 
 
 def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
-    """Return completions as flat tensors: facts as bytes of JSON, then ids, loss mask, log-probs and routes.
+    """Return completions as flat tensors: facts as bytes of JSON, then ids, loss mask and log-probs.
 
     So they go over the wire quickly, and into a checkpoint without pickles.
     """
     facts = []
     pieces = []
-    routes = [torch.empty(0, dtype=torch.uint8)]
     for completion in completions:
         record = {field.name: getattr(completion, field.name) for field in fields(completion)}
         record["pieces"] = [(p.num_tokens, p.version, p.logprobs_T is not None, p.observed) for p in completion.pieces]
-        if completion.routes_TLE is not None:
-            record["routes_TLE"] = completion.routes_TLE.shape
-            routes.append(completion.routes_TLE.flatten())
         facts.append(record)
         pieces += completion.pieces
     empty = torch.empty(0)
@@ -221,12 +216,11 @@ def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
         torch.cat([empty.long(), *(piece.ids_T for piece in pieces)]),
         torch.cat([empty.bool(), *(piece.loss_mask_T for piece in pieces)]),
         torch.cat([empty, *(completion.logprobs_T for completion in completions)]),
-        torch.cat(routes),
     ]
 
 
 def unflatten_completions(
-    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor, routes: torch.Tensor
+    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
     records = json.loads(facts.numpy().tobytes())
@@ -239,9 +233,5 @@ def unflatten_completions(
             ids_T, mask_T, logprobs_T = next(tokens)
             pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version, observed))
         record["pieces"] = tuple(pieces)
-        shape = record["routes_TLE"]
-        if shape:
-            chosen, routes = routes.split([math.prod(shape), len(routes) - math.prod(shape)])
-            record["routes_TLE"] = chosen.view(shape)
         completions.append(Completion(**record))
     return completions

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -44,10 +43,9 @@ class Reference:
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Return log-probs of this rank's part of the tokens that count in the loss, float32 [N]; 0 elsewhere.
 
-        They are at the sampling temperatures, and a mixture chooses its experts itself. If there are several teachers,
-        each computes only its own sequences. Collective over the reference ranks.
+        They are at the sampling temperatures. If there are several teachers, each computes only its own sequences.
+        Collective over the reference ranks.
         """
-        batch = replace(batch, routes_NLE=None)
         if batch.teacher_S is None:
             return self._logprobs(self.models[0], batch)
         logprobs_N = torch.zeros(batch.num_tokens)

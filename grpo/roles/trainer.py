@@ -83,7 +83,7 @@ class Trainer:
                 measured |= {OF_OBSERVED: -logprobs_BT.detach()}
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         self.model.drop_copy()
-        metrics.record(**packing.metrics(), **self.model.routing_metrics())
+        metrics.record(**packing.metrics())
         self.num_loss_tokens += int(predicted(batch).sum())
         metrics.reduce(self.model.data_ranks)  # waits for the device, unlike all before it
 

@@ -139,7 +139,6 @@ class Driver:
         observes = self.config.algorithm.echo_coef > 0
         if for_teacher:
             rollouts = [replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts]
-            rollouts = [replace(r, completion=replace(r.completion, routes_TLE=None)) for r in rollouts]
         samples = []
         for rollout in rollouts:
             teacher = self._teacher_of(rollout.prompt)

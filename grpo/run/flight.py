@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import SamplingConfig
 from grpo.report.rollout_metrics import reward_tensors
@@ -173,8 +171,6 @@ def join(before: Completion | None, further: Completion | None, index: int) -> C
         return before or further or Completion((Piece.nothing(),), truncated=False, index=index, ended=False)
     if before is None or not before.num_tokens:
         return further
-    if before.routes_TLE is not None:  # each has those of what was not fed before
-        further = replace(further, routes_TLE=torch.cat([before.routes_TLE, further.routes_TLE]))
     *earlier, last = before.pieces
     first, *later = further.pieces
     if last.version == first.version:  # no sync in between: one stretch

@@ -189,7 +189,7 @@ def tools_of(config: RunConfig) -> dict[str, list[dict[str, Any]]]:
 def check_generation(session: Session) -> None:
     """Refuse an engine, an environment or a metric for the best checkpoint that would fail later."""
     config = session.config
-    check_engine(config.generator, hf_folder.read_hf_config(session.model_folder), config.replays_routing)
+    check_engine(config.generator, hf_folder.read_hf_config(session.model_folder))
     check_environment(session)
     if best := config.checkpoint.keep_best.removeprefix("eval/"):
         sets = list(dict.fromkeys(prompt.source for prompt in session.eval_prompts))

@@ -224,8 +224,7 @@ class Session:
             where = folder, stop_token_ids, most, variables, roles, config.turns_earn
             episodes = Episodes(config.environment, config.data, *where)
         engine = config.generator, config.model, config.data, config.seed
-        takes_routes = config.replays_routing and bool(roles.trainer_ranks)
-        return Generator(*engine, folder, stop_token_ids, roles, episodes, takes_routes)
+        return Generator(*engine, folder, stop_token_ids, roles, episodes)
 
     @from_driver
     def ask_driver(self, decide: Callable[..., Result], *arguments: Any) -> Result:

@@ -89,10 +89,10 @@ def forced_lengths(slots: int, options: argparse.Namespace):
         def generate(self, requests, *arguments):
             add, asked = self.loop.add, asked_of(requests, options)
 
-            def add_forced(number, ids, params, num_fed):
+            def add_forced(number, ids, params):
                 index, num_begun = asked[number]
                 params.max_tokens = length_of(index, options) - num_begun
-                add(number, ids, params, num_fed)
+                add(number, ids, params)
 
             self.loop.add = add_forced
             try:

@@ -56,8 +56,8 @@ def test_equals_vllms_own_scheduler(vllm_config, is_ahead, is_v2, caches, seed):
 def test_triton_attends_where_it_was_measured_and_nobody_chose(head_dim, options, capability, chosen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     hf = transformers.Qwen3Config(head_dim=head_dim)
-    assert vllm_engine.options_of_model(hf, options, False, torch.device("cuda")) == chosen
-    assert vllm_engine.options_of_model(hf, options, False, torch.device("cpu")) == {}
+    assert vllm_engine.options_of_model(hf, options, torch.device("cuda")) == chosen
+    assert vllm_engine.options_of_model(hf, options, torch.device("cpu")) == {}
 
 
 def test_kernels_are_launched_with_other_options(monkeypatch):

@@ -118,10 +118,10 @@ def test_a_command_of_a_page_passes_its_checks(command, folder, monkeypatch):
             assert config.num_ranks == num_ranks
     hf = transformers.AutoConfig.for_model(**QWEN3_1_7B)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    check_engine(config.generator, hf, config.replays_routing)
+    check_engine(config.generator, hf)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if not WRONG_ON_CPU.keys() & config.generator.engine.keys():
-        check_engine(config.generator, hf, config.replays_routing)
+        check_engine(config.generator, hf)
 
 
 def run_tool(name: str, words: list[str], monkeypatch):

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import DataConfig, EnvironmentConfig
@@ -64,7 +63,7 @@ class Episodes:
         loop: EngineLoop,
         rollouts: list[tuple[Prompt, int]],
         max_tokens: int,
-        add: Callable[[int, list[int], int, int, int], None],
+        add: Callable[[int, list[int], int, int], None],
         run_seed: int,
         version: int,
         held_out: bool,
@@ -120,19 +119,13 @@ def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, to
     return style_of(tokenizer.chat_template) if config.calls == "auto" else config.calls
 
 
-def completion_of(
-    episode: Episode, temperature: float, index: int, no_routes: torch.Tensor | None = None
-) -> Completion:
-    """Return an episode as a completion; one that was lost before it began has no tokens.
-
-    no_routes: what an episode without a turn has for `routes_TLE`; None for a dense model.
-    """
+def completion_of(episode: Episode, temperature: float, index: int) -> Completion:
+    """Return an episode as a completion; one that was lost before it began has no tokens."""
     return Completion(
         pieces=tuple(episode.pieces) or (replace(Piece.nothing(), version=episode.version),),
         truncated=episode.ended_by in LIMITS,
         temperature=temperature,
         index=index,
-        routes_TLE=None if no_routes is None else torch.cat([no_routes, *episode.routes]),
         episode=episode.note(),
     )
 

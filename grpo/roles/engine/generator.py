@@ -1,8 +1,7 @@
 """The generator: one vLLM engine per replica, inside its torchrun ranks.
 
 Token ids go in, token ids and log-probs come out. Text, chat templates and rewards are the driver's. vllm_engine.py
-starts engines, loop.py steps them, with the shortcuts of shortcuts.py, and engine_routes.py asks for their experts;
-only these four import vllm.
+starts engines, and loop.py steps them, with the shortcuts of shortcuts.py; only these three import vllm.
 """
 
 import collections
@@ -10,7 +9,7 @@ import gc
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,7 +22,6 @@ from grpo.models.hf_folder import read_hf_config
 from grpo.roles.engine import vllm_engine
 from grpo.roles.engine.episodes import Episodes, completion_of
 from grpo.roles.engine.loop import EngineLoop, Stretch, no_collection
-from grpo.roles.engine_routes import expert_layers, take_routes
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt, Requests
 
@@ -62,12 +60,10 @@ class Generator:
         stop_token_ids: Sequence[int],
         roles: Roles,
         episodes: Episodes | None = None,
-        takes_routes: bool = False,
     ):
         """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks.
 
-        episodes: environments that make conversations of completions. takes_routes: completions of a mixture come with
-        the experts that it chose.
+        episodes: environments that make conversations of completions.
         """
         self.config = config
         self.seed = seed
@@ -81,11 +77,9 @@ class Generator:
         self.min_tokens = sampling.get("min_tokens", 0)
         hf = read_hf_config(folder)
         self.has_experts = has_experts(hf)
-        takes_routes = takes_routes and self.has_experts
-        options = vllm_engine.options_of_model(hf, config.engine, takes_routes, roles.device)
+        options = vllm_engine.options_of_model(hf, config.engine, roles.device)
         self.llm = vllm_engine.start_engine(config, model, data, seed, folder, roles, options)
-        routes = take_routes(self.llm, roles.rank in roles.heads) if takes_routes else None
-        self.loop = EngineLoop(self.llm, vllm_engine.needs_texts(config), routes)
+        self.loop = EngineLoop(self.llm, vllm_engine.needs_texts(config))
 
     def generate(
         self,
@@ -120,10 +114,10 @@ class Generator:
         def temperature_of(request: Request) -> float:
             return temperatures[request.index % group_size % len(temperatures)]
 
-        def add(number: int, ids: list[int], num_tokens: int, num_fed: int, max_tokens: int) -> None:
-            """Sample after `ids`, whose last `num_tokens` follow the prompt, and whose first `num_fed` have routes."""
+        def add(number: int, ids: list[int], num_tokens: int, max_tokens: int) -> None:
+            """Sample after `ids`, whose last `num_tokens` follow the prompt."""
             seed = continuation_seed(request_seed(self.seed, mine[number].index, held_out), num_tokens)
-            self.loop.add(number, ids, self._parameters(temperature_of(mine[number]), seed, max_tokens), num_fed)
+            self.loop.add(number, ids, self._parameters(temperature_of(mine[number]), seed, max_tokens))
 
         completions = []
         with no_collection():
@@ -132,23 +126,17 @@ class Generator:
                 episodes = self.episodes.sample(
                     self.loop, rollouts, limit, add, run_seed=self.seed, version=self.version, held_out=held_out
                 )
-                no_routes = self.loop.routes and self.loop.routes.nothing
                 for episode, request in zip(episodes, mine, strict=False):  # no episodes on other ranks than the head
-                    completions.append(completion_of(episode, temperature_of(request), request.index, no_routes))
+                    completions.append(completion_of(episode, temperature_of(request), request.index))
             else:
                 for number, request in enumerate(mine):
-                    ids = request.prompt.ids + request.begun
                     num_begun = len(request.begun)
-                    num_fed = len(ids) if num_begun else 0
-                    add(number, ids, num_begun, num_fed, limit - num_begun)
+                    add(number, request.prompt.ids + request.begun, num_begun, limit - num_begun)
                 for stretch in self._decode(mine, enough):
                     request = mine[stretch.request]
                     completions.append(self._completion(stretch, temperature_of(request), request.index))
-            self.loop.settle()
         if self.roles.rank not in self.roles.heads:
             return None
-        if held_out:  # nobody trains on these
-            completions = [replace(completion, routes_TLE=None) for completion in completions]
         return sorted(completions, key=lambda completion: completion.index)
 
     def _decode(self, requests: list[Request], enough: int) -> list[Stretch]:
@@ -189,7 +177,6 @@ class Generator:
             temperature=temperature,
             index=index,
             ended=stretch.reason != "abort",
-            routes_TLE=stretch.routes_TLE,
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
@@ -205,7 +192,7 @@ class Generator:
             if self.llm.llm_engine.model_config.hf_config.tie_word_embeddings:
                 tensors = _with_tied_head(tensors)
             if self.has_experts:
-                for runner in expert_layers(self.llm):
+                for runner in vllm_engine.expert_layers(self.llm):
                     runner._quant_method.moe_kernel = None  # else it keeps the experts that it packed at its start
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:  # into the live parameters, in place, so that captured CUDA graphs stay valid

@@ -17,8 +17,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.roles.engine_routes import Routes
-
 # The only head size for which another number of keys was measured, and that number
 WIDE_HEAD_DIM = 128
 WIDE_TILE = 64
@@ -30,8 +28,6 @@ class RequestTokens:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    routes: list[Any] = field(default_factory=list)
-    """Rows as `Routes` has them, step after step."""
 
 
 class SampledTokens:
@@ -44,10 +40,10 @@ class SampledTokens:
     half as long again.
     """
 
-    def __init__(self, llm: Any, whole: bool, routes: Routes | None = None):
+    def __init__(self, llm: Any, whole: bool):
         """Take the log-probs out of all further outputs of `llm` (vllm.LLM, in this process).
 
-        whole: a completion has one output, when it has ended, and not one a token. routes: take these too.
+        whole: a completion has one output, when it has ended, and not one a token.
         """
         self._by_request: dict[str, RequestTokens] = defaultdict(RequestTokens)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -61,25 +57,17 @@ class SampledTokens:
                 return update_from_output(scheduled, model_output)
             column = logprobs.logprobs[:, 0].tolist()
             starts = logprobs.cu_num_generated_tokens
-            if plain and whole and not routes:
+            if plain and whole:
                 scheduled = plain.take(scheduled, model_output, column, self._by_request)
             outputs = update_from_output(scheduled, model_output)
-            rows = routes.of_step(scheduled, model_output, outputs) if routes else {}
-            self._take(outputs, model_output.req_id_to_index, column, starts, rows)
+            self._take(outputs, model_output.req_id_to_index, column, starts)
             if whole:
                 self._hold_back(outputs)
             return outputs
 
         scheduler.update_from_output = take_tokens
 
-    def _take(
-        self,
-        outputs: Any,
-        row_of: dict[str, int],
-        column: list[float],
-        starts: list[int] | None,
-        routes: dict[str, Any],
-    ) -> None:
+    def _take(self, outputs: Any, row_of: dict[str, int], column: list[float], starts: list[int] | None) -> None:
         """Keep the tokens that the scheduler accepted in this step, which may be fewer than were sampled."""
         for of_client in outputs.values():
             for output in of_client.outputs:
@@ -91,8 +79,6 @@ class SampledTokens:
                 tokens = self._by_request[output.request_id]
                 tokens.ids += output.new_token_ids
                 tokens.logprobs += column[row : row + len(output.new_token_ids)]
-                if output.request_id in routes:
-                    tokens.routes.append(routes[output.request_id])
 
     def _hold_back(self, outputs: Any) -> None:
         """Keep only the outputs of completions that have ended, with all of their tokens."""

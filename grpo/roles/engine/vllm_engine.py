@@ -38,17 +38,12 @@ WRONG_ON_CPU = {
 }
 
 
-def check_engine(config: GeneratorConfig, hf: PretrainedConfig, replays_routing: bool) -> None:
+def check_engine(config: GeneratorConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError for what this machine's vLLM cannot do or gets wrong. It does not import vLLM."""
     if has_experts(hf) and "quantization" in config.engine:
         raise ValueError(
             "generator.engine quantization of a mixture of experts is not supported: nobody has seen vLLM quantize its "
             "experts again in a weight sync; leave it out"
-        )
-    if has_experts(hf) and replays_routing and "enable_prefix_caching" in config.engine:
-        raise ValueError(
-            "generator.engine enable_prefix_caching is set by algorithm.replay_routing: vLLM tells experts with it on "
-            "GPUs and without it on CPUs; leave it out or use --algorithm.no-replay-routing"
         )
     if torch.cuda.is_available():
         return
@@ -147,16 +142,19 @@ def start_engine(
     return llm
 
 
-def options_of_model(
-    hf: PretrainedConfig, engine: Mapping[str, Any], takes_routes: bool, device: torch.device
-) -> dict[str, Any]:
-    """Return vLLM's options for a model on this machine.
+def expert_layers(llm: Any) -> list[Any]:
+    """Return vLLM's layers of experts in this rank's engine."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    engine: the user's own. takes_routes: the routes of a mixture of experts are asked for.
-    """
-    if device.type == "cpu":  # tokens from the prefix cache would pass no router
-        return {"enable_prefix_caching": False} if takes_routes else {}
-    options: dict[str, Any] = {"enable_return_routed_experts": True} if takes_routes else {}
+    (model,) = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    return [module for module in model.modules() if isinstance(module, MoERunner)]
+
+
+def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return vLLM's options for a model on this machine; `engine` has the user's own."""
+    options: dict[str, Any] = {}
+    if device.type == "cpu":
+        return options
     if has_experts(hf):  # these kernels read weights as a folder has them, so a sync can write them in place
         options["moe_backend"] = "triton"
     chosen = any(name in engine for name in CHOOSE_ATTENTION)

@@ -22,14 +22,14 @@ CACHED_SEQUENCES, BYTES_PER_TOKEN = 3, 1024  # of a tiny model in float32
 class PlainLoop:
     """Requests as vLLM itself answers them."""
 
-    def __init__(self, llm, reads_texts: bool, routes: None):
+    def __init__(self, llm, reads_texts: bool):
         self.engine, self.requests = llm.llm_engine, {}
 
     @property
     def num_running(self) -> int:
         return len(self.requests)
 
-    def add(self, request: int, ids: list[int], params, num_fed: int) -> None:
+    def add(self, request: int, ids: list[int], params) -> None:
         self.requests[str(request)] = request
         self.engine.add_request(str(request), {"type": "token", "prompt_token_ids": ids}, params)
 
@@ -46,9 +46,6 @@ class PlainLoop:
     def end(self) -> list[Stretch]:
         assert not self.requests
         return []
-
-    def settle(self) -> None:
-        assert not self.requests
 
 
 def main(folder: str, how: str, output: str) -> None:

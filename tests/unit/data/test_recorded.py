@@ -30,7 +30,6 @@ def recorded(with_reference: bool = True) -> RecordedStep:
     batch = make_batch(samples)
     if with_reference:
         batch = replace(batch, ref_logprobs_N=torch.arange(5.0) / 3)
-        batch = replace(batch, routes_NLE=torch.arange(5 * 3 * 2, dtype=torch.uint8).view(5, 3, 2))
     return RecordedStep(
         batch,
         torch.tensor([1.0, 0.0]),

@@ -70,7 +70,7 @@ class MadeLoop:
     def num_running(self):
         return len(self.running)
 
-    def add(self, number, ids, num_behind, num_fed, max_tokens):
+    def add(self, number, ids, num_behind, max_tokens):
         draw = random.Random(str(ids))
         sampled = draw.choices(range(10, 260), k=draw.randint(2, 9)) + [tokenizer().eos_token_id]
         self.running[number] = [sampled[:max_tokens], max_tokens < len(sampled), 0]
