@@ -69,44 +69,44 @@ class Roles:
 
     @property
     def trains(self) -> bool:
-        """Whether this rank has a part of the policy."""
+        """True on ranks with a part of the policy."""
         return self.rank in self.trainer_ranks
 
     @property
     def references(self) -> bool:
-        """Whether this rank has a part of the reference or the reward model."""
+        """True on ranks with a part of the reference or the reward model."""
         return self.rank in self.reference_ranks
 
     @property
     def learns(self) -> bool:
-        """Whether this rank gets every batch: trainers and references do."""
+        """True on trainer and reference ranks, which get every batch."""
         return self.trains or self.references
 
     @property
     def generates(self) -> bool:
-        """Whether this rank has a part of an engine."""
+        """True on ranks with a part of an engine."""
         return bool(self.replica)
 
     @property
     def name(self) -> str:
-        """The role in messages and file names: `trainer`, `reference`, `generator` or `colocated`."""
+        """Role in messages and file names: `trainer`, `reference`, `generator` or `colocated`."""
         if self.trains:
             return "colocated" if self.generates else "trainer"
         return "generator" if self.generates else "reference"
 
     @property
     def replica(self) -> tuple[int, ...]:
-        """The ranks of this rank's engine; empty on ranks that do not generate."""
+        """Launcher ranks of this rank's engine; empty on ranks that do not generate."""
         return next((ranks for ranks in self.replicas if self.rank in ranks), ())
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The first rank of each replica, which hands in the completions."""
+        """First rank of each replica, which hands in the completions."""
         return tuple(ranks[0] for ranks in self.replicas)
 
     @property
     def world(self) -> tuple[int, ...]:
-        """The ranks of this rank's default process group."""
+        """Launcher ranks of this rank's default process group."""
         worlds = (self.trainer_ranks, self.reference_ranks, self.replica)
         return next(ranks for ranks in worlds if self.rank in ranks)
 

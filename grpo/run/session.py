@@ -25,7 +25,7 @@ from grpo.models.export import export_hf
 from grpo.models.hf_folder import ChatForm, fetch_folder
 from grpo.models.lora import adapted_places
 from grpo.report.log import RunLog
-from grpo.report.rollout_metrics import evaluation_metrics_of_sets
+from grpo.report.rollout_metrics import evaluation_metrics
 from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
 from grpo.roles.engine.episodes import Episodes
 from grpo.roles.engine.generator import Generator
@@ -277,7 +277,7 @@ class Session:
                 scored[-1] = scorer.collect("evaluation: ")
                 self.run_log.evaluation_completions(step, kind, scored[-1], scorer.prompt_texts(scored[-1]))
         settings = self.config.evaluation.num_samples, scorer.pass_function, scorer.answer_format
-        metrics = evaluation_metrics_of_sets(*scored, *settings, self.config.reward.pass_value)
+        metrics = evaluation_metrics(*scored, *settings, self.config.reward.pass_value)
         self.run_log.log_held_out(step, metrics)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

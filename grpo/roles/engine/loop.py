@@ -42,7 +42,7 @@ class EngineLoop:
 
     @property
     def num_running(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._running)
 
     def add(self, request: Any, ids: list[int], params: Any) -> None:

@@ -164,7 +164,7 @@ def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: to
 
 
 def needs_texts(config: GeneratorConfig) -> bool:
-    """Whether vLLM needs a tokenizer: for stop texts, and for sampling options such as bad_words."""
+    """Return whether vLLM needs a tokenizer: for stop texts, and for sampling options such as bad_words."""
     return bool(config.stop or needing_texts(config.sampling))
 
 
