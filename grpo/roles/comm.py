@@ -207,7 +207,7 @@ def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
     pieces = []
     for completion in completions:
         record = {field.name: getattr(completion, field.name) for field in fields(completion)}
-        record["pieces"] = [(p.num_tokens, p.version, p.logprobs_T is not None, p.observed) for p in completion.pieces]
+        record["pieces"] = [(p.num_tokens, p.version, p.logprobs_T is not None) for p in completion.pieces]
         facts.append(record)
         pieces += completion.pieces
     empty = torch.empty(0)
@@ -229,9 +229,9 @@ def unflatten_completions(
     completions = []
     for record in records:
         pieces = []
-        for _, version, is_sampled, observed in record["pieces"]:
+        for _, version, is_sampled in record["pieces"]:
             ids_T, mask_T, logprobs_T = next(tokens)
-            pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version, observed))
+            pieces.append(Piece(ids_T, mask_T, logprobs_T if is_sampled else None, version))
         record["pieces"] = tuple(pieces)
         completions.append(Completion(**record))
     return completions

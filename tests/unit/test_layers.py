@@ -103,11 +103,7 @@ def test_trainer_reference_and_generator_do_not_know_each_other():
 
 def test_three_files_import_vllm():
     users = [m for m in (*MODULES_OF_FOLDERS, *SCRIPTS) if uses(m, "vllm")]
-    assert users == [
-        "grpo.roles.engine.loop",
-        "grpo.roles.engine.shortcuts",
-        "grpo.roles.engine.vllm_engine",
-    ]
+    assert users == ["grpo.roles.engine.loop", "grpo.roles.engine.shortcuts", "grpo.roles.engine.vllm_engine"]
 
 
 def test_only_tools_import_a_script_and_only_the_page():

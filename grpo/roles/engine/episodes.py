@@ -133,8 +133,8 @@ def completion_of(episode: Episode, temperature: float, index: int) -> Completio
 def environment_seed(run_seed: int, prompt: Prompt, held_out: bool) -> int:
     """Return the seed of `reset`, below 2**31: the same for all completions of a prompt.
 
-    It is the row's column `seed`, if that has an integer (as with `--data.path seeds:4096`), or else drawn for the
-    prompt. Held-out prompts have the upper half.
+    It is the row's column `seed`, if that has an integer (as with configs/examples/toys.py:seeds), or else drawn for
+    the prompt. Held-out prompts have the upper half.
     """
     seed = prompt.columns.get("seed")
     if not isinstance(seed, int):

@@ -54,7 +54,7 @@ def main() -> None:
     trainer = Trainer(config.model, config.trainer, folder, NUM_ROUNDS, roles) if roles.trains else None
     reference = None
     if roles.references:
-        reference = Reference(config.model, config.trainer, (folder,), config.reference_tensor_parallel, roles)
+        reference = Reference(config.model, config.trainer, folder, config.reference_tensor_parallel, roles)
     start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     for version in range(NUM_ROUNDS):
