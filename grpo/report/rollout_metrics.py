@@ -8,11 +8,13 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.algorithm.importance import with_effective_sample_size
 from grpo.metrics import StepMetrics, peak_bytes
+from grpo.report.samples import finite_or_none
 from grpo.rewards.answers import extract_answer
 from grpo.types import Completion, Rollout, TrainBatch
 
@@ -70,7 +72,7 @@ def episode_metrics(rollouts: list[Rollout]) -> dict[str, float]:
 
 def alone_frac(rollouts: list[Rollout], group_size: int) -> float:
     """Return the share of turns that no other completion of the group reached; of completions with a reward alone."""
-    turns = [0 if r.reward is None else len(r.completion.episode["turns"]) for r in rollouts]
+    turns = [len(r.completion.episode["turns"]) * (r.reward is not None) for r in rollouts]
     num_alone = 0
     for first in range(0, len(turns), group_size):
         *_, second, most = sorted([0, *turns[first : first + group_size]])
@@ -173,20 +175,21 @@ def evaluation_names(sets: Sequence[str], num_samples: int, has_answers: bool) -
     if num_samples:
         names += [f"pass_at_{k}" for k in passes(num_samples)]
         names += ["sample_reward_mean", "sample_length_mean"]
-    return names if len(sets) == 1 else [f"{held_out_set}/{name}" for held_out_set in sets for name in names]
+    if len(sets) > 1:
+        names = [f"{held_out_set}/{name}" for held_out_set in sets for name in names]
+    return names
 
 
 def reward_tensors(rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rewards (float32 [S], 0 for None), and which there are (bool [S])."""
-    rewards_S = torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts])
+    rewards_S = torch.tensor([r.reward or 0.0 for r in rollouts])
     return rewards_S, torch.tensor([r.reward is not None for r in rollouts])
 
 
 def part_tensor(rollouts: list[Rollout], functions: Iterable[str]) -> torch.Tensor:
     """Return float32 [F, S]: each reward function's unweighted values, which are finite, or NaN for None."""
-    values = [[r.rewards[name] for r in rollouts] for name in functions]
-    values = [[math.nan if value is None else value for value in row] for row in values]
-    return torch.tensor(values).view(-1, len(rollouts))
+    values = [[r.rewards[function] for r in rollouts] for function in functions]
+    return torch.from_numpy(np.array(values, dtype=np.float32)).view(-1, len(rollouts))  # numpy makes NaN of None
 
 
 def _mean(values: Iterable[float | None]) -> float:
@@ -208,8 +211,8 @@ def sequence_advantages(batch: TrainBatch) -> list[float | None]:
     """Return the mean advantage of each sequence's loss tokens; None for a sequence that is excluded."""
     values_N = batch.advantages_N.double().where(batch.loss_mask_N, 0)
     sums_S = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.owner_N, values_N)
-    means = (sums_S / batch.num_loss_tokens_S).tolist()
-    return [None if math.isnan(mean) else mean for mean in means]
+    means_S = sums_S / batch.num_loss_tokens_S
+    return [finite_or_none(mean) for mean in means_S.tolist()]
 
 
 def stale_frac(completions: Sequence[Completion], version: int) -> float:

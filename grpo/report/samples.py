@@ -77,23 +77,32 @@ def describe(record: dict[str, Any], turns: bool = False, short: bool = False) -
     except `answer`.
     """
     prompt = record["prompt"]
+    facts = []
     numbers = {"reward": record["reward"], **record["rewards"]}
     numbers |= {"advantage": record["advantage"], "mismatch": record["mismatch"]}
-    facts = [f"{name} {'none' if value is None else compact_number(value)}" for name, value in numbers.items()]
-    facts += [f"{name} {record[name]}" for name in ("row", "source", "kind") if name in record]
+    for name, value in numbers.items():
+        facts.append(f"{name} none" if value is None else f"{name} {compact_number(value)}")
+    for name in ("row", "source", "kind"):
+        if name in record:
+            facts.append(f"{name} {record[name]}")
     facts.append(f"{record['num_tokens']} tokens, finish reason {record['finish_reason']}")
     lines = ["--- " + " | ".join(facts)]
     for name, reason in record["failures"].items():
         lines.append(f"{name} failed: {_one_line(reason)}")
-    lines.append(f"prompt: {shorten(prompt, SAMPLE_CHARACTERS) if short else prompt}")
+    if short:
+        lines.append(f"prompt: {shorten(prompt, SAMPLE_CHARACTERS)}")
+    else:
+        lines.append(f"prompt: {prompt}")
     for name, value in record["columns"].items():
         if name == "answer" or not _is_in(value, prompt):
             lines.append(f"{name}: {shorten(str(value), SAMPLE_CHARACTERS)}")
     episode = record.get("episode")
     if turns and episode:
         for number, turn in enumerate(episode["turns"], start=1):
-            earned = f", then get_reward {turn['earned']:g}" if "earned" in turn else ""
-            lines.append(f"turn {number} ({turn['tokens']} tokens{earned}): {turn['text']}")
+            tokens = f"{turn['tokens']} tokens"
+            if "earned" in turn:
+                tokens += f", then get_reward {turn['earned']:g}"
+            lines.append(f"turn {number} ({tokens}): {turn['text']}")
             lines += [f"  <- {answer}" for answer in turn["answers"]]
         lines.append(f"ended by {episode['ended_by']}")
     else:

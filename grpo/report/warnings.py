@@ -172,7 +172,9 @@ class Watch:
             reward = statistics.fmean(rewards[-WINDOW:]) if rewards else math.nan
             evaluations.append(Evaluation(finite[name], finite.get(f"{name}_stderr", 0.0), reward))
             lost = lost_accuracy(evaluations)
-            warnings[name] = f"{name} {lost}" if lost and not not_moved(self.history, WINDOW) else ""
+            if lost and not_moved(self.history, WINDOW):  # then the two accuracies differ by chance
+                lost = ""
+            warnings[name] = lost and f"{name} {lost}"
         new = [text for name, text in warnings.items() if text and name not in self._shown]
         self._shown = (self._shown - warnings.keys()) | {name for name, text in warnings.items() if text}
         return new

@@ -143,8 +143,8 @@ class Generator:
         """Run the engine until the requests of `enough` groups have ended; then end the remaining ones."""
         num_left = collections.Counter(request.prompt.index for request in requests)
         ended = []
-        first = self.roles.rank == self.roles.heads[0]
-        progress = tqdm(total=len(requests), delay=SILENT_SECONDS, mininterval=5, leave=False, disable=not first)
+        is_silent = self.roles.rank != self.roles.heads[0]
+        progress = tqdm(total=len(requests), delay=SILENT_SECONDS, mininterval=5, leave=False, disable=is_silent)
         with progress:
             while self.loop.num_running:
                 stretches = self.loop.step()
