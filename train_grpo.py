@@ -55,14 +55,14 @@ CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # before t
 import torch
 
 from grpo.algorithm.advantages import AdvantageInputs, group_mean_std, named_advantages, teacher_advantages
-from grpo.algorithm.aggregation import UpdateTotals, echo_loss, named_aggregation
+from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
 from grpo.algorithm.importance import correct_importance, kl, mismatch, sequence_kl
 from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
+from grpo.metrics import StepMetrics
 from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, land, launch, send_batch
-from grpo.roles.generator import Generator
-from grpo.roles.metrics import StepMetrics
+from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Objective, Trainer
 from grpo.roles.weight_sync import check_sync, sync_weights
@@ -144,7 +144,7 @@ def sample(
     requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
     while requests:  # once; with sampling.dynamic until enough groups have rewards that differ
         completions = generator.generate(requests, config.group_size) if generator else None
-        requests = driver.land(gather_completions(completions, roles))
+        requests = driver.receive(gather_completions(completions, roles))
     if generator:
         generator.sleep()  # does nothing unless config.generator.sleep; the next sync wakes it
     return driver.rollouts()
@@ -243,7 +243,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
             loss = (loss_BT / x.num_loss_tokens_BT).sum() / totals.num_sequences
         else:
             loss = named_aggregation(algorithm.aggregation)(loss_BT, x, totals)
-        return loss + algorithm.echo_coef * echo_loss(micro, logprobs_BT, totals), metrics
+        return loss, metrics
 
     return objective
 

@@ -18,7 +18,7 @@ from grpo.config import GRPOConfig, RolesConfig, SFTConfig, change
 from grpo.config.fields import Config
 from grpo.config.recipes import load
 from grpo.run.command_line import DEFAULT_RECIPES, check_folder_early, subject_of
-from grpo.run.inputs import check_functions, read_evaluation
+from grpo.run.inputs import Inputs, check_functions, open_run, read_evaluation
 from grpo.run.session import Session, run
 from grpo.watch.failures import refuse_bad_input, run_script
 
@@ -72,18 +72,18 @@ def new_folder(model: str) -> str:
     return str(next(folder for folder in itertools.chain([first], numbered) if not folder.exists()))
 
 
-def read(session: Session) -> None:
+def read(config: GRPOConfig | SFTConfig, script: str, toy_dir: str = "") -> Inputs:
     """Check the rewards, the model and the held-out rows. On rank 0."""
-    config = session.config
     check_functions(config)
-    session.open([source.path for source in config.evaluation.held_out(config.data)], config.generator.tensor_parallel)
-    read_evaluation(session)
+    paths = [source.path for source in config.evaluation.held_out(config.data)]
+    return read_evaluation(config, open_run(config, script, toy_dir, paths))
 
 
 def evaluate(config: Config, session: Session) -> None:
     """Start the engines, complete the held-out prompts, score and log. Every rank calls it."""
     _, _, generator = session.start_up()  # evaluates once everything is there
-    session.last_line = f"{len(session.eval_prompts)} prompts; every completion is in {config.run_dir}/evaluation.jsonl"
+    num_prompts = len(session.inputs.eval_prompts)
+    session.last_line = f"{num_prompts} prompts; every completion is in {config.run_dir}/evaluation.jsonl"
     session.end(generator)
 
 

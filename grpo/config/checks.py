@@ -38,9 +38,6 @@ CLASHES = {
     ("algorithm.teacher_template", "environment.name or classes"): "reset writes other prompts; use tools without it",
     ("algorithm.teacher=policy", "model.reference_path"): "nobody would read it; drop one",
     ("algorithm.teacher=policy", "roles.num_references"): "the trainers hold the policy; set --roles.num-references 0",
-    ("algorithm.teacher=policy", "model.teachers"): "nobody would read them; drop one",
-    ("model.teachers", "model.reference_path"): "both say who teaches; name it among the teachers",
-    ("model.teachers", "algorithm.kl_coef"): "each row would have another reference; set kl_coef to 0",
 }
 # Features that need another one: why, or what to do
 NEEDS = {
@@ -48,13 +45,9 @@ NEEDS = {
     ("generator.sleep", "roles.colocated"): "it leaves the memory to a trainer on the same GPU",
     ("roles.num_references", "algorithm.kl_coef or distill_coef, or reward.model"): "else they idle; set "
     "--roles.num-references 0",
-    ("algorithm.echo_coef", "an environment"): "it learns what one answers; set --algorithm.echo-coef 0",
     ("algorithm.teacher=policy", "algorithm.teacher_template"): "with the same prompt the policy agrees with itself",
     ("algorithm.teacher_template", "algorithm.distill_coef"): "it weighs what the teacher says; set it, such as to 1",
-    ("algorithm.distill_coef", "model.reference_path, teachers or teacher_template"): "name a teacher, or its prompt",
-    ("model.teachers", "algorithm.distill_coef"): "it weighs what they say; set it, such as to 1",
-    ("model.teachers", "data.teacher_column"): "it says which teacher a row gets",
-    ("data.teacher_column", "model.teachers"): "its values are their names",
+    ("algorithm.distill_coef", "model.reference_path or algorithm.teacher_template"): "name a teacher, or its prompt",
     ("algorithm.advantages=return_to_go", "an environment"): "it compares turns; without them use rloo",
     ("environment.classes", "data.environment_column"): "it says which class a row gets",
     ("data.environment_column", "environment.classes"): "its values are their names",
@@ -182,8 +175,7 @@ def _is_on(feature: str, config: GRPOConfig) -> bool:
     others = {
         "an environment": config.environment.enabled,
         "environment.name or classes": config.environment.all_classes,
-        "model.reference_path, teachers or teacher_template": config.model.reference_path
-        or config.model.teachers
+        "model.reference_path or algorithm.teacher_template": config.model.reference_path
         or config.algorithm.teacher_template,
         READING: config.generator.stop or needing_texts(config.generator.sampling),
         "a text as data.prompt_template": config.data.is_text_template,

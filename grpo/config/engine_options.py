@@ -32,7 +32,9 @@ ENGINE_SET_HERE = {
     "enable_sleep_mode": "use generator.sleep",
     "tensor_parallel_size": "use generator.tensor_parallel",
     "moe_backend": "a weight sync writes experts where triton reads them, and others read them reordered",
-    **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "use algorithm.replay_routing"),
+    **dict.fromkeys(
+        ("enable_return_routed_experts", "aux_output_config"), "nothing reads which experts the engine took"
+    ),
     "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled from (processed_logprobs)",
 }
 # SamplingParams that the project sets itself

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal, TypeVar, get_args
 
-from grpo.config.values import Above, AtLeast, AtMost, Below, Harmless, Source, parse_source
+from grpo.config.values import Above, AtLeast, AtMost, Below, Harmless, Source, names_function, parse_source
 
 Value = TypeVar("Value")
 # A dict from names. Of `dict` tyro would make one flag per name of the recipe's; of this it makes
@@ -35,12 +35,10 @@ class ModelConfig:
     """The policy: any dense Qwen3, Qwen2, Llama 3 or Mistral checkpoint."""
 
     path: str = "Qwen/Qwen3-1.7B"
-    """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
+    """Hugging Face folder or hub name (config.json, safetensors, tokenizer); or your own
+    `path/file.py:function` that writes such a folder, see configs/examples/toys.py."""
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
-    teachers: Table[str] = field(default_factory=dict)
-    """Several teachers in place of `reference_path`: names of your own, which `data.teacher_column` gives each row, and
-    a folder or hub name for each."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision of trainer, reference and generator; master weights are always float32."""
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], Harmless] = "auto"
@@ -48,9 +46,9 @@ class ModelConfig:
     flex: flex_attention, on any GPU; documents: one call for each sequence; auto: the first that runs here."""
 
     @property
-    def num_frozen(self) -> int:
-        """Frozen models that the reference holds, where there is one with weights of its own."""
-        return max(1, len(self.teachers))
+    def is_built(self) -> bool:
+        """Whether a function of the user's builds the policy when the run starts."""
+        return names_function(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +164,9 @@ class DataConfig:
     """Where prompts come from, what the rewards see of them, and how they become token ids."""
 
     path: str = "openai/gsm8k[main]"
-    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or a task such as `toy:addition`;
-    in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and revision; split train, or e.g. train[:90%]."""
+    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or your own
+    `path/file.py:function`, which gives rows; in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and
+    revision; split train, or e.g. train[:90%]."""
     sources: Table[str] = field(default_factory=dict)
     """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
     weights: Table[Annotated[float, AtLeast(0)]] = field(default_factory=dict)
@@ -187,8 +186,6 @@ class DataConfig:
     """Column with the functions that the chat template may offer to the model (list of JSON schemas, or its text)."""
     environment_column: str = ""
     """Column that says which of `environment.classes` a row gets."""
-    teacher_column: str = ""
-    """Column that says which of `model.teachers` judges a row's completions; held-out rows need none."""
     system_prompt: str = (
         "Think first inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
     )
@@ -221,12 +218,10 @@ class DataConfig:
         """Name that the reward functions get -> column; the prompt's keeps its name. Unknown, so empty, with `row`."""
         if self.row:
             return {}
-        if self.path.startswith("seeds:"):
-            return {"seed": "seed"} | self.columns
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
         prompt = self.prompt_column if has_name else ""
-        choices = ((column, column) for column in (self.environment_column, self.teacher_column))
-        pairs = (prompt, prompt), ("answer", self.answer_column), *choices
+        environment = self.environment_column
+        pairs = (prompt, prompt), ("answer", self.answer_column), (environment, environment)
         return {name: column for name, column in pairs if column} | self.columns
 
     @property
@@ -447,9 +442,6 @@ class AlgorithmConfig:
     {question} is the message itself, another {name} a column that rewards get. Empty: what the policy reads."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
-    echo_coef: Annotated[float, AtLeast(0)] = 0.0
-    """ECHO: weight of the cross-entropy of what environment and tools answered, at temperature 1, the mean over such
-    tokens of an update; 0 leaves it out, the paper (arXiv:2605.24517) has 0.05."""
     mask_truncated: bool = False
     """Exclude truncated completions from the loss (DAPO's overlong filtering); the group still compares with them."""
     num_mini_batches: Annotated[int, AtLeast(1)] = 1
@@ -464,9 +456,6 @@ class AlgorithmConfig:
     none: no correction; truncate: a token's loss x min(w, high); mask_tokens: x w, or x 0 where w is not within low and
     high; mask_sequences: x 0 for all of a sequence whose geometric mean of w is not within low and high.
     None takes truncate if `old_logprobs` is policy, else none."""
-    replay_routing: bool = True
-    """Mixture of experts: the policy takes the experts that the engine chose for each token (R3, arXiv:2510.11370),
-    weighed by its own scores. Nothing changes for a dense model."""
     importance_correction_low: Annotated[float, AtLeast(0)] = 0.5
     """mask_tokens, mask_sequences: smallest w that is not masked."""
     importance_correction_high: Annotated[float, Above(0)] = 2.0
@@ -549,7 +538,7 @@ class RunConfig:
     checkpoint: Annotated[CheckpointConfig, Harmless] = field(default_factory=CheckpointConfig)
     metrics: Annotated[MetricsConfig, Harmless] = field(default_factory=MetricsConfig)
     seed: int = 0
-    """The order of the data, the sampling and a toy model's first weights follow from it."""
+    """The order of the data, the sampling and the first weights of a model from nothing follow from it."""
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
     allow_changes: bool = False
@@ -654,11 +643,6 @@ class GRPOConfig(RunConfig):
         return of_class | self.reward.weights
 
     @property
-    def replays_routing(self) -> bool:
-        """Whether the policy takes the engine's experts, if it has experts."""
-        return self.algorithm.replay_routing
-
-    @property
     def needs_reference(self) -> bool:
         """Whether any rank scores as the reference, or teacher."""
         return self.algorithm.kl_coef > 0 or self.algorithm.distill_coef > 0
@@ -676,8 +660,7 @@ class GRPOConfig(RunConfig):
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference is the policy without its adapters, and no model of its own."""
-        has_path = self.model.reference_path or self.model.teachers
-        return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not has_path
+        return self.trainer.lora_rank > 0 and not self.roles.num_reference_ranks and not self.model.reference_path
 
     @property
     def largest_mismatch(self) -> float:
@@ -725,7 +708,7 @@ class SFTConfig(RunConfig):
     max_sequence_tokens: Annotated[int, AtLeast(1)] = 2048
     """Longest example in tokens."""
 
-    needs_reference = reference_has_model = turns_earn = replays_routing = False  # without an annotation it is no field
+    needs_reference = reference_has_model = turns_earn = False  # without an annotation it is no field
     environment = EnvironmentConfig()
 
     @property

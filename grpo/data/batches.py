@@ -1,8 +1,8 @@
 """Samples -> the batch of a step -> its mini-batches -> micro-batches of `[B, T]`, and values out of these.
 
 The one place that shifts what belongs to a token to the position that predicts it. Fields travel by their suffix:
-`x_T` of the samples is `x_N` of a batch and `x_BT` of a micro-batch, whatever x is (and further letters stay). Which
-sequences run together is decided in grpo/data/packing.py.
+`x_T` of the samples is `x_N` of a batch and `x_BT` of a micro-batch, whatever x is. Which sequences run together is
+decided in grpo/data/packing.py.
 
 Completions of a group have one prompt, and a row computes it once for neighbours that share it: its tokens, all but the
 last, are a document of their own, in front of the group's others, which begin with the prompt's last token, the first
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from grpo.types import FREE, Completion, MicroBatch, Prompt, Sample, SharedPrompts, TrainBatch
+from grpo.types import Completion, MicroBatch, Prompt, Sample, SharedPrompts, TrainBatch
 
 # Padding may be longer than any sequence, but its positions must stay within the model's, of which even toys have more.
 PAD_DOCUMENT = 128
@@ -30,7 +30,6 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
     for name in (field.name for field in fields(Sample) if "_T" in field.name):
         values = [getattr(sample, name) for sample in samples]
         per_token[name.replace("_T", "_N")] = None if any(value is None for value in values) else torch.cat(values)
-    teachers = [sample.teacher for sample in samples]
     return TrainBatch(
         **per_token,
         lengths_S=torch.tensor([len(sample.ids_T) for sample in samples]),
@@ -39,7 +38,6 @@ def make_batch(samples: Sequence[Sample]) -> TrainBatch:
         versions_S=torch.tensor([sample.version for sample in samples]),
         truncated_S=torch.tensor([sample.truncated for sample in samples]),
         prompt_lengths_S=torch.tensor([sample.prompt_tokens for sample in samples]),
-        teacher_S=None if None in teachers else torch.tensor(teachers),
     )
 
 
@@ -47,30 +45,24 @@ def sample_of(
     prompt: Prompt,
     completion: Completion,
     turn_weight: float | None = None,
-    observes: bool = False,
-    teacher: int | None = None,
 ) -> Sample:
     """A prompt and its completion as one sequence, of which the completion says what counts in the loss.
 
-    turn_weight: of the environment's reward, where turns have credit of their own. observes: say which tokens an
-    environment answered. teacher: its place in `model.teachers`, if there are several.
+    turn_weight: of the environment's reward, where turns have credit of their own.
     """
     prompt_ids_T, pieces = completion.behind(prompt)
     before = [] if pieces is not completion.pieces else [prompt_ids_T]  # else it is among the completion's own
     nothing_T = torch.zeros(sum(map(len, before)))
     others = {} if turn_weight is None else _turns_of(completion, turn_weight)
-    others |= {"observed_T": _observed_of(completion)} if observes else {}
     ids_T = torch.cat([*before, completion.ids_T])
     return Sample(
         ids_T=ids_T,
         loss_mask_T=torch.cat([nothing_T.bool(), completion.loss_mask_T]),
         generator_logprobs_T=torch.cat([nothing_T, completion.logprobs_T]),
-        routes_TLE=_routes_of(completion, len(ids_T)),
         prompt_tokens=len(prompt_ids_T),
         temperature=completion.temperature,
         version=completion.oldest_version,
         truncated=completion.truncated,
-        teacher=teacher,
         **{name: torch.cat([nothing_T.to(values_T.dtype), values_T]) for name, values_T in others.items()},
     )
 
@@ -84,19 +76,6 @@ def _turns_of(completion: Completion, weight: float) -> dict[str, torch.Tensor]:
     weight = 0.0 if episode["reward"] is None else weight
     earned = [turn.get("earned", 0.0) * weight for turn in episode["turns"]]  # at its end, when the next one begins
     return {"turn_T": turn_T, "earned_T": torch.tensor([0.0, 0.0, *earned])[turn_T]}
-
-
-def _observed_of(completion: Completion) -> torch.Tensor:
-    """`Sample.observed_T` of an episode; where it was lost, nothing that was answered is taken for true."""
-    is_lost = bool(completion.episode["failure"])
-    return torch.cat([torch.full((p.num_tokens,), p.observed and not is_lost) for p in completion.pieces])
-
-
-def _routes_of(completion: Completion, num_tokens: int) -> torch.Tensor | None:
-    """`Sample.routes_TLE`: nothing predicts the first token, and the engine was not fed the last ones of some."""
-    if (known_TLE := completion.routes_TLE) is None:
-        return None
-    return torch.nn.functional.pad(known_TLE, (0, 0, 0, 0, 1, num_tokens - 1 - len(known_TLE)), value=FREE)
 
 
 def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[TrainBatch]:
@@ -113,11 +92,6 @@ def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[Tra
     for start, end in itertools.pairwise(edges):
         parts.append(_part(batch, slice(start, end), slice(starts[start], starts[end])))
     return parts
-
-
-def select(batch: TrainBatch, chosen_S: torch.Tensor) -> TrainBatch:
-    """Return the sequences where `chosen_S`, bool, is True, in their order."""
-    return _part(batch, chosen_S, chosen_S[batch.owner_N])
 
 
 def _part(batch: TrainBatch, sequences: slice | torch.Tensor, tokens: slice | torch.Tensor) -> TrainBatch:
@@ -205,15 +179,8 @@ def build_micro_batch(
     own_BT, token_BT, positions_BT, documents = _lay_out_rows(batch, rows, row_length, prompts)
 
     # what belongs to a token goes to the position that predicts it, what belongs to a sequence to all its positions
-    nothing = {"routes_NLE": FREE}  # where no token is predicted; else 0
-    per_token = {
-        name.replace("_N", "_BT"): _at(token_BT, values_N, nothing.get(name, 0))
-        for name, values_N in batch.per_token.items()
-    }
+    per_token = {name.replace("_N", "_BT"): _at(token_BT, values_N, 0) for name, values_N in batch.per_token.items()}
     owner_BT = _at(own_BT, batch.owner_N, -1)
-    temperatures_BT = _at(owner_BT, batch.temperatures_S, 1)
-    if batch.observed_N is not None:  # cross-entropy is of the policy itself, which did not sample these tokens
-        temperatures_BT = temperatures_BT.masked_fill(per_token["observed_BT"], 1)
     document_starts = torch.tensor([*(document.start for document in documents), own_BT.numel()], dtype=torch.int32)
     return MicroBatch(
         **per_token | {"ids_BT": _at(own_BT, batch.ids_N)},
@@ -221,19 +188,14 @@ def build_micro_batch(
         positions_BT=positions_BT,
         token_BT=token_BT,
         sequence_BT=_at(owner_BT, batch.sequence_S, -1),
-        temperatures_BT=temperatures_BT,
+        temperatures_BT=_at(owner_BT, batch.temperatures_S, 1),
         num_loss_tokens_BT=_at(owner_BT, batch.num_loss_tokens_S).clamp(min=1),
-        scored_M=_scored(_at(token_BT, predicted(batch)).flatten(), multiple),
+        scored_M=_scored(_at(token_BT, batch.loss_mask_N).flatten(), multiple),
         document_starts=document_starts,
         longest_document=int(document_starts.diff().max()),
         shared=shared_keys(documents) if prompts else None,
         num_sequences=int(batch.sequence_S.max()) + 1,
     )
-
-
-def predicted(batch: TrainBatch) -> torch.Tensor:
-    """The tokens, bool [N], on whose log-probs an update depends: they count in the loss, or were observed."""
-    return batch.loss_mask_N if batch.observed_N is None else batch.loss_mask_N | batch.observed_N
 
 
 def take_out(values_BT: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from grpo.config import DataConfig, SFTConfig, TrainOn
 from grpo.config.values import Source
 from grpo.data.chat import template_bounds, template_name
-from grpo.data.rows import BadRow, Example, Row, RowReader, choice_of, environment_of, kinds_of, teacher_prompt
+from grpo.data.rows import BadRow, Example, Row, RowReader, environment_of, kinds_of, teacher_prompt
 from grpo.data.sources import Rows
 from grpo.data.turns import Written, longest_token, tokenize, write_example, write_prompt
 from grpo.text import printable
@@ -118,8 +118,6 @@ class Encoder:
     """Of each environment by its name, JSON schemas, for prompts whose rows bring none."""
     teacher_template: str = ""
     """What a teacher reads in place of the user's message; empty: the same."""
-    teachers: tuple[str, ...] = ()
-    """Names of which each prompt's row has one; empty: they need none."""
     vocab_size: int | None = None
     """Tokens that the model has; None: those of the tokenizer."""
 
@@ -175,8 +173,6 @@ class Encoder:
         else:
             encoded.values, encoded.kinds = _as_json([example.prompt, example.columns]), kinds_of(example.columns)
             tools = self.tools[environment_of(example.columns, self.data, self.tools)] if self.tools else None
-            if self.teachers:
-                choice_of(example.columns, self.data.teacher_column, self.teachers, "model.teachers")
             prompts = [example.prompt]
             if self.teacher_template:
                 prompts.append(teacher_prompt(example, self.teacher_template))
@@ -200,12 +196,10 @@ def prompt_encoder(
     data: DataConfig,
     tools: Mapping[str, list[dict[str, Any]]] | None = None,
     teacher_template: str = "",
-    teachers: tuple[str, ...] = (),
     vocab_size: int | None = None,
 ) -> Encoder:
-    """The encoder of GRPO's rows. tools: of each environment, by its name. teachers: names, of which a row has one."""
-    others = {"tools": tools or {}, "teacher_template": teacher_template, "teachers": teachers}
-    others |= {"vocab_size": vocab_size}
+    """The encoder of GRPO's rows. tools: of each environment, by its name."""
+    others = {"tools": tools or {}, "teacher_template": teacher_template, "vocab_size": vocab_size}
     return Encoder(tokenizer, data, data.max_prompt_tokens, **others)
 
 
@@ -275,7 +269,7 @@ def _fingerprint(rows: Rows, encoder: Encoder) -> str:
     text = [
         *(rows.table._fingerprint, rows.source.text),
         repr((data, encoder.max_tokens, encoder.train_on, encoder.truncates, encoder.columns, encoder.tools)),
-        *(encoder.teacher_template, repr(encoder.teachers), repr(encoder.vocab_size)),
+        *(encoder.teacher_template, repr(encoder.vocab_size)),
         *(tokenizer.backend_tokenizer.to_str(), tokenizer.name_or_path, str(tokenizer.chat_template)),
         *(repr(tokenizer.special_tokens_map), repr(tokenizer.init_kwargs)),
         *(f"{name} {version(name)}" for name in LIBRARIES),

@@ -153,9 +153,7 @@ def usable_prompts(
     model has; a row with another one cannot be used. Raises ValueError if rows cannot be used and `data.bad_rows` is
     refuse, or if next to nothing is left.
     """
-    encoder = prompt_encoder(
-        tokenizer, config.data, tools, config.algorithm.teacher_template, tuple(config.model.teachers), vocab_size
-    )
+    encoder = prompt_encoder(tokenizer, config.data, tools, config.algorithm.teacher_template, vocab_size)
     return _training_rows(sources, encoder, config.prompts_per_step)
 
 
@@ -177,7 +175,6 @@ def load_eval_prompts(
 
     Prompt.index counts on from 0 through all sets, Prompt.source is the set's name. Raises what `usable_prompts` does.
     """
-    data = dataclasses.replace(data, teacher_column="")  # nobody teaches by them
     prompts, encoder = [], prompt_encoder(tokenizer, data, tools, vocab_size=vocab_size)
     for source in evaluation.held_out(data):
         _warn_of_training_data(source, data, evaluation.section)

@@ -113,13 +113,11 @@ def teacher_prompt(example: Example, template: str) -> list[Message]:
 
 def environment_of(columns: Mapping[str, Any], data: DataConfig, names: Collection[str]) -> str:
     """The name of a row's environment, empty if there is one for all. Raises BadRow if its column has another one."""
-    return choice_of(columns, data.environment_column, names, "environment.classes") if data.environment_column else ""
-
-
-def choice_of(columns: Mapping[str, Any], column: str, names: Collection[str], field_name: str) -> str:
-    """What a row's `column` holds, one of the `names` that a field of the config has. Raises BadRow for another one."""
-    if (name := columns.get(column)) not in [*names]:
-        raise BadRow(f"column {column!r} is {name!r}, and {field_name} has {', '.join(names)}")
+    if not data.environment_column:
+        return ""
+    name = columns.get(data.environment_column)
+    if name not in [*names]:
+        raise BadRow(f"column {data.environment_column!r} is {name!r}, and environment.classes has {', '.join(names)}")
     return name
 
 

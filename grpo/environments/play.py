@@ -70,7 +70,6 @@ class Episode:
     """Its place among those that are played together."""
     ids: list[int] = field(default_factory=list)
     """The prompt's and what followed; only appended to."""
-    routes: list[torch.Tensor] = field(default_factory=list)
     """Of each turn, see `Stretch`; none for a dense model."""
     pieces: list[Piece] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -93,11 +92,11 @@ class Episode:
     decided: Decision | None = None
     """What is known of its next turn and was not told yet."""
 
-    def write(self, ids: list[int], observed: bool = False) -> None:
-        """Append what was not sampled; `observed`, if it is an answer, and no text of the chat template."""
+    def write(self, ids: list[int]) -> None:
+        """Append tokens that were not sampled."""
         self.ids += ids
         mask_T = torch.zeros(len(ids), dtype=torch.bool)
-        self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version, observed=observed))
+        self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version))
 
     def end(self, ended_by: str) -> None:
         """No further turn begins."""
@@ -134,12 +133,9 @@ class Player:
             else:
                 self._open(episode, None)
 
-    def ended(
-        self, number: int, ids: list[int], logprobs: list[float], reason: str, routes: torch.Tensor | None = None
-    ) -> None:
+    def ended(self, number: int, ids: list[int], logprobs: list[float], reason: str) -> None:
         """Take in a turn that the engine has ended. A turn that ran out of tokens ends the episode."""
         episode = self.episodes[number]
-        episode.routes += [] if routes is None else [routes]
         piece = Piece.sampled(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), episode.version)
         episode.pieces.append(piece)
         episode.ids += ids
@@ -219,13 +215,11 @@ class Player:
             self._end(episode, "seconds")
         else:
             turns = self.turns[episode.environment]
-            stretches = turns.stretches(turn["answers"], episode.ids[-1], reply["role"])
-            suffix = [token for ids, _ in stretches for token in ids]
+            suffix = turns.ids(turn["answers"], episode.ids[-1], reply["role"])
             if len(episode.ids) + len(suffix) - episode.num_prompt_tokens >= self.max_tokens:
                 self._end(episode, "tokens")
             else:
-                for ids, is_answer in stretches:
-                    episode.write(ids, observed=is_answer)
+                episode.write(suffix)
                 self._next_turn(episode, suffix)
 
     def _next_turn(self, episode: Episode, further: list[int]) -> None:
@@ -260,14 +254,14 @@ def play(
     config: EnvironmentConfig,
     loop: Any,
     num_rollouts: int,
-    add: Callable[[int, list[int], int, int, int], None],
+    add: Callable[[int, list[int], int, int], None],
     player: Player | None,
     tell: Callable[[list[Decision] | None], list[Decision]],
 ) -> None:
     """Play rollouts 0 to `num_rollouts` - 1 until none of them samples any more. Every rank of the replica calls it.
 
     loop: the EngineLoop, whose requests are these numbers. add(number, ids, how many of them are behind the prompt,
-    how many were there before the environment wrote, most tokens) gives it a turn that begins. player: on the head,
+    most tokens) gives it a turn that begins. player: on the head,
     after `begin`; None elsewhere. tell: hands what the head decided to all ranks. When it speaks follows from counts of
     steps alone, which are the same on all of them.
     """
@@ -289,11 +283,11 @@ def play(
                 ids[number] += further
                 if max_tokens:
                     num_behind = len(ids[number]) - num_prompt_tokens[number]
-                    add(number, list(ids[number]), num_behind, len(ids[number]) - len(further), max_tokens)
+                    add(number, list(ids[number]), num_behind, max_tokens)
         if loop.num_running:
             step = 1.0 if math.isinf(step) else step + 1  # with rounds, each begins anew
             for stretch in sorted(loop.step(), key=lambda stretch: stretch.request):
                 ids[stretch.request] += stretch.ids
                 due[stretch.request] = step + delay
                 if player:
-                    player.ended(stretch.request, stretch.ids, stretch.logprobs, stretch.reason, stretch.routes_TLE)
+                    player.ended(stretch.request, stretch.ids, stretch.logprobs, stretch.reason)

@@ -68,7 +68,7 @@ def check_run_folder(
         os.close(_take_lock(folder))
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     marker = read_marker(folder)
-    # a start that was refused may have left a toy model
+    # a start that was refused may have left a model that a function of the user's built
     if marker is None and (others := [name for name in there if name not in (LOCK, "initial_model")]):
         shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
         raise ValueError(

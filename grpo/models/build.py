@@ -5,7 +5,7 @@ any other weight hides behind the products of long rows, and no rank waits for t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -120,9 +120,9 @@ class ShardedModel:
         rank's device. Collective over the role's ranks.
         """
         masks = self.module.masks(micro)
-        inputs = micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
-        routes = () if micro.routes_BTLE is None else (micro.routes_BTLE,)
-        return self.module(*inputs, *routes)
+        return self.module(
+            micro.ids_BT, micro.targets_BT, micro.positions_BT, masks, micro.temperatures_BT, micro.scored_M
+        )
 
     @torch.no_grad()
     def token_logprobs(self, batch: TrainBatch, trainer: TrainerConfig) -> torch.Tensor:
@@ -132,7 +132,7 @@ class ShardedModel:
         count in the loss; of others it may be 0. Collective over the role's ranks.
         """
         logprobs_N = torch.zeros(batch.num_tokens)
-        packing = self.pack(replace(batch, observed_N=None), trainer)  # what was observed has no ratio and no KL
+        packing = self.pack(batch, trainer)
         found = [(micro, self.logprobs(micro)[0]) for micro, _ in self.micro_batches(packing)]
         for micro, logprobs_BT in found if self.tensor_parallel_rank == 0 else ():
             index_M, logprobs_M = take_out(logprobs_BT, micro)
@@ -140,21 +140,6 @@ class ShardedModel:
         forget_forwards(self.module)
         self.drop_copy()
         return logprobs_N
-
-    @torch.no_grad()
-    def routing_metrics(self) -> dict[str, float]:
-        """`routing/differs_frac`: of tokens and layers told their experts, those whose router would choose others.
-
-        Counted in the forwards of an update, whose end this is; empty if none was told. Collective over the role.
-        """
-        if not (counts := told_counts(self.module)):
-            return {}
-        sums = torch.stack(counts).double().sum(0)
-        torch._foreach_zero_(counts)
-        if self.data_ranks:
-            dist.all_reduce(sums, group=self.data_ranks)
-        differing, told = sums.tolist()
-        return {"routing/differs_frac": differing / told} if told else {}
 
     def clip_gradients(self, max_norm: float) -> float:
         """Scale gradients down to a global norm of at most `max_norm`; returns the norm before.
@@ -174,18 +159,11 @@ def _on_device(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True)
 
 
-def told_counts(module: nn.Module) -> list[torch.Tensor]:
-    """The counts of tokens that routers were told experts for, see `experts.Router`; none of a dense model."""
-    return [count for name, count in module.named_buffers() if name.endswith(".router.told_2")]
-
-
 def forget_forwards(module: nn.Module) -> None:
-    """Drop what FSDP noted of forwards for their backward, which a reference does not have, and routers counted.
+    """Drop what FSDP noted of forwards for their backward, which a reference does not have.
 
     Else its memory grows, by some 40 bytes for each of its blocks and micro-batches.
     """
-    if counts := told_counts(module):
-        torch._foreach_zero_(counts)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             state = part._get_fsdp_state()
@@ -262,7 +240,7 @@ def build_model(
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
-    name = folder if model.path.startswith("toy:") else model.path
+    name = folder if model.is_built else model.path
     return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
 
 

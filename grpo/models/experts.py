@@ -23,8 +23,6 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
-from grpo.types import FREE
-
 
 def settled(hidden_BTD: torch.Tensor) -> torch.Tensor:
     """Hidden states, waited for.
@@ -54,51 +52,21 @@ class Experts(GroupedExperts):
 
 
 class Router(TokenChoiceTopKRouter):
-    """The gate, in the dtype of its weights as vLLM's is, then softmax in float32, and the largest scores' experts.
-
-    `told_2` counts tokens since it was last zeroed, float32: those told other experts than the router's own choice,
-    and all that were told. What a backward computes again may count twice, in both.
-    """
+    """The gate, in the dtype of its weights as vLLM's is, then softmax in float32, and the largest scores' experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
         pass
 
-    def __init__(self, config: Config):
-        super().__init__(config)
-        # float32 whatever the weights are: bfloat16 would count to 256
-        self.register_buffer("told_2", torch.zeros(2, dtype=torch.float32), persistent=False)
-
-    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
-        self.told_2.zero_()
-
-    def forward(
-        self, x_BTD: torch.Tensor, routes_BTE: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return scores of each token's experts [B, T, E], float32, the experts [B, T, E], and tokens per expert [X].
-
-        `routes_BTE`, uint8, has the experts of tokens that are told theirs, in any order, and FREE for others. The
-        scores are the gate's either way, so that it learns.
-        """
+    def forward(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return each token's experts' scores (float32 [B, T, E]), the experts [B, T, E], and tokens per expert [X]."""
         scores_BTX = F.softmax(self.gate(x_BTD), dim=-1, dtype=torch.float32)
         experts_BTE = scores_BTX.topk(self.top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
-        if routes_BTE is not None:
-            experts_BTE = self._told(routes_BTE, experts_BTE)
         scores_BTE = scores_BTX.gather(-1, experts_BTE)
         if self.route_norm:
             scores_BTE = scores_BTE / scores_BTE.sum(dim=-1, keepdim=True)
         chosen_BTX = torch.zeros_like(scores_BTX, dtype=torch.bool).scatter(-1, experts_BTE, True)
         return scores_BTE, experts_BTE, chosen_BTX.sum(dim=(0, 1))
-
-    def _told(self, routes_BTE: torch.Tensor, own_BTE: torch.Tensor) -> torch.Tensor:
-        """The experts of `routes_BTE`, where it has some, else `own_BTE`."""
-        own = own_BTE.to_local() if isinstance(own_BTE, DTensor) else own_BTE  # whole on each tensor-parallel rank
-        told_BT1 = routes_BTE[..., :1] != FREE
-        experts_BTE = torch.where(told_BT1, routes_BTE.long().sort(dim=-1).values, own)
-        self.told_2.add_(torch.stack([(experts_BTE != own).any(dim=-1).sum(), told_BT1.sum()]))
-        if isinstance(own_BTE, DTensor):
-            return DTensor.from_local(experts_BTE, own_BTE.device_mesh, own_BTE.placements, run_check=False)
-        return experts_BTE
 
 
 class Mixture(MoE):
@@ -116,9 +84,9 @@ class Mixture(MoE):
         pass
 
     # torchtitan declares a sharding for this argument name
-    def forward(self, x_BLD: torch.Tensor, routes_BTE: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
         x_BTD = settled(x_BLD)
-        return self.routed_experts(x_BTD, *self.router(x_BTD, routes_BTE))
+        return self.routed_experts(x_BTD, *self.router(x_BTD))
 
 
 class MixtureBlock(Qwen3TransformerBlock):
@@ -128,9 +96,9 @@ class MixtureBlock(Qwen3TransformerBlock):
     class Config(Qwen3TransformerBlock.Config):
         pass
 
-    def forward(self, x, attention_masks, positions=None, routes_BTE=None):
+    def forward(self, x, attention_masks, positions=None):
         x = x + self.attention(self.attention_norm(x), attention_masks, positions)
-        return x + self.moe(self.ffn_norm(x), routes_BTE)
+        return x + self.moe(self.ffn_norm(x))
 
 
 def mixture_config(hidden_size: int, width: int, num_experts: int, chosen: int, renormalize: bool) -> Mixture.Config:

@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from grpo.models.attention import FlashAttention, config_of, document_masks, for_compiler, shared_prompt_mask
 from grpo.models.experts import ExpertsReader, MixtureBlock, mixture_config, settled
 from grpo.models.logprob_head import LogprobHead, ScoreHead
-from grpo.types import FREE, MicroBatch
+from grpo.types import MicroBatch
 
 WRITES, SCORES = "ForCausalLM", "ForSequenceClassification"  # how the names of `architectures` end
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the ones whose frequencies do not change with the length
@@ -141,11 +141,8 @@ def what_no_mixture_has(raw: dict[str, Any], config: transformers.PretrainedConf
             f"decoder_sparse_step={config.decoder_sparse_step} and mlp_only_layers={config.mlp_only_layers} make some "
             "blocks dense; only mixtures whose every block has experts are supported"
         )
-    if not config.num_experts_per_tok <= config.num_experts <= FREE:
-        yield (
-            f"{config.num_experts} experts of which {config.num_experts_per_tok} are chosen are not supported: at most "
-            f"{FREE} can be told apart in the byte that says which expert a token went to"
-        )
+    if config.num_experts_per_tok > config.num_experts:
+        yield f"num_experts_per_tok={config.num_experts_per_tok} is more than num_experts={config.num_experts}"
 
 
 class MixtureNames(DenseNames):
@@ -249,13 +246,12 @@ class Policy(Qwen3Model):
         mask_mods = [get_causal_mask_mod(), shared_prompt_mask(micro)]
         return self._create_flex_attention_mask(micro.positions_BT, attention, mask_mods)
 
-    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M, routes_BTLE=None):
+    def forward(self, ids_BT, targets_BT, positions_BT, attention_masks, temperatures_BT, scored_M):
         if isinstance(self.config.first_attention.inner_attention, FlashAttention.Config):
             attention_masks = for_compiler(attention_masks)  # here, behind FSDP, which moves tensors to the GPU
         h_BTD = settled(self.tok_embeddings(ids_BT))
-        for index, layer in enumerate(self.layers.values()):
-            routes = () if routes_BTLE is None else (routes_BTLE[:, :, index],)  # which a dense block does not take
-            h_BTD = layer(h_BTD, attention_masks, positions_BT, *routes)
+        for layer in self.layers.values():
+            h_BTD = layer(h_BTD, attention_masks, positions_BT)
         return self.lm_head(self.norm(h_BTD), targets_BT, temperatures_BT, scored_M)
 
 

@@ -140,7 +140,7 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
         "activations": activations,
     }
     if config.reference_has_model and not roles.num_reference_ranks:
-        parts["reference"] = config.model.num_frozen * dtype_bytes * sizes.parameters / roles.num_trainers
+        parts["reference"] = dtype_bytes * sizes.parameters / roles.num_trainers
     if sizes.reward_model and not roles.num_reference_ranks:
         parts["reward model"] = dtype_bytes * sizes.reward_model.parameters / roles.num_trainers
     return _gib(parts)
@@ -149,16 +149,16 @@ def trainer_gib(sizes: Sizes, config: GRPOConfig | SFTConfig) -> dict[str, float
 def reference_gib(sizes: Sizes, config: GRPOConfig) -> dict[str, float]:
     """Return the parts of the peak of a rank that only holds frozen models; GiB.
 
-    The reference, or each of `model.teachers`, is taken to be of the policy's size. One model computes at a time.
+    The reference is taken to be of the policy's size. One model computes at a time.
     """
     num_references, models = config.roles.num_references, {}
     if config.needs_reference:
-        models["weights"] = sizes, config.reference_tensor_parallel, config.model.num_frozen
+        models["weights"] = sizes, config.reference_tensor_parallel
     if sizes.reward_model:
-        models["reward model"] = sizes.reward_model, 1, 1
+        models["reward model"] = sizes.reward_model, 1
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
-    weights = {name: count * dtype_bytes * of.parameters / num_references for name, (of, _, count) in models.items()}
-    forwards = [_of_a_forward(of, config, num_references, ranks) for of, ranks, _ in models.values()]
+    weights = {name: dtype_bytes * of.parameters / num_references for name, (of, _) in models.items()}
+    forwards = [_of_a_forward(of, config, num_references, ranks) for of, ranks in models.values()]
     return _gib(weights | max(forwards, key=lambda parts: sum(parts.values())))
 
 

@@ -13,9 +13,8 @@ import torch
 
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.algorithm.importance import with_effective_sample_size
+from grpo.metrics import StepMetrics, peak_bytes
 from grpo.rewards.answers import extract_answer
-from grpo.roles.engine import peak_bytes
-from grpo.roles.metrics import StepMetrics
 from grpo.types import Completion, Rollout, TrainBatch
 
 

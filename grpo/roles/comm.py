@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +23,7 @@ from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Piece, Requests, TrainBatch
 
 if TYPE_CHECKING:  # these load torchtitan
-    from grpo.roles.generator import Generator
+    from grpo.roles.engine.generator import Generator
     from grpo.roles.reference import Reference
 
 Method = TypeVar("Method", bound=Callable)
@@ -186,18 +185,15 @@ def broadcast_tensors(
 
 
 def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
-    """Completions as flat tensors: what is known of each and of its pieces as bytes of JSON; ids, loss mask, log-probs,
-    routes.
+    """Completions as flat tensors: what is known of each and of its pieces as bytes of JSON; ids, loss mask, log-probs.
 
     So they go over the wire quickly, and into a checkpoint without pickles.
     """
     pieces = [piece for completion in completions for piece in completion.pieces]
-    routes = [completion.routes_TLE for completion in completions]
     facts = [
         {f.name: getattr(completion, f.name) for f in fields(completion)}
-        | {"pieces": [(p.num_tokens, p.version, p.logprobs_T is not None, p.observed) for p in completion.pieces]}
-        | {"routes_TLE": None if chosen_TLE is None else chosen_TLE.shape}
-        for completion, chosen_TLE in zip(completions, routes, strict=True)
+        | {"pieces": [(p.num_tokens, p.version, p.logprobs_T is not None) for p in completion.pieces]}
+        for completion in completions
     ]
     nothing = torch.empty(0)
     return [
@@ -205,24 +201,19 @@ def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
         torch.cat([nothing.long(), *(piece.ids_T for piece in pieces)]),
         torch.cat([nothing.bool(), *(piece.loss_mask_T for piece in pieces)]),
         torch.cat([nothing, *(completion.logprobs_T for completion in completions)]),
-        torch.cat([nothing.byte(), *(chosen_TLE.flatten() for chosen_TLE in routes if chosen_TLE is not None)]),
     ]
 
 
 def unflatten_completions(
-    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor, routes: torch.Tensor
+    facts: torch.Tensor, ids: torch.Tensor, loss_mask: torch.Tensor, logprobs: torch.Tensor
 ) -> list[Completion]:
     """Undo `flatten_completions`."""
     completions = json.loads(facts.numpy().tobytes())
-    shapes = [completion["routes_TLE"] for completion in completions]
-    parts = iter(routes.split([math.prod(shape) for shape in shapes if shape is not None]))
-    for completion, shape in zip(completions, shapes, strict=True):
-        completion["routes_TLE"] = None if shape is None else next(parts).view(shape)
     pieces = [piece for completion in completions for piece in completion["pieces"]]
     lengths = [num_tokens for num_tokens, *_ in pieces]
     tokens = zip(pieces, ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), strict=True)
     whole = (
-        Piece(ids_T, mask_T, logprobs_T if sampled else None, version, observed)
-        for (_, version, sampled, observed), ids_T, mask_T, logprobs_T in tokens
+        Piece(ids_T, mask_T, logprobs_T if sampled else None, version)
+        for (_, version, sampled), ids_T, mask_T, logprobs_T in tokens
     )
     return [Completion(**c | {"pieces": tuple(itertools.islice(whole, len(c["pieces"])))}) for c in completions]

@@ -18,7 +18,7 @@ from grpo.data.batches import make_batch, sample_of
 from grpo.models.experts import by_expert
 from grpo.models.export import hf_tensors, stacked_shapes, stacked_tensors
 from grpo.roles.comm import broadcast, gather_completions, send_batch, wait_for_all
-from grpo.roles.generator import Generator
+from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Trainer
 from grpo.types import Prompt, Requests

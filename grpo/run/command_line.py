@@ -3,7 +3,7 @@
 Only the standard library and tyro are needed for it. What compilers keep goes into one folder, with which the next run
 starts: `~/.cache/grpo`, or what GRPO_CACHE_DIR names. Ranks, runs and nodes share it: entries are found by a hash of
 what was compiled, for which GPU, and appear whole. Those of vLLM and FlashAttention 4 are not found by the GPU, so both
-have folders of their own in it for each (engine.py, attention.py). All of it can be deleted at any time.
+have folders of their own in it for each (vllm_engine.py, attention.py). All of it can be deleted at any time.
 """
 
 import importlib.util
@@ -114,6 +114,11 @@ def subject_of(doc: str, words: list[str] | None = None) -> tuple[str, list[str]
     quiet_libraries()
     keep_caches()
     return words[0], words[1:]
+
+
+def tool_config(words: list[str]) -> GRPOConfig:
+    """Return the config of a tool's `[RECIPE.py] [--field value ...]`, with all roles in one process."""
+    return load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], words, for_one_process)
 
 
 def keep_caches() -> None:

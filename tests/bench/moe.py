@@ -1,12 +1,11 @@
-"""GRPO of a mixture of experts on one GPU, every role on it, with the engine's routes replayed and without.
+"""GRPO of a mixture of experts on one GPU, every role on it.
 
     python tests/bench/moe.py [--layers 8] [--steps 5] [--tiny] [-- --trainer.moments bfloat16 ...]
 
 The shape is that of Qwen3-30B-A3B with fewer layers and random weights: 8 layers are 5.3e9 parameters, which with
 float32 moments and an engine that sleeps take about 110 GiB; `--layers 3` fits 80. Prompts, lengths and rewards are
-those of colocated.py, and generator and trainer are compared in every step. Three rows, shown one after the other: GRPO
-with replay, its recorded batches trained on without (the same tokens, no engine), and GRPO without. What comes behind
-`--` goes to all. The first step, which compiles, is left out. `--tiny` is a look on a CPU.
+those of colocated.py, and generator and trainer are compared in every step. What comes behind `--` goes to the run. The
+first step, which compiles, is left out. `--tiny` is a look on a CPU.
 """
 
 import argparse
@@ -19,18 +18,13 @@ from speed import ROOT, report, run_limited, spread
 from toy_runs import records
 
 SHOWN = ("time/step", "time/generate", "time/train", "time/sync", "tokens_per_second", "memory/peak_gib")
-SHOWN += ("mismatch/mean", "mismatch/kl", "mismatch/ess", "routing/differs_frac")
+SHOWN += ("mismatch/mean", "mismatch/kl", "mismatch/ess")
 LIMIT = 540  # seconds of a run
 REAL = ["--generator.sleep", "--trainer.activation-checkpointing", "full"]
 TINY = ["--model.dtype", "float32", "--trainer.no-compile", "--generator.max-completion-tokens", "16"]
 TINY += ["--prompts-per-step", "4", "--trainer.micro-batch-tokens", "1024"]
-RUNS = ROOT / "runs" / "moe"
+RUN_DIR = ROOT / "runs" / "moe"
 GRPO = ("train_grpo.py", "tests/bench/colocated.py")
-ROWS = {  # what is run, and with which flags
-    "replayed": (*GRPO, "--record"),
-    "recorded, not replayed": ("-m", "grpo.replay", RUNS / "replayed", "--algorithm.no-replay-routing"),
-    "not replayed": (*GRPO, "--algorithm.no-replay-routing"),
-}
 
 
 def main() -> None:
@@ -46,20 +40,17 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, ROOT / "tests/bench/random_checkpoint.py", shape, folder]
         subprocess.run([*command, "--num-layers", str(options.layers)], check=True)
-    rows = []
-    for name, what in ROWS.items():
-        run_dir = RUNS / name.replace(", ", "-").replace(" ", "-")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", *what]
-        command += ["--model.path", folder, "--data.path", folder / "prompts.jsonl", "--num-steps", options.steps]
-        command += ["--run-dir", run_dir, "--overwrite", *(TINY if options.tiny else REAL), *options.flags]
-        code = run_limited(command, log := run_dir.with_suffix(".log"), LIMIT)
-        if code:
-            print(log.read_text()[-3000:], flush=True)
-        steps = [line for line in records(run_dir) if line["step"] > 1] if code == 0 else []
-        found = {shown: [line[shown] for line in steps if shown in line] for shown in SHOWN}
-        found = {shown: spread(values) for shown, values in found.items() if values}
-        rows.append({"routes": name, "exit code": code, **found})
-        report("moe", rows, shape=shape, layers=options.layers, flags=options.flags)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", *GRPO]
+    command += ["--model.path", folder, "--data.path", folder / "prompts.jsonl", "--num-steps", options.steps]
+    command += ["--run-dir", RUN_DIR, "--overwrite", *(TINY if options.tiny else REAL), *options.flags]
+    log = RUN_DIR.with_suffix(".log")
+    code = run_limited(command, log, LIMIT)
+    if code:
+        print(log.read_text()[-3000:], flush=True)
+    steps = [line for line in records(RUN_DIR) if line["step"] > 1] if code == 0 else []
+    measured = {shown: [line[shown] for line in steps if shown in line] for shown in SHOWN}
+    row = {"exit code": code} | {shown: spread(values) for shown, values in measured.items() if values}
+    report("moe", [row], shape=shape, layers=options.layers, flags=options.flags)
 
 
 if __name__ == "__main__":

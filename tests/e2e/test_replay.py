@@ -39,7 +39,6 @@ def test_a_replay_repeats_the_run_to_the_last_digit(live: pathlib.Path, tmp_path
     assert [m["step"] for m in after] == [1, 2, 3]
     for one, other in zip(before, after, strict=True):
         assert without_clocks(other) == without_clocks(one)
-    assert all(0 < m["routing/differs_frac"] < 0.2 for m in after)  # in float32 only after a first update
     for name in ("loss", "kl", "grad_norm", "entropy", "mismatch/mean", "loss/ratio_mean"):
         assert len({m[name] for m in after}) == 3, name  # the comparison means something
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (live, again)]
@@ -48,13 +47,12 @@ def test_a_replay_repeats_the_run_to_the_last_digit(live: pathlib.Path, tmp_path
 
 def test_another_loss_on_the_same_data_on_one_rank(live: pathlib.Path, tmp_path: pathlib.Path):
     flags = ("--run-dir", tmp_path / "gspo", "--num-steps", 2, "--algorithm.loss", "gspo", "--algorithm.clip-low", 3e-4)
-    flags += ("--algorithm.no-replay-routing",)
     run_python("-m", "grpo.replay", live, *flags, deadline=240)
     before, after = read_metrics(live), read_metrics(tmp_path / "gspo")
     assert [m["step"] for m in after] == [1, 2]
     for one, other in zip(before, after, strict=False):
         assert other["reward/mean"] == one["reward/mean"]
-        assert other["grad_norm"] != one["grad_norm"] and "routing/differs_frac" not in other
+        assert other["grad_norm"] != one["grad_norm"]
     # before the first update both are the policy that sampled
     assert after[0]["mismatch/kl"] == pytest.approx(before[0]["mismatch/kl"], abs=1e-3)
 

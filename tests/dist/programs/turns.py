@@ -23,8 +23,8 @@ from grpo.data.batches import make_batch, sample_of
 from grpo.data.toy import make_model
 from grpo.environments.play import Episode, Player, play
 from grpo.environments.suffix import Turns
-from grpo.roles.engine_loop import EngineLoop
-from grpo.roles.generator import Generator
+from grpo.roles.engine.generator import Generator
+from grpo.roles.engine.loop import EngineLoop
 from grpo.roles.process_groups import close_roles, setup_roles
 from grpo.roles.trainer import Trainer
 from grpo.types import Prompt, Requests

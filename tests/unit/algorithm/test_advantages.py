@@ -9,7 +9,7 @@ import torch
 from grpo.algorithm.advantages import by_group, equal_rewards
 from grpo.config import AlgorithmConfig, GRPOConfig, RewardConfig
 from grpo.data.batches import make_batch
-from grpo.roles.metrics import StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.types import Sample
 from train_grpo import add_advantages
 

@@ -14,9 +14,9 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 
 from grpo.config import PAPER_DEFAULTS, AlgorithmConfig, GRPOConfig
 from grpo.data.batches import build_micro_batch, make_batch, prompts_of
+from grpo.metrics import StepMetrics
 from grpo.models.attention import document_masks
 from grpo.models.families import titan_config
-from grpo.roles.metrics import StepMetrics
 from grpo.types import MicroBatch, Sample, SharedPrompts, TrainBatch
 from train_grpo import grpo_objective
 

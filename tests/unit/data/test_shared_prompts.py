@@ -13,7 +13,7 @@ from grpo.data.packing import pack
 from grpo.models import attention
 from grpo.models.attention import DocumentAttention, FlashAttention, document_masks, for_compiler, shared_prompt_mask
 from grpo.models.families import titan_config
-from grpo.types import FREE, MicroBatch, Sample, TrainBatch
+from grpo.types import MicroBatch, Sample, TrainBatch
 from tests import plain_attention
 
 torch.set_num_threads(1)
@@ -26,8 +26,7 @@ def batch_of(*groups: tuple[list[int], list[int]]) -> TrainBatch:
         for length in lengths:
             ids_T = torch.tensor([*prompt, *range(100 * len(samples) + 100, 100 * len(samples) + 100 + length)])
             counts_T = torch.arange(len(ids_T)) >= len(prompt)
-            routes_TLE = (ids_T[:, None, None] + torch.tensor([[0], [1]])).fmod(200).byte()
-            samples.append(Sample(ids_T, counts_T, -ids_T.float(), routes_TLE=routes_TLE, prompt_tokens=len(prompt)))
+            samples.append(Sample(ids_T, counts_T, -ids_T.float(), prompt_tokens=len(prompt)))
     return make_batch(samples)
 
 
@@ -116,16 +115,8 @@ def test_properties_of_packings(batch, num_ranks, max_tokens, multiple):
             check_keys(micro, batch)
             index_M, ids_M = take_out(micro.targets_BT, micro)
             assert torch.equal(ids_M, batch.ids_N[index_M])
-            check_routes(micro)
             counted[micro.token_BT[micro.loss_mask_BT]] += 1
     assert torch.equal(counted, batch.loss_mask_N.long())
-
-
-def check_routes(micro: MicroBatch) -> None:
-    """A token's experts are at the position that predicts it, for each layer; no other position has any."""
-    predicts_BT = micro.token_BT >= 0
-    expected_BTLE = (micro.targets_BT[..., None, None] + torch.tensor([[0], [1]])).fmod(200)
-    assert torch.equal(micro.routes_BTLE.long(), expected_BTLE.where(predicts_BT[..., None, None], FREE))
 
 
 def check_keys(micro: MicroBatch, batch: TrainBatch) -> None:

@@ -1,8 +1,7 @@
 """The sampling engine: one vLLM engine per replica, inside its torchrun ranks.
 
-Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. engine.py starts
-engines, engine_loop.py steps them by the shortcuts of engine_shortcuts.py, engine_routes.py asks for their experts;
-only these four import vllm.
+Token ids in, token ids and log-probs out. Text, chat templates and rewards are the driver's. vllm_engine.py
+starts engines, loop.py steps them by the shortcuts of shortcuts.py; only these three import vllm.
 """
 
 import collections
@@ -10,19 +9,19 @@ import gc
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from grpo.config import DataConfig, EvaluationConfig, GeneratorConfig, ModelConfig
+from grpo.metrics import set_given_back
 from grpo.models.families import has_experts
 from grpo.models.hf_folder import read_hf_config
-from grpo.roles import engine
-from grpo.roles.engine_loop import EngineLoop, Stretch, no_collection
-from grpo.roles.engine_routes import expert_layers, take_routes
-from grpo.roles.episodes import Episodes, completion_of
+from grpo.roles.engine import vllm_engine
+from grpo.roles.engine.episodes import Episodes, completion_of
+from grpo.roles.engine.loop import EngineLoop, Stretch, no_collection
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Prompt, Requests
 
@@ -61,28 +60,24 @@ class Generator:
         stop_token_ids: Sequence[int],
         roles: Roles,
         episodes: Episodes | None = None,
-        takes_routes: bool = False,
     ):
         """Start the engine (seconds on CPU, 20-95 s on GPU). Collective over the replica, colocated over all ranks.
 
-        episodes: the environments with which completions become conversations. takes_routes: of a mixture of experts,
-        completions have the experts that it chose.
+        episodes: the environments with which completions become conversations.
         """
         self.config, self.seed, self.roles = config, seed, roles
         self.episodes = episodes
         self.version = 0
         self.asleep = False
-        engine.import_vllm(roles)
-        more = engine.in_vllms_types(config.sampling)
-        self._parameters = partial(engine.sampling_params, config, list(stop_token_ids), more)
+        vllm_engine.import_vllm(roles)
+        more = vllm_engine.in_vllms_types(config.sampling)
+        self._parameters = partial(vllm_engine.sampling_params, config, list(stop_token_ids), more)
         self.least_tokens = more.get("min_tokens", 0)
         hf = read_hf_config(folder)
         self.has_experts = has_experts(hf)
-        takes_routes = takes_routes and self.has_experts
-        options = engine.options_of_model(hf, config.engine, takes_routes, roles.device)
-        self.llm = engine.start_engine(config, model, data, seed, folder, roles, options)
-        routes = take_routes(self.llm, roles.rank in roles.heads) if takes_routes else None
-        self.loop = EngineLoop(self.llm, engine.needs_texts(config), routes)
+        options = vllm_engine.options_of_model(hf, config.engine, roles.device)
+        self.llm = vllm_engine.start_engine(config, model, data, seed, folder, roles, options)
+        self.loop = EngineLoop(self.llm, vllm_engine.needs_texts(config))
 
     def generate(
         self,
@@ -117,11 +112,11 @@ class Generator:
             index = mine[number].index
             return temperatures[index % group_size % len(temperatures)], index
 
-        def add(number: int, ids: list[int], num_tokens: int, num_fed: int, max_tokens: int) -> None:
-            """Sample behind `ids`, of which `num_tokens` are behind the prompt; the first `num_fed` have routes."""
+        def add(number: int, ids: list[int], num_tokens: int, max_tokens: int) -> None:
+            """Sample behind `ids`, of which `num_tokens` are behind the prompt."""
             temperature, index = facts(number)
             seed = continuation_seed(request_seed(self.seed, index, held_out), num_tokens)
-            self.loop.add(number, ids, self._parameters(temperature, seed, max_tokens), num_fed)
+            self.loop.add(number, ids, self._parameters(temperature, seed, max_tokens))
 
         is_head = self.roles.rank in self.roles.heads
         with no_collection():
@@ -129,17 +124,13 @@ class Generator:
                 rollouts = [(request.prompt, request.index % group_size) for request in mine]
                 where = self.seed, self.version, held_out
                 episodes = self.episodes.play(self.loop, rollouts, limit, add, *where)
-                no_routes = self.loop.routes and self.loop.routes.nothing
-                completions = [completion_of(episode, *facts(n), no_routes) for n, episode in enumerate(episodes)]
+                completions = [completion_of(episode, *facts(n)) for n, episode in enumerate(episodes)]
             else:
                 for number, request in enumerate(mine):
                     ids, num_begun = request.prompt.ids + request.begun, len(request.begun)
-                    add(number, ids, num_begun, len(ids) if num_begun else 0, limit - num_begun)
+                    add(number, ids, num_begun, limit - num_begun)
                 stretches = self._decode(mine, enough)
                 completions = [self._completion(s, *facts(s.request)) for s in stretches] if is_head else []
-            self.loop.settle()
-        if held_out:  # which nobody trains on
-            completions = [replace(completion, routes_TLE=None) for completion in completions]
         return sorted(completions, key=lambda completion: completion.index) if is_head else None
 
     def _decode(self, requests: list[Request], enough: int) -> list[Stretch]:
@@ -179,7 +170,6 @@ class Generator:
             temperature=temperature,
             index=index,
             ended=stretch.reason != "abort",
-            routes_TLE=stretch.routes_TLE,
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
@@ -194,7 +184,7 @@ class Generator:
         if self.roles.device.type == "cpu" or quantized:
             tied = self.llm.llm_engine.model_config.hf_config.tie_word_embeddings
             tensors = _with_tied_head(tensors) if tied else tensors
-            for runner in expert_layers(self.llm) if self.has_experts else ():
+            for runner in vllm_engine.expert_layers(self.llm) if self.has_experts else ():
                 runner._quant_method.moe_kernel = None  # else it goes on with the experts that it packed at its start
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         else:  # into the live parameters, in place, so that captured CUDA graphs stay valid
@@ -216,13 +206,13 @@ class Generator:
         if self.config.sleep and self.roles.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=2)  # the weights come back with the next sync, so they need no copy on the host
-            engine.set_given_back(torch.cuda.mem_get_info()[0] - free)
+            set_given_back(torch.cuda.mem_get_info()[0] - free)
             self.asleep = True
 
     def _wake(self, tag: str) -> None:
         if self.asleep:
             torch.cuda.empty_cache()  # the trainer's cached blocks would take the room
-            engine.set_given_back(0)
+            set_given_back(0)
             self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:
@@ -236,7 +226,7 @@ class Generator:
             self.llm.llm_engine.model_executor.shutdown()
             del self.llm, self.loop
             gc.collect()
-        engine.destroy_groups()
+        vllm_engine.destroy_groups()
 
 
 def _with_tied_head(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

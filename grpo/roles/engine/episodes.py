@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import DataConfig, EnvironmentConfig
@@ -18,8 +17,8 @@ from grpo.environments.host import EnvironmentHost
 from grpo.environments.play import Decision, Episode, Player, as_integers, from_integers, play
 from grpo.environments.suffix import Turns
 from grpo.environments.tools import Toolbox, load_toolboxes
-from grpo.roles import engine
-from grpo.roles.engine_loop import EngineLoop
+from grpo.roles.engine import vllm_engine
+from grpo.roles.engine.loop import EngineLoop
 from grpo.roles.process_groups import Roles
 from grpo.types import Completion, Piece, Prompt
 
@@ -60,7 +59,7 @@ class Episodes:
         loop: EngineLoop,
         rollouts: list[tuple[Prompt, int]],
         max_tokens: int,
-        add: Callable[[int, list[int], int, int, int], None],
+        add: Callable[[int, list[int], int, int], None],
         run_seed: int,
         version: int,
         held_out: bool,
@@ -82,7 +81,7 @@ class Episodes:
     def _tell(self, decisions: list[Decision] | None) -> list[Decision]:
         if len(self.roles.replicas[self.roles.replica]) == 1:
             return decisions
-        return from_integers(engine.tell_replica(None if decisions is None else as_integers(decisions)))
+        return from_integers(vllm_engine.tell_replica(None if decisions is None else as_integers(decisions)))
 
     def close(self) -> None:
         """End the environment processes."""
@@ -114,23 +113,17 @@ def call_style(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, to
     return style_of(tokenizer.chat_template) if config.calls == "auto" else config.calls
 
 
-def completion_of(
-    episode: Episode, temperature: float, index: int, no_routes: torch.Tensor | None = None
-) -> Completion:
-    """An episode as what follows its prompt; one that was lost before it began has its prompt's tokens alone.
-
-    no_routes: what an episode without a turn has for `routes_TLE`; None for a dense model.
-    """
+def completion_of(episode: Episode, temperature: float, index: int) -> Completion:
+    """An episode as what follows its prompt; one that was lost before it began has its prompt's tokens alone."""
     pieces = tuple(episode.pieces) or (replace(Piece.nothing(), version=episode.version),)
-    routes = None if no_routes is None else torch.cat([no_routes, *episode.routes])
-    facts = {"temperature": temperature, "index": index, "routes_TLE": routes, "episode": episode.note()}
+    facts = {"temperature": temperature, "index": index, "episode": episode.note()}
     return Completion(pieces, episode.ended_by in LIMITS, **facts)
 
 
 def environment_seed(run_seed: int, prompt: Prompt, held_out: bool) -> int:
     """Seed of `reset`, below 2**31: the same for all completions of a prompt; held-out ones have the upper half.
 
-    A row's own column `seed`, as those of `--data.path seeds:4096` have it, or else drawn for the prompt.
+    A row's own column `seed`, as those of configs/examples/toys.py:seeds have it, or else drawn for the prompt.
     """
     own = prompt.columns.get("seed")
     drawn = own if isinstance(own, int) else random.Random(f"{run_seed} {prompt.index}").getrandbits(30)

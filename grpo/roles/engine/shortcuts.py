@@ -2,16 +2,14 @@
 
 The scheduler visits each request in Python several times for each of its tokens, for which the GPU waits with hundreds
 of sequences or a small model. The shortcut is for plain steps, in which every request decodes one token; all other
-steps, and the requests of a step that end in it, go vLLM's own way. Left out: the loop over steps (engine_loop.py), and
-which engine gets which kernels (engine.py).
+steps, and the requests of a step that end in it, go vLLM's own way. Left out: the loop over steps (loop.py), and
+which engine gets which kernels (vllm_engine.py).
 """
 
 import copy
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
-
-from grpo.roles.engine_routes import Routes
 
 # Of attention whose tiles were measured
 WIDE_HEAD_DIM, WIDE_TILE = 128, 64
@@ -23,8 +21,6 @@ class Taken:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    routes: list[Any] = field(default_factory=list)
-    """Rows as `Routes` has them, step after step."""
 
 
 class SampledTokens:
@@ -35,10 +31,10 @@ class SampledTokens:
     they come from the sampler and handed out once, and a completion goes to the front once, when it has ended.
     """
 
-    def __init__(self, llm: Any, whole: bool, routes: Routes | None = None):
+    def __init__(self, llm: Any, whole: bool):
         """From now on the outputs of `llm` (vllm.LLM, in this process) have no log-probs of their own.
 
-        whole: and there is one output for each completion, when it has ended. routes: take these too.
+        whole: and there is one output for each completion, when it has ended.
         """
         self._by_request: dict[str, Taken] = defaultdict(Taken)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -50,25 +46,17 @@ class SampledTokens:
             if logprobs is None:
                 return update_from_output(scheduled, model_output)
             column, starts = logprobs.logprobs[:, 0].tolist(), logprobs.cu_num_generated_tokens
-            if plain and whole and not routes:
+            if plain and whole:
                 scheduled = plain.take(scheduled, model_output, column, self._by_request)
             outputs = update_from_output(scheduled, model_output)
-            rows = routes.of_step(scheduled, model_output, outputs) if routes else {}
-            self._take(outputs, model_output.req_id_to_index, column, starts, rows)
+            self._take(outputs, model_output.req_id_to_index, column, starts)
             if whole:
                 self._hold_back(outputs)
             return outputs
 
         scheduler.update_from_output = take_tokens
 
-    def _take(
-        self,
-        outputs: Any,
-        row_of: dict[str, int],
-        column: list[float],
-        starts: list[int] | None,
-        routes: dict[str, Any],
-    ) -> None:
+    def _take(self, outputs: Any, row_of: dict[str, int], column: list[float], starts: list[int] | None) -> None:
         """Keep those that the scheduler accepted from this step, which may be fewer than it has."""
         for of_client in outputs.values():
             for output in of_client.outputs:
@@ -79,8 +67,6 @@ class SampledTokens:
                 taken = self._by_request[output.request_id]
                 taken.ids += output.new_token_ids
                 taken.logprobs += column[row : row + len(output.new_token_ids)]
-                if output.request_id in routes:
-                    taken.routes.append(routes[output.request_id])
 
     def _hold_back(self, outputs: Any) -> None:
         """Leave only outputs of completions that have ended, with all of their tokens."""

@@ -1,7 +1,7 @@
-"""What a step's updates measured, as numbers that do not depend on how the step was split.
+"""What a step's updates measured, however the step was split, and the most memory that a GPU has held.
 
 A metric is the mean over all loss tokens of the step, or their maximum where its name ends in `max`: over
-micro-batches, ranks and updates alike. One metric, OF_OBSERVED, is the mean over the observed tokens.
+micro-batches, ranks and updates alike.
 """
 
 import math
@@ -14,7 +14,6 @@ from grpo.types import MicroBatch
 
 # Kept for each sequence too, for the tables of completions.
 PER_SEQUENCE = "mismatch/mean"
-OF_OBSERVED = "echo/loss"
 
 
 class StepMetrics:
@@ -44,12 +43,11 @@ class StepMetrics:
             raise ValueError(f"the loss logged {sorted(names)} and then {sorted(metrics)}; log the same each time")
         mask_BT = micro.loss_mask_BT
         for name, values_BT in metrics.items():
-            counts_BT = micro.observed_BT if name == OF_OBSERVED else mask_BT
-            values_BT = values_BT.double().where(counts_BT, 0)
+            values_BT = values_BT.double().where(mask_BT, 0)
             if name.endswith("max"):
                 self._maxima[name] = torch.maximum(self._maxima.get(name, values_BT.new_zeros(())), values_BT.max())
             else:
-                sum_and_number = torch.stack([values_BT.sum(), counts_BT.sum().double()])
+                sum_and_number = torch.stack([values_BT.sum(), mask_BT.sum().double()])
                 self._sums[name] = self._sums.get(name, 0) + sum_and_number
             if name == PER_SEQUENCE:
                 if self._sequence_S2 is None:  # the last one is for padding
@@ -96,3 +94,24 @@ class StepMetrics:
         """The mean of PER_SEQUENCE over each sequence's loss tokens; None where none counted or nothing is known."""
         means = (self._sequence_totals_S2[:, 0] / self._sequence_totals_S2[:, 1]).tolist()
         return [None if math.isnan(mean) else mean for mean in means]
+
+
+# GPU memory of this process, in bytes
+_peak = 0  # before `_given_back` last changed: torch's own peak starts again from there
+_given_back = 0  # by an engine that sleeps now
+
+
+def set_given_back(num_bytes: int) -> None:
+    """Set how much of what torch counts is not held from now on: an engine's share while it sleeps, 0 when it wakes."""
+    global _peak, _given_back
+    _peak = peak_bytes()
+    _given_back = num_bytes
+    torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has ever held of its GPU at one time.
+
+    torch goes on counting what a sleeping engine has given back (`generator.sleep`), which this does not.
+    """
+    return max(_peak, torch.cuda.max_memory_allocated() - _given_back)

@@ -16,11 +16,11 @@ from grpo.config.engine_options import needing_texts
 from grpo.data.chat import load_tokenizer
 from grpo.models.families import has_experts, head_dim_of
 from grpo.models.memory import CPU_KV_CACHE_GIB
-from grpo.roles.engine_shortcuts import WIDE_HEAD_DIM, widen_attention, widen_logprobs
+from grpo.roles.engine.shortcuts import WIDE_HEAD_DIM, widen_attention, widen_logprobs
 from grpo.roles.process_groups import Roles, engine_steps
 from grpo.roles.shared_memory import remove_shared_memory, replica_name
 
-VLLM_VERSION = "0.32.0"  # which engine_shortcuts.py changes
+VLLM_VERSION = "0.32.0"  # which shortcuts.py changes
 # Attention on a CPU goes through whole blocks: 160 tokens are sampled 1.3 times as fast as with vLLM's default, 128
 CPU_BLOCK_TOKENS = 32
 # Those of vLLM's CPUAttentionBackend
@@ -35,17 +35,12 @@ WRONG_ON_CPU = dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens"
 WRONG_ON_CPU |= dict.fromkeys(("speculative_config", "spec_method", "spec_model"), NO_DRAFTS)
 
 
-def check_engine(config: GeneratorConfig, hf: PretrainedConfig, replays_routing: bool) -> None:
+def check_engine(config: GeneratorConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError for what this machine's vLLM cannot do or gets wrong. Nothing is imported for it."""
     if has_experts(hf) and "quantization" in config.engine:
         raise ValueError(
             "generator.engine quantization of a mixture of experts is not supported: nobody has seen vLLM quantize its "
             "experts again in a weight sync; leave it out"
-        )
-    if has_experts(hf) and replays_routing and "enable_prefix_caching" in config.engine:
-        raise ValueError(
-            "generator.engine enable_prefix_caching is set by algorithm.replay_routing: vLLM tells experts with it on "
-            "GPUs and without it on CPUs; leave it out or use --algorithm.no-replay-routing"
         )
     if torch.cuda.is_available():
         return
@@ -96,16 +91,19 @@ def start_engine(
     return llm
 
 
-def options_of_model(
-    hf: PretrainedConfig, engine: Mapping[str, Any], takes_routes: bool, device: torch.device
-) -> dict[str, Any]:
-    """vLLM's options for a model on this machine.
+def expert_layers(llm: Any) -> list[Any]:
+    """vLLM's layers of experts in this rank's engine."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    engine: the user's own. takes_routes: the routes of a mixture of experts are asked for.
-    """
-    if device.type == "cpu":  # tokens from the prefix cache would pass no router
-        return {"enable_prefix_caching": False} if takes_routes else {}
-    options: dict[str, Any] = {"enable_return_routed_experts": True} if takes_routes else {}
+    (model,) = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    return [module for module in model.modules() if isinstance(module, MoERunner)]
+
+
+def options_of_model(hf: PretrainedConfig, engine: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """vLLM's options for a model on this machine; `engine` has the user's own."""
+    options: dict[str, Any] = {}
+    if device.type == "cpu":
+        return options
     if has_experts(hf):  # of its kernels those that read weights as they are written, so a sync can write them in place
         options["moe_backend"] = "triton"
     chosen = any(name in engine for name in CHOOSE_ATTENTION)
@@ -242,23 +240,3 @@ def in_vllms_types(sampling: Mapping[str, Any]) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         raise ValueError(f"generator.sampling {dict(sampling)}: vLLM says: {error}") from error
     return {name: getattr(params, name) for name in sampling}
-
-
-# GPU memory of this process, in bytes
-_peak = 0  # of the times that are over: torch counts anew from each change
-_given_back = 0  # now
-
-
-def set_given_back(num_bytes: int) -> None:
-    """Say how much of what torch counts is not held from now on: an engine's when it falls asleep, 0 when it wakes."""
-    global _peak, _given_back
-    _peak, _given_back = peak_bytes(), num_bytes
-    torch.cuda.reset_peak_memory_stats()
-
-
-def peak_bytes() -> int:
-    """The most memory that this process held of its GPU at one time, since it began.
-
-    torch goes on counting what a sleeping engine has given back (`generator.sleep`), which this does not.
-    """
-    return max(_peak, torch.cuda.max_memory_allocated() - _given_back)
