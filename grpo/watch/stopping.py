@@ -111,6 +111,7 @@ os.register_at_fork(after_in_child=_let_fork_end)
 
 
 def _end_by_signal(held: set[signal.Signals]) -> None:
+    """End this process when a stop signal arrives. Returns when the watchdog hears them."""
     received = None
     while received is None and not is_watched.is_set():
         received = signal.sigtimedwait(held, LOOK_SECONDS)

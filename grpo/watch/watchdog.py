@@ -205,6 +205,7 @@ class Watchdog:
         self.store.set("over", "")
 
     def _run(self) -> None:
+        """Look at the store and wait for a signal, each second until the run is closed."""
         try:
             while not self.closing.is_set():
                 self._show_place()
@@ -232,6 +233,7 @@ class Watchdog:
             self.closed.wait()  # no signal can be sent to a thread that is gone
 
     def _show_place(self) -> None:
+        """Put this rank's place into the store."""
         entered = collectives_entered(self.roles, is_saving=here.phase == "save")
         place = Place(here.role, here.phase, here.changes, entered, time.monotonic(), self.host, os.getpid())
         self.store.set(f"place/{self.roles.rank}", json.dumps(asdict(place)))
@@ -296,6 +298,7 @@ class Watchdog:
         failures.exit_now(128 + number)
 
     def _ask(self, name: str) -> None:
+        """Ask the driver to stop the run, because of the signal `name`."""
         if self.asked:
             return
         self.asked = name

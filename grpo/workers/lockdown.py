@@ -88,9 +88,9 @@ def new_user() -> int | None:
     needed = (kernel.CAP_CHOWN, kernel.CAP_DAC_OVERRIDE, kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
     is_able = all(map(kernel.has_capability, needed)) and _reading_capability()
     numbers = pathlib.Path("/proc/self/uid_map").read_text().split()
-    if os.geteuid() != 0 or numbers != _ALL_USERS or not is_able:
-        return None
-    return _FIRST_USER + os.getpid()
+    if os.geteuid() == 0 and numbers == _ALL_USERS and is_able:
+        return _FIRST_USER + os.getpid()
+    return None
 
 
 def _reading_capability() -> list[int]:
@@ -219,6 +219,7 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str] = ()) -> Non
 
 
 def _allow(ruleset: int, place: str, rights: int) -> None:
+    """Add the rights on a file, or on all below a folder, to a set of rules."""
     descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):

@@ -198,6 +198,7 @@ class Workers:
             self.supervisor.wait()
 
     def _send(self, data: bytes) -> None:
+        """Send data to the supervisor, and wait until it is sent."""
         with contextlib.suppress(OSError):  # it ended; `poll` says why
             self._socket.settimeout(None)
             self._socket.sendall(data)

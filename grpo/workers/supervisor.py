@@ -99,6 +99,7 @@ class Supervisor:
         self.load = lambda: loaded
 
     def _start_workers(self) -> None:
+        """Start the missing workers: all at the beginning or, if they load once, as many as calls need."""
         number = self.setup.num_workers
         if self.setup.loads_once:
             num_serving = sum(not (worker.is_free or worker.is_loading) for worker in self.workers.values())
@@ -121,6 +122,7 @@ class Supervisor:
                 self._give(worker, [self.queue.popleft() for _ in range(number)])
 
     def _give(self, worker: Peer, calls: list[Call]) -> None:
+        """Send calls to a worker."""
         worker.calls += calls
         worker.busy_seconds = processes.busy_seconds(worker.pid)
         worker.begin_call()
@@ -173,24 +175,25 @@ class Supervisor:
     # Workers begin and end
 
     def _start(self) -> None:
-        here, there = socket.socketpair()
+        """Fork a worker, whose first call is to load."""
+        ours, theirs = socket.socketpair()
         supervisor = os.getpid()
         pid = os.fork()
-        with there:
+        with theirs:
             if pid == 0:
                 try:  # whatever happens, this process never returns into the supervisor's code
-                    here.close()
+                    ours.close()
                     for peer in (self.owner, *self.workers.values()):
                         peer.connection.close()
                     processes.limit(self.setup.memory_gib, supervisor)
-                    work(self.load, there)
+                    work(self.load, theirs)
                 finally:
                     os._exit(1)
         with contextlib.suppress(OSError):  # both processes do it, so that it is done before either goes on
             os.setpgid(pid, pid)
-        worker = Peer(here, pid)
+        worker = Peer(ours, pid)
         self.workers[pid] = worker
-        self.selector.register(here, selectors.EVENT_READ, worker)
+        self.selector.register(ours, selectors.EVENT_READ, worker)
         self._give(worker, [Call(LOAD, b"[]", self.setup.load_seconds)])
 
     def _failed_start(self, reason: str) -> None:
@@ -201,6 +204,7 @@ class Supervisor:
         self.start_after = time.monotonic() + RETRY_SECONDS
 
     def _give_up(self, reason: str) -> None:
+        """Report to the owner that no worker can be had, and finish."""
         self._report(unusable=reason)
         with contextlib.suppress(OSError):
             self.owner.connection.setblocking(True)
@@ -232,6 +236,7 @@ class Supervisor:
         self.queue.extendleft(reversed(worker.calls))
 
     def _end_all(self) -> None:
+        """Kill children until none is left, at most for END_SECONDS, and remove all temporary files."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         give_up_at = time.monotonic() + END_SECONDS
         with contextlib.suppress(ChildProcessError):  # none is left
@@ -305,6 +310,7 @@ class Supervisor:
         self.selector.modify(peer.connection, events, peer)
 
     def _on_close(self, peer: Peer) -> None:
+        """Give a worker that closed its connection a moment to die. Finish if it was the owner."""
         if peer is self.owner:
             raise Finished
         peer.closed = True
