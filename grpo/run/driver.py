@@ -119,9 +119,8 @@ class Driver:
         requests = buffer.fill(self.stream.draw, self._score)
         num_informative = buffer.num_informative
         is_full = num_informative >= self.config.prompts_per_step
-        if self.config.sampling.max_rounds == 1 and num_informative:  # it was not to sample others
-            is_full = True
-        if requests is None and not is_full:
+        is_one_round = buffer.num_rounds == 1 and num_informative  # no further round was asked for
+        if requests is None and not (is_full or is_one_round):
             print(
                 f"dynamic sampling: {num_informative} of {self.config.prompts_per_step} groups have different rewards "
                 f"after {buffer.num_rounds} rounds with {len(buffer.taken)} prompts; the step goes on with "

@@ -250,9 +250,5 @@ def check_disk(config: GRPOConfig | SFTConfig, sizes: memory.Sizes) -> Verdict:
     needed = max(size * count + export - replaced / 2**30, 0)
     free = shutil.disk_usage(place).free / 2**30
     found = f"{count} checkpoints of {size:.2f} GiB and an export of {export:.2f}, free in {place}: {free:.1f} GiB"
-    ways = ["another --run-dir"]
-    if count > 1 and options.keep > 1:
-        ways.append("a lower --checkpoint.keep")
-    if options.export:
-        ways.append("--checkpoint.no-export")
-    return Verdict("disk", needed <= free, found, " or ".join(ways))
+    to_do = "another --run-dir, a lower --checkpoint.keep, or --checkpoint.no-export"
+    return Verdict("disk", needed <= free, found, to_do)
