@@ -55,7 +55,7 @@ CONFIG = read_config(GRPOConfig) if __name__ == "__main__" else None  # before t
 import torch
 
 from grpo.algorithm.advantages import AdvantageInputs, group_mean_std, named_advantages, teacher_advantages
-from grpo.algorithm.aggregation import UpdateTotals, echo_loss, named_aggregation
+from grpo.algorithm.aggregation import UpdateTotals, named_aggregation
 from grpo.algorithm.importance import correct_importance, kl, mismatch, sequence_kl
 from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
@@ -243,7 +243,7 @@ def grpo_objective(config: GRPOConfig, mini_batch: TrainBatch, kl_coef: float, f
             loss = (loss_BT / x.num_loss_tokens_BT).sum() / totals.num_sequences
         else:
             loss = named_aggregation(algorithm.aggregation)(loss_BT, x, totals)
-        return loss + algorithm.echo_coef * echo_loss(micro, logprobs_BT, totals), metrics
+        return loss, metrics
 
     return objective
 

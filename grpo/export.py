@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
         if target.exists():
             raise ValueError(f"{target} exists; remove it or choose another folder with --to")
     roles = setup_trainers()
-    is_toy = config.model.path.startswith("toy:")
+    is_toy = config.model.is_built
     folder = fetch_folder(str(given.run_dir / "initial_model") if is_toy else config.model.path, roles.control)
     trainer = dataclasses.replace(config.trainer, data_replicas=1)  # however the run was sharded
     model = build_model(config.model, trainer, folder, device=roles.device, tensor_parallel=1)

@@ -1,7 +1,7 @@
 """What a step's updates measured, however the step was split, and the most memory that a GPU has held.
 
 A metric is the mean over all loss tokens of the step, or their maximum where its name ends in `max`: over
-micro-batches, ranks and updates alike. One metric, OF_OBSERVED, is the mean over the observed tokens.
+micro-batches, ranks and updates alike.
 """
 
 import math
@@ -14,7 +14,6 @@ from grpo.types import MicroBatch
 
 # Kept for each sequence too, for the tables of completions.
 PER_SEQUENCE = "mismatch/mean"
-OF_OBSERVED = "echo/loss"
 
 
 class StepMetrics:
@@ -44,12 +43,11 @@ class StepMetrics:
             raise ValueError(f"the loss logged {sorted(names)} and then {sorted(metrics)}; log the same each time")
         mask_BT = micro.loss_mask_BT
         for name, values_BT in metrics.items():
-            counts_BT = micro.observed_BT if name == OF_OBSERVED else mask_BT
-            values_BT = values_BT.double().where(counts_BT, 0)
+            values_BT = values_BT.double().where(mask_BT, 0)
             if name.endswith("max"):
                 self._maxima[name] = torch.maximum(self._maxima.get(name, values_BT.new_zeros(())), values_BT.max())
             else:
-                sum_and_number = torch.stack([values_BT.sum(), counts_BT.sum().double()])
+                sum_and_number = torch.stack([values_BT.sum(), mask_BT.sum().double()])
                 self._sums[name] = self._sums.get(name, 0) + sum_and_number
             if name == PER_SEQUENCE:
                 if self._sequence_S2 is None:  # the last one is for padding

@@ -45,7 +45,6 @@ NEEDS = {
     ("generator.sleep", "roles.colocated"): "it leaves the memory to a trainer on the same GPU",
     ("roles.num_references", "algorithm.kl_coef or distill_coef, or reward.model"): "else they idle; set "
     "--roles.num-references 0",
-    ("algorithm.echo_coef", "an environment"): "it learns what one answers; set --algorithm.echo-coef 0",
     ("algorithm.teacher=policy", "algorithm.teacher_template"): "with the same prompt the policy agrees with itself",
     ("algorithm.teacher_template", "algorithm.distill_coef"): "it weighs what the teacher says; set it, such as to 1",
     ("algorithm.distill_coef", "model.reference_path or algorithm.teacher_template"): "name a teacher, or its prompt",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal, TypeVar, get_args
 
-from grpo.config.values import Above, AtLeast, AtMost, Below, Harmless, Source, parse_source
+from grpo.config.values import Above, AtLeast, AtMost, Below, Harmless, Source, names_function, parse_source
 
 Value = TypeVar("Value")
 # A dict from names. Of `dict` tyro would make one flag per name of the recipe's; of this it makes
@@ -35,7 +35,8 @@ class ModelConfig:
     """The policy: any dense Qwen3, Qwen2, Llama 3 or Mistral checkpoint."""
 
     path: str = "Qwen/Qwen3-1.7B"
-    """Hugging Face folder or hub name (config.json, safetensors, tokenizer); `toy:NAME` builds a tiny random model."""
+    """Hugging Face folder or hub name (config.json, safetensors, tokenizer); or your own
+    `path/file.py:function` that writes such a folder, see configs/examples/toys.py."""
     reference_path: str = ""
     """Folder or hub name of the frozen reference, or teacher; empty takes the policy's starting weights."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -43,6 +44,11 @@ class ModelConfig:
     attention: Annotated[Literal["auto", "flash", "flex", "documents"], Harmless] = "auto"
     """How the sequences of a packed row are kept apart. flash: FlashAttention 4 (H100 or B200, bfloat16);
     flex: flex_attention, on any GPU; documents: one call for each sequence; auto: the first that runs here."""
+
+    @property
+    def is_built(self) -> bool:
+        """Whether a function of the user's builds the policy when the run starts."""
+        return names_function(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +164,9 @@ class DataConfig:
     """Where prompts come from, what the rewards see of them, and how they become token ids."""
 
     path: str = "openai/gsm8k[main]"
-    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or a task such as `toy:addition`;
-    in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and revision; split train, or e.g. train[:90%]."""
+    """Hub data set, a local .jsonl, .json, .csv or .parquet file, a folder of them, or your own
+    `path/file.py:function`, which gives rows; in full PATH[NAME]@REVISION:SPLIT, with the hub's configuration and
+    revision; split train, or e.g. train[:90%]."""
     sources: Table[str] = field(default_factory=dict)
     """Several data sets in place of `path`, as names of your own and PATH[NAME]@REVISION:SPLIT each."""
     weights: Table[Annotated[float, AtLeast(0)]] = field(default_factory=dict)
@@ -211,8 +218,6 @@ class DataConfig:
         """Name that the reward functions get -> column; the prompt's keeps its name. Unknown, so empty, with `row`."""
         if self.row:
             return {}
-        if self.path.startswith("seeds:"):
-            return {"seed": "seed"} | self.columns
         has_name = self.prompt_column.isidentifier() and self.prompt_column not in EXTRA_COLUMNS
         prompt = self.prompt_column if has_name else ""
         environment = self.environment_column
@@ -437,9 +442,6 @@ class AlgorithmConfig:
     {question} is the message itself, another {name} a column that rewards get. Empty: what the policy reads."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss; above 0 favours exploration."""
-    echo_coef: Annotated[float, AtLeast(0)] = 0.0
-    """ECHO: weight of the cross-entropy of what environment and tools answered, at temperature 1, the mean over such
-    tokens of an update; 0 leaves it out, the paper (arXiv:2605.24517) has 0.05."""
     mask_truncated: bool = False
     """Exclude truncated completions from the loss (DAPO's overlong filtering); the group still compares with them."""
     num_mini_batches: Annotated[int, AtLeast(1)] = 1
@@ -536,7 +538,7 @@ class RunConfig:
     checkpoint: Annotated[CheckpointConfig, Harmless] = field(default_factory=CheckpointConfig)
     metrics: Annotated[MetricsConfig, Harmless] = field(default_factory=MetricsConfig)
     seed: int = 0
-    """The order of the data, the sampling and a toy model's first weights follow from it."""
+    """The order of the data, the sampling and the first weights of a model from nothing follow from it."""
     resume: bool = False
     """Continue exactly from the newest checkpoint in `run_dir` (start fresh if there is none)."""
     allow_changes: bool = False

@@ -115,13 +115,19 @@ def _describe(kind: Any) -> str:
     return WORDS.get(kind, f"an object of class {kind.__name__}")
 
 
-# ---- Where rows come from: `PATH[NAME]@REVISION:SPLIT`, of which only the path must be there
+# ---- Where rows come from: `PATH[NAME]@REVISION:SPLIT`; all except the path can be left out
 
 # Suffix of a local file -> what reads it; a file with any other suffix has JSON lines.
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _SOURCE_PARTS = re.compile(
-    r"(?P<path>(?:toy:)?[^\[\]@:]+)(?:\[(?P<name>[^\[\]]*)\])?(?:@(?P<revision>[^\[\]@:]+))?(?::(?P<split>.+))?"
+    r"(?P<path>[^\[\]@:]+\.py:\w+|[^\[\]@:]+)"
+    r"(?:\[(?P<name>[^\[\]]*)\])?(?:@(?P<revision>[^\[\]@:]+))?(?::(?P<split>.+))?"
 )
+
+
+def names_function(path: str) -> bool:
+    """Say whether `path` is `path/file.py:function`, a function in a file of the user's."""
+    return re.search(r"\.py:\w+$", path) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +143,9 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """toy, folder, hub, or what a file holds: json, csv, parquet."""
-        if self.path.startswith("toy:") or self.path == "seeds":
-            return "toy"
+        """function, folder, hub, or what a file holds: json, csv, parquet."""
+        if names_function(self.path) or self.path.endswith(".py"):
+            return "function"
         if pathlib.Path(self.path).is_dir():
             return "folder"
         suffix = pathlib.Path(self.path).suffix

@@ -45,18 +45,15 @@ def sample_of(
     prompt: Prompt,
     completion: Completion,
     turn_weight: float | None = None,
-    observes: bool = False,
 ) -> Sample:
     """A prompt and its completion as one sequence, of which the completion says what counts in the loss.
 
-    turn_weight: of the environment's reward, where turns have credit of their own. observes: say which tokens an
-    environment answered.
+    turn_weight: of the environment's reward, where turns have credit of their own.
     """
     prompt_ids_T, pieces = completion.behind(prompt)
     before = [] if pieces is not completion.pieces else [prompt_ids_T]  # else it is among the completion's own
     nothing_T = torch.zeros(sum(map(len, before)))
     others = {} if turn_weight is None else _turns_of(completion, turn_weight)
-    others |= {"observed_T": _observed_of(completion)} if observes else {}
     ids_T = torch.cat([*before, completion.ids_T])
     return Sample(
         ids_T=ids_T,
@@ -79,12 +76,6 @@ def _turns_of(completion: Completion, weight: float) -> dict[str, torch.Tensor]:
     weight = 0.0 if episode["reward"] is None else weight
     earned = [turn.get("earned", 0.0) * weight for turn in episode["turns"]]  # at its end, when the next one begins
     return {"turn_T": turn_T, "earned_T": torch.tensor([0.0, 0.0, *earned])[turn_T]}
-
-
-def _observed_of(completion: Completion) -> torch.Tensor:
-    """`Sample.observed_T` of an episode; where it was lost, nothing that was answered is taken for true."""
-    is_lost = bool(completion.episode["failure"])
-    return torch.cat([torch.full((p.num_tokens,), p.observed and not is_lost) for p in completion.pieces])
 
 
 def split_groups(batch: TrainBatch, group_size: int, num_parts: int) -> list[TrainBatch]:
@@ -190,9 +181,6 @@ def build_micro_batch(
     # what belongs to a token goes to the position that predicts it, what belongs to a sequence to all its positions
     per_token = {name.replace("_N", "_BT"): _at(token_BT, values_N, 0) for name, values_N in batch.per_token.items()}
     owner_BT = _at(own_BT, batch.owner_N, -1)
-    temperatures_BT = _at(owner_BT, batch.temperatures_S, 1)
-    if batch.observed_N is not None:  # cross-entropy is of the policy itself, which did not sample these tokens
-        temperatures_BT = temperatures_BT.masked_fill(per_token["observed_BT"], 1)
     document_starts = torch.tensor([*(document.start for document in documents), own_BT.numel()], dtype=torch.int32)
     return MicroBatch(
         **per_token | {"ids_BT": _at(own_BT, batch.ids_N)},
@@ -200,19 +188,14 @@ def build_micro_batch(
         positions_BT=positions_BT,
         token_BT=token_BT,
         sequence_BT=_at(owner_BT, batch.sequence_S, -1),
-        temperatures_BT=temperatures_BT,
+        temperatures_BT=_at(owner_BT, batch.temperatures_S, 1),
         num_loss_tokens_BT=_at(owner_BT, batch.num_loss_tokens_S).clamp(min=1),
-        scored_M=_scored(_at(token_BT, predicted(batch)).flatten(), multiple),
+        scored_M=_scored(_at(token_BT, batch.loss_mask_N).flatten(), multiple),
         document_starts=document_starts,
         longest_document=int(document_starts.diff().max()),
         shared=shared_keys(documents) if prompts else None,
         num_sequences=int(batch.sequence_S.max()) + 1,
     )
-
-
-def predicted(batch: TrainBatch) -> torch.Tensor:
-    """The tokens, bool [N], on whose log-probs an update depends: they count in the loss, or were observed."""
-    return batch.loss_mask_N if batch.observed_N is None else batch.loss_mask_N | batch.observed_N
 
 
 def take_out(values_BT: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

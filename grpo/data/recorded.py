@@ -96,12 +96,11 @@ def check_recorded(
     group_size: int,
     needs_reference: str = "",
     needs_turns: bool = False,
-    needs_observed: bool = False,
 ) -> None:
     """Refuse a run whose recorded batches cannot be trained on: a step is missing, or the first one does not fit.
 
-    needs_reference: why the reference's log-probs must be there; empty if they need not. needs_turns, needs_observed:
-    so must what turns earned, and which tokens were answers. Raises ValueError.
+    needs_reference: why the reference's log-probs must be there; empty if they need not. needs_turns: so must
+    what turns earned. Raises ValueError.
     """
     steps, folder = list(steps), pathlib.Path(run_dir) / BATCHES
     missing = [step for step in steps if not batch_path(run_dir, step).is_file()]
@@ -123,9 +122,4 @@ def check_recorded(
         raise ValueError(
             f"{folder} does not say what turns earned, which algorithm.advantages=return_to_go needs; record a run "
             "that has it, or use rloo"
-        )
-    if needs_observed and first.batch.observed_N is None:
-        raise ValueError(
-            f"{folder} does not say which tokens were answers, which algorithm.echo_coef needs; set it to 0, or record "
-            "a run that has it"
         )

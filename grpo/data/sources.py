@@ -1,4 +1,4 @@
-"""The rows of a source: a file, a folder, the hub or a toy task, read by the library `datasets`.
+"""The rows of a source: a file, a folder, the hub, read by the library `datasets`, or a function of the user's.
 
 JSON lines are read by it as lines of text and parsed one at a time. Its own reader of JSON was seen (4.7) to turn texts
 that look like dates into dates, to stop at blank lines and at rows with different columns without saying where, and to
@@ -8,13 +8,16 @@ accept or refuse a mixture of types by where in the file it is.
 import codecs
 import contextlib
 import csv
+import hashlib
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from grpo.config.user_files import cause_and_line, load_function
 from grpo.config.values import FILE_KINDS, Source
 from grpo.data.rows import BadRow, Example, Row, RowReader
 from grpo.text import reason_of
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 # Rows that are read together: one by one takes five times as long.
 READ_ROWS = 1000
+# Rows that a function may give whose source does not say how many to take: it may be one without an end.
+MOST_FUNCTION_ROWS = 1_000_000
 # The column of a file that is read as lines.
 LINES = "text"
 # What the library says of a split and of a file without rows.
@@ -88,12 +93,10 @@ def load_rows(source: Source) -> Rows:
         ValueError: it cannot be read, a line is not a JSON object, or there are no rows; one line with the way out.
     """
     kind, files = _files_of(source)
-    if source.kind == "toy":
-        from grpo.data.toy import task_rows  # only toy runs need it
-
-        rows = _in_memory(task_rows(source.path.removeprefix("toy:"), source.split), source)
+    if source.kind == "function":
+        rows = _call_function(source)
     elif kind in READERS:
-        rows = _in_memory(_read_whole(source, kind, files), source)
+        rows = _in_memory([json.dumps(row) for row in _read_whole(source, kind, files)], source)
     else:
         rows = Rows(_load(source, kind, files), source, is_json=kind == "json")
     if next(iter(rows), None) is None:
@@ -101,10 +104,41 @@ def load_rows(source: Source) -> Rows:
     return rows
 
 
-def _in_memory(rows: list[Row], source: Source) -> Rows:
+def _in_memory(lines: list[str], source: Source) -> Rows:
     import datasets
 
-    return Rows(datasets.Dataset.from_dict({LINES: [json.dumps(row) for row in rows]}), source, is_json=True)
+    return Rows(datasets.Dataset.from_dict({LINES: lines}), source, is_json=True)
+
+
+def _call_function(source: Source) -> Rows:
+    """Take the rows that the user's function gives for the split, such as `train`, up to the end in `train[:4096]`.
+
+    The revision of the source becomes a checksum of its rows, so that a run is not resumed with others. Raises
+    ValueError that names the row if the function raises, gives no dict, or does not end.
+    """
+    function = load_function(source.path, "data")
+    split, _, part = source.split.partition("[")
+    end = re.fullmatch(r"\d*:(\d+)\]", part)
+    most_rows = int(end[1]) if end else MOST_FUNCTION_ROWS
+    lines: list[str] = []
+    try:
+        for row in itertools.islice(function(split), most_rows):
+            if not isinstance(row, dict):
+                raise TypeError(f"it is a {type(row).__name__}, not a dict")
+            lines.append(json.dumps(row))
+    except Exception as error:  # whatever a user's function may raise, or give that JSON cannot hold
+        where = cause_and_line(error, source.path.rpartition(":")[0])
+        raise ValueError(
+            f"data {source.text}, row {len(lines) + 1}{where}; correct the function, or name another split"
+        ) from error
+    if not end and len(lines) == MOST_FUNCTION_ROWS:
+        raise ValueError(
+            f"data {source.text} gives {MOST_FUNCTION_ROWS:,} rows or more; name how many to take, as in "
+            f"{source.path}:{split}[:10000]"
+        )
+    lines = _part_of({split: lines}, source)
+    checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+    return _in_memory(lines, replace(source, revision=checksum))
 
 
 def _no_rows(source: Source) -> ValueError:
@@ -164,13 +198,19 @@ def _kind_of(path: str) -> str:
 
 def _read_whole(source: Source, kind: str, files: dict[str, list[str]]) -> list[Row]:
     """The rows of files of a kind that has no table and no lines."""
-    import datasets
-
     for path in itertools.chain(*files.values()):
         _check_text(path)
     rows = {split: [row for path in paths for row in READERS[kind](path)] for split, paths in files.items()}
+    return _part_of(rows, source)
+
+
+def _part_of(rows: dict[str, list], source: Source) -> list:
+    """Take what the source's expression of splits names, such as `train[:90%]+test`, from the rows of each split."""
+    import datasets
+
+    sizes = {name: len(rows[name]) for name in rows}
     try:
-        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({name: len(rows[name]) for name in rows})
+        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:  # of a split that is not there, or that cannot be read
         raise ValueError(f"data set {source.text} could not be loaded: {error}") from error
     return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
@@ -267,7 +307,7 @@ def _load(source: Source, kind: str, files: dict[str, list[str]]) -> "datasets.D
         way_out = (
             "check the spelling; for a local file, give a path ending in .jsonl, .json, .csv or .parquet; without "
             "network, load the data set where there is one and bring its cache (HF_HOME); to ask about memory alone, "
-            "--data.path toy:addition"
+            "--data.path configs/examples/toys.py:addition"
         )
         if isinstance(error, datasets.exceptions.DatasetGenerationError):
             way_out = (

@@ -92,11 +92,11 @@ class Episode:
     decided: Decision | None = None
     """What is known of its next turn and was not told yet."""
 
-    def write(self, ids: list[int], observed: bool = False) -> None:
-        """Append what was not sampled; `observed`, if it is an answer, and no text of the chat template."""
+    def write(self, ids: list[int]) -> None:
+        """Append tokens that were not sampled."""
         self.ids += ids
         mask_T = torch.zeros(len(ids), dtype=torch.bool)
-        self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version, observed=observed))
+        self.pieces.append(Piece(torch.tensor(ids, dtype=torch.int64), mask_T, version=self.version))
 
     def end(self, ended_by: str) -> None:
         """No further turn begins."""
@@ -215,13 +215,11 @@ class Player:
             self._end(episode, "seconds")
         else:
             turns = self.turns[episode.environment]
-            stretches = turns.stretches(turn["answers"], episode.ids[-1], reply["role"])
-            suffix = [token for ids, _ in stretches for token in ids]
+            suffix = turns.ids(turn["answers"], episode.ids[-1], reply["role"])
             if len(episode.ids) + len(suffix) - episode.num_prompt_tokens >= self.max_tokens:
                 self._end(episode, "tokens")
             else:
-                for ids, is_answer in stretches:
-                    episode.write(ids, observed=is_answer)
+                episode.write(suffix)
                 self._next_turn(episode, suffix)
 
     def _next_turn(self, episode: Episode, further: list[int]) -> None:

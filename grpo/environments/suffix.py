@@ -91,22 +91,19 @@ class Turns:
         role: who answers, if not `reply_as`: user, for a turn without calls. Several answers of the user are one
         message. Raises ValueError if `last` ends no turn.
         """
-        return [token for stretch, _ in self.stretches(answers, last, role) for token in stretch]
-
-    def stretches(self, answers: list[str], last: int, role: str = "") -> list[tuple[list[int], bool]]:
-        """What `ids` gives, in stretches: each with whether it is an answer, and not what the template writes."""
         if last not in self.stop_token_ids:
             raise ValueError(f"a turn ended with token {last}, which is none of {sorted(self.stop_token_ids)}")
         role = role or self.role
         answers = ["\n\n".join(answers)] if role == "user" else answers
         before, between, behind = self.frames[role]
-        found = [(self._encode(before)[1:], False)]  # the model sampled the token that ends it, this one or another
+        ids = self._encode(before)[1:]  # the model sampled the token that ends it, this one or another
         for number, answer in enumerate(answers):
-            found += [(self._encode(between), False)] if number else []
+            if number:
+                ids += self._encode(between)
             if self.rewrites[role]:
                 answer = _cut(self._behind(role, [answer]), before, behind, answer)
-            found.append((self._plain_ids(answer), True))
-        return [*found, (self._encode(behind), False)]
+            ids += self._plain_ids(answer)
+        return ids + self._encode(behind)
 
     def _frame(self, role: str) -> tuple[str, str, str]:
         """The texts before, between and behind answers. Raises Refused if a rule does not hold."""

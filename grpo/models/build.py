@@ -5,7 +5,7 @@ any other weight hides behind the products of long rows, and no rank waits for t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +132,7 @@ class ShardedModel:
         count in the loss; of others it may be 0. Collective over the role's ranks.
         """
         logprobs_N = torch.zeros(batch.num_tokens)
-        packing = self.pack(replace(batch, observed_N=None), trainer)  # what was observed has no ratio and no KL
+        packing = self.pack(batch, trainer)
         found = [(micro, self.logprobs(micro)[0]) for micro, _ in self.micro_batches(packing)]
         for micro, logprobs_BT in found if self.tensor_parallel_rank == 0 else ():
             index_M, logprobs_M = take_out(logprobs_BT, micro)
@@ -240,7 +240,7 @@ def build_model(
     _load_weights(module, names, folder, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) if adapted else not frozen)
-    name = folder if model.path.startswith("toy:") else model.path
+    name = folder if model.is_built else model.path
     return ShardedModel(module, names, parallel_dims, device, folder, name, holds_copy)
 
 

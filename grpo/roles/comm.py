@@ -192,7 +192,7 @@ def flatten_completions(completions: list[Completion]) -> list[torch.Tensor]:
     pieces = [piece for completion in completions for piece in completion.pieces]
     facts = [
         {f.name: getattr(completion, f.name) for f in fields(completion)}
-        | {"pieces": [(p.num_tokens, p.version, p.logprobs_T is not None, p.observed) for p in completion.pieces]}
+        | {"pieces": [(p.num_tokens, p.version, p.logprobs_T is not None) for p in completion.pieces]}
         for completion in completions
     ]
     nothing = torch.empty(0)
@@ -213,7 +213,7 @@ def unflatten_completions(
     lengths = [num_tokens for num_tokens, *_ in pieces]
     tokens = zip(pieces, ids.split(lengths), loss_mask.split(lengths), logprobs.split(lengths), strict=True)
     whole = (
-        Piece(ids_T, mask_T, logprobs_T if sampled else None, version, observed)
-        for (_, version, sampled, observed), ids_T, mask_T, logprobs_T in tokens
+        Piece(ids_T, mask_T, logprobs_T if sampled else None, version)
+        for (_, version, sampled), ids_T, mask_T, logprobs_T in tokens
     )
     return [Completion(**c | {"pieces": tuple(itertools.islice(whole, len(c["pieces"])))}) for c in completions]

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import ModelConfig, TrainerConfig
-from grpo.data.batches import predicted
-from grpo.metrics import OF_OBSERVED, StepMetrics
+from grpo.metrics import StepMetrics
 from grpo.models.build import build_model, build_optimizer
 from grpo.roles.process_groups import Roles
 from grpo.types import MicroBatch, TrainBatch
@@ -38,7 +37,7 @@ class Trainer:
         """
         self.config, self.roles = trainer, roles
         self.dtype = getattr(torch, model.dtype)
-        self.num_loss_tokens = 0  # behind the gradient at hand, and observed ones
+        self.num_loss_tokens = 0  # behind the gradient at hand
         self._broken = torch.zeros(len(MUST_BE_FINITE), device=roles.device)  # 1 for what was not finite on this rank
         sharding = {"device": roles.device, "tensor_parallel": trainer.tensor_parallel}
         self.model = build_model(model, trainer, folder, **sharding, seed=seed)
@@ -76,11 +75,10 @@ class Trainer:
             self._note("policy", ~logprobs_BT.detach().isfinite() & micro.loss_mask_BT)
             self._note("loss", ~loss.detach().isfinite())
             loss.backward()
-            measured |= {} if micro.observed_BT is None else {OF_OBSERVED: -logprobs_BT.detach()}
             metrics.add(micro, loss.detach(), measured | {"entropy": entropy_BT.detach()})
         self.model.drop_copy()
         metrics.record(**packing.metrics())
-        self.num_loss_tokens += int(predicted(batch).sum())
+        self.num_loss_tokens += int(batch.loss_mask_N.sum())
         metrics.reduce(self.model.data_ranks)  # the first to wait
 
     def optimizer_step(self) -> dict[str, float]:

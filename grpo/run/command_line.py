@@ -116,6 +116,11 @@ def subject_of(doc: str, words: list[str] | None = None) -> tuple[str, list[str]
     return words[0], words[1:]
 
 
+def tool_config(words: list[str]) -> GRPOConfig:
+    """Return the config of a tool's `[RECIPE.py] [--field value ...]`, with all roles in one process."""
+    return load(GRPOConfig, DEFAULT_RECIPES[GRPOConfig], words, for_one_process)
+
+
 def keep_caches() -> None:
     """Make the libraries use the folder; call it before they are used. Variables that are set already stay."""
     inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")

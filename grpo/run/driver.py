@@ -148,13 +148,12 @@ class Driver:
             check_lost(rollouts)
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         turn_weight = self.config.environment.weight if self.config.turns_earn else None
-        observes = self.config.algorithm.echo_coef > 0
         samples = []
         for rollout in rollouts:
             prompt = rollout.prompt
             if for_teacher:
                 prompt = replace(prompt, ids=prompt.teacher_ids)
-            samples.append(sample_of(prompt, rollout.completion, turn_weight, observes))
+            samples.append(sample_of(prompt, rollout.completion, turn_weight))
         return make_batch(samples)
 
     @partial(on_driver_for_learners, scores=True)

@@ -182,7 +182,7 @@ def open_model_folder(
     Raises ValueError if the folder, the model, its number of positions, the tokenizer or the template cannot be used,
     if the tensor_parallel degrees do not divide it, or if a layer that should get an adapter is missing.
     """
-    folder = toy.build_if_toy(config.model.path, toy_dir or config.run_dir, texts, config.seed)
+    folder = toy.build_model(config.model.path, toy_dir or config.run_dir, texts, config.seed)
     folder = hf_folder.resolve_folder(folder)
     tensor_parallel = math.lcm(config.trainer.tensor_parallel, config.generator.tensor_parallel)
     hf_folder.check_folder(folder, config.max_sequence_tokens, tensor_parallel)

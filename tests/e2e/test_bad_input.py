@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from configs.examples import toys
 from grpo import evaluate
 from grpo.config import DataConfig, GRPOConfig, ModelConfig, SFTConfig, change
 from grpo.config.recipes import load
@@ -53,7 +54,7 @@ def with_file(folder: pathlib.Path, name: str, text: str) -> pathlib.Path:
 
 
 def without_template(model: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    tokenizer = toy.addition_tokenizer()
+    tokenizer = toys.addition_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(copy_of(model, target, without="chat_template*"))
     return target
@@ -157,7 +158,7 @@ def test_references_that_read_other_tokens(model: pathlib.Path, tmp_path: pathli
     message = refused(model, other)
     for part in (f"reference {other} has another vocabulary than {model}", "of 32 tokens", "'<pad>', which is 0 and"):
         assert part in message
-    larger = toy.make_model(tmp_path / "larger", toy.addition_tokenizer(), 0, SMALL | {"vocab_size": 64})
+    larger = toy.make_model(tmp_path / "larger", toys.addition_tokenizer(), 0, SMALL | {"vocab_size": 64})
     assert f"reference {model} has 32 vocabulary entries and {larger} 64" in refused(larger, model)
     assert f"{tmp_path / 'no'} does not exist" in refused(model, tmp_path / "no")
     start_and_finish(config_of("--model.path", model, "--model.reference-path", larger, "--run-dir", tmp_path / "run"))
@@ -190,7 +191,7 @@ def test_refused_run_can_be_corrected(model: pathlib.Path, tmp_path: pathlib.Pat
     short = copy_of(model, tmp_path / "short", max_position_embeddings=20)
     refusal("--model.path", short, "--run-dir", tmp_path / "run")
     long = ("--data.max-prompt-tokens", 501, "--trainer.micro-batch-tokens", 600)  # the toy model has 512 positions
-    refusal("--model.path", "toy:addition", "--run-dir", tmp_path / "run", *long)
+    refusal("--model.path", "configs/examples/toys.py:addition_model", "--run-dir", tmp_path / "run", *long)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"initial_model"}
     start_and_finish(config_of("--model.path", model, "--run-dir", tmp_path / "run"))
 

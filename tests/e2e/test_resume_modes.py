@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from configs.examples import toys
 from grpo.data import toy
 from tests.e2e.conftest import BY_CHANCE
 from tests.e2e.runs import TINY, read_completions, read_metrics, without_clocks
@@ -34,7 +35,7 @@ OVERLAP = ("--overlap-steps", 1)
 CARRIED = ("--sampling.carry-over", 2, "--generator.max-completion-tokens", 40)
 TURNS = ("--environment.name", f"{HERE}/tiny_environments.py:Digits", "--environment.answer-steps", 4)
 TURNS += ("--environment.max-turn-tokens", 12, "--generator.max-completion-tokens", 48)
-TURNS += ("--algorithm.advantages", "return_to_go", "--algorithm.echo-coef", 0.1)
+TURNS += ("--algorithm.advantages", "return_to_go")
 SAVED = ("--checkpoint.interval", 3)
 ROUNDED = ("--trainer.moments", "bfloat16", "--trainer.adam-beta2", 0.95)
 JUDGE = ("--reward.model", "{judge}", "--reward.model-weight", 0.3)
@@ -121,12 +122,12 @@ MODES = {
 def inputs(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What the flags name in braces."""
     folder = tmp_path_factory.mktemp("inputs")
-    rows = toy.task_rows("addition", "train")[:15]
+    rows = toys.addition("train")[:15]
     for name, part in (("a", rows[:9]), ("b", rows[9:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     changes = json.loads((model / "config.json").read_text())
     teacher = {name: changes[name] for name in ("hidden_size", "intermediate_size", "max_position_embeddings")}
-    toy.make_model(folder / "teacher", toy.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
+    toy.make_model(folder / "teacher", toys.addition_tokenizer(), 7, teacher | {"num_hidden_layers": 1})
     make_reward_model(folder / "judge", "llama3", toy.trained_tokenizer(["1 + 1 = 2"], 300))
     found = {name: folder / name for name in ("teacher", "judge")}
     found["moe"] = make_tiny(folder, "moe")

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from configs.examples import toys
 from grpo.data import toy
 from tests.e2e.runs import TINY
 from tests.tiny_models import SMALL
@@ -157,7 +158,7 @@ CASES = {
     f"{ROWS}/chats.jsonl": "question.:-1",
     f"{ROWS}/long.jsonl": "max_prompt_tokens",
     f"{ROWS}/rows.jsonl:foo": "foo",
-    f"{GRPO} --data.path toy:additions": "addition",
+    f"{GRPO} --data.path configs/examples/toys.py:additions": "addition",
     f"{GRPO} --data.path some/rows": "could not be loaded",
     f"{GRPO} --data.prompt-template Q": "{question}",
     f"{ROWS}/rows.jsonl --data.row {{here}}/mine.py:row": "KeyError",
@@ -200,10 +201,10 @@ def folder_of_inputs(folder: pathlib.Path) -> pathlib.Path:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    model = toy.make_model(folder / "model", toy.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 128})
+    model = toy.make_model(folder / "model", toys.addition_tokenizer(), 0, SMALL | {"max_position_embeddings": 128})
     for name, (spoil, _) in MODELS.items():
         spoil(shutil.copytree(model, folder / name))
-    toy.make_model(folder / "narrow", toy.addition_tokenizer(), 0, SMALL | {"head_dim": 16})
+    toy.make_model(folder / "narrow", toys.addition_tokenizer(), 0, SMALL | {"head_dim": 16})
     return folder
 
 

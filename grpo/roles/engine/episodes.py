@@ -123,7 +123,7 @@ def completion_of(episode: Episode, temperature: float, index: int) -> Completio
 def environment_seed(run_seed: int, prompt: Prompt, held_out: bool) -> int:
     """Seed of `reset`, below 2**31: the same for all completions of a prompt; held-out ones have the upper half.
 
-    A row's own column `seed`, as those of `--data.path seeds:4096` have it, or else drawn for the prompt.
+    A row's own column `seed`, as those of configs/examples/toys.py:seeds have it, or else drawn for the prompt.
     """
     own = prompt.columns.get("seed")
     drawn = own if isinstance(own, int) else random.Random(f"{run_seed} {prompt.index}").getrandbits(30)

@@ -102,7 +102,6 @@ REFUSED_IN_GRPO = [
     (TOOLS | {"data.prompt_template": "{question}"}, "data.prompt_template .* with an environment: it has no turns"),
     (TOOLS | {"reward.functions": {}}, "reward.functions is empty; name one, .* or an environment"),
     (EACH_TURN, "return_to_go needs an environment: .* use rloo"),
-    ({"algorithm.echo_coef": 0.05}, "echo_coef needs an environment: .*--algorithm.echo-coef 0"),
     (PENALTY | {"algorithm.advantages": "gdpo"}, "kl_in=reward does not go with .*=gdpo: the penalty is part of no"),
     (PENALTY | {"algorithm.advantages": "maxrl"}, "kl_in=reward does not go with .*=maxrl: .* fall below it"),
     ({"algorithm.loss": "dppo", CORRECTION: "truncate"}, "importance_correction=truncate .* twice"),

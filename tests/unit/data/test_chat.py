@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from configs.examples import toys
 from grpo.config import DataConfig
 from grpo.data import chat, toy
 from grpo.data.chat import check_template, detokenize, look_at_prompt
@@ -22,7 +23,7 @@ CONFIG = DataConfig(system_prompt="")
 
 
 def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
-    tokenizer = toy.addition_tokenizer()
+    tokenizer = toys.addition_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import random
 import time
 
@@ -127,22 +126,6 @@ def test_ids_only_grow_and_only_what_was_sampled_counts():
         assert completion.episode["reward"] == float(number) and completion.version == 3
     batch = make_batch([sample_of(e.prompt, completion_of(e, 1.0, 0)) for e in episodes])
     assert batch.versions_S.tolist() == [3] * NUM
-
-
-def test_what_was_observed_is_what_the_environment_answered():
-    """Neither the prompt, which `reset` wrote the end of, nor what the chat template writes around an answer."""
-    episodes, _ = run(CONFIG, fails={2: "lost"})
-    num_answers = 0
-    for number, episode in enumerate(episodes):
-        (completion,) = unflatten_completions(*flatten_completions([completion_of(episode, 1.0, number)]))
-        sample = sample_of(episode.prompt, completion, observes=True)
-        runs = itertools.groupby(zip(sample.ids_T.tolist(), sample.observed_T.tolist(), strict=True), lambda x: x[1])
-        found = [tokenizer().decode([token for token, _ in run]) for observed, run in runs if observed]
-        # the last turn's answer was not written
-        answers = [answer for turn in episode.turns[:-1] for answer in turn["answers"]]
-        assert found == ([] if number == 2 else answers)
-        num_answers += len(found)
-    assert num_answers > NUM
 
 
 def test_an_answer_joins_by_counts_whatever_the_clock_says():

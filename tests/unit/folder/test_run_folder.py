@@ -284,8 +284,8 @@ def test_a_run_does_not_replace_what_it_reads(tmp_path):
     lost = ("run/model", "link", "run/initial_model", "run/completions.jsonl", "run/checkpoints/step-00000003/file")
     for path in (str(tmp_path / name) for name in lost):
         with pytest.raises(ValueError, match=f"^{path} lies in the run folder .* replace or delete it"):
-            check(tmp_path / "run", GRPO, ("toy:addition", path), overwrite=True)
-    kept = ("toy:addition", "", "Qwen/Qwen3-1.7B", str(tmp_path / "run/rows.jsonl"), str(tmp_path / "run/model/absent"))
+            check(tmp_path / "run", GRPO, ("mine.py:rows", path), overwrite=True)
+    kept = ("", "Qwen/Qwen3-1.7B", str(tmp_path / "run/rows.jsonl"), str(tmp_path / "run/model/absent"))
     check(tmp_path / "run", GRPO, kept, overwrite=True)
     check(tmp_path / "other", GRPO, (str(tmp_path / "run/model"),))
 

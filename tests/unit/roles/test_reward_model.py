@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
+from configs.examples import toys
 from grpo.config import GRPOConfig, ModelConfig, SFTConfig, TrainerConfig, change
 from grpo.config.checks import check_effects, validate
 from grpo.data import toy
@@ -108,7 +109,7 @@ def with_template(folder: str, to: pathlib.Path, template: str) -> str:
 
 def test_models_that_cannot_score_are_refused_with_the_reason(folder: str, tmp_path: pathlib.Path):
     labels = {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
-    policy = toy.make_model(tmp_path / "policy", toy.addition_tokenizer(), 0, SMALL)
+    policy = toy.make_model(tmp_path / "policy", toys.addition_tokenizer(), 0, SMALL)
     of_policy = copy_of(policy, tmp_path / "unnamed", architectures=["Qwen3ForSequenceClassification"], num_labels=1)
     reasons = {
         tmp_path / "nowhere": "does not exist",
