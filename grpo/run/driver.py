@@ -142,19 +142,21 @@ class Driver:
         return self.buffer.rollouts() if self.roles.is_driver else None
 
     @on_driver_for_learners
-    def make_batch(self, rollouts: list[Rollout], for_teacher: bool = False) -> TrainBatch:
-        """Lay the step's rollouts end to end. For a teacher with prompts of its own, the completions follow those."""
+    def make_batch(self, rollouts: list[Rollout]) -> TrainBatch:
+        """Lay the step's rollouts end to end."""
+        return self._batch_of(rollouts)
+
+    @on_driver_for_learners
+    def make_teacher_batch(self, rollouts: list[Rollout]) -> TrainBatch:
+        """Lay the same completions end to end, each after the prompt that the teacher reads."""
+        return self._batch_of([replace(r, prompt=replace(r.prompt, ids=r.prompt.teacher_ids)) for r in rollouts])
+
+    def _batch_of(self, rollouts: list[Rollout]) -> TrainBatch:
         if not any(r.completion.loss_mask_T.any() for r in rollouts):
             check_lost(rollouts)
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
         turn_weight = self.config.environment.weight if self.config.turns_earn else None
-        samples = []
-        for rollout in rollouts:
-            prompt = rollout.prompt
-            if for_teacher:
-                prompt = replace(prompt, ids=prompt.teacher_ids)
-            samples.append(sample_of(prompt, rollout.completion, turn_weight))
-        return make_batch(samples)
+        return make_batch([sample_of(r.prompt, r.completion, turn_weight) for r in rollouts])
 
     @partial(on_driver_for_learners, scores=True)
     def collect_rewards(self) -> list[Rollout]:
