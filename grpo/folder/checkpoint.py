@@ -221,7 +221,9 @@ class _Writer(dcp.FileSystemWriter):
         self.driver_file = io.BytesIO()
         torch.save(driver_state, self.driver_file)  # now: the driver goes on
         best = config.checkpoint.keep_best
-        self.held_out_values = _held_out_values(config.run_dir, best) if best and driver_state else {}
+        self.held_out_values = {}
+        if best and driver_state:
+            self.held_out_values = _held_out_values(config.run_dir, best)
 
     def finish(self, metadata: dcp.Metadata, results: list) -> None:
         """Give the folder its name after all ranks have written, and delete what is not kept. On rank 0."""

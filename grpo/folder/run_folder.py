@@ -109,9 +109,11 @@ def begin_run(config: RunConfig, script: str, step: int = 0) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     lock = _take_lock(folder, os.O_CREAT)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    job = f", job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    if "SLURM_JOB_ID" in os.environ:
+        holder += f", job {os.environ['SLURM_JOB_ID']}"
     os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}{job}, since {now}\n".encode(), 0)
+    os.pwrite(lock, f"{holder}, since {now}\n".encode(), 0)
     overwrites = config.overwrite and not config.resume
     for path in _files_of_runs(folder):
         if path.name.endswith(UNFINISHED) or (overwrites and path.name not in ("initial_model", LOCK, MARKER)):

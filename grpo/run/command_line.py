@@ -91,8 +91,9 @@ def checked_config(config_type: type[Config], words: list[str] | None = None) ->
 
 def _fit_to_processes(config: Config, recipe: Config) -> Config:
     """Return the config for one process if there is only one, and print what that changes."""
-    is_alone = config.gpus == 1 if config.gpus else "RANK" not in os.environ
-    fitted = for_one_process(config, recipe) if is_alone else config
+    if config.gpus > 1 or (not config.gpus and "RANK" in os.environ):
+        return config
+    fitted = for_one_process(config, recipe)
     if fitted != config:
         reason = "one GPU" if config.gpus else "no torchrun"
         line = f"{reason}: one process has all roles of the {config.num_ranks} ranks configured"

@@ -73,15 +73,16 @@ class Driver:
         probe = []
         is_early = step <= self.session.inputs.step + 1  # before the first sync, and after it
         if config.sync_check_interval and (is_early or step % config.sync_check_interval == 0):
-            prompts = requests.prompts if requests else [group.prompt for group in self.buffer.taken]
-            probe = prompts[:PROBE_PROMPTS]
+            probe = [group.prompt for group in self.buffer.taken]
+            if requests:
+                probe = requests.prompts
         is_last = step + 1 == config.num_steps
         return StepPlan(
             step=step,
             requests=requests,
             save=is_due(config.checkpoint.interval, step + 1, is_last),
             evaluate=is_due(config.evaluation.interval, step + 1, is_last),
-            probe=probe,
+            probe=probe[:PROBE_PROMPTS],
         )
 
     @partial(from_driver, scores=True)
@@ -155,7 +156,9 @@ class Driver:
         if not any(r.completion.loss_mask_T.any() for r in rollouts):
             check_lost(rollouts)
             raise RuntimeError("not one log-prob of the sampled tokens is finite: the generator is broken")
-        turn_weight = self.config.environment.weight if self.config.turns_earn else None
+        turn_weight = None
+        if self.config.turns_earn:
+            turn_weight = self.config.environment.weight
         return make_batch([sample_of(r.prompt, r.completion, turn_weight) for r in rollouts])
 
     @partial(on_driver_for_learners, scores=True)

@@ -317,14 +317,16 @@ def learned_form(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> Cha
         template = tokenizer.chat_template
     if isinstance(config, SFTConfig):
         end = end_of_turn(tokenizer, config.data)
-        return ChatForm(template, () if end is None else (end,))
-    serving = serving_template(tokenizer, config.data) if config.environment.enabled else ""
+        return ChatForm(template) if end is None else ChatForm(template, (end,))
+    serving = ""
+    if config.environment.enabled:
+        serving = serving_template(tokenizer, config.data)
     if serving != "":
         template = serving or ""
-        exported = "keeps them too" if serving else "cannot be made to keep them: serve it with another one"
+        result = "keeps them too" if serving else "cannot be made to keep them: serve it with another one"
         print(
             "thoughts and all else of earlier turns stay as sampled, which the chat template would change; that of the "
-            f"exported model {exported}",
+            f"exported model {result}",
             flush=True,
         )
     return ChatForm(template)

@@ -143,7 +143,9 @@ class Session:
     def _open_log(self, step: int) -> RunLog:
         """Open the log of a run that continues after `step` steps."""
         config = self.config
-        num_steps = config.num_steps if self.layout.num_trainers else 0
+        num_steps = 0
+        if self.layout.num_trainers:
+            num_steps = config.num_steps
         logged = config
         if isinstance(config, GRPOConfig):
             logged = replace(config, algorithm=config.algorithm.resolved)
