@@ -24,7 +24,7 @@ prompts, has completions scored, decides and logs.
     add_ref_logprobs            references; workers score          trainers
     driver.collect_rewards      rank 0: until workers have scored  references, trainers
     update                      trainers                           references, generators (not with overlap_steps)
-    land, if overlap_steps      generators, since `launch`         all
+    finish_sampling_ahead       generators, with overlap_steps     all
     sync_weights                trainers, then generators          all
 
 Every rank must make every call that takes `roles`, `driver` or `session`, in the order of the page. A driver's method
@@ -32,9 +32,10 @@ runs on rank 0; the other ranks get what it decides, and None where it returns d
 What is under `if trainer` only trainers call; each of them holds the whole batch and runs its share of micro-batches.
 
 A step trains on what the weights sampled that it begins with. With `overlap_steps=1` generators sample for the next
-step from `launch` to `land`, still with the weights that this one began with: completions are one step old. With
-`sampling.carry_over` groups that are unfinished when a step is full go on in the next, so their tokens are of several
-weights. Each token keeps the log-prob of the weights that sampled it, which `correct_importance` uses.
+step from `start_sampling_ahead` to `finish_sampling_ahead`, still with the weights that this one began with:
+completions are one step old. With `sampling.carry_over` groups that are unfinished when a step is full go on in the
+next, so their tokens are of several weights. Each token keeps the log-prob of the weights that sampled it, which
+`correct_importance` uses.
 
 A sync check compares log-probs of trainers and generators for a few fresh completions. A mean distance above
 `config.largest_mismatch` ends the run with an error before the step changes anything. `driver.state` is the place in
@@ -61,7 +62,14 @@ from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
 from grpo.metrics import StepMetrics
-from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, land, launch, send_batch
+from grpo.roles.comm import (
+    add_ref_logprobs,
+    broadcast_tensors,
+    finish_sampling_ahead,
+    gather_completions,
+    send_batch,
+    start_sampling_ahead,
+)
 from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Objective, Trainer
@@ -101,9 +109,9 @@ def train(config: GRPOConfig, session: Session) -> None:
 
         timer.enter("generate")
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
-        ahead = launch(driver.request_ahead(), config.group_size, generator)  # for the next step, with overlap_steps
+        ahead = start_sampling_ahead(driver.request_ahead(), config.group_size, generator)  # with overlap_steps
         batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
-        read = send_batch(driver.make_batch(rollouts, True), roles) if config.algorithm.teacher_template else batch
+        read = send_batch(driver.make_teacher_batch(rollouts), roles) if config.algorithm.teacher_template else batch
 
         timer.enter("reference")  # meanwhile worker processes of the driver score
         batch = add_ref_logprobs(batch, reference, roles, read)  # references, or a teacher with its prompts -> trainers
@@ -121,7 +129,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             update(config, trainer, batch, kl_coef, metrics)
 
         timer.enter("generate")
-        land(ahead, driver, roles)  # generators -> driver, for the next step
+        finish_sampling_ahead(ahead, driver, roles)  # generators -> driver, for the next step
 
         timer.enter("sync")
         sync_weights(trainer, generator, step + 1, roles)  # trainers -> generators: the weights after `step + 1` steps
