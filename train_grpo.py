@@ -24,7 +24,7 @@ roles. Roles can share a GPU. Rank 0 is a trainer and the driver: it alone draws
     add_ref_logprobs            references; workers score          trainers
     driver.collect_rewards      rank 0: until workers have scored  references, trainers
     update                      trainers                           references, generators (not with overlap_steps)
-    land, if overlap_steps      generators, since `launch`         all
+    finish_sampling_ahead       generators, with overlap_steps     all
     sync_weights                trainers, then generators          all
 
 Every rank must make every call that takes `roles`, `driver` or `session`, in the order of the page. A driver's method
@@ -32,8 +32,8 @@ runs on rank 0; other ranks get its decision, or None for data, which the next c
 under `if trainer`; each of them holds the whole batch and computes its share of micro-batches.
 
 Completions come from the weights at the start of the step. With `overlap_steps=1` they are at most one step older,
-since generators sample for the next step from `launch` to `land`. With `sampling.carry_over` unfinished groups go on in
-the next step, so some tokens are older still. `correct_importance` uses the log-probs of the weights that sampled.
+because they were sampled ahead in the step before. With `sampling.carry_over` unfinished groups go on in the next step,
+so some tokens are older still. `correct_importance` uses the log-probs of the weights that sampled each token.
 
 A sync check compares log-probs of trainers and generators for a few fresh completions; a mean distance above
 `config.largest_mismatch` ends the run before the step changes anything. A checkpoint holds the trainers' weights,
@@ -61,7 +61,7 @@ from grpo.algorithm.inputs import LossInputs, clamped
 from grpo.algorithm.losses import CLIPPED_LOSSES, clip_metrics, named_loss
 from grpo.data.batches import split_groups
 from grpo.metrics import StepMetrics
-from grpo.roles.comm import add_ref_logprobs, broadcast_tensors, gather_completions, land, launch, send_batch
+from grpo.roles import comm
 from grpo.roles.engine.generator import Generator
 from grpo.roles.process_groups import Roles
 from grpo.roles.trainer import Objective, Trainer
@@ -97,18 +97,18 @@ def train(config: GRPOConfig, session: Session) -> None:
 
         timer.enter("generate")
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
-        ahead = launch(driver.request_ahead(), config.group_size, generator)  # for the next step, with overlap_steps
-        batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
+        ahead = comm.start_sampling_ahead(driver.request_ahead(), config.group_size, generator)  # with overlap_steps
+        batch = comm.send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
         teacher_batch = batch
         if config.algorithm.teacher_template:  # the same completions behind other prompts
-            teacher_batch = send_batch(driver.make_batch(rollouts, for_teacher=True), roles)
+            teacher_batch = comm.send_batch(driver.make_batch(rollouts, for_teacher=True), roles)
 
         timer.enter("reference")  # meanwhile worker processes of the driver score
-        batch = add_ref_logprobs(batch, reference, roles, teacher_batch)  # references -> trainers
+        batch = comm.add_ref_logprobs(batch, reference, roles, teacher_batch)  # references -> trainers
 
         timer.enter("reward")
         rollouts = driver.collect_rewards()
-        rewards = broadcast_tensors(driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
+        rewards = comm.broadcast_tensors(driver.reward_tensors(rollouts), roles)  # driver -> references and trainers
         if config.record:
             driver.record(rollouts, batch, rewards)  # a file, for grpo/replay.py
 
@@ -120,7 +120,7 @@ def train(config: GRPOConfig, session: Session) -> None:
             update(config, trainer, batch, kl_coef, metrics)
 
         timer.enter("generate")
-        land(ahead, driver, roles)  # generators -> driver, for the next step
+        comm.finish_sampling_ahead(ahead, driver, roles)  # generators -> driver, for the next step
 
         timer.enter("sync")
         sync_weights(trainer, generator, step + 1, roles)  # trainers -> generators: the weights after `step + 1` steps
@@ -143,7 +143,7 @@ def sample(
     requests = plan.requests  # prompts for all generators, which share them out; None if enough was sampled ahead
     while requests:  # once; with sampling.dynamic until enough groups have rewards that differ
         completions = generator.generate(requests, config.group_size) if generator else None
-        requests = driver.receive(gather_completions(completions, roles))
+        requests = driver.receive(comm.gather_completions(completions, roles))
     if generator:
         generator.sleep()  # does nothing unless config.generator.sleep; the next sync wakes it
     return driver.rollouts()

@@ -21,7 +21,7 @@ from grpo.models import hf_folder
 from grpo.models.export import export_hf
 from grpo.models.hf_folder import fetch_folder
 from grpo.report.log import RunLog
-from grpo.report.rollout_metrics import evaluation_metrics_of_sets
+from grpo.report.rollout_metrics import evaluation_metrics
 from grpo.roles.comm import from_driver, gather_completions, on_driver, wait_for_all
 from grpo.roles.engine.episodes import Episodes
 from grpo.roles.engine.generator import Generator
@@ -290,7 +290,7 @@ class Session:
                 rollouts[kind] = scorer.collect("evaluation: ")
                 texts = scorer.prompt_texts(rollouts[kind])
                 self.run_log.evaluation_completions(step, kind, rollouts[kind], texts)
-        metrics = evaluation_metrics_of_sets(
+        metrics = evaluation_metrics(
             rollouts["greedy"],
             rollouts["sample"],
             self.config.evaluation.num_samples,
