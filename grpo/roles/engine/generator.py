@@ -116,8 +116,9 @@ class Generator:
 
         def add(number: int, ids: list[int], num_tokens: int, max_tokens: int) -> None:
             """Sample after `ids`, whose last `num_tokens` follow the prompt."""
-            seed = continuation_seed(request_seed(self.seed, mine[number].index, held_out), num_tokens)
-            self.loop.add(number, ids, self._parameters(temperature_of(mine[number]), seed, max_tokens))
+            request = mine[number]
+            seed = continuation_seed(request_seed(self.seed, request.index, held_out), num_tokens)
+            self.loop.add(number, ids, self._parameters(temperature_of(request), seed, max_tokens))
 
         completions = []
         with no_collection():
