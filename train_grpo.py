@@ -111,7 +111,7 @@ def train(config: GRPOConfig, session: Session) -> None:
         rollouts = sample(config, plan, generator, driver, roles)  # generators -> driver; scoring begins
         ahead = start_sampling_ahead(driver.request_ahead(), config.group_size, generator)  # with overlap_steps
         batch = send_batch(driver.make_batch(rollouts), roles)  # driver -> references and trainers
-        read = send_batch(driver.make_batch(rollouts, True), roles) if config.algorithm.teacher_template else batch
+        read = send_batch(driver.make_teacher_batch(rollouts), roles) if config.algorithm.teacher_template else batch
 
         timer.enter("reference")  # meanwhile worker processes of the driver score
         batch = add_ref_logprobs(batch, reference, roles, read)  # references, or a teacher with its prompts -> trainers

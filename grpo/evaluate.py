@@ -72,11 +72,11 @@ def new_folder(model: str) -> str:
     return str(next(folder for folder in itertools.chain([first], numbered) if not folder.exists()))
 
 
-def read(config: GRPOConfig | SFTConfig, script: str, toy_dir: str = "") -> Inputs:
+def read(config: GRPOConfig | SFTConfig, script: str, build_dir: str = "") -> Inputs:
     """Check the rewards, the model and the held-out rows. On rank 0."""
     check_functions(config)
     paths = [source.path for source in config.evaluation.held_out(config.data)]
-    return read_evaluation(config, open_run(config, script, toy_dir, paths))
+    return read_evaluation(config, open_run(config, script, build_dir, paths))
 
 
 def evaluate(config: Config, session: Session) -> None:
