@@ -124,7 +124,7 @@ class Generator:
         with no_collection():
             if self.episodes and max_tokens is None:
                 rollouts = [(request.prompt, request.index % group_size) for request in mine]
-                episodes = self.episodes.sample(
+                episodes = self.episodes.play_rollouts(
                     self.loop, rollouts, limit, add, run_seed=self.seed, version=self.version, held_out=held_out
                 )
                 for episode, request in zip(episodes, mine, strict=False):  # no episodes on other ranks than the head
