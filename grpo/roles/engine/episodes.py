@@ -58,7 +58,7 @@ class Episodes:
             host = EnvironmentHost(config, style, config.num_processes or most_at_once, variables)
             self.player = Player(config, host, turns, tokenizer, data.max_prompt_tokens)
 
-    def sample(
+    def play_rollouts(
         self,
         loop: EngineLoop,
         rollouts: list[tuple[Prompt, int]],
