@@ -216,8 +216,8 @@ def run_call(
         raise
     except (Exception, SystemExit) as error:  # a tool of the user may raise anything
         if is_outage(error):
-            raise Lost(f"{call.name}: {describe_error(error)}") from error
-        return describe_error(error), "error"
+            raise Lost(f"{call.name}: {error_for_model(error)}") from error
+        return error_for_model(error), "error"
 
 
 @functools.cache
@@ -252,8 +252,8 @@ def is_outage(error: BaseException | None) -> bool:
     return False
 
 
-def describe_error(error: BaseException) -> str:
-    """Write an error as `KeyError: 'x'`, or as its type alone if it has no message."""
+def error_for_model(error: BaseException) -> str:
+    """Write an error as the model reads it: `KeyError: 'x'`, or the type alone if there is no message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

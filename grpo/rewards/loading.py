@@ -27,7 +27,7 @@ from grpo.rewards.builtin import BUILT_INS, RewardFunction
 from grpo.text import shorten
 from grpo.workers import lockdown
 from grpo.workers.processes import Workers
-from grpo.workers.worker import Failure, describe, plain_values
+from grpo.workers.worker import Failure, describe_error, plain_values
 
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
 # Longest output of a function that is shown
@@ -268,8 +268,8 @@ def load_caller(
         if not confined:
             raise
         raise Failure(
-            f"{describe(error)}; built-in rewards cannot read files right in {', '.join(private_folders)} on Python's "
-            "path; install packages into a folder of their own"
+            f"{describe_error(error)}; built-in rewards cannot read files right in {', '.join(private_folders)} on "
+            "Python's path; install packages into a folder of their own"
         ) from error
     return lambda name, completions, columns: make_call(functions[name], completions, columns)
 
@@ -289,7 +289,7 @@ def load_observed(
             try:
                 outcome = {"values": call(*arguments)}
             except BaseException as error:  # a function of the user may raise anything
-                outcome = {"failed": describe(error)}
+                outcome = {"failed": describe_error(error)}
         outcome["seconds"] = time.perf_counter() - start
         outcome["printed"] = shorten(output.getvalue(), PRINTED_CHARACTERS)
         return outcome

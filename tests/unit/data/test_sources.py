@@ -206,7 +206,7 @@ def test_a_function_gives_rows(mine):
     ],
 )
 def test_a_function_without_usable_rows_is_refused(mine, name, reason, monkeypatch):
-    monkeypatch.setattr(sources, "MOST_FUNCTION_ROWS", 1000)
+    monkeypatch.setattr(sources, "MAX_FUNCTION_ROWS", 1000)
     with pytest.raises(ValueError, match=reason):
         rows_of(f"{mine}:{name}")
 

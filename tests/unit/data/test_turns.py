@@ -15,7 +15,7 @@ from grpo.config import DataConfig, SFTConfig
 from grpo.data import toy
 from grpo.data.batches import build_micro_batch, make_batch
 from grpo.data.chat import Refused
-from grpo.data.encode import Encoded, Fate, chat_encoder
+from grpo.data.encode import Encoded, RowStatus, chat_encoder
 from grpo.data.rows import Example, chat_reader
 from grpo.data.turns import end_of_turn, tokenize, write_example, write_prompt
 from grpo.types import Sample
@@ -589,15 +589,15 @@ def test_bounds():
     tokenizer = tokenizer_for(*FAMILIES["chatml"])
     ids, mask = encode_chat(tokenizer, DATA, TALK, "assistant")
     found = encode_within(tokenizer, {"messages": TALK}, len(ids))
-    assert (found.fate, found.ids, found.mask) == (Fate.USED, ids, mask)
+    assert (found.status, found.ids, found.mask) == (RowStatus.USED, ids, mask)
     found = encode_within(tokenizer, {"messages": TALK}, len(ids) - 1)
-    assert (found.fate, found.num_tokens, found.ids) == (Fate.TOO_LONG, len(ids), [])
+    assert (found.status, found.num_tokens, found.ids) == (RowStatus.TOO_LONG, len(ids), [])
     kept = mask.index(True) + 1
     found = encode_within(tokenizer, {"messages": TALK}, kept, truncate=True)
     assert (found.num_tokens, found.ids, found.mask) == (len(ids), ids[:kept], mask[:kept])
     huge = {"messages": [TALK[1], {"role": "assistant", "content": "two. " * 4_000_000}]}
     found = encode_within(tokenizer, huge, 100)
-    assert found.fate == Fate.TOO_LONG and found.num_tokens > 4096  # of its beginning
+    assert found.status == RowStatus.TOO_LONG and found.num_tokens > 4096  # of its beginning
     found = encode_within(tokenizer, huge, 100, truncate=True)
     assert (len(found.ids), found.mask[-1]) == (100, True) and found.ids[-1] != tokenizer.eos_token_id
     ids, _ = encode_text(tokenizer, "hello a lot")

@@ -65,7 +65,7 @@ def test_the_readme_counts_verdicts_and_cheats():
     wrong = sum(not case.right for case in cases) + sum(not right for _, _, right, _ in pairs)
     unpaid = sum(case.right and not case.earns for case in cases) + len(UNPAID)
     counts = len(cases), len(pairs), wrong, len(CHEATS), unpaid
-    told = r"(\d+) verdicts.*?(\d+) more pairs.*?(\d+) of both are wrong.*?(\d+) whole completions.*?except (\d+) "
+    told = r"(\d+) verdicts.*?(\d+) more pairs.*?(\d+) of all these are wrong.*?(\d+) whole completions.*?except (\d+) "
     said = re.search(told, " ".join(README.read_text().split()))
     assert said and tuple(map(int, said.groups())) == counts
 
