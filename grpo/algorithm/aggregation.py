@@ -21,7 +21,7 @@ from grpo.types import TrainBatch
 
 @dataclass(frozen=True)
 class UpdateTotals:
-    """What is counted over a whole update, all its micro-batches and ranks; at least 1, because it divides."""
+    """Counts over a whole update, all its micro-batches and ranks. At least 1, because losses are divided by them."""
 
     num_tokens: int
     """Loss tokens."""
@@ -34,7 +34,8 @@ class UpdateTotals:
     def of(cls, mini_batch: TrainBatch, max_completion_tokens: int) -> "UpdateTotals":
         """Count the tokens and sequences of an update's mini-batch."""
         num_loss_tokens_S = mini_batch.num_loss_tokens_S
-        num_tokens, num_sequences = int(num_loss_tokens_S.sum()), int((num_loss_tokens_S > 0).sum())
+        num_tokens = int(num_loss_tokens_S.sum())
+        num_sequences = int((num_loss_tokens_S > 0).sum())
         return cls(max(num_tokens, 1), max(num_sequences, 1), max_completion_tokens)
 
 
@@ -47,7 +48,7 @@ def token_mean(loss_BT: torch.Tensor, x: LossInputs, totals: UpdateTotals) -> to
 
 
 def fixed_horizon(loss_BT: torch.Tensor, x: LossInputs, totals: UpdateTotals) -> torch.Tensor:
-    """Return its part of the mean over sequences of the sum over tokens / max_completion_tokens.
+    """Return this micro-batch's part of the mean over sequences of the sum over tokens / max_completion_tokens.
 
     A token weighs the same in long and short completions (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
     """

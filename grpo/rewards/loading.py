@@ -28,7 +28,7 @@ from grpo.rewards.builtin import BUILT_INS, RewardFunction
 from grpo.text import shorten
 from grpo.workers import lockdown
 from grpo.workers.processes import Workers
-from grpo.workers.worker import Failure, describe, plain_values
+from grpo.workers.worker import Failure, describe_error, plain_values
 
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
 # Of what a function prints, where that is shown.
@@ -234,8 +234,8 @@ def load(config: RewardConfig, confined: bool, max_completion_tokens: int) -> Ca
         if not confined:
             raise
         raise Failure(
-            f"{describe(error)}; built-in rewards read nothing that lies right in {', '.join(closed)}, which are on "
-            "Python's path; install packages into a folder of their own"
+            f"{describe_error(error)}; built-in rewards read nothing that lies right in {', '.join(closed)}, which are "
+            "on Python's path; install packages into a folder of their own"
         ) from error
     return lambda name, completions, columns: make_call(functions[name], completions, columns)
 
@@ -250,7 +250,7 @@ def load_observed(config: RewardConfig, confined: bool, max_completion_tokens: i
             try:
                 outcome = {"values": call(*arguments)}
             except BaseException as error:  # a user's function may raise anything
-                outcome = {"failed": describe(error)}
+                outcome = {"failed": describe_error(error)}
         seconds = time.perf_counter() - start
         return outcome | {"seconds": seconds, "printed": shorten(output.getvalue(), PRINTED_CHARACTERS)}
 

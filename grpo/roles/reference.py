@@ -1,4 +1,4 @@
-"""The reference, or teacher: log-probs only, without gradients or optimizer memory."""
+"""The reference or teacher: log-probs only, without gradients or optimizer memory."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ from grpo.types import TrainBatch
 
 
 class Reference:
-    """A frozen model over the reference ranks (or the trainer ranks, where there are no others), or the policy."""
+    """A frozen model, or the policy itself, over the reference ranks (else the trainer ranks)."""
 
     def __init__(
         self,
@@ -26,18 +26,20 @@ class Reference:
     ):
         """Load `folder` in the compute dtype, or take the `policy`, which holds the reference already.
 
-        as_trained: the policy with the weights that it has by then, its own teacher; else its base, which with LoRA
-        stays as it was. trainer: how rows are made and computed, which is the policy's way. Collective over the
-        reference ranks.
+        policy: its base is the reference, which LoRA leaves as it was; with `as_trained` the policy teaches itself,
+        with the weights that it has by then. trainer: rows are made and computed as the policy's are. Collective over
+        the reference ranks.
         """
-        self.trainer, self.as_trained = trainer, as_trained
-        options = {"device": roles.device, "tensor_parallel": tensor_parallel, "frozen": True}
-        self.model = policy or build_model(model, trainer, folder, **options)
+        self.trainer = trainer
+        self.as_trained = as_trained
+        self.model = policy or build_model(
+            model, trainer, folder, device=roles.device, tensor_parallel=tensor_parallel, frozen=True
+        )
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-probs of this rank's part of the tokens that count in the loss, float32 [N]; see `add_ref_logprobs`.
+        """Return log-probs of this rank's part of the tokens that count in the loss, float32 [N]; 0 elsewhere.
 
-        At the sampling temperatures. Collective over the reference ranks.
+        They are at the sampling temperatures. Collective over the reference ranks.
         """
         with contextlib.nullcontext() if self.as_trained else adapters_off(self.model.module):
             return self.model.token_logprobs(batch, self.trainer)

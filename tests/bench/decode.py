@@ -232,7 +232,6 @@ def one_round(
         loop.step()
     seconds, after = time.perf_counter() - began, sum(len(taken.ids) for taken in sampled.values())
     loop.end()
-    loop.settle()
     generator.forget_prefixes()
     floor = floor_bytes(generator, num_prompt_tokens * num_sequences + (before + after) / 2) / rate
     step = seconds * num_sequences / (after - before)

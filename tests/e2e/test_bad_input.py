@@ -120,7 +120,7 @@ BAD_FLAGS = {
     OVERLONG + ' overlong {{"tokens":5}}': "'overlong', which is not in reward.functions .overlong_penalty",
     "--algorithm.loss {here}/no.py:f": "no.py does not exist",
     "--algorithm.loss {here}/files.py:f": "functions there: one_argument, mean, unpacks",
-    "--algorithm.loss {here}/files.py:one_argument": "cannot be called with two arguments",
+    "--algorithm.loss {here}/files.py:one_argument": "; it is called as loss.x, config",
     "--algorithm.loss {here}/files.py:mean": "files.py:mean returned a loss .* one floating number per position",
 }
 FILES = """

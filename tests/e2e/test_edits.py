@@ -15,8 +15,8 @@ ADDITION = "configs/examples/toys.py:addition"
 # What of the page is replaced, and by what
 EDITS = {
     "a filter": (
-        "        wanted = None",
-        "        wanted = lambda prompt: int(prompt.columns['answer']) % 2 == 0",
+        "        keep_prompt = None",
+        "        keep_prompt = lambda prompt: int(prompt.columns['answer']) % 2 == 0",
     ),
     "a curriculum": (
         "        source_weights = config.data.weights",
@@ -34,10 +34,10 @@ EDITS = {
         "        loss_BT = loss_BT.where(x.loss_mask_BT, 0)\n",
     ),
     "a metric of completions": (
-        "        if trainer:\n            batch = add_advantages(",
+        "        if trainer:\n",
         "        if rollouts:\n"
         "            metrics.record(**{'mine/characters': sum(len(r.text) for r in rollouts) / len(rollouts)})\n"
-        "        if trainer:\n            batch = add_advantages(",
+        "        if trainer:\n",
     ),
     "a log in CSV": (
         "        driver.log(step + 1, rollouts, batch, metrics)",

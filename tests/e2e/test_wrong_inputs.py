@@ -126,10 +126,10 @@ CASES = {
     f"{GRPO} --sampling.max-rounds 9": "max_rounds=9 does nothing",
     f"{GRPO} --generator.max-completion-tokens 200": "raise it to at least 216",
     # flags
-    f"{GRPO} --lr 1e-5": "--trainer.learning-rate",
+    f"{GRPO} --learning-rate 1e-5": "--trainer.learning-rate",
     f"{GRPO} --trainer.lr 1e-5": "--trainer.learning-rate",
-    f"{GRPO} trainer.learning_rate=1e-6": "write --trainer.learning-rate 1e-6",
-    f"{GRPO} --record true": "--record takes no value",
+    f"{GRPO} trainer.learning_rate=1e-6": "trainer.learning_rate=1e-6; write --field VALUE",
+    f"{GRPO} --record true": "true; write --field VALUE, for a switch --field",
     f"{GRPO} --num-step 3": "--num-steps",
     f"{GRPO} --num-steps three": "--num-steps",
     f"{GRPO} --num-steps": "--num-steps",
@@ -145,7 +145,7 @@ CASES = {
     "train_grpo.py {here}/keyword.py": "lr",
     # ranks
     f"2: train_grpo.py {TINY} --model.path {{model}}": "for 2 processes: --roles",
-    f"2: train_grpo.py {TINY} --lr 1": "--trainer.learning-rate",
+    f"2: train_grpo.py {TINY} --learning-rate 1": "--trainer.learning-rate",
     f"2: train_grpo.py {TINY} --roles.num-trainers 2 --roles.num-generators 0 --roles.num-references 0": "generator",
     f"2: {ROWS}/none.jsonl --roles.num-trainers 2": "none.jsonl does not exist",
     f"3: {GRPO} --roles.num-trainers 3 --prompts-per-step 32": "--prompts-per-step 33",

@@ -93,10 +93,13 @@ def test_what_a_run_would_refuse_is_one_line(mistake: str, said: str, tmp_path: 
     assert "\n" not in str(refused.value)
 
 
+DUAL_CLIP = "configs/examples/dual_clip.py:dual_clip"
+
+
 def test_options_are_written_as_for_a_run():
     with pytest.raises(BadInput, match=r"bound=0\.5 must be above 1"):
-        check_loss.main(["dual_clip", "configs/toy_arithmetic.py", "--algorithm.loss-options", "bound", "0.5"])
-    assert check_loss.main(["dual_clip", "--algorithm.loss-options", "bound", "2"]) == 0
+        check_loss.main([DUAL_CLIP, "configs/toy_arithmetic.py", "--algorithm.loss-options", "bound", "0.5"])
+    assert check_loss.main([DUAL_CLIP, "--algorithm.loss-options", "bound", "2"]) == 0
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture):

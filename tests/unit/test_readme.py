@@ -37,10 +37,11 @@ DEFAULTS = {
     "train_sft.py": (c.SFTConfig, str(ROOT / "configs" / "sft_llama3_1_8b.py")),
 }
 
-# One per reward function, number of samples, source
+# One per reward function, event of an episode, number of samples, source
 MANY = {
     "validation/<name>/loss",
     "reward/<function>",
+    "environment/calls",
     "environment/<fault>",
     "environment/ended_by/<why>_frac",
     "skipped/<cause>",
@@ -64,7 +65,18 @@ OTHER_FILES = {
     "apps/grpo/main.py",
     "apps/sft/main.py",
 }
-OTHER_TOOLS_FLAGS = {"--lr", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--nodes", "--help"}
+OTHER_TOOLS_FLAGS = {
+    "--lr",
+    "--learning-rate",
+    "--field",
+    "--no-field",
+    "--nproc_per_node",
+    "--nnodes",
+    "--rdzv_backend",
+    "--rdzv_endpoint",
+    "--nodes",
+    "--help",
+}
 OTHER_TOOLS_FLAGS |= {"--shutdown-timeout", "--signals-to-handle", "--max_restarts"}
 OTHER_TOOLS_FLAGS |= {"--no-deps", "--torch-backend", "--logdir", "--standalone", "--step", "--turns", "--play"}
 OTHER_TOOLS_FLAGS |= {"--shape", "--jobs", "--roles", "--phases", "--kinds", "--array", "--env", "--file", "--tag"}

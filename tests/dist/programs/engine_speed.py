@@ -47,9 +47,6 @@ class PlainLoop:
         assert not self.requests
         return []
 
-    def settle(self) -> None:
-        assert not self.requests
-
 
 def main(folder: str, how: str, output: str) -> None:
     if how == "unchanged":

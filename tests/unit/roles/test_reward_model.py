@@ -64,7 +64,7 @@ def test_what_it_cannot_read_has_a_reason_in_its_place(folder: str, tmp_path: pa
     reader = open_reward_model(folder, TRAINER)
     short, too_long, longest = reader.read([conversation(rollout(text=n * "x")) for n in (1, 76, 75)])
     assert (len(short), len(longest)) == (25, 99) and "not 1 to 99 tokens" in too_long
-    assert open_reward_model(folder, TrainerConfig()).longest == 255  # of 256 positions
+    assert open_reward_model(folder, TrainerConfig()).max_tokens == 255  # of 256 positions
     template = (
         "{{ raise_exception('no x') if 'x' in messages[1].content }}{{ messages[0].content + messages[1].content }}"
     )
